@@ -1,7 +1,7 @@
 """An inference engine for small models on CPUs, embedded so that the whole ring runs without a GPU.
 
 It speaks the part of SGLang's HTTP API that Foray uses, so that everything outside this package treats both engines
-alike. `serve.py` draws how the parts hang together. Where it differs from SGLang 0.5.21-0.5.23:
+alike. `server/app.py` draws how the parts hang together. Where it differs from SGLang 0.5.21-0.5.23:
 
 * `/health` answers at once while paused (SGLang: 503 after 20 s); `/health_generate` is 503 at once then.
 * A weight update is verified whole (names, shapes, finite numbers, architecture) before any tensor is touched.
@@ -21,6 +21,6 @@ alike. `serve.py` draws how the parts hang together. Where it differs from SGLan
 * `sampling_seed` always holds. Non-finite output ends one request with status 500. No request ends the process.
 * The prefix cache is dropped at every weight update, with or without `flush_cache`. `/flush_cache` does not wait.
 * `/v1/completions` and `/v1/chat/completions` refuse unknown fields and unknown models (SGLang: ignores, answers), and
-  `max_tokens: 0` scores a prompt (SGLang: 400). What is pickled is refused (`absent`).
+  `max_tokens: 0` scores a prompt (SGLang: 400). What is pickled is refused (`server/absent.py`).
 * Listening beyond loopback needs an API key; keys come from environment variables only.
 """

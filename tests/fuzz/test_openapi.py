@@ -15,11 +15,11 @@ from retriever.config import RetrieverSettings
 from rollout_server.api import openapi as rollout_openapi
 from rollout_server.api.app import build_app
 from rollout_server.cpu_engine.server import openapi as engine_openapi
-from rollout_server.cpu_engine.server.admin import Control
-from rollout_server.cpu_engine.server.lora import Adapters
-from rollout_server.cpu_engine.server.openai_routes import OpenAI
+from rollout_server.cpu_engine.server.admin import AdminRoutes
+from rollout_server.cpu_engine.server.lora import LoraRoutes
+from rollout_server.cpu_engine.server.openai_routes import OpenAIRoutes
 from rollout_server.cpu_engine.server.validation import _KNOWN
-from rollout_server.cpu_engine.server.weights import Updates
+from rollout_server.cpu_engine.server.weights import WeightRoutes
 
 Routes = set[tuple[str, str]]
 
@@ -39,9 +39,9 @@ def described(document: dict[str, Any]) -> Routes:
 
 def engine_app() -> web.Application:
     app, nothing = web.Application(), cast(Any, None)
-    updates = Updates.__new__(Updates)
-    routes = Control(nothing, nothing, {}, {}).routes() + updates.routes() + Adapters(nothing).routes()
-    routes += OpenAI(nothing, nothing, nothing, nothing, Path("model")).routes()
+    updates = WeightRoutes.__new__(WeightRoutes)
+    routes = AdminRoutes(nothing, nothing, {}, {}).routes() + updates.routes() + LoraRoutes(nothing).routes()
+    routes += OpenAIRoutes(nothing, nothing, nothing, nothing, Path("model")).routes()
     app.add_routes(
         [web.post("/generate", engine_openapi.openapi), web.put("/generate", engine_openapi.openapi), *routes]
     )

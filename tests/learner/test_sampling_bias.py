@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from learner.model.logprobs import score_logits
-from rollout_server.cpu_engine.model.sampler import Rules, draw
+from rollout_server.cpu_engine.model.sampler import SamplingBatch, sample
 
 V = 7
 LOGITS = [1.3, -0.4, 0.9, 0.1, -1.2, 2.0, -2.5]
@@ -74,7 +74,7 @@ def test_engine_and_learner_score_a_token_alike_whatever_was_left_out(
     """The ratio at lag 0 is 1, and every token comes from what is kept."""
     rows = 64
     logits = torch.randn(rows, V, generator=torch.Generator().manual_seed(3)) * 2
-    rules = Rules(
+    rules = SamplingBatch(
         temperature=np.full(rows, temperature, np.float32),
         top_k=np.full(rows, top_k),
         top_p=np.full(rows, top_p, np.float32),
@@ -82,7 +82,7 @@ def test_engine_and_learner_score_a_token_alike_whatever_was_left_out(
         seed=np.arange(rows, dtype=np.uint64),
         position=np.zeros(rows, np.int64),
     )
-    drawn = draw(logits.clone(), rules)
+    drawn = sample(logits.clone(), rules)
     scores = score_logits(logits, drawn.tokens, temperature)
     ratios = (scores.logprobs - drawn.logprobs).exp()
     torch.testing.assert_close(ratios, torch.ones(rows), atol=1e-5, rtol=0)

@@ -141,13 +141,13 @@ async def test_a_chat_without_a_limit_is_cut_to_what_its_alternatives_allow(
 
 async def test_attempts_at_one_prompt_score_it_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[int] = []
-    plain = runner.Runner._score
+    plain = runner.ModelRunner._score
 
     def counted(self: Any, prompt: Any, *rest: Any) -> None:
         scored.extend([len(prompt.ids)] if prompt.score_from is not None else [])
         plain(self, prompt, *rest)
 
-    monkeypatch.setattr(runner.Runner, "_score", counted)
+    monkeypatch.setattr(runner.ModelRunner, "_score", counted)
     ids = [10 + i % 80 for i in range(100)]
     body = {"prompt": [ids, [7, 8, 9]], "n": 4, "echo": True, "logprobs": 1, "max_tokens": 2, "ignore_eos": True}
     choices = (await post(client, "/v1/completions", **body))["choices"]

@@ -39,12 +39,12 @@ from learner.model.loading import as_saved
 from protocol.errors import UserError
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model.config import read_model_config
-from rollout_server.cpu_engine.model.llama import Model
+from rollout_server.cpu_engine.model.llama import CausalLM
 from rollout_server.cpu_engine.model.loader import Weights, WeightsError
 from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams
 from rollout_server.cpu_engine.scheduler.scheduler import Scheduler, one_of
 from rollout_server.cpu_engine.server.app import build_engine
-from rollout_server.cpu_engine.weight_sync.session import Staging
+from rollout_server.cpu_engine.weight_sync.session import StagedWeights
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -217,7 +217,7 @@ def test_logits_of_bfloat16_weights_are_not_rounded(tmp_path: Path) -> None:
     weights.load(tmp_path)
     hidden = torch.randn(3, config.hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = hidden.double() @ weights.head.double().T
-    found = Model(config, weights).logits(hidden)
+    found = CausalLM(config, weights).logits(hidden)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
 
@@ -227,7 +227,7 @@ def test_the_float32_head_is_always_that_of_the_weights(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write(tmp_path, family)
-    weights, staging = (maker(read_model_config(tmp_path), torch.bfloat16) for maker in (Weights, Staging))
+    weights, staging = (maker(read_model_config(tmp_path), torch.bfloat16) for maker in (Weights, StagedWeights))
     weights.load(tmp_path)
     assert torch.equal(weights.float32_head, weights.head.float())
     weights.randomize()
@@ -239,7 +239,7 @@ def test_the_float32_head_is_always_that_of_the_weights(
     # and a step converts nothing but the hidden states
     converted: list[torch.Size] = []
     hidden = torch.zeros(3, renewed.config.hidden, dtype=torch.bfloat16)
-    engine_model, plain = Model(renewed.config, renewed), torch.Tensor.float
+    engine_model, plain = CausalLM(renewed.config, renewed), torch.Tensor.float
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
         converted.append(tensor.shape)
@@ -259,11 +259,11 @@ def test_weights_staged_one_by_one_are_those_that_are_loaded_from_disk(
     sent = dict(as_saved(model, model.state_dict().items()))  # as the learner sends them
     loaded = Weights(read_model_config(tmp_path), dtype)
     loaded.load(tmp_path)
-    staging = Staging(loaded.config, dtype)
+    staging = StagedWeights(loaded.config, dtype)
     for name, tensor in sorted(sent.items(), reverse=True):
         staging.put(name, tensor)
     assert staging.finished().checksums() == loaded.checksums()
-    another = Staging(loaded.config, dtype)
+    another = StagedWeights(loaded.config, dtype)
     another.put("model.norm.weight", sent["model.norm.weight"])
     with pytest.raises(WeightsError, match="not sent"):
         another.finished()
@@ -488,7 +488,7 @@ def test_norms_of_gemma_in_bfloat16_add_one_to_their_weights_in_float32(tmp_path
     write(tmp_path, "gemma3")
     weights = Weights(read_model_config(tmp_path), torch.bfloat16)
     weights.load(tmp_path)
-    engine_model, x = Model(weights.config, weights), 64 * torch.randn(5, 48).bfloat16()
+    engine_model, x = CausalLM(weights.config, weights), 64 * torch.randn(5, 48).bfloat16()
     norm = Gemma3RMSNorm(48, weights.config.eps).bfloat16()
     norm.weight.data = torch.full((48,), 0.003).bfloat16()  # 1.003 is 1 in bfloat16
     assert torch.equal(engine_model._norm(x, norm.weight.data), norm(x))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from rollout_server.cpu_engine.model.sampler import Rules, draw, invert, uniform
+from rollout_server.cpu_engine.model.sampler import SamplingBatch, invert, sample, uniform
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer
-from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams, Stopping, StopStrings, visible_text
+from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams, StopCriteria, StopStrings, visible_text
 
 
-def rules(count: int, **changed: Any) -> Rules:
+def rules(count: int, **changed: Any) -> SamplingBatch:
     columns: dict[str, Any] = {
         "temperature": np.ones(count, np.float32),
         "top_k": np.full(count, 1 << 30),
@@ -30,7 +30,7 @@ def rules(count: int, **changed: Any) -> Rules:
     }
     for name, value in changed.items():
         columns[name] = np.full(count, value, columns[name].dtype)
-    return Rules(**columns)
+    return SamplingBatch(**columns)
 
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
@@ -38,7 +38,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
 
 def shares(**changed: Any) -> torch.Tensor:
     count = 40_000
-    drawn = draw(LOGITS.repeat(count, 1), rules(count, **changed))
+    drawn = sample(LOGITS.repeat(count, 1), rules(count, **changed))
     return torch.bincount(drawn.tokens, minlength=5) / count
 
 
@@ -71,7 +71,7 @@ def test_filters_leave_the_same_token_whether_a_short_or_a_whole_order_is_enough
         expected = [
             drawn_slowly(p, u, wanted, row) for row, (p, u) in enumerate(zip(logits.softmax(-1), at, strict=True))
         ]
-        assert draw(logits.clone(), wanted).tokens.tolist() == expected
+        assert sample(logits.clone(), wanted).tokens.tolist() == expected
     whole = torch.Tensor.sort
 
     def counted(tensor: torch.Tensor, **options: Any) -> Any:
@@ -79,13 +79,13 @@ def test_filters_leave_the_same_token_whether_a_short_or_a_whole_order_is_enough
         return whole(tensor, **options)
 
     monkeypatch.setattr(torch.Tensor, "sort", counted)
-    draw(logits.clone(), rules(count, top_k=50))
+    sample(logits.clone(), rules(count, top_k=50))
     assert not sorts  # 50 of the first 1024: nothing sorts the vocabulary
-    draw(logits.clone(), rules(count, top_p=0.95))
+    sample(logits.clone(), rules(count, top_p=0.95))
     assert len(sorts) == 1 and 0 < sorts[0] < count  # only the flat rows need it
 
 
-def drawn_slowly(probs: torch.Tensor, at: float, wanted: Rules, row: int) -> int:
+def drawn_slowly(probs: torch.Tensor, at: float, wanted: SamplingBatch, row: int) -> int:
     """The token at `at` of what top-k, top-p and min-p leave of one row, in float64 and plain Python."""
     values = probs.double().tolist()
     left, mass = [], 0.0
@@ -107,7 +107,7 @@ def test_rows_with_different_rules_do_not_mix() -> None:
     count = 4
     r = rules(count)
     r.top_k[1], r.temperature[2], r.top_p[3] = 1, 0.01, 1e-6
-    drawn = draw(LOGITS.repeat(count, 1), r)
+    drawn = sample(LOGITS.repeat(count, 1), r)
     assert drawn.tokens[1:].tolist() == [0, 0, 0]
     expected = torch.log_softmax(LOGITS, -1)
     # filters do not renormalise what is reported; the temperature does
@@ -182,7 +182,7 @@ def test_no_stop_string_is_seen_where_there_is_none(tmp_path: Path) -> None:
 
 def ended(path: Path, **params: Any) -> tuple[Request, Tokenizer]:
     tokens = tokenizer(path, "bytes")
-    stopping = Stopping(tokens)
+    stopping = StopCriteria(tokens)
     r = Request("r", [1], SamplingParams(**params), 0, params.get("max_new_tokens", 128), lambda *_: None)
     r.end_ids = stopping.end_ids(r)
     for token in tokens.encode(TEXT):

@@ -21,7 +21,7 @@ from rollout_server.cpu_engine.config import EngineSettings, parse
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer as EngineTokenizer
 from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams
 from rollout_server.cpu_engine.server.app import build_app, build_engine
-from rollout_server.cpu_engine.server.response import Facts, GrowingText, facts
+from rollout_server.cpu_engine.server.response import IncrementalDetokenizer, MetaInfoJson, meta_info
 
 PROMPT = list(range(40, 60))
 GREEDY = {"ignore_eos": True, "temperature": 0}
@@ -233,7 +233,7 @@ def grown(model: Path, text: str, step: int, **params: Any) -> list[str]:
     tokenizer = EngineTokenizer(model)
     ids = tokenizer.encode(text)
     request = Request("r", [1], SamplingParams(**params), 0, 0, lambda *_: None, output_ids=ids)
-    growing = GrowingText(request, tokenizer)
+    growing = IncrementalDetokenizer(request, tokenizer)
     return [growing.grow(length) for length in [*range(step, len(ids), step), len(ids)]]
 
 
@@ -268,7 +268,7 @@ def test_text_of_a_byte_fallback_tokenizer_grows_to_the_whole_text(tmp_path: Pat
     for text in ("東京都x", "a😀😀x", "x<eos><eos><eos><eos><eos>東x", *texts):
         ids = tokenizer.encode(text)
         request = Request("r", [1], SamplingParams(), 0, 0, lambda *_: None, output_ids=ids)
-        growing = GrowingText(request, tokenizer)
+        growing = IncrementalDetokenizer(request, tokenizer)
         shown = [growing.grow(length) for length in [*range(step, len(ids), step), len(ids)]]
         whole = tokenizer.decode(ids, True)
         assert shown[-1] == whole == text.replace("<eos>", "")
@@ -287,16 +287,16 @@ def test_only_what_may_become_a_stop_string_is_held_back(model: Path) -> None:
 @pytest.mark.parametrize("rid", ["a", f"x{1 << 60}", '"quoted" {%s} \\', "ü東"])
 def test_what_is_kept_between_chunks_never_shows_in_them(rid: str) -> None:
     request = Request(rid, [1, 2], SamplingParams(), 0, 0, lambda *_: None)
-    kept = Facts(request)
+    kept = MetaInfoJson(request)
     for length in range(30):
         request.output_ids.append(length)
         if length in (0, 9, 17):
             request.versions.append((f"{length}.0", length))
         request.cached_tokens, request.retractions = int(length > 4), int(length > 12)
         for asked in (length + 1, length, length // 2):
-            assert json.loads(kept.json(asked, False, "z")) == facts(request, asked, "z", False)
+            assert json.loads(kept.json(asked, False, "z")) == meta_info(request, asked, "z", False)
     request.finish = {"type": "length", "length": 30}
-    assert json.loads(kept.json(30, True, "z")) == facts(request, 30, "z", True)
+    assert json.loads(kept.json(30, True, "z")) == meta_info(request, 30, "z", True)
 
 
 def test_the_switch_for_increments_needs_no_value() -> None:

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from rollout_server.cpu_engine.model.config import ModelConfig, Rope
-from rollout_server.cpu_engine.model.loader import Layer, Mixture, Weights
+from rollout_server.cpu_engine.model.loader import Layer, MoeTensors, Weights
 from rollout_server.cpu_engine.model.lora import AdapterPart, adapted
-from rollout_server.cpu_engine.scheduler.kv_cache import KvRows
+from rollout_server.cpu_engine.scheduler.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PromptPart:
     masks: dict[int, torch.Tensor]  # window -> [rows, 1, longest, width]
 
 
-class Model:
+class CausalLM:
     """Weights plus forward pass. Not thread-safe: the engine thread owns it."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -64,7 +64,7 @@ class Model:
         ids: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor,
-        kv: KvRows,
+        kv: KVCache,
         decode: DecodePart | None,
         prompts: Sequence[PromptPart],
         adapters: Sequence[AdapterPart] = (),
@@ -113,7 +113,7 @@ class Model:
             return F.silu(gate).mul_(up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
-    def _mix(self, h: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    def _mix(self, h: torch.Tensor, mixture: MoeTensors) -> torch.Tensor:
         """[T, E] through the experts that the router chooses for each token."""
         experts = self.config.experts
         assert experts is not None

@@ -39,7 +39,7 @@ class WeightsError(Exception):
     """What came does not hold exactly this model's tensors. The weights in use were not changed."""
 
 
-class Run(NamedTuple):
+class RowSpan(NamedTuple):
     """A run of rows of one tensor; of each head, the first `rotary` are moved for the rotation."""
 
     rows: int
@@ -53,11 +53,11 @@ class MlpTensors(TypedDict):
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor | None
     down_bias: torch.Tensor | None
-    mixture: Mixture | None
+    mixture: MoeTensors | None
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlot:
     """Where the tensor of one Hugging Face name lives: a view of a fused tensor, its rows perhaps moved."""
 
     view: torch.Tensor
@@ -74,7 +74,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoeTensors:
     """Tensors of an MLP of N experts. Hidden E, intermediate M."""
 
     router: torch.Tensor  # [N, E]
@@ -100,7 +100,7 @@ class Layer:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor | None  # [E, M]; None with experts
     down_bias: torch.Tensor | None
-    mixture: Mixture | None
+    mixture: MoeTensors | None
 
 
 class Weights:
@@ -108,7 +108,7 @@ class Weights:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorSlot] = {}
         self._sums: dict[str, str] = {}
         """Checksums of what has not been replaced since they were taken."""
         self.embed = self._whole("model.embed_tokens.weight", config.vocab, config.hidden)
@@ -168,7 +168,7 @@ class Weights:
         """Whether a tensor of this name may come along and is not needed."""
         return (self.config.tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
-    def _check(self, name: str, place: Place, tensor: torch.Tensor) -> None:
+    def _check(self, name: str, place: TensorSlot, tensor: torch.Tensor) -> None:
         if tensor.shape != place.view.shape:
             want, got = list(place.view.shape), list(tensor.shape)
             raise WeightsError(f"tensor {name!r} has shape {got}, the model has {want}")
@@ -187,10 +187,10 @@ class Weights:
 
     def _whole(self, name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(*shape, dtype=self.dtype)
-        self.places[name] = Place(tensor)
+        self.places[name] = TensorSlot(tensor)
         return tensor
 
-    def _fused(self, parts: list[tuple[str, Sequence[Run]]], *tail: int) -> torch.Tensor:
+    def _fused(self, parts: list[tuple[str, Sequence[RowSpan]]], *tail: int) -> torch.Tensor:
         """One tensor for several names, each with its runs of rows."""
         tensor = torch.empty(sum(run.rows for _, runs in parts for run in runs), *tail, dtype=self.dtype)
         start = 0
@@ -198,11 +198,11 @@ class Weights:
             count = sum(run.rows for run in runs)
             moved = any(run.rotary for run in runs)
             order = self._order(runs) if moved else None
-            self.places[name] = Place(tensor[start : start + count], order)
+            self.places[name] = TensorSlot(tensor[start : start + count], order)
             start += count
         return tensor
 
-    def _order(self, runs: Sequence[Run]) -> torch.Tensor:
+    def _order(self, runs: Sequence[RowSpan]) -> torch.Tensor:
         """Where each row comes from; int64 [rows]."""
         orders, start = [], 0
         for run in runs:
@@ -217,7 +217,7 @@ class Weights:
         attn, norms = at + "self_attn.", NORMS[traits.norms]
 
         def qkv(kind: str, *tail: int) -> torch.Tensor:
-            runs = [Run(q, rotary), Run(kv, rotary), Run(kv)]
+            runs = [RowSpan(q, rotary), RowSpan(kv, rotary), RowSpan(kv)]
             if traits.fused:
                 return self._fused([(f"{attn}qkv_proj.{kind}", runs)], *tail)
             names = ("q_proj", "k_proj", "v_proj")
@@ -225,7 +225,7 @@ class Weights:
 
         def qk_norm(name: str, rows: int) -> torch.Tensor | None:
             rows = {"": 0, "head": c.head_dim, "all": rows}[traits.qk_norm]
-            return self._fused([(f"{attn}{name}.weight", [Run(rows, rotary)])]) if rows else None
+            return self._fused([(f"{attn}{name}.weight", [RowSpan(rows, rotary)])]) if rows else None
 
         def norm(place: str) -> torch.Tensor | None:
             return self._whole(f"{at}{norms[place]}.weight", c.hidden) if place in norms else None
@@ -249,9 +249,9 @@ class Weights:
 
         def gate_up(kind: str, *tail: int) -> torch.Tensor:
             if c.traits.fused:
-                return self._fused([(f"{at}gate_up_proj.{kind}", [Run(2 * c.intermediate)])], *tail)
+                return self._fused([(f"{at}gate_up_proj.{kind}", [RowSpan(2 * c.intermediate)])], *tail)
             names = ("gate_proj", "up_proj")
-            return self._fused([(f"{at}{name}.{kind}", [Run(c.intermediate)]) for name in names], *tail)
+            return self._fused([(f"{at}{name}.{kind}", [RowSpan(c.intermediate)]) for name in names], *tail)
 
         return {
             "gate_up": gate_up("weight", c.hidden),
@@ -267,10 +267,10 @@ class Weights:
         gate_up = torch.empty(e.count, 2 * e.intermediate, c.hidden, dtype=self.dtype)
         down = torch.empty(e.count, c.hidden, e.intermediate, dtype=self.dtype)
         for i in range(e.count):
-            self.places[f"{at}experts.{i}.gate_proj.weight"] = Place(gate_up[i, : e.intermediate])
-            self.places[f"{at}experts.{i}.up_proj.weight"] = Place(gate_up[i, e.intermediate :])
-            self.places[f"{at}experts.{i}.down_proj.weight"] = Place(down[i])
-        mixture = Mixture(self._whole(at + "gate.weight", e.count, c.hidden), gate_up, down)
+            self.places[f"{at}experts.{i}.gate_proj.weight"] = TensorSlot(gate_up[i, : e.intermediate])
+            self.places[f"{at}experts.{i}.up_proj.weight"] = TensorSlot(gate_up[i, e.intermediate :])
+            self.places[f"{at}experts.{i}.down_proj.weight"] = TensorSlot(down[i])
+        mixture = MoeTensors(self._whole(at + "gate.weight", e.count, c.hidden), gate_up, down)
         return {"gate_up": None, "gate_up_bias": None, "down": None, "down_bias": None, "mixture": mixture}
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout_server.cpu_engine.model.llama import DecodePart, Model, PromptPart
+from rollout_server.cpu_engine.model.llama import CausalLM, DecodePart, PromptPart
 from rollout_server.cpu_engine.model.lora import Adapter, AdapterPart
-from rollout_server.cpu_engine.model.sampler import Rules, draw, mix
-from rollout_server.cpu_engine.scheduler.kv_cache import KvRows
+from rollout_server.cpu_engine.model.sampler import SamplingBatch, mix, sample
+from rollout_server.cpu_engine.scheduler.kv_cache import KVCache
 from rollout_server.cpu_engine.scheduler.request import SamplingParams
 
 CHUNK = 1024
@@ -45,7 +45,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Ban:
+class BannedTokens:
     """Tokens that row `row` must not draw in this step."""
 
     row: int
@@ -62,11 +62,11 @@ class Sampled:
     top: dict[int, list[tuple[float, int]]]
 
 
-class Runner:
+class ModelRunner:
     """Owns model, rows and the per-row numbers. `length` counts the tokens of a row whose keys and values are
     stored."""
 
-    def __init__(self, model: Model, kv: KvRows, max_running: int) -> None:
+    def __init__(self, model: CausalLM, kv: KVCache, max_running: int) -> None:
         self.model, self.kv = model, kv
         self.length = np.zeros(max_running, np.int64)
         self._newest = np.zeros(max_running, np.int64)
@@ -86,7 +86,9 @@ class Runner:
             column[target] = column[source]
         self._adapters[target] = self._adapters[source]
 
-    def step(self, active: int, prompts: Sequence[Prompt], bans: Sequence[Ban], top: dict[int, int]) -> Sampled:
+    def step(
+        self, active: int, prompts: Sequence[Prompt], bans: Sequence[BannedTokens], top: dict[int, int]
+    ) -> Sampled:
         """Advance rows 0..active-1 by one token and start `prompts` in the rows after them.
 
         top  row -> how many of its best tokens to report. The caller has reserved the memory in `kv`.
@@ -101,7 +103,7 @@ class Runner:
         self.length[:active] += 1
         for number, prompt in enumerate(prompts):
             self.length[active + number] = len(prompt.ids)
-        rules = Rules(
+        rules = SamplingBatch(
             temperature=self._temperature[:n],
             top_k=self._top_k[:n],
             top_p=self._top_p[:n],
@@ -109,9 +111,9 @@ class Runner:
             seed=self._seed[:n],
             position=self.length[:n],
         )
-        drawn = draw(logits, rules)
-        self._newest[:n] = drawn.tokens.numpy()
-        return Sampled(drawn.tokens.tolist(), drawn.logprobs.tolist(), _best(drawn.all_logprobs, top))
+        output = sample(logits, rules)
+        self._newest[:n] = output.tokens.numpy()
+        return Sampled(output.tokens.tolist(), output.logprobs.tolist(), _best(output.all_logprobs, top))
 
     def _start_row(self, row: int, prompt: Prompt) -> None:
         p = prompt.params
@@ -130,7 +132,7 @@ class Runner:
             prompt.start = end
 
     def _forward(self, active: int, prompts: Sequence[Prompt]) -> torch.Tensor:
-        """Hidden states [active + prompts, E] from which the next tokens are drawn."""
+        """Hidden states [active + prompts, E] from which the next tokens are output."""
         parts = [(active + i, p.ids[p.start :], p.start) for i, p in enumerate(prompts)]
         hidden = self._run(active, parts)
         if not parts:

@@ -19,7 +19,7 @@ U64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Rules:
+class SamplingBatch:
     """How each of B rows samples, as arrays [B]. `top_k` 1 is greedy; a very large `top_k` filters nothing."""
 
     temperature: npt.NDArray[np.float32]
@@ -31,7 +31,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampleOutput:
     """tokens int64 [B], logprobs float32 [B] (NaN where the logits were not finite), all_logprobs float32 [B, V]."""
 
     tokens: torch.Tensor
@@ -39,7 +39,7 @@ class Drawn:
     all_logprobs: torch.Tensor
 
 
-def draw(logits: torch.Tensor, rules: Rules) -> Drawn:
+def sample(logits: torch.Tensor, rules: SamplingBatch) -> SampleOutput:
     """One token for each row of `logits` (float32 [B, V]); `logits` may be overwritten."""
     if (rules.temperature != 1).any():
         logits = logits.div_(torch.from_numpy(rules.temperature)[:, None])
@@ -57,7 +57,7 @@ def draw(logits: torch.Tensor, rules: Rules) -> Drawn:
         if greedy.any():
             rows = torch.from_numpy(np.flatnonzero(greedy))
             tokens[rows] = logprobs[rows].argmax(-1)
-    return Drawn(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs)
+    return SampleOutput(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs)
 
 
 def invert(weights: torch.Tensor, at: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -72,7 +72,9 @@ def invert(weights: torch.Tensor, at: torch.Tensor, dtype: torch.dtype | None = 
     return torch.searchsorted(cumulated, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
-def _filtered(probs: torch.Tensor, at: torch.Tensor, rules: Rules, chosen: npt.NDArray[np.bool_]) -> torch.Tensor:
+def _filtered(
+    probs: torch.Tensor, at: torch.Tensor, rules: SamplingBatch, chosen: npt.NDArray[np.bool_]
+) -> torch.Tensor:
     """Draw among the tokens that top-k, top-p and min-p leave, in that order."""
     vocab = probs.shape[1]
     top_k = torch.from_numpy(rules.top_k[chosen])[:, None]

@@ -2,7 +2,7 @@
 
 Dense rows make a decode step read plain slices (no gather), which on a CPU is what its speed hangs on. The price
 is padding: all rows are as wide as the longest. Rows times width never exceeds the budget of tokens, so memory is
-bounded by it (twice it for the moment in which the rows are laid out anew).
+bounded by it (twice it for the moment in which the rows are laid out again).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 WIDTH_STEP = 32
-"""Rows grow by this many tokens, so that they are not laid out anew at every step."""
+"""Rows grow by this many tokens, so that they are not laid out again at every step."""
 
 
 def round_up(length: int) -> int:
@@ -18,7 +18,7 @@ def round_up(length: int) -> int:
     return -(-length // WIDTH_STEP) * WIDTH_STEP
 
 
-class KvRows:
+class KVCache:
     """`data` [layer, 2 (key, value), row, kv head, position, head_dim]; unused positions hold finite numbers."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, budget: int) -> None:

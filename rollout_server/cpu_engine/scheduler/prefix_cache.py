@@ -19,7 +19,7 @@ BLOCK = 8
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class CachedPrefix:
     """A finished sequence: `ids` are exactly the tokens whose keys and values `payload` holds."""
 
     ids: list[int]
@@ -42,26 +42,26 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._kept: OrderedDict[Kept, None] = OrderedDict()
-        self._holders: dict[int, Kept | Request] = {}
+        self._kept: OrderedDict[CachedPrefix, None] = OrderedDict()
+        self._holders: dict[int, CachedPrefix | Request] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, ids: list[int], keys: list[int], most: int) -> tuple[Kept | Request | None, int]:
+    def find(self, ids: list[int], keys: list[int], most: int) -> tuple[CachedPrefix | Request | None, int]:
         """The holder of the longest known prefix of `ids` and its length, at most `most`; (None, 0) without one."""
         for depth in range(len(keys), 0, -1):
             holder = self._holders.get(keys[depth - 1])
             if holder is None:
                 continue
-            held = holder.ids if isinstance(holder, Kept) else holder.prompt_ids
+            held = holder.ids if isinstance(holder, CachedPrefix) else holder.prompt_ids
             shared = depth * BLOCK
             if held[:shared] != ids[:shared]:
                 continue
             end = min(len(held), len(ids), most)
             while shared < end and held[shared] == ids[shared]:
                 shared += 1
-            if isinstance(holder, Kept):
+            if isinstance(holder, CachedPrefix):
                 self._kept.move_to_end(holder)
             return (holder, min(shared, most)) if most >= BLOCK else (None, 0)
         return None, 0
@@ -79,10 +79,10 @@ class PrefixCache:
         """Keep a finished sequence; what it extends is let go, since it holds the same tokens and more."""
         for key in reversed(keys):
             older = self._holders.get(key)
-            if isinstance(older, Kept) and older.ids == ids[: len(older.ids)]:
+            if isinstance(older, CachedPrefix) and older.ids == ids[: len(older.ids)]:
                 self._drop(older)
                 break
-        kept = Kept(ids, keys, payload)
+        kept = CachedPrefix(ids, keys, payload)
         self._kept[kept] = None
         self.tokens += len(ids)
         for key in keys:
@@ -97,12 +97,12 @@ class PrefixCache:
         """Let all kept sequences go; running requests stay known."""
         self.trim(0)
 
-    def _drop(self, kept: Kept) -> None:
+    def _drop(self, kept: CachedPrefix) -> None:
         del self._kept[kept]
         self.tokens -= len(kept.ids)
         self._forget(kept, kept.keys)
 
-    def _forget(self, holder: Kept | Request, keys: list[int]) -> None:
+    def _forget(self, holder: CachedPrefix | Request, keys: list[int]) -> None:
         for key in keys:
             if self._holders.get(key) is holder:
                 del self._holders[key]

@@ -1,4 +1,4 @@
-"""One generation request: what was asked, what came out so far, why it ended."""
+"""One generation request: what was asked, what came out so far, why it ends. And counters of all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def failed(message: str) -> Finish:
 class SamplingParams:
     """SGLang's sampling_params, checked. `top_k` 1 is greedy (temperature 0 becomes that), 1 << 30 filters nothing.
 
-    stream_interval  0: as the engine was told
+    stream_interval  tokens between the chunks of a stream; 0: as the engine is configured
     """
 
     max_new_tokens: int = 128
@@ -48,7 +48,7 @@ class SamplingParams:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Lists only grow, and only on the engine thread; the HTTP side reads prefixes whose length it was told.
+    """Lists only grow, and only on the engine thread; the HTTP side reads prefixes of the length in `notify`.
 
     versions  [label, index of the first output token sampled under it], in order
     first     the first attempt at the same prompt, which scores it for all; None: this is it
@@ -112,12 +112,12 @@ class Request:
         ]
 
 
-# What the engine has done, as numbers. Written by the engine thread only, read by anybody.
-
-
 @dataclass
-class Counters:
-    """Totals since start; `throughput` is generated tokens a second over about the last second of work."""
+class EngineCounters:
+    """Totals since start, written by the engine thread alone, read by any.
+
+    throughput  generated tokens a second, over about the last second of work
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -139,7 +139,7 @@ class Counters:
         self.steps += 1
         self.generated_tokens += tokens
         self._tokens += tokens
-        if now - self._since > 5.0:  # after a rest: start anew, do not average the rest in
+        if now - self._since > 5.0:  # after a rest: start again, do not average the rest in
             self._since, self._tokens = now, 0
         elif now - self._since >= 1.0:
             self.throughput = self._tokens / (now - self._since)
@@ -159,16 +159,14 @@ class Counters:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-# When a generation ends: length, end tokens, stop strings.
-#
-# A stop string may span tokens, and a token may be a piece of a character, so the tail has to be decoded. Decoding
-# at every token would cost more than the forward pass of a small model; but a stop string can only end inside the
-# newest token if its own text has a beginning that is an end of the stop string (or holds it whole). That is a yes
-# or no for each token id, worked out once, and nearly always no.
-
-
 class StopStrings:
-    """One set of stop strings under one tokenizer; shared by all requests that use the same set."""
+    """One set of stop strings under one tokenizer; shared by all requests that use the same set.
+
+    A stop string may span tokens, and a token may be a piece of a character, so the tail has to be decoded. Decoding
+    at every token would cost more than the forward pass of a small model; but a stop string can only end inside the
+    newest token if its own text has a beginning that is an end of the stop string (or holds it whole). That is a yes
+    or no for each token id, worked out once, and nearly always no.
+    """
 
     def __init__(self, stops: tuple[str, ...], tokenizer: Tokenizer) -> None:
         self.stops, self._tokenizer = stops, tokenizer
@@ -199,8 +197,8 @@ def _reaches(stop: str, text: str) -> bool:
     return stop in text or any(text.startswith(stop[-n:]) for n in range(1, min(len(stop), len(text)) + 1))
 
 
-class Stopping:
-    """Decides after each token; holds the shared StopStrings."""
+class StopCriteria:
+    """Decides after each token whether a generation ends. Requests with the same stop strings share a StopStrings."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Continuous batching: who runs, who waits, who is put back. Pure bookkeeping around `Runner.step`.
+"""Continuous batching: who runs, who waits, who is put back. Pure bookkeeping around `ModelRunner.step`.
 
                 submit                admit (copy known prefix, prompt pass)            stop, abort
     HTTP side ----------> waiting ------------------------------------> running ----------------> finished
@@ -18,15 +18,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from rollout_server.cpu_engine.model.runner import CHUNK, Ban, Prompt, Runner, Sampled
-from rollout_server.cpu_engine.scheduler.prefix_cache import BLOCK, Kept, PrefixCache, chain
+from rollout_server.cpu_engine.model.runner import CHUNK, BannedTokens, ModelRunner, Prompt, Sampled
+from rollout_server.cpu_engine.scheduler.prefix_cache import BLOCK, CachedPrefix, PrefixCache, chain
 from rollout_server.cpu_engine.scheduler.request import (
     ABORTED,
     ABORTED_WAITING,
-    Counters,
+    EngineCounters,
     Finish,
     Request,
-    Stopping,
+    StopCriteria,
     failed,
 )
 
@@ -46,16 +46,18 @@ class Scheduler:
 
     version     labels new tokens
     generation  counts weights and keys the prefix cache
-    ring        called when requests have been notified, once for all of a step
+    wake_loop   called when requests have been notified, once for all of a step
     """
 
-    def __init__(self, runner: Runner, stopping: Stopping, counters: Counters, max_running: int, version: str) -> None:
+    def __init__(
+        self, runner: ModelRunner, stopping: StopCriteria, counters: EngineCounters, max_running: int, version: str
+    ) -> None:
         self.runner, self.stopping, self.counters = runner, stopping, counters
         self.max_running, self.version, self.generation = max_running, version, 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.cache = PrefixCache()
-        self.ring: Callable[[], None] = lambda: None
+        self.wake_loop: Callable[[], None] = lambda: None
         self._submitted = 0
         self._ended: list[Request] = []
 
@@ -194,13 +196,13 @@ class Scheduler:
         return chain(ids, request.extra_key, self.generation) if request.output_ids else request.block_keys
 
     def _take_row(
-        self, request: Request, ids: list[int], holder: Kept | Request | None, shared: int, longest: int
+        self, request: Request, ids: list[int], holder: CachedPrefix | Request | None, shared: int, longest: int
     ) -> Prompt:
         kv, row = self.runner.kv, len(self.running)
         request.row = row
         self.running.append(request)  # before anything can fail, so that it is answered then
         kv.reserve(row + 1, longest)
-        if isinstance(holder, Kept):
+        if isinstance(holder, CachedPrefix):
             kv.restore(row, holder.payload, shared)
         elif holder is not None:
             kv.copy(holder.row, row, shared)
@@ -217,10 +219,10 @@ class Scheduler:
             request.input_logprobs, request.input_top = prompt.scores, prompt.tops
         self.cache.lend(request)
 
-    def _bans(self) -> list[Ban]:
+    def _bans(self) -> list[BannedTokens]:
         """End tokens of the requests that have not reached min_new_tokens."""
         return [
-            Ban(row, sorted(r.end_ids))
+            BannedTokens(row, sorted(r.end_ids))
             for row, r in enumerate(self.running)
             if r.params.min_new_tokens > len(r.output_ids) and r.end_ids
         ]
@@ -295,7 +297,7 @@ class Scheduler:
         ended, self._ended = self._ended, []
         for request in ended:
             request.notify(request, len(request.output_ids))
-        self.ring()
+        self.wake_loop()
 
 
 def by_prefix(rid: str) -> Callable[[Request], bool]:

@@ -17,9 +17,8 @@ from rollout_server.cpu_engine.server.generate import Generation
 from rollout_server.cpu_engine.server.openapi import openapi
 from rollout_server.cpu_engine.server.validation import BadRequest, optional, read_object
 
-# GET /metrics: the engine's numbers in Prometheus' text format under SGLang's names.
-
 PREFIX = "sglang:"
+"""Metrics have SGLang's names."""
 ENGINE: Table = {
     "num_running_reqs": gauge("Requests that are being decoded."),
     "num_queue_reqs": gauge("Requests that wait."),
@@ -45,7 +44,7 @@ ENGINE: Table = {
 
 
 def render(engine: Engine, model_name: str) -> str:
-    """The whole page; every sample has the label model_name."""
+    """Return the page of GET /metrics; every sample has the label model_name."""
     counters = engine.scheduler.counters
     drawn = {"time_to_first_token_seconds": counters.first_token, "e2e_request_latency_seconds": counters.latency}
     now = MetricsSnapshot(process="engine", id="", values=_values(engine))
@@ -82,7 +81,7 @@ MODES = ("abort", "retract", "in_place")
 HEALTH = ("/health", "/health_generate")
 
 
-class Control:
+class AdminRoutes:
     """Handlers; `info` is what never changes and is shown by /model_info and /server_info."""
 
     def __init__(self, engine: Engine, generation: Generation, info: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""Composition: build every part, listen, run until a signal, take everything down again.
+"""Build the engine and its HTTP application, listen, run until a signal, and shut down.
 
 main thread (asyncio, aiohttp)                         engine thread (torch)
-POST /generate -> contract.parse -> Request  --queue-->  Engine -> Scheduler.step -> Runner.step -> Model.forward
-     ^                                                                                  |
-     +---- answer <--- call_soon_threadsafe <--- Request.notify <--- stopping <--- sampling
+POST /generate -> parse -> Request  --queue-->  Engine -> Scheduler.step -> ModelRunner.step -> CausalLM.forward
+     ^                                                                               |
+     +--- answer <--- call_soon_threadsafe <--- Request.notify <--- StopCriteria <--- sample
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from protocol.runtime.lifecycle import shutdown_on_signals
 from protocol.runtime.log import start_logging
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model.config import ModelConfig, read_model_config
-from rollout_server.cpu_engine.model.llama import Model
+from rollout_server.cpu_engine.model.llama import CausalLM
 from rollout_server.cpu_engine.model.loader import Weights, WeightsError
-from rollout_server.cpu_engine.model.runner import Runner
+from rollout_server.cpu_engine.model.runner import ModelRunner
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer
 from rollout_server.cpu_engine.scheduler.engine import Engine
-from rollout_server.cpu_engine.scheduler.kv_cache import WIDTH_STEP, KvRows
-from rollout_server.cpu_engine.scheduler.request import Counters, Stopping
+from rollout_server.cpu_engine.scheduler.kv_cache import WIDTH_STEP, KVCache
+from rollout_server.cpu_engine.scheduler.request import EngineCounters, StopCriteria
 from rollout_server.cpu_engine.scheduler.scheduler import Scheduler
-from rollout_server.cpu_engine.server.admin import Control
+from rollout_server.cpu_engine.server.admin import AdminRoutes
 from rollout_server.cpu_engine.server.auth import guard
 from rollout_server.cpu_engine.server.generate import Generation, Streaming
-from rollout_server.cpu_engine.server.lora import Adapters
-from rollout_server.cpu_engine.server.openai_routes import OpenAI
+from rollout_server.cpu_engine.server.lora import LoraRoutes
+from rollout_server.cpu_engine.server.openai_routes import OpenAIRoutes
 from rollout_server.cpu_engine.server.validation import Limits
-from rollout_server.cpu_engine.server.weights import Updates
+from rollout_server.cpu_engine.server.weights import WeightRoutes
 
 log = logging.getLogger("rollout_server.cpu_engine")
 
@@ -44,7 +44,7 @@ SWITCH_INTERVAL = 0.0002
 """Seconds after which Python hands the interpreter lock on. The default of 5 ms would let the HTTP thread stall every
 one of the engine's hundred short torch calls a step."""
 BODY_LIMIT = 64 << 20
-UPDATES = web.AppKey("updates", Updates)
+UPDATES = web.AppKey("updates", WeightRoutes)
 
 
 def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConfig]:
@@ -59,9 +59,11 @@ def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConf
         raise UserError(str(error), todo="point --model-path at a complete model directory") from None
     tokenizer = Tokenizer(settings.model_path)
     budget = cache_tokens(settings, config, dtype.itemsize)
-    kv = KvRows(config.layers, config.kv_heads, config.head_dim, dtype, budget)
-    runner = Runner(Model(config, weights), kv, settings.max_running)
-    scheduler = Scheduler(runner, Stopping(tokenizer), Counters(), settings.max_running, settings.weight_version)
+    kv = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, budget)
+    runner = ModelRunner(CausalLM(config, weights), kv, settings.max_running)
+    scheduler = Scheduler(
+        runner, StopCriteria(tokenizer), EngineCounters(), settings.max_running, settings.weight_version
+    )
     return Engine(scheduler, settings.model_path, settings.threads), tokenizer, config
 
 
@@ -81,7 +83,7 @@ def build_app(
     """The HTTP application over a started engine."""
     limits = Limits(config.vocab, config.context, engine.scheduler.runner.kv.budget)
     streaming = Streaming(settings.stream_interval, settings.incremental_streaming_output)
-    adapters = Adapters(engine)
+    adapters = LoraRoutes(engine)
     generation = Generation(engine, tokenizer, limits, adapters, settings.seed, streaming)
     info = {
         "served_model_name": settings.model_path.name or "model",
@@ -95,9 +97,9 @@ def build_app(
     }
     app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys)], handler_args=SERVER_OPTIONS)
     app.add_routes([web.post("/generate", generation.generate), web.put("/generate", generation.generate)])
-    app.add_routes(OpenAI(generation, tokenizer, limits, adapters, settings.model_path, settings.date).routes())
-    app.add_routes(Control(engine, generation, info, settings.model_dump(mode="json")).routes())
-    updates = app[UPDATES] = Updates(engine, settings.update_timeout_s)
+    app.add_routes(OpenAIRoutes(generation, tokenizer, limits, adapters, settings.model_path, settings.date).routes())
+    app.add_routes(AdminRoutes(engine, generation, info, settings.model_dump(mode="json")).routes())
+    updates = app[UPDATES] = WeightRoutes(engine, settings.update_timeout_s)
     app.add_routes(updates.routes() + adapters.routes())
     return app
 

@@ -17,11 +17,11 @@ from rollout_server.cpu_engine.scheduler.engine import Engine
 from rollout_server.cpu_engine.scheduler.request import Request
 from rollout_server.cpu_engine.scheduler.scheduler import one_of
 from rollout_server.cpu_engine.server.auth import problem
-from rollout_server.cpu_engine.server.lora import Adapters
-from rollout_server.cpu_engine.server.response import Chunks, answer
+from rollout_server.cpu_engine.server.lora import LoraRoutes
+from rollout_server.cpu_engine.server.response import StreamEncoder, answer
 from rollout_server.cpu_engine.server.validation import (
     BadRequest,
-    Call,
+    GenerateCall,
     Limits,
     Parsed,
     is_large,
@@ -29,11 +29,6 @@ from rollout_server.cpu_engine.server.validation import (
     read_json,
     unblocked,
 )
-
-# From the engine thread to the event loop: many letters, one wake-up.
-#
-# A wake-up is a system call, at which the engine thread would hand the interpreter lock to the loop; done for each
-# token of each request it would cost more than the tokens.
 
 
 class Inbox:
@@ -44,7 +39,7 @@ class Inbox:
         self._waiting: asyncio.Future[None] | None = None
 
     def put(self, number: int, length: int) -> None:
-        """Later news of a request replace earlier ones that nobody has taken."""
+        """Later news of a request replace earlier ones that were not taken."""
         self._news[number] = length
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -59,25 +54,29 @@ class Inbox:
 
 
 class Mailbox:
-    """`put` and `ring` are called by the engine thread; letters arrive in order."""
+    """Messages from the engine thread, which calls `put` and `wake_loop`, to the event loop, in order.
+
+    Many messages take one wake-up: that is a system call, at which the engine thread would hand the interpreter lock to
+    the loop; for each token of each request it would cost more than the tokens.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._letters: deque[tuple[Inbox, int, int]] = deque()
+        self._pending: deque[tuple[Inbox, int, int]] = deque()
 
-    def put(self, addressee: Inbox, number: int, length: int) -> None:
-        """Leave a letter; it is delivered at the next `ring`."""
-        self._letters.append((addressee, number, length))
+    def put(self, inbox: Inbox, number: int, length: int) -> None:
+        """Queue a message; the next `wake_loop` delivers it."""
+        self._pending.append((inbox, number, length))
 
-    def ring(self) -> None:
-        """Have the loop deliver what lies here."""
-        if self._letters:
+    def wake_loop(self) -> None:
+        """Have the loop deliver what is queued."""
+        if self._pending:
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        while self._letters:
-            addressee, number, length = self._letters.popleft()
-            addressee.put(number, length)
+        while self._pending:
+            inbox, number, length = self._pending.popleft()
+            inbox.put(number, length)
 
 
 LARGE_ANSWER = 1 << 15
@@ -100,7 +99,7 @@ class Generation:
         engine: Engine,
         tokenizer: Tokenizer,
         limits: Limits,
-        adapters: Adapters,
+        adapters: LoraRoutes,
         seed: int,
         streaming: Streaming,
     ) -> None:
@@ -124,7 +123,7 @@ class Generation:
                 await self.ended(requests, inbox)
                 return await self._whole(requests, parsed.single)
             streams = [
-                Chunks(
+                StreamEncoder(
                     r, self._tokenizer, incremental=self._streaming.incremental, index=None if parsed.single else number
                 )
                 for number, r in enumerate(requests)
@@ -145,7 +144,7 @@ class Generation:
             yield requests, inbox
         finally:
             self._live -= names
-            # the client went away, or sending failed: nobody will read the rest
+            # the client went away, or sending failed: the rest is not needed
             if any(r.finish is None for r in requests):
                 self._engine.abort(one_of(requests))
 
@@ -168,7 +167,7 @@ class Generation:
         finish = requests[0].finish
         return finish is not None and finish["type"] != "abort"
 
-    def _requests(self, calls: list[Call], stream: bool, inbox: Inbox) -> list[Request]:
+    def _requests(self, calls: list[GenerateCall], stream: bool, inbox: Inbox) -> list[Request]:
         mailbox, now = self._open_mailbox(), time.perf_counter()
         requests: list[Request] = []
         for call in calls:
@@ -206,7 +205,7 @@ class Generation:
     def _open_mailbox(self) -> Mailbox:
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
-            self._engine.scheduler.ring = self._mailbox.ring
+            self._engine.scheduler.wake_loop = self._mailbox.wake_loop
         return self._mailbox
 
     def _seed(self, given: int | None, attempt: int) -> int:
@@ -237,7 +236,7 @@ class Generation:
         """Server-sent events: `chunk` of (number of the request, its tokens so far, whether it ended), then `last` and
         [DONE].
 
-        Tokens that come while a chunk is being sent go out together with the next: a slow client holds nobody up.
+        Tokens that come while a chunk is being sent go out together with the next: a slow client holds up no other.
         """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)

@@ -18,7 +18,7 @@ from rollout_server.cpu_engine.scheduler.engine import Engine
 from rollout_server.cpu_engine.server.validation import BadRequest, read_object, required
 
 
-class Adapters:
+class LoraRoutes:
     """Handlers; used on the event loop only."""
 
     def __init__(self, engine: Engine) -> None:

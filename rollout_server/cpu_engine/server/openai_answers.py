@@ -11,25 +11,25 @@ from typing import Any, Literal
 
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer
 from rollout_server.cpu_engine.scheduler.request import Request, visible_text
-from rollout_server.cpu_engine.server.openai_bodies import Asked
-from rollout_server.cpu_engine.server.response import GrowingText, facts
+from rollout_server.cpu_engine.server.openai_bodies import CompletionCall
+from rollout_server.cpu_engine.server.response import IncrementalDetokenizer, meta_info
 
 Object = dict[str, Any]
 Kind = Literal["text_completion", "chat.completion"]
 Best = Sequence[tuple[float, int]]
 
 
-class Answers:
+class OpenAIResponse:
     """The answer to one call: `whole`, or the events of a stream by `chunk` and `last`. `created`: Unix time."""
 
     def __init__(
-        self, kind: Kind, asked: Asked, requests: list[Request], model: str, created: int, tokenizer: Tokenizer
+        self, kind: Kind, asked: CompletionCall, requests: list[Request], model: str, created: int, tokenizer: Tokenizer
     ) -> None:
         self._asked, self._requests, self._tokenizer, self._chat = asked, requests, tokenizer, kind != "text_completion"
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{requests[0].rid}"
         self._kind = kind
         self._head = {"id": name, "created": created, "model": asked.model or model}
-        self._texts = [GrowingText(request, tokenizer) for request in requests]
+        self._texts = [IncrementalDetokenizer(request, tokenizer) for request in requests]
         self._sent: list[int | None] = [None] * len(requests)
         self._offsets = [0] * len(requests)
         """Of each request: where the text of the next token begins."""
@@ -43,7 +43,7 @@ class Answers:
             if self._chat:
                 choice["message"] = choice.pop("delta")
             choices.append(choice)
-        meta = facts(self._requests[0], len(self._requests[0].output_ids), label, True)
+        meta = meta_info(self._requests[0], len(self._requests[0].output_ids), label, True)
         known = {name: meta[name] for name in ("weight_version", "weight_versions")}
         return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(), "metadata": known}
 

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's routes, turned into bodies of /generate: so one contract checks them all. Pure.
+"""Bodies of OpenAI's routes, turned into bodies of /generate: which `validation.py` checks. Pure.
 
 What no table here names is refused, and so is what this engine cannot do, unless it is asked for in vain.
 """
@@ -59,7 +59,7 @@ IGNORED = frozenset(
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionCall:
     """A checked body. `echoes`: for each prompt the text that comes before its answers; `top`: alternatives a token."""
 
     parsed: Parsed
@@ -75,7 +75,7 @@ class Asked:
         return self.echoes[number // self.attempts] if self.echoes else ""
 
 
-def completion(body: Any, adapter: Callable[[str], str], tokenizer: Tokenizer, limits: Limits) -> Asked:
+def completion(body: Any, adapter: Callable[[str], str], tokenizer: Tokenizer, limits: Limits) -> CompletionCall:
     """A body of /v1/completions; `adapter` tells a model's name from an adapter's. Raises BadRequest."""
     body = _checked(body, COMPLETION)
     prompt, echo = body.get("prompt"), optional(body, "echo", bool, False)
@@ -98,7 +98,7 @@ def chat(
     render: Callable[[list[Body], bool, Body], str],
     tokenizer: Tokenizer,
     limits: Limits,
-) -> Asked:
+) -> CompletionCall:
     """A body of /v1/chat/completions; `render` writes the conversation out as a text. Raises BadRequest."""
     body = _checked(body, CHAT)
     ids = conversation(body, render, tokenizer)
@@ -178,9 +178,9 @@ def _generate(body: Body, defaults: Mapping[str, Any], adapter: Callable[[str], 
     return {"sampling_params": {**defaults, **given}, "stream": body.get("stream"), "lora_path": named, **asked}
 
 
-def _asked(body: Body, parsed: Parsed, echoes: list[str] | None, top: int | None) -> Asked:
+def _asked(body: Body, parsed: Parsed, echoes: list[str] | None, top: int | None) -> CompletionCall:
     options = optional(body, "stream_options", dict, {})
-    return Asked(
+    return CompletionCall(
         parsed=parsed,
         model=optional(body, "model", str, ""),
         attempts=parsed.calls[0].params.n,

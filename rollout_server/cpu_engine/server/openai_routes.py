@@ -14,9 +14,9 @@ from aiohttp import web
 from protocol.errors import UserError
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer, read_object_file
 from rollout_server.cpu_engine.server.generate import Generation, failure, send_whole
-from rollout_server.cpu_engine.server.lora import Adapters
-from rollout_server.cpu_engine.server.openai_answers import Answers, Kind, Object
-from rollout_server.cpu_engine.server.openai_bodies import Asked, chat, completion, conversation
+from rollout_server.cpu_engine.server.lora import LoraRoutes
+from rollout_server.cpu_engine.server.openai_answers import Kind, Object, OpenAIResponse
+from rollout_server.cpu_engine.server.openai_bodies import CompletionCall, chat, completion, conversation
 from rollout_server.cpu_engine.server.validation import (
     BadRequest,
     Body,
@@ -32,7 +32,7 @@ from rollout_server.cpu_engine.server.validation import (
 from rollout_server.environment.tokenizer import ChatTemplate, load_chat_template
 
 
-class OpenAI:
+class OpenAIRoutes:
     """Handlers. `model_path` is what the engine was started with; its last part is the model's name.
 
     `day` is what a chat template that says the day says; None: that of the start (UTC).
@@ -43,7 +43,7 @@ class OpenAI:
         generation: Generation,
         tokenizer: Tokenizer,
         limits: Limits,
-        adapters: Adapters,
+        adapters: LoraRoutes,
         model_path: Path,
         day: date | None = None,
     ) -> None:
@@ -122,10 +122,10 @@ class OpenAI:
             return web.json_response({"text": [self._tokenizer.decode(ids, skip) for ids in tokens]})
         return web.json_response({"text": self._tokenizer.decode(tokens, skip)})
 
-    async def _answer(self, http: web.Request, kind: Kind, asked: Asked) -> web.StreamResponse:
+    async def _answer(self, http: web.Request, kind: Kind, asked: CompletionCall) -> web.StreamResponse:
         generation = self._generation
         with generation.running(asked.parsed) as (requests, inbox):
-            answers = Answers(kind, asked, requests, self.name, int(time.time()), self._tokenizer)
+            answers = OpenAIResponse(kind, asked, requests, self.name, int(time.time()), self._tokenizer)
             if asked.parsed.stream:
                 return await generation.send(http, requests, inbox, answers.chunk, answers.last)
             await generation.ended(requests, inbox)

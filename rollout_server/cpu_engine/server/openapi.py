@@ -1,8 +1,8 @@
-"""What the embedded engine's HTTP side is, as OpenAPI 3.1: SGLang's routes as far as this engine has them. Pure.
+"""The embedded engine's HTTP API as OpenAPI 3.1: SGLang's routes as far as this engine has them. Pure.
 
-The bodies are checked by hand (`contract`, `bodies`), so they are described by hand too; a test holds the paths and
-methods against the application's routes and the sampling parameters against those that `contract` knows, and requests
-that are drawn from this description are sent to a running engine.
+`validation.py` and `openai_bodies.py` check bodies without a schema, so each is described here. Tests compare paths and
+methods with the application's routes and sampling parameters with those that `validation.py` knows, and send requests
+drawn from this description to a running engine.
 """
 
 from __future__ import annotations

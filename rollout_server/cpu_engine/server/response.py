@@ -13,7 +13,7 @@ from rollout_server.cpu_engine.scheduler.request import Request, visible_text
 def answer(request: Request, tokenizer: Tokenizer, label: str) -> dict[str, Any]:
     """A whole answer, after the request has ended; `label` is the engine's present weight version."""
     length = len(request.output_ids)
-    meta = facts(request, length, label, True)
+    meta = meta_info(request, length, label, True)
     if request.return_logprob:
         meta["output_token_logprobs"] = logprobs(request, 0, length, tokenizer)
         meta["output_token_logprobs_length"] = length
@@ -23,7 +23,7 @@ def answer(request: Request, tokenizer: Tokenizer, label: str) -> dict[str, Any]
     return {"text": visible_text(request, length, tokenizer), "output_ids": request.output_ids[:], "meta_info": meta}
 
 
-def facts(request: Request, length: int, label: str, ended: bool) -> dict[str, Any]:
+def meta_info(request: Request, length: int, label: str, ended: bool) -> dict[str, Any]:
     """`meta_info` without log-probs, as known after `length` output tokens.
 
     `weight_version` is that of the newest token, as in SGLang. `weight_versions` is always there (SGLang: at the end).
@@ -74,23 +74,23 @@ def _triples(request: Request, pairs: Iterable[tuple[float | None, int]], tokeni
     return [[logprob, token, tokenizer.text_of(token) if named else None] for logprob, token in pairs]
 
 
-# One request's stream of events. What was encoded once is not encoded again: a chunk costs what is new in it.
-#
-# Chunks are cumulative, as SGLang's are by default, or `incremental`: then text, output_ids and output log-probs of the
-# chunks are disjoint and everything else in meta_info still counts from the beginning, as in SGLang.
+class StreamEncoder:
+    """The events of one request's stream. Nothing is encoded twice: a chunk costs what is new in it.
 
+    Chunks are cumulative, as SGLang's are by default, or `incremental`: then text, output_ids and output log-probs of
+    the chunks are disjoint and everything else in meta_info still counts from the beginning, as in SGLang.
 
-class Chunks:
-    """The chunks of `request`; `index` is its place in a batch, None outside of one."""
+    index  place of the request in a batch, None outside of one
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, *, incremental: bool, index: int | None) -> None:
         self._request, self._tokenizer, self._incremental = request, tokenizer, incremental
         self._tail = "}\n\n" if index is None else f', "index": {index}}}\n\n'
-        self._text = GrowingText(request, tokenizer)
+        self._text = IncrementalDetokenizer(request, tokenizer)
         self._sent = 0
         self._ids = self._logprobs = self._tops = ""
         self._prompt = ""
-        self._facts = Facts(request)
+        self._facts = MetaInfoJson(request)
 
     def chunk(self, length: int, ended: bool, label: str) -> bytes:
         """The event after `length` output tokens; `label` is the engine's present weight version."""
@@ -120,8 +120,8 @@ class Chunks:
         return whole[len(before) :] if self._incremental else whole
 
 
-class Facts:
-    """`answer.facts` as JSON. Within a stream only two numbers of it change, until weights or place do."""
+class MetaInfoJson:
+    """`meta_info` as JSON. Within a stream only two numbers of it change, until weights or place do."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -129,16 +129,16 @@ class Facts:
         self._before = self._between = self._after = ""
 
     def json(self, length: int, ended: bool, label: str) -> str:
-        """Equal to json.dumps(facts(...))."""
+        """Equal to json.dumps(meta_info(...))."""
         request = self._request
         key = (len(request.versions), request.retractions, request.cached_tokens)
         if ended or not length or not request.versions or request.versions[-1][1] >= length:
-            return json.dumps(facts(request, length, label, ended))
+            return json.dumps(meta_info(request, length, label, ended))
         if key != self._key:
             mark = 1 << 60
-            pieces = json.dumps(facts(request, mark, label, False)).split(str(mark))
+            pieces = json.dumps(meta_info(request, mark, label, False)).split(str(mark))
             if len(pieces) != 3:  # the mark stands in the request's own name
-                return json.dumps(facts(request, length, label, ended))
+                return json.dumps(meta_info(request, length, label, ended))
             self._key, (self._before, self._between, self._after) = key, pieces
         return f"{self._before}{length}{self._between}{length}{self._after}"
 
@@ -147,7 +147,7 @@ def _joined(entries: str, more: str) -> str:
     return f"{entries}, {more}" if entries and more else entries or more
 
 
-class GrowingText:
+class IncrementalDetokenizer:
     """The text of a request's tokens while they come; `shown` only grows.
 
     A token may be a piece of a character, and a decoder may join tokens by spaces: so new tokens are decoded together

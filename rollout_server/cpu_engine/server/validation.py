@@ -1,4 +1,5 @@
-"""The body of POST /generate, checked by hand: every wrong value is a BadRequest (HTTP 400) that names it.
+"""Check the bodies of POST /generate and of the control routes: a wrong value is a BadRequest (HTTP 400) with
+its name.
 
 Hand-written since it runs for each turn of each trajectory; a schema library costs as much as the rest of a request.
 What SGLang knows and this engine cannot do is refused where it is asked for, never quietly ignored.
@@ -82,7 +83,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerateCall:
     """One checked prompt of a body; `n` attempts are made from it. `adapter`: name of a LoRA adapter, "" for none."""
 
     rids: list[str]
@@ -100,7 +101,7 @@ class Call:
 class Parsed:
     """A whole body. `single`: answer one object; otherwise a list, in order of prompts and attempts."""
 
-    calls: list[Call]
+    calls: list[GenerateCall]
     single: bool
     stream: bool
 
@@ -141,13 +142,15 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
             )
         if len(ids) >= limits.cache:
             raise BadRequest(f"{len(ids)} prompt tokens do not fit in a cache of {limits.cache}")
-        calls.append(Call(rids, ids, own, wanted, start, top if wanted else 0, texts, f"{key}\0{salt}", adapter))
+        calls.append(
+            GenerateCall(rids, ids, own, wanted, start, top if wanted else 0, texts, f"{key}\0{salt}", adapter)
+        )
     if sum(map(_tops, calls)) > MOST_TOPS:
         raise BadRequest(f"more than {MOST_TOPS} log-probs of prompts and alternatives in one call: ask for fewer")
     return Parsed(calls, not batched and params[0].n == 1, _flag(body, "stream"))
 
 
-def _tops(call: Call) -> int:
+def _tops(call: GenerateCall) -> int:
     """Most alternatives that the answers hold; a scored prompt token without any counts as one."""
     scored = len(call.ids) - call.logprob_start if call.return_logprob and call.logprob_start >= 0 else 0
     made = call.top_logprobs * call.params.max_new_tokens
@@ -305,8 +308,6 @@ def _number(given: Body, name: str, default: float, least: float, most: float) -
     return float(value)
 
 
-# Reading JSON bodies of the control routes: every wrong value is a BadRequest (HTTP 400) that names it.
-
 BODY_S = 30.0
 """Longest wait for a body in seconds."""
 LARGE_BODY = 1 << 16
@@ -332,7 +333,7 @@ async def read_json(http: web.Request) -> Any:
 
 
 async def unblocked(large: bool, work: Callable[[], T]) -> T:
-    """`work()`; where it is `large`, in a thread of its own kind, so that the event loop serves others meanwhile.
+    """`work()`; where it is `large`, in a separate thread, so that the event loop serves others meanwhile.
 
     There is one such thread: large works wait for each other, and for nothing else in the default executor.
     """

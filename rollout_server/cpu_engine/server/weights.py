@@ -29,7 +29,7 @@ DISK_FIELDS = frozenset(
 )
 
 
-class Updates:
+class WeightRoutes:
     """Handlers."""
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
@@ -100,20 +100,20 @@ class Updates:
     async def init_group(self, http: web.Request) -> web.Response:
         """Answers when the trainer has come, as SGLang. Deviation: 400 after a timeout of our own; gloo only."""
         body = await read_object(http)
-        meeting = RendezvousSpec(
+        rendezvous = RendezvousSpec(
             name=required({"group_name": GROUP} | body, "group_name", str),
             address=required(body, "master_address", str),
             port=required(body, "master_port", int),
             rank=required(body, "rank_offset", int),
             world_size=required(body, "world_size", int),
         )
-        if not 0 < meeting.port < 1 << 16 or not 0 < meeting.rank < meeting.world_size:
+        if not 0 < rendezvous.port < 1 << 16 or not 0 < rendezvous.rank < rendezvous.world_size:
             raise BadRequest("master_port must be a port and rank_offset lie between 1 and world_size - 1")
         if (backend := optional(body, "backend", str, "nccl")) != "gloo":
             raise BadRequest(
                 f"Failed to initialize custom process group: {backend} needs GPUs; this engine speaks gloo."
             )
-        await _to_the_end(asyncio.create_task(self._sessions.join(meeting)))
+        await _to_the_end(asyncio.create_task(self._sessions.join(rendezvous)))
         return _done("Succeeded to initialize custom process group.")
 
     async def destroy_group(self, http: web.Request) -> web.Response:
@@ -154,7 +154,7 @@ class Updates:
 
 
 async def _to_the_end(work: asyncio.Future[T]) -> T:
-    """What `work` brings. A client that goes away does not interrupt it, and its failure is nobody's business then."""
+    """What `work` brings. A client that goes away does not interrupt it, and its failure then goes unreported."""
     work.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(work)
 

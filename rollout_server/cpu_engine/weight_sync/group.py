@@ -64,22 +64,22 @@ class GroupLost(Exception):
 
 
 class UpdateGroup:
-    """Membership in one group, with a thread of its own.
+    """Membership in one group, and its thread.
 
     Loop: joins, then consumes buckets in the order of `receive`; produces tensors into their sinks. Waits for the
     next bucket and, in torch without the interpreter lock, for the trainer; is unblocked by `leave`, by the trainer's
     end, or by the timeout. gloo cannot be interrupted: after a `leave` in the middle of a join or a receive the thread
-    ends when the timeout is over, and nobody waits for it.
+    ends when the timeout is over, and is not waited for.
     """
 
-    def __init__(self, meeting: RendezvousSpec, timeout_s: float) -> None:
-        self._meeting, self._timeout = meeting, timedelta(seconds=timeout_s)
+    def __init__(self, rendezvous: RendezvousSpec, timeout_s: float) -> None:
+        self._meeting, self._timeout = rendezvous, timedelta(seconds=timeout_s)
         self._orders: queue.SimpleQueue[tuple[Bucket, Sink, Future[None]] | None] = queue.SimpleQueue()
         self._pending: set[Future[None]] = set()
         self._flat = torch.empty(0, dtype=torch.uint8)
         self.joined: Future[None] = Future()
         self.left: Future[None] = Future()
-        self.thread = threading.Thread(target=self._run, name=f"group {meeting.name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"group {rendezvous.name}", daemon=True)
         self.thread.start()
 
     def receive(self, bucket: Bucket, sink: Sink) -> Future[None]:
@@ -158,7 +158,7 @@ class UpdateGroup:
 
 
 def _settle(future: Future[None], error: Exception | None = None) -> bool:
-    """Finish a future unless somebody else did; whether it was us."""
+    """Finish a future unless it is done. Return whether it was not."""
     try:
         if error is None:
             future.set_result(None)

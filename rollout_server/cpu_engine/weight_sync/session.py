@@ -17,14 +17,14 @@ from rollout_server.cpu_engine.model.loader import Weights, WeightsError
 from rollout_server.cpu_engine.scheduler.engine import Engine, Refused, Update
 from rollout_server.cpu_engine.weight_sync.group import Bucket, GroupLost, RendezvousSpec, UpdateGroup
 
-# New weights that arrive while the old ones still generate: a second set of tensors, verified as it fills.
-#
-# Only a whole and faultless set is handed out, and then the engine changes over by taking another reference: nothing
-# is copied while generation is paused, and a set that never becomes whole leaves no trace.
 
+class StagedWeights:
+    """New weights that arrive while the old ones still generate: a second set of tensors, verified as it fills.
 
-class Staging:
-    """Filled by the thread of a group, asked by anybody. The first fault stays: it is what `finished` raises."""
+    Only a whole and faultless set is handed out, and then the engine changes over by taking another reference: nothing
+    is copied while generation is paused, and a set that never becomes whole leaves no trace. Filled by the thread of a
+    group, read by any. The first fault stays: it is what `finished` raises.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._weights = Weights(config, dtype)
@@ -50,7 +50,7 @@ class Staging:
         try:
             self._weights.put(name, tensor)
             if name in self._weights.places:
-                # read back from where it lies now, so that nobody has to while generation is paused
+                # read back from where it lies now, so that it need not be while generation is paused
                 self._weights.checksum(name)
         except WeightsError as error:
             self.fail(str(error))
@@ -71,10 +71,10 @@ IN_PLACE = (
 )
 
 
-class Session:
+class UpdateSession:
     """What was sent since begin. The last label that came with a bucket is the one that the weights will have."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: StagedWeights) -> None:
         self.staging = staging
         self.version: str | None = None
         self.flush_cache = False
@@ -88,19 +88,19 @@ class UpdateSessions:
     def __init__(self, engine: Engine, timeout_s: float) -> None:
         self._engine, self._timeout_s = engine, timeout_s
         self._groups: dict[str, UpdateGroup] = {}
-        self._session: Session | None = None
+        self._session: UpdateSession | None = None
         self._largest = 8 * sum(place.view.numel() for place in engine.weights.places.values()) + (1 << 20)
 
-    async def join(self, meeting: RendezvousSpec) -> None:
+    async def join(self, rendezvous: RendezvousSpec) -> None:
         """Become a member. Raises Refused when the trainer does not come within the timeout."""
-        if meeting.name in self._groups:
-            raise Refused(f"Failed to initialize custom process group: a group {meeting.name!r} is there already.")
-        group = self._groups[meeting.name] = UpdateGroup(meeting, self._timeout_s)
+        if rendezvous.name in self._groups:
+            raise Refused(f"Failed to initialize custom process group: a group {rendezvous.name!r} is there already.")
+        group = self._groups[rendezvous.name] = UpdateGroup(rendezvous, self._timeout_s)
         try:
             # torch takes up to thrice the time that it was given
             await asyncio.wait_for(asyncio.wrap_future(group.joined), self._timeout_s)
         except (GroupLost, TimeoutError) as error:
-            del self._groups[meeting.name]
+            del self._groups[rendezvous.name]
             group.leave()  # should it come about after all
             why = str(error) or f"the trainer did not come within {self._timeout_s:g} s"
             raise Refused(f"Failed to initialize custom process group: {why}") from None
@@ -127,7 +127,7 @@ class UpdateSessions:
         if self._session is not None:
             raise Refused("a weight-update session is already open; call end_weight_update() first")
         weights = self._engine.weights
-        self._session = Session(Staging(weights.config, weights.dtype))
+        self._session = UpdateSession(StagedWeights(weights.config, weights.dtype))
 
     def receive(
         self, group_name: str, bucket: Bucket, *, version: str | None, flush_cache: bool, abort_all: bool
@@ -159,7 +159,7 @@ class UpdateSessions:
         return task
 
     async def _arrive(
-        self, session: Session, arrival: asyncio.Future[None], version: str | None, flush_cache: bool
+        self, session: UpdateSession, arrival: asyncio.Future[None], version: str | None, flush_cache: bool
     ) -> None:
         try:
             await arrival
