@@ -29,10 +29,6 @@ from protocol.errors import ForayError
 if TYPE_CHECKING:
     from deploy.demo.run import DemoOptions
 
-# The rollout side (Redis, retriever, engine, rollout server) runs on one core and the learner on another one, at every
-# `max_lag` alike, as on a cluster each runs on its own machines. Without that, each side would use both cores while the
-# other one waits, and the run at lag 0 would not show how long each side takes alone.
-
 DISCARDED = ("filtered", "stale", "dead")
 LAST_STEPS = 10
 """Steps over which the final exact match is a mean."""
@@ -66,7 +62,14 @@ class CpuSamples:
 
 
 def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) -> dict[str, Any]:
-    """Run it and return its row of figures. Raises ProcessFailed, and ForayError when a process had to be restarted."""
+    """Run the whole ring and return its row of figures.
+
+    pin  the rollout side (Redis, retriever, engine, rollout server) on one core and the learner on another, as on a
+         cluster each runs on its own machines. Without that, each side would use both cores while the other one
+         waits, and the run at lag 0 would not show how long each side takes alone.
+
+    Raises ProcessFailed, and ForayError when a process had to be restarted.
+    """
     from deploy.demo.run import prepare
     from deploy.launcher.launcher import Launcher
 
@@ -211,8 +214,6 @@ class AsyncBench(BenchSettings):
 
     def measure(self, say: Say) -> BenchResult:
         """Seed after seed, at each lag one whole run: what the machine does meanwhile hits all lags alike."""
-        pass
-
         with ExitStack() as stack:
             directory = self.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foray-bench-")))
             directory.mkdir(parents=True, exist_ok=True)
@@ -221,7 +222,6 @@ class AsyncBench(BenchSettings):
         return summary(rows)
 
     def _row(self, directory: Path, model: Path, seed: int, lag: int, say: Say) -> Row:
-        pass
         from deploy.demo.run import DemoOptions
 
         name = f"seed-{seed}-lag-{lag}"
@@ -258,7 +258,7 @@ def kept(path: Path, key: object, run: Callable[[], Row]) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> BenchResult:
-    """Return means over the seeds for each lag; the bound from the rows at lag 0 alone."""
+    """Return the means over the seeds for each lag; the bound from the rows at lag 0 alone."""
     by_lag = {
         lag: _means([row for row in rows if row["max_lag"] == lag]) for lag in sorted({r["max_lag"] for r in rows})
     }

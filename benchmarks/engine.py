@@ -3,6 +3,10 @@
 The same model, prompts, lengths and threads, round by round in turn. Ours goes over HTTP and returns log-probs, as
 rollouts need them; the baseline is one static batch in a separate process without either, and since all lengths are
 equal it pads nothing: its best case. Value and ratio are of streaming requests, which is how rollouts generate.
+
+loop       consumes              produces             waits for               unblocked by
+rounds_of  prompts from a seed   seconds a round      every answer            the engines
+Baseline   a round's prompts     seconds              the child's line        the child, or its death
 """
 
 from __future__ import annotations
@@ -32,10 +36,6 @@ from protocol.runtime.net import free_port
 
 if TYPE_CHECKING:
     import aiohttp
-
-# loop       consumes              produces             waits for               unblocked by
-# rounds_of  prompts from a seed   seconds a round      every answer            the engines
-# Baseline   a round's prompts     seconds              the child's line        the child, or its death
 
 TIMEOUT_S = 600.0
 FIRST_ID = 16
@@ -235,9 +235,7 @@ class EngineBench(BenchSettings):
     """Another engine that speaks SGLang's API and holds the same model, to be measured beside."""
 
     def measure(self, say: Say) -> BenchResult:
-        """Starts the engine and the baseline, gives each its rounds in turn, and stops them."""
-        pass
-
+        """Start the engine and the baseline, give each its rounds in turn, and stop them."""
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
             directory = Path(name)
             model = self.model or _demo_model(directory / "model")

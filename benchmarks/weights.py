@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from learner.weights.base import WeightPublisher
 
 
-# Processes: Redis, and nodes with embedded engines. This process plays the learner.
-
 RUN = "bench"
 LEASE_MS = 86_400_000
 POLL_S = 0.005
@@ -100,7 +98,7 @@ class WeightsFleet:
 
 @contextmanager
 def running(directory: Path, *, engines: int, say: Say) -> Iterator[WeightsFleet]:
-    """Redis and `engines` nodes of `directory`/model, for the time of the block."""
+    """Run Redis and `engines` nodes with embedded engines of `directory`/model while the block runs."""
     redis_url = child_url(directory)
     supervisor = Supervisor(is_ready=Readiness(redis_url, RUN), ready_s=TIMEOUT_S, shutdown_s=15.0, say=say)
 
@@ -162,10 +160,8 @@ class WeightsBench(BenchSettings):
         return value.split(",") if isinstance(value, str) else value
 
     def measure(self, say: Say) -> BenchResult:
-        """Return each number of engines in turn: both transports, and both baselines beside them."""
+        """Measure both transports and both baselines, for each number of engines in turn."""
         import torch
-
-        pass
 
         torch.set_num_threads(1)
         rows = []
@@ -181,8 +177,6 @@ class WeightsBench(BenchSettings):
     def _row(
         self, fleet: WeightsFleet, directory: Path, weights: dict[str, torch.Tensor], count: int, say: Say
     ) -> dict[str, Any]:
-        from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
-
         disk = DiskPublishSettings(fsync=self.fsync, keep_versions=2)
         distributed = DistributedPublishSettings(fsync=self.fsync, keep_versions=2, bucket_mb=self.bucket_mb)
         raw = _raw_broadcast(directory / "store", count + 1, _bytes(weights), self.rounds)

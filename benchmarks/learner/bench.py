@@ -7,6 +7,11 @@ GRPOTrainer where an environment has it. Losses and gradient norms of the first 
 reported. The ratio is ours against the better of the plain loops. The output layer of the default model has the share
 in all matrix products that it has in Qwen2.5-1.5B: only ours leaves out logits that nothing is trained on, so a larger
 vocabulary flatters it.
+
+Each contender is a child with a pipe, asked for one step at a time.
+
+loop   consumes   produces              waits for          unblocked by
+play   rounds     figures of a round    a child's line     the child, or its death
 """
 
 from __future__ import annotations
@@ -27,11 +32,6 @@ from benchmarks.base import BenchResult, Say
 from benchmarks.learner.settings import TRL_VARIABLE, LearnerBench
 from benchmarks.learner.workload import LearnerWorkload
 from protocol.errors import ForayError, UserError
-
-# Each contender is a child with a pipe, asked for one step at a time.
-#
-# loop   consumes   produces              waits for          unblocked by
-# play   rounds     figures of a round    a child's line     the child, or its death
 
 UNFUSED_MIB = 1 << 20
 """A chunk that holds the logits of any micro-batch."""
@@ -143,7 +143,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 def measure(bench: LearnerBench, say: Say) -> BenchResult:
-    """Writes model and batch, starts every contender, gives each its rounds in turn, and stops them."""
+    """Write model and batch, start every contender, give each its rounds in turn, and stop them."""
     from benchmarks.learner.workload import write_work
 
     absent: dict[str, str] = {}

@@ -50,8 +50,6 @@ def peak_mib() -> float:
 
 def main(argv: Sequence[str]) -> None:
     """Serve until the input ends."""
-    pass
-
     pipe = own_stdout()
     from benchmarks.learner.settings import LearnerBench
     from benchmarks.learner.workload import our_batch, utilisation

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from learner.data.batch import Batch
 
 
-# Model FLOPs utilisation: the operations that a step needs over those that a matrix product makes in that time. It
-# counts what has to be computed, not what was: padding, recomputation and logits of untrained tokens add nothing.
-
 CEILING_S = 0.5
 """How long matrix products are timed."""
 
 
 def utilisation(settings: LearnerBench, model: Path, batch: Batch) -> Callable[[float], dict[str, float]]:
     """Return seconds of a step -> `tflops` and `mfu` against the machine's own matrix product in the same dtype.
+
+    Model FLOPs utilisation counts what has to be computed, not what was: padding, recomputation and logits of untrained
+    tokens add nothing.
 
     Per token read 6 operations a parameter of the layers (2 forward, 4 backward), per trained token 6 a parameter of
     the output layer, and 6 * width * s of attention in each layer for the s-th token of a trajectory, which sees s
@@ -99,15 +99,16 @@ def matmul_flops(dtype: str, threads: int) -> float:
     return 2.0 * size**3 / best
 
 
-# Deterministic groups of trajectories. Lengths are lognormal, as with a policy that stops when it likes and passages of
-# a corpus: a few trajectories are several times as long as most, and most tokens of a trajectory are observations.
-
 FIRST_ID = 16
 """Ids below are often control tokens."""
 
 
 def skewed_groups(settings: SkewedBatch, number: int = 0) -> list[TrajectoryGroup]:
-    """Return the groups of batch `number`: rewards 0 and 1, behaviour log-probs like those of an untrained policy."""
+    """Return the groups of batch `number`: rewards 0 and 1, behaviour log-probs like those of an untrained policy.
+
+    Deterministic. Lengths are lognormal, as with a policy that stops when it likes and passages of a corpus: a few
+    trajectories are several times as long as most, and most tokens of a trajectory are observations.
+    """
     return [
         TrajectoryGroup(
             run="bench",
@@ -188,8 +189,6 @@ def main(argv: Sequence[str]) -> None:
     """The child of `write_work`."""
     from benchmarks.learner.settings import LearnerBench
 
-    pass
-
     directory = Path(argv[0])
     settings = LearnerBench.model_validate_json((directory / SETTINGS).read_text())
     model = _write_model(settings, directory / "model")
@@ -223,7 +222,6 @@ def main(argv: Sequence[str]) -> None:
 
 def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int) -> Batch:
     """Return the batch as our trainer takes it; needs the learner's packages."""
-    pass
     from learner.config.algorithm import GrpoSettings
     from learner.config.learner import BatchSettings
     from learner.data.batch import build_batch

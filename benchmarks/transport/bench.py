@@ -31,9 +31,6 @@ from protocol.ledger import Ledger, Outcome
 if TYPE_CHECKING:
     import redis
 
-
-# Load: many rollout clients against one Redis, first until it refuses, then for `minutes`.
-
 READ, STALL_S, FILL_S, DRAIN_S = 16, 2.0, 120.0, 120.0
 SETTLE = 0.2
 """Share of the load that may pass before memory is compared: caches fill, the append-only file is rewritten first."""

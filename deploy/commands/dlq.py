@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.launcher import run_dir as locate
+from deploy.launcher.run_dir import Located, locate
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Return 0 when it was done; raises UserError for what cannot be done."""
     wanted = [text for text in args.rest if _SEQ.match(text) or _ID.match(text)]
     args.given = [text for text in args.rest if text not in wanted]
-    found = locate.locate(args)
+    found = locate(args)
     with _client(found, may_be_gone=args.action in _READING) as client:
         if args.action in _READING:
             _READING[args.action](args, found, client, wanted)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _client(found: locate.Located, *, may_be_gone: bool) -> Iterator[redis.Redis | None]:
+def _client(found: Located, *, may_be_gone: bool) -> Iterator[redis.Redis | None]:
     import redis
 
     from deploy.launcher.redis_server import connect
@@ -77,7 +77,7 @@ def _client(found: locate.Located, *, may_be_gone: bool) -> Iterator[redis.Redis
         client.close()
 
 
-def _is_gone(client: redis.Redis, found: locate.Located) -> bool:
+def _is_gone(client: redis.Redis, found: Located) -> bool:
     """Whether Redis cannot be reached, as after the end of a run, and the run's directory can be read instead."""
     import redis
 
@@ -94,7 +94,7 @@ def _is_gone(client: redis.Redis, found: locate.Located) -> bool:
     return False
 
 
-def _fates(found: locate.Located, client: redis.Redis | None) -> Fates:
+def _fates(found: Located, client: redis.Redis | None) -> Fates:
     from deploy.dlq.dead_letters import Fates
     from deploy.monitor.snapshot import read_ledger
     from protocol.codec import number_of
@@ -104,16 +104,14 @@ def _fates(found: locate.Located, client: redis.Redis | None) -> Fates:
     return Fates(read_ledger(found.directory), frozenset(seq for raw in members if (seq := number_of(raw))))
 
 
-def _letters(
-    args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, *, bodies: bool
-) -> list[DeadLetter]:
+def _letters(args: argparse.Namespace, found: Located, client: redis.Redis | None, *, bodies: bool) -> list[DeadLetter]:
     from deploy.dlq.dead_letters import read_letters
 
     letters = read_letters(client, found.run.id, found.directory, bodies=bodies)
     return [letter for letter in letters if not args.reason or letter.reason == args.reason]
 
 
-def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, wanted: list[str]) -> None:
+def _list(args: argparse.Namespace, found: Located, client: redis.Redis | None, wanted: list[str]) -> None:
     from deploy.dlq.pages import as_json, listing
 
     letters, fates = _letters(args, found, client, bodies=False), _fates(found, client)
@@ -125,7 +123,7 @@ def _list(args: argparse.Namespace, found: locate.Located, client: redis.Redis |
         print("\n".join(listing(letters, fates, reason=args.reason)))
 
 
-def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis | None, wanted: list[str]) -> None:
+def _show(args: argparse.Namespace, found: Located, client: redis.Redis | None, wanted: list[str]) -> None:
     from deploy.dlq.pages import as_json, page
     from deploy.terminal import escape_untrusted
 
@@ -145,7 +143,7 @@ def _show(args: argparse.Namespace, found: locate.Located, client: redis.Redis |
         print("\n".join(page(letter, fates, most=max(0, args.bytes))))
 
 
-def _requeue(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
+def _requeue(args: argparse.Namespace, found: Located, client: redis.Redis, wanted: list[str]) -> None:
     from deploy.dlq.dead_letters import choose, outlook
     from deploy.monitor.snapshot import take_snapshot
     from protocol.keys import Keys
@@ -165,7 +163,7 @@ def _requeue(args: argparse.Namespace, found: locate.Located, client: redis.Redi
         print(outlook(seen, seqs))
 
 
-def _purge(args: argparse.Namespace, found: locate.Located, client: redis.Redis, wanted: list[str]) -> None:
+def _purge(args: argparse.Namespace, found: Located, client: redis.Redis, wanted: list[str]) -> None:
     from deploy.dlq.dead_letters import purge_file, purge_stream
     from deploy.monitor.snapshot import take_snapshot
 
@@ -190,7 +188,7 @@ def _purge(args: argparse.Namespace, found: locate.Located, client: redis.Redis,
         print(f"{removed} letters removed from Redis" + (f", {lines} from the file" if args.files else kept))
 
 
-def _tell(client: redis.Redis, found: locate.Located, kind: str, text: str) -> None:
+def _tell(client: redis.Redis, found: Located, kind: str, text: str) -> None:
     """What a person did is part of the run's history."""
     from socket import gethostname
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 
-from deploy.launcher import run_dir as locate
+from deploy.launcher.run_dir import add_arguments, locate
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray status`."""
-    locate.add_arguments(parser)
+    add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     """Return 0 when the run is healthy (or finished), 1 when something is wrong with it."""
     from deploy.monitor.status import look, problems, render, to_json
 
-    found = locate.locate(args)
+    found = locate(args)
     seen = look(found)
     if args.json:
         print(json.dumps(to_json(seen, max_lag=found.run.max_lag)))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deploy.launcher import run_dir as locate
+from deploy.launcher.run_dir import Located, add_arguments, locate
 
 if TYPE_CHECKING:
     from deploy.monitor.top import Frame
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray top`."""
-    locate.add_arguments(parser)
+    add_arguments(parser)
     parser.add_argument("--interval", type=float, default=1.0, help="refresh interval in seconds (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
 
 
 def run(args: argparse.Namespace) -> int:
     """Always 0; ends with the run, or by Ctrl-C."""
-    frames = _frames(locate.locate(args), max(0.1, args.interval))
+    frames = _frames(locate(args), max(0.1, args.interval))
     if args.once:
         print(next(frames).plain())
         return 0
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _frames(found: locate.Located, interval: float) -> Iterator[Frame]:
+def _frames(found: Located, interval: float) -> Iterator[Frame]:
     """Yield a frame a look, the last one of a run whose launcher has ended."""
     from deploy.launcher.run_dir import read_record
     from deploy.monitor.status import look

@@ -1,5 +1,6 @@
-"""The demo itself: start the ring, ask, train, ask again.
+"""The demo itself: prepare, start the ring, ask, train, ask again.
 
+    two worlds, their passages, a warm-started model, a configuration
     start redis, retriever, engine, rollout server -> ask the held-out questions (sampled, greedy)
     start the learner -> its steps -> done -> wait until the engine holds the last version
     -> ask again (sampled, greedy, and with every search empty) -> stop
@@ -29,9 +30,6 @@ from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapsh
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
 from protocol.runtime.config import read_tree
-
-# Preparation: two worlds, their passages, a warm-started model and a configuration. Both worlds share the index: the
-# one whose questions are trained on, and the held-out one. No name of one occurs in the other.
 
 CONFIG = Path(__file__).with_name("demo.yaml")
 CONFIG_COPY = "demo.yaml"
@@ -71,7 +69,11 @@ class PreparedDemo:
 
 def prepare(options: DemoOptions, say: Say) -> PreparedDemo:
     """Make the run directory and fill it. Raises UserError when it holds something else, or a demo that was trained and
-    may not be replaced."""
+    may not be replaced.
+
+    Two worlds share the index: the one whose questions are trained on, and the held-out one. No name of one occurs in
+    the other.
+    """
     directory = options.directory
     _clear(directory, fresh=options.fresh)
     directory.mkdir(parents=True)
@@ -162,7 +164,7 @@ SAMPLED, GREEDY = 1.0, 0.0
 
 
 def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
-    """Everything after the preparation; returns the summary. Raises ProcessFailed or Stopped as the launcher does."""
+    """Run all after the preparation and return the summary. Raises ProcessFailed or RunStopped as the launcher does."""
     seconds = dict(prepared.seconds)
     questions = [Question(id=q["id"], text=q["question"], answers=tuple(q["answers"])) for q in prepared.held_out]
     hops = [int(q["hops"]) for q in prepared.held_out]

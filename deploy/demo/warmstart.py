@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
 
-# The gate: how often a model quotes the right evidence in a world that it has not seen. It is measured for each
-# relation, because what fails is a single relation whose values the model recites from memory instead of copying.
-# Reinforcement learning cannot repair that: the right value is never sampled. Accuracy of the answer says nothing here
-# (the answer only copies the quote).
-
 GATE_WORLD = 2_000_000
 """Seeds of the worlds that gates ask about start here; none is trained on."""
 WORST_AT_LEAST = 0.90
@@ -72,7 +67,12 @@ class GateReport:
 
 
 def gate(model: Qwen2ForCausalLM, seed: int, asked: int = 32, topk: int = 2) -> GateReport:
-    """Ask about a fresh world, teacher-forced and greedy: `asked` questions of each relation, `topk` passages."""
+    """Ask about a fresh world, teacher-forced and greedy: `asked` questions of each relation, `topk` passages.
+
+    It is measured for each relation, because what fails is a single relation whose values the model recites from memory
+    instead of copying. Reinforcement learning cannot repair that: the right value is never sampled. Accuracy of the
+    answer says nothing here (the answer only copies the quote).
+    """
     import torch
 
     world = World(GATE_WORLD + seed)
@@ -103,14 +103,6 @@ def gate(model: Qwen2ForCausalLM, seed: int, asked: int = 32, topk: int = 2) -> 
     )
 
 
-# Initial weights: the parts of an induction circuit. A small transformer learns last to look a word up in its context
-# and to continue as the context did. That takes two attention heads in a row (Olsson et al. 2022, "In-context learning
-# and induction heads"): one that brings each position the word before it, and one that finds the position whose
-# previous word is the present word, and repeats what stands there. From random weights the pair appears after many
-# hundreds of steps or, with an unlucky seed, not at all. Initialised like this, the first head looks back sharply and
-# the second has a slight lead; about a hundred steps do the rest. All weights stay trainable. The first half of the
-# hidden channels holds the present word, the second half the previous word.
-
 SHARPNESS = 30.0
 """Squared amplitude of the previous-word head's score in each of its rotation frequencies."""
 GAIN = 1.5
@@ -124,6 +116,14 @@ INDUCTION_LAYERS = (1, 2)
 
 def lay_copying(model: Qwen2ForCausalLM, theta: float) -> None:
     """Overwrite embeddings, head 0 (and its queries' sibling) of layer 0 and head 0 of INDUCTION_LAYERS, in place.
+
+    A small transformer learns last to look a word up in its context and to continue as the context did. That takes two
+    attention heads in a row (Olsson et al. 2022, "In-context learning and induction heads"): one that brings each
+    position the word before it, and one that finds the position whose previous word is the present word, and repeats
+    what stands there. From random weights the pair appears after many hundreds of steps or, with an unlucky seed, not
+    at all. Initialised like this, the first head looks back sharply and the second has a slight lead; about a hundred
+    steps do the rest. All weights stay trainable. The first half of the hidden channels holds the present word, the
+    second half the previous word.
 
     model  Qwen2 whose head_dim is half its hidden_size; theta is its rotary base.
     """
@@ -188,8 +188,6 @@ def _induction(model: Qwen2ForCausalLM, layer: int, frequency: Tensor, width: in
     attention.o_proj.weight[:width, :width] = torch.eye(width) * REPEAT / math.sqrt(2 * width)
 
 
-# The policy: a Qwen2 of about 0.2 million parameters, small enough to train and to serve on one CPU core.
-
 CONTEXT = 512
 """Longest sequence in tokens; the demo's longest trajectory is about half of it."""
 
@@ -209,7 +207,7 @@ SHAPE: dict[str, Any] = {
 
 
 def new_model(seed: int) -> Qwen2ForCausalLM:
-    """Return a freshly initialised policy in float32, the same for the same seed."""
+    """Return a fresh Qwen2 of about 0.2 million parameters in float32, the same for the same seed."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -200,32 +200,18 @@ def write_world(seed: int, directory: Path, per_hops: int | None = None, avoid: 
     return world
 
 
-def main() -> None:
-    """Command line: `python -m deploy.demo.world --seed 7 --out DIR`."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.demo.world", description="Write a generated world.")
-    parser.add_argument("--seed", type=int, default=0, help="which world")
-    parser.add_argument("--out", type=Path, required=True, help="directory for corpus.jsonl and questions.jsonl")
-    options = parser.parse_args()
-    world = write_world(options.seed, options.out)
-    print(f"{options.out}: {len(world.kind_of)} passages of world {options.seed}")
-
-
-if __name__ == "__main__":
-    main()
-
-
-# BM25 over the passages of one world, for the demonstrations; it ranks as the retriever does. Scores are Lucene's BM25
-# (Robertson et al. 1995 with idf = ln(1 + (N - df + 0.5) / (df + 0.5))), k1 1.5, b 0.75, as in bm25s. It is written out
-# here because the warm start asks tens of thousands of single queries of worlds that live for two steps: building a
-# real index for each would cost more than the training.
-
 Floats = npt.NDArray[np.float32]
 K1, B = 1.5, 0.75
 STOPWORDS = frozenset(("of", "and", "."))
 
 
 class Lookup:
-    """Ranked names of the passages for a query; remembers what it was asked."""
+    """Rank the passages of one world for a query by BM25, as the retriever does; remembers what it was asked.
+
+    Scores are Lucene's BM25 (Robertson et al. 1995 with idf = ln(1 + (N - df + 0.5) / (df + 0.5))), k1 1.5, b 0.75, as
+    in bm25s. It is written out here because the warm start asks tens of thousands of single queries of worlds that live
+    for two steps: building a real index for each would cost more than the training.
+    """
 
     def __init__(self, world: World) -> None:
         self.names = list(world.kind_of)
@@ -255,12 +241,8 @@ class Lookup:
         return ranked[:topk]
 
 
-# The tokenizer: one token a word, each tag of the protocol one token, saved in Hugging Face layout. A text is split at
-# blanks, so tokens of a prompt, of the policy and of an observation never merge where they meet. The tags are added
-# tokens that are *not* special: they are recognised even when glued to a word, and decoding keeps them, so that an
-# engine finds its stop strings.
-
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
 THOUGHT = "i need to search"
 """What a demonstration thinks before its first search."""
 GUESS_THOUGHT = "i know the answer"
@@ -299,7 +281,12 @@ def decode(ids: list[int]) -> str:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`."""
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`: a token a word, and one for each tag.
+
+    A text is split at blanks, so tokens of a prompt, of the policy and of an observation never merge where they meet.
+    The tags are added tokens that are *not* special: they are recognised even when glued to a word, and decoding keeps
+    them, so that an engine finds its stop strings.
+    """
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -319,3 +306,17 @@ def save_tokenizer(directory: Path) -> None:
         "model_max_length": 512,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Command line: `python -m deploy.demo.world --seed 7 --out DIR`."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo.world", description="Write a generated world.")
+    parser.add_argument("--seed", type=int, default=0, help="which world")
+    parser.add_argument("--out", type=Path, required=True, help="directory for corpus.jsonl and questions.jsonl")
+    options = parser.parse_args()
+    world = write_world(options.seed, options.out)
+    print(f"{options.out}: {len(world.kind_of)} passages of world {options.seed}")
+
+
+if __name__ == "__main__":
+    main()

@@ -34,10 +34,11 @@ from protocol.runtime.files import atomic_write
 if TYPE_CHECKING:
     import redis
 
-
 FILES = ("dead_letters.jsonl.1", "dead_letters.jsonl")
 PAGE = 20
 """Letters read from Redis at once: a letter may take two MiB."""
+SHOWN = 20
+"""Most seqs that a message names."""
 LONGEST_LINE = 8 << 20
 
 
@@ -200,14 +201,10 @@ def _seq(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) <= 18 else 0
 
 
-# Requeueing. Nothing is requeued here: the learner does it (`Keys.requeue`).
-
-SHOWN = 20
-
-
 def choose(seen: RunSnapshot, fates: Fates, seqs: Sequence[int], *, reason: str = "") -> list[int]:
     """Return the seqs to requeue, ascending: `seqs`, or every dead or stale one with `reason`, or every dead one.
 
+    Requeues nothing: the learner does that (`Keys.requeue`).
     Raises UserError when the run is over, when there is no ledger to look at, or when a named seq is neither.
     """
     if seen.is_done:

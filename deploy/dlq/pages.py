@@ -93,7 +93,7 @@ def read_facts(letter: DeadLetter) -> tuple[dict[str, Any], dict[str, str]]:
 def as_json(
     run: str, letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "", bodies: bool = False
 ) -> dict[str, Any]:
-    """Return the same, for programs: bytes in base64, text as it came (JSON escapes it)."""
+    """Return the letters as JSON values, for programs: bytes in base64, text as it came (JSON escapes it)."""
     told = []
     for letter in letters:
         row: dict[str, Any] = {

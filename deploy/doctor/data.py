@@ -23,7 +23,7 @@ TO_LINES = (
 
 
 def files(config: RunConfig) -> Iterator[Finding]:
-    """Yield one finding for each file or directory that the processes which are started here will read."""
+    """Yield one finding for each file or directory that the processes started here will read."""
     yield model(config)
     if config.num_retrievers and config.retriever.online is None:
         yield _unless_prepared(config, config.retriever.needed_corpus, _corpus(config))
@@ -139,7 +139,7 @@ def _with_columns(path: Path, found: Finding) -> Finding:
 
 
 def _unless_prepared(config: RunConfig, path: Path | None, found: Finding) -> Finding:
-    """Return a file that is missing is no failure where `launch.prepare` may make it."""
+    """Return `found`, as a warning if the file is missing and `launch.prepare` may make it."""
     if found.verdict == "fail" and path is not None and not path.exists() and awaits_preparation(config):
         return Finding(found.check, "warn", f"{path} is not there yet", "nothing, if launch.prepare makes it")
     return found

@@ -37,7 +37,7 @@ PROBE_S = 30.0
 
 
 def engine(config: RunConfig) -> Iterator[Finding]:
-    """Yield the engine that is started here: whether it exists, and serves the model as long as episodes are."""
+    """Check the engine that is started here: that it exists, and serves the model at the length of episodes."""
     kind = config.engine.kind
     if not config.launch.engines:
         return
@@ -164,7 +164,7 @@ def _sglang(kind: SglangEngine) -> Finding:
 
 
 def _context(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Yield whether the longest episode fits into the positions that the model knows."""
+    """Check that the longest episode fits into the positions that the model knows."""
     scaled = not isinstance(config.engine.kind, CpuEngine)
     wanted, limit = config.rollout.episode.max_context, _positions(facts, scaled=scaled)
     if limit and wanted > limit:

@@ -31,7 +31,7 @@ SPARE_DISK = 2.0
 
 
 def packages(config: RunConfig | None = None) -> Iterator[Finding]:
-    """Yield which processes can run in this environment, and so whether those that `config` starts here can."""
+    """Check which processes can run in this environment, and so whether those that `config` starts here can."""
     launch = config.launch if config is not None else None
     starts = {"protocol": True}
     if launch is not None:
@@ -48,7 +48,7 @@ def packages(config: RunConfig | None = None) -> Iterator[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    """For a bug report."""
+    """Describe this machine, for a bug report."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     python = ".".join(str(part) for part in sys.version_info[:3])
@@ -176,7 +176,7 @@ def secrets(config: RunConfig, path: Path | None) -> Iterator[Finding]:
 
 
 def _size(directory: Path) -> int:
-    """Return bytes of all files. One that a learner deletes meanwhile counts as none."""
+    """Return the bytes of all files. One that a learner deletes meanwhile counts as none."""
     size = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -24,7 +24,7 @@ MODEL_FLAGS = ("--tokenizer-path", "--model-path", "--model")
 
 
 def tokenizer(config: RunConfig) -> Iterator[Finding]:
-    """Yield the tokenizer of run.model beside the model's config and the directory that SGLang is told."""
+    """Compare the tokenizer of run.model with the model's config and the directory that SGLang gets."""
     model = config.run.model
     if not (model / "config.json").is_file():
         return  # that it is missing is said elsewhere

@@ -31,7 +31,7 @@ FIXED_IN = (8, 6, 3)
 
 
 def program() -> Iterator[Finding]:
-    """Yield the server that `foray up` would start."""
+    """Check that there is a server for `foray up` to start."""
     try:
         server = find_server()
     except UserError as error:
@@ -155,7 +155,7 @@ def _settings(url: str, info: dict[str, Any], needed: int) -> Iterator[Finding]:
 
 
 def _room(client: redis.Redis, url: str, run: str, info: dict[str, Any]) -> Iterator[Finding]:
-    """Yield whether a Redis with a memory limit takes anything at all. What fills it may be this very run."""
+    """Check that a Redis with a memory limit still takes writes. What fills it may be this very run."""
     limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
     if not limit or used < FULL * limit:
         return

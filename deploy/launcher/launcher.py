@@ -21,11 +21,11 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from deploy.config import RunConfig
-from deploy.doctor import identity as doctor_identity
-from deploy.doctor import model as doctor_model
-from deploy.doctor.finding import NotReady
+from deploy.doctor.finding import Finding, NotReady
+from deploy.doctor.identity import CHECK
 from deploy.doctor.machine import usable
-from deploy.doctor.run import Finding, inputs, preflight
+from deploy.doctor.model import ENGINE_TOKENIZER, RUN_TOKENIZER
+from deploy.doctor.run import inputs, preflight
 from deploy.heartbeat import Pulse, beside
 from deploy.launcher.addresses import choose, dated, seen_from_here, settle
 from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
@@ -56,7 +56,7 @@ class RunStopped(ForayError):
         self.number = number
 
 
-REPLACED_BY_TAKEOVER = (doctor_identity.CHECK, doctor_model.RUN_TOKENIZER, doctor_model.ENGINE_TOKENIZER)
+REPLACED_BY_TAKEOVER = (CHECK, RUN_TOKENIZER, ENGINE_TOKENIZER)
 """Checks of state in Redis that --takeover deletes: they do not stop the run that takes over."""
 
 

@@ -115,10 +115,10 @@ def ping(url: str, *, timeout_s: float = 1.0) -> str:
 
 
 def connect(url: str, *, timeout_s: float = 5.0) -> redis.Redis:
-    """Return `protocol.runtime.redis.client.connect(url)`, imported when it is needed."""
-    from protocol.runtime.redis.client import connect as connect_now
+    """Return `client.connect(url)` with a shorter deadline; redis-py is imported when it is needed."""
+    from protocol.runtime.redis import client
 
-    return connect_now(url, timeout_s=timeout_s)
+    return client.connect(url, timeout_s=timeout_s)
 
 
 def check_server(url: str) -> str:

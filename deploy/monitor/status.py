@@ -208,7 +208,7 @@ class Conservation:
 
 
 def conservation(seen: RunSnapshot) -> Conservation:
-    """The law by seq: from the learner's own figures while it lives, else from the last checkpoint and the streams."""
+    """Return the balance by seq: from the learner while it lives, else from the last checkpoint and the streams."""
     learner = seen.learner
     if learner is not None and "issued" in learner.values:
         value = {name: int(learner.values.get(name, 0)) for name in ("issued", *_OUTCOMES, "in_flight")}
@@ -229,7 +229,7 @@ STARTING_S = 60.0
 
 
 def look(found: Located) -> RunSnapshot:
-    """Return one look at a run with all that is known of it: Redis, run.json as it is now, and `metrics.jsonl`."""
+    """Take a snapshot of a run from Redis, run.json as it is now, and `metrics.jsonl`."""
     record = read_record(found.directory)
     seen = take_snapshot(found.redis_url, found.run.id, found.directory)
     seen = with_record(seen, record, alive=is_held(found.directory))
@@ -342,7 +342,7 @@ def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
 
 
 def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
-    """Return the same, for programs. Stable: names are added, never changed."""
+    """Return the page as JSON values, for programs. Stable: names are added, never changed."""
     wrong, totals = problems(seen, max_lag=max_lag), conservation(seen)
     return {
         "run": seen.run,
@@ -372,7 +372,7 @@ def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
         },
         "letters": [{"at": at, "reason": reason} for at, reason in seen.letters],
         "events": [asdict(event) for event in seen.events],
-        "tokens": asdict(law) | {"closes": law.closes} if (law := token_balance(seen)) else None,
+        "tokens": asdict(balance) | {"closes": balance.closes} if (balance := token_balance(seen)) else None,
         "ledger": asdict(totals) | {"closes": totals.closes},
         "checkpoint": asdict(seen.totals) | {"closes": seen.totals.closes} if seen.totals else None,
     }
@@ -454,8 +454,8 @@ def render(seen: RunSnapshot, *, max_lag: int) -> str:
     )
     if totals.source:
         lines.append(f"ledger    {totals.line()} ({totals.source})")
-    if law := token_balance(seen):
-        lines.append(f"tokens    {law.line()}")
+    if balance := token_balance(seen):
+        lines.append(f"tokens    {balance.line()}")
     if seen.totals:
         verdict = "closes" if seen.totals.closes else "DOES NOT CLOSE"
         lines.append(

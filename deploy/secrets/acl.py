@@ -71,7 +71,7 @@ def users_acl(run: str, passwords: Mapping[RedisRole, str]) -> str:
 
 
 def user_line(run: str, role: RedisRole, password: str) -> str:
-    """Return one line of it. `run` must be a run id: it becomes part of patterns."""
+    """Return the line of one user. `run` must be a run id: it becomes part of patterns."""
     assert RUN_ID.match(run), run
     return f"user {role} on #{hashlib.sha256(password.encode()).hexdigest()} {rules(run, role)}"
 

@@ -71,7 +71,7 @@ class RedisEndpoint:
     maxmemory_mb: int = 1024
 
     def url(self, user: str, password: str, directory: Path) -> str:
-        """Return how `user` reaches it."""
+        """Return the URL by which `user` reaches it."""
         host = f"[{self.hosts[0]}]" if ":" in self.hosts[0] else self.hosts[0]
         scheme, query = ("rediss", f"?ssl_ca_certs={directory / 'ca.pem'}") if self.tls else ("redis", "")
         return f"{scheme}://{user}:{password}@{host}:{self.port}/0{query}"

@@ -16,7 +16,9 @@ import redis
 
 from deploy.commands import doctor as command
 from deploy.config import load_config
-from deploy.doctor.run import Finding, examine, memory_needed
+from deploy.doctor.finding import Finding
+from deploy.doctor.redis import memory_needed
+from deploy.doctor.run import examine
 from tests.support.sandboxes import require_bubblewrap
 
 

@@ -22,7 +22,8 @@ import redis
 
 from deploy.config import RunConfig, load_config
 from deploy.doctor import redis as doctor_redis
-from deploy.doctor.run import Finding, examine
+from deploy.doctor.finding import Finding
+from deploy.doctor.run import examine
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
 from deploy.launcher.redis_server import find_server, ping, redis_argv

@@ -1,4 +1,4 @@
-"""The shipped recipes say what their sources say, value by value, or why not: deploy/preset_sources.yaml."""
+"""The shipped recipes say what their sources say, value by value, or why not: deploy/reference/preset_sources.yaml."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_row_is_what_the_preset_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLE.sources)
 def test_every_value_of_a_preset_has_its_row(name: str) -> None:
-    assert unnamed(TABLE, name, written(name)) == [], "name its source in deploy/preset_sources.yaml"
+    assert unnamed(TABLE, name, written(name)) == [], "name its source in deploy/reference/preset_sources.yaml"
     rows = Counter(row.setting for row in TABLE.of(name))
     assert [setting for setting in DECIDED if rows[setting] != 1] == []
     assert max(rows.values()) == 1
