@@ -73,7 +73,7 @@ class GroupPublisher:
     async def publish(self, entry: str, message: TrajectoryGroup | GroupFailed) -> bool:
         """True when this call (or an earlier try of it) published, False when the task was published before.
 
-        Two tries of ours cannot be told from two servers, so a DUP after a lost reply counts as a duplicate too.
+        Two tries of one server look like those of two servers, so a DUP after a lost reply counts as a duplicate too.
         """
         try:
             header, body = seal(message)
@@ -154,7 +154,7 @@ class GroupPublisher:
         try:
             await self._redis.batch(("XADD", self._redis.keys.dlq, "MAXLEN", "~", DLQ_LENGTH, "*", *flat, *evidence))
         except RedisRefused as error:
-            # it is for people: the task must not wait for it
+            # it is for operators: the task must not wait for it
             log.error("evidence of task %s is not kept: %s", letter["id"], error)
 
     async def _acknowledge(self, entry: str) -> None:

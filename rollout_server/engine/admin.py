@@ -195,7 +195,7 @@ class EngineAdmin:
         await self._weights("/end_weight_update", {}, timeout_s)
 
     async def label(self, label: str) -> None:
-        """Call the weights `label`; requests in flight stay (SGLang would end them unless told)."""
+        """Call the weights `label`; requests in flight stay (by default SGLang would end them)."""
         body = {"new_version": label, "abort_all_requests": False}
         await self._weights("/update_weight_version", body, CONTROL_TIMEOUT_S)
 

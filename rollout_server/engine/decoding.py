@@ -319,7 +319,7 @@ class StreamDecoder:
             raise EngineError("bad_output", received.engine, f"not JSON: {str(error)[:200]}") from None
         known = len(received.ids)
         received.take(reply)
-        # a second chunk tells the kinds of stream apart: it repeats the tokens of the first, or it does not
+        # a second chunk shows the kind of stream: it repeats the tokens of the first, or it does not
         self._cumulative = bool(known) and len(reply["output_ids"]) == len(received.ids)
         label = json.dumps(reply["meta_info"]["weight_version"]).encode()
         self._same = re.compile(b'"weight_version": ?' + re.escape(label))

@@ -137,7 +137,7 @@ class Router:
             failures[engine.id] = failures.get(engine.id, 0) + 1
 
     def candidates(self, *, pinned: bool) -> list[EngineInfo]:
-        """Engines that may be given a request now, room or not."""
+        """Return the engines that may be given a request now, whether or not they have capacity."""
         table = self._fleet.table
         if pinned:
             allowed = table.pinned(self._tokenizer, self._fleet.pin)

@@ -23,7 +23,7 @@ class Candidate:
     """An engine that may take the turn.
 
     load      tokens in flight there: ours, and what others seem to have
-    busy      requests that it reports, ours included: tells engines with the same load apart
+    busy      requests that it reports, ours included: decides between engines of the same load
     failures  times that it has failed this turn
     """
 
@@ -50,7 +50,7 @@ def pick_engine(candidates: Sequence[Candidate], usual: Sequence[str], size: int
 
 
 def tokens_of_others(engine: EngineInfo, ours: int, size: int) -> float:
-    """Tokens that other rollout servers have in flight at an engine, as far as its last heartbeat tells.
+    """Tokens that other rollout servers have in flight at an engine, as far as its last heartbeat shows.
 
     ours  requests of ours at that time
     size  tokens of one request of ours, for engines that do not say how full their cache is

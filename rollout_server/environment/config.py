@@ -36,7 +36,7 @@ class EnvironmentSettings(Settings):
     reserve_tokens: int = Field(default=16, ge=1)
     """Room that an observation must leave for the policy; with less left the trajectory ends truncated."""
     on_search_error: Literal["observe", "mask", "drop"] = "observe"
-    """A search or a tool that failed after its retries. observe: the policy is told and goes on, the trajectory counts.
+    """A search or a tool that failed after its retries. observe: the policy sees it and goes on, the trajectory counts.
     mask: the trajectory ends as failed and does not count. drop: the same, and its whole group is rolled out again."""
     min_valid: int = Field(default=2, ge=1)
     """Fewest trajectories of a group that must have ended by the policy's own doing (never more than its size)."""

@@ -120,12 +120,10 @@ class Environment:
         """Those of `passages` that `observation(passages, limit)`, `used` ids long, shows; the last may be cut."""
         if used < limit:
             return passages
-        room = limit - len(self.before) - len(self.after)
+        space = limit - len(self.before) - len(self.after)
         for number in range(1, len(passages)):
-            if (
-                len(self.tokenizer.encode_untrusted(passages_text(self.template, passages[:number], limit, self.tags)))
-                >= room
-            ):
+            text = passages_text(self.template, passages[:number], limit, self.tags)
+            if len(self.tokenizer.encode_untrusted(text)) >= space:
                 return passages[:number]
         return passages
 

@@ -1,4 +1,4 @@
-"""The agent beside one engine: one incarnation of it after another, until the node is told to stop.
+"""The agent beside one engine: one incarnation of it after another, until the node is asked to stop.
 
              launch                healthy            target is newer and verified, no evaluation runs
 JOINING ----------------> SYNCING ---------> READY <----------------------------------+
@@ -81,13 +81,13 @@ class Agent:
     async def run(self) -> None:
         """Consumes incarnations of the engine; produces a READY one; waits with back-off between them.
 
-        Raises UserError when the very first launch fails: that is a person's to mend. Else ended by cancellation.
+        Raises UserError when the very first launch fails: an operator has to act. Else ended by cancellation.
         """
         backoff = FIRST_BACKOFF_S
         while True:
             born = time.monotonic()
-            # A task of its own: a group that is cancelled while one of its tasks fails raises that error alone, and
-            # we would go on although we were told to end.
+            # A separate task: a group that is cancelled while one of its tasks fails raises that error alone, and
+            # the loop would go on although it was cancelled.
             life = asyncio.create_task(self._run_incarnation(), name="engine")
             try:
                 await asyncio.wait({life})
@@ -181,7 +181,7 @@ class Agent:
     async def _launch(
         self, kind: CpuEngine | SglangEngine, wanted: WeightUpdate | None, keys: EngineKeys
     ) -> tuple[EngineProcess, Path]:
-        """The engine that was just started, and the directory it was told to serve."""
+        """Start the engine. Return it, and the directory that it serves."""
         status = self._status
         if wanted is not None:
             # Said before it is read: the learner removes old versions, but none that an engine reports.
@@ -254,8 +254,8 @@ class Agent:
             elif not paused_since:
                 paused_since = time.monotonic()
             elif time.monotonic() - paused_since >= kind.wait_s:
-                # Whoever paused it is gone, perhaps in the middle of loading: its label is no proof of its weights.
-                log.warning("%s is paused, and nobody continues it: the target will be loaded whole", self._url)
+                # What paused it is gone, perhaps in the middle of loading: its label is no proof of its weights.
+                log.warning("%s stays paused: the target will be loaded whole", self._url)
                 self._tainted = paused = True
                 self._stats.counts["found_paused"] += 1
             await asyncio.sleep(min(1.0, self._settings.probe_s))
@@ -284,7 +284,7 @@ class Agent:
             return report_lost(self._status, NodeState.SUSPECT, f"{what}: its weights are gone")
         if self._stats.counts["restarts"] or self._status.updates:
             return report_lost(self._status, NodeState.SUSPECT, what)
-        return UserError(what, why=f"the end of {child.log_path}:\n{child.tail()}", todo="mend it and start again")
+        return UserError(what, why=f"the end of {child.log_path}:\n{child.tail()}", todo="correct that and start again")
 
     async def _read_version(self) -> None:
         """READY at the version that the engine says it holds, or SYNCING where that is not of the living epoch."""

@@ -1,6 +1,6 @@
-"""Is an engine that somebody else runs the one that this run needs? Asked before it is registered.
+"""Check, before it is registered, that an engine that others run is the one that this run needs.
 
-Every answer that is a person's to mend is a UserError: nobody listens, it is no engine, it wants a key, it serves
+What an operator has to correct is a UserError: nothing listens there, it is no engine, it wants a key, it serves
 another model, it speaks with another tokenizer.
 """
 
@@ -35,9 +35,8 @@ async def validate_engine(client: EngineAdmin, url: str, model: Path, *, wait_s:
     if "weight_version" not in info:
         raise _no_engine(url, f"its /model_info says nothing of a weight version: {str(info)[:200]}")
     try:
-        await client.abort(
-            uuid.uuid4().hex
-        )  # a request that nobody made: only whether our key opens the control routes
+        # of a request that does not exist: only to see whether our key opens the control routes
+        await client.abort(uuid.uuid4().hex)
     except EngineError as error:
         raise _refused(url, error) from None
     _same_architecture(info, url, model)
@@ -91,7 +90,7 @@ def _same_architecture(info: dict[str, Any], url: str, model: Path) -> None:
 
 
 async def _same_tokenizer(client: EngineAdmin, info: dict[str, Any], url: str, model: Path) -> None:
-    """By the files where we can read them, else by what it makes of a text, where it tells."""
+    """By the files where we can read them, else by what it makes of a text, where it shows that."""
     ours = load_tokenizer(model)
     why = _by_files(ours, info)
     if why is None:

@@ -1,4 +1,4 @@
-"""What an engine can do, asked of the engine itself: it goes into the registration, so that nobody has to be told."""
+"""What an engine can do, asked of the engine itself for its registration: no setting has to say it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str
 
     Raises UserError for an SGLang that cannot be swapped in place: with overlap scheduling it launches a step before it
     has booked the one before, so a pause in place finds tokens that are sampled and not booked. They are then said to
-    be of the new version, for some requests and not for others: nobody outside can tell which.
+    be of the new version, for some requests and not for others: from outside it cannot be seen which.
     """
     try:
         info = await client.server_info()

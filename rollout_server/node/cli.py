@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_se
         description="Run one inference engine: launch it, register it in Redis, keep its weights up to date.",
     )
     add_config_arguments(parser, "YAML file; the sections `run` and `engine` are read", "engine.kind.threads=2")
-    parser.add_argument("--attach", metavar="URL", help="register the engine at URL, which somebody else runs")
+    parser.add_argument("--attach", metavar="URL", help="register the engine at URL, which others run")
     return run_service(parser, argv, _serve)
 
 

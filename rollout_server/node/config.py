@@ -37,14 +37,14 @@ class SglangEngine(Settings):
     args: tuple[str, ...] = ()
     """More arguments for the server, e.g. ["--tp-size", "2", "--mem-fraction-static", "0.8"]."""
     max_running: int = Field(default=256, ge=1)
-    """What the server is told as --max-running-requests."""
+    """--max-running-requests of the server."""
     fp32_lm_head: bool = True
     """Logits of a model served in half precision are float32 (--enable-fp32-lm-head), as learner.model.fp32_lm_head
     makes those of a bfloat16 learner. Left out where `args` has --device cpu: its weight may be packed there."""
 
 
 class AttachedEngine(Settings):
-    """An engine that somebody else runs: the node registers it and loads weights, and never restarts it."""
+    """An engine that others run: the node registers it and loads weights, and never restarts it."""
 
     type: Literal["attach"] = "attach"
     """Names this kind."""
@@ -67,7 +67,7 @@ class NodeSettings(Settings):
     kind: EngineKind = CpuEngine()
     """Which engine: `engine.kind.type` is cpu, sglang or attach."""
     host: str = "127.0.0.1"
-    """Address the engine listens on, and the one that rollout servers are told."""
+    """Address the engine listens on, and the one in its registration, for rollout servers."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port the engine listens on; 0 takes a free one."""
     role: Literal["rollout", "eval"] = "rollout"

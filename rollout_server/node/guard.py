@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # were it stopped, it could not see the pipe end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever wants the engine to end tells the node
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # to end the engine, signal the node
     engine = os.fork()
     if engine == 0:
         _become(argv, libc)
@@ -95,7 +95,7 @@ def _reap() -> None:
 def _become(argv: list[str], libc: ctypes.CDLL) -> None:
     """In the fork: turn into the engine. Never returns."""
     try:
-        # in a session of its own: what is sent to the engine's group does not hit its guard
+        # in a separate session: what is sent to the engine's group does not hit its guard
         os.setsid()
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -113,8 +113,8 @@ def _fp32_lm_head(kind: SglangEngine, model: Path) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="")
-    told, _ = _parsed(parser, kind.args)
-    dtype = told.dtype
+    given, _ = _parsed(parser, kind.args)
+    dtype = given.dtype
     if dtype == "auto":
         try:
             facts = json.loads((model / "config.json").read_bytes())
@@ -123,7 +123,7 @@ def _fp32_lm_head(kind: SglangEngine, model: Path) -> list[str]:
         except (OSError, ValueError, AttributeError):
             return []  # SGLang will say what is wrong with it
     half = dtype in ("bfloat16", "float16", "half")
-    return [FP32_LM_HEAD] if kind.fp32_lm_head and half and told.device != "cpu" else []
+    return [FP32_LM_HEAD] if kind.fp32_lm_head and half and given.device != "cpu" else []
 
 
 def environment(kind: CpuEngine | SglangEngine, keys: EngineKeys = EngineKeys()) -> Mapping[str, str]:
@@ -140,7 +140,7 @@ def environment(kind: CpuEngine | SglangEngine, keys: EngineKeys = EngineKeys())
 
 
 def check_host(host: str, access: Access, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError for an engine that would listen beyond this machine and answer anybody there."""
+    """Raises UserError for an engine that would answer without a key beyond this machine."""
     if not environ.get(API_KEY_VARIABLE):
         relevant = Access({role: token for role, token in access.tokens.items() if role == "node"})
         check_bind(host, relevant, "engine.host")
@@ -217,8 +217,6 @@ def _found(path: Path) -> Path | None:
     return next((candidate for candidate in tried if candidate.is_file()), None)
 
 
-# The engine as a child process: where its output goes, how it ends, and that nothing of it outlives its node.
-
 log = logging.getLogger(__name__)
 
 STOP_S = 3.0
@@ -226,8 +224,10 @@ STOP_S = 3.0
 
 
 class EngineProcess:
-    """One engine, a tree of processes below a guard. `exited` is done when the engine and its tree are gone; to wait
-    for it, take `wait`."""
+    """One engine, a tree of processes below a guard; nothing of it outlives the node.
+
+    exited  done when the engine and its tree are gone; to wait for it, take `wait`
+    """
 
     def __init__(self, process: asyncio.subprocess.Process, log_path: Path, home: tempfile.TemporaryDirectory[str]):
         self._process, self.log_path, self._home = process, log_path, home
@@ -288,7 +288,7 @@ class EngineProcess:
     async def _kill(self) -> None:
         try:
             if not self.exited.done():
-                # by ourselves: whoever stopped the engine may have stopped its guard too
+                # not by the guard: what stopped the engine may have stopped the guard too
                 kill_below(self.pid)
                 self._signal(signal.SIGCONT)  # the guard takes leave of its dead, and exits
                 await asyncio.wait({self.exited}, timeout=guard.SWEEP_S)

@@ -54,7 +54,7 @@ class Registry:
             ("HSET", key, "b", body),
             ("PEXPIRE", key, ttl_ms),
             ("ZADD", keys.engines, until, info.id),
-            # whoever writes also sweeps: ids of nodes that were killed
+            # each write also removes ids of nodes that were killed
             ("ZREMRANGEBYSCORE", keys.engines, "-inf", now - 60),
             full=(REGISTER, [key, keys.engines], "b", body, ttl_ms, str(until), info.id),
             atomic=True,

@@ -89,7 +89,7 @@ class EngineStatus:
         """Consumes changes of this record; produces registrations; waits every_s or for a change; ends cancelled.
 
         A node that was stopped, or cut off from Redis, for longer than its registration lives has missed what went on:
-        another epoch may have begun, and its engine may have been stopped with it, started anew, or loaded by others.
+        another epoch may have begun, and its engine may have been stopped with it, started again, or loaded by others.
         """
         backoff = Backoff("registering the engine", waits, longest_s=every_s)
         renewed = time.monotonic()

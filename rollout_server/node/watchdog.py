@@ -43,7 +43,7 @@ class Watchdog:
     async def watch(self) -> None:
         """Consumes signs of life; produces EngineLost; waits probe_s between two looks; else ended by cancellation.
 
-        Only time that was spent looking counts as silence: a node that was itself asleep blames nobody.
+        Only time that was spent looking counts as silence: a node that was itself suspended blames no engine.
         """
         settings, silent_s, refused = self._settings, 0.0, 0
         while True:

@@ -54,7 +54,7 @@ class SearchService(Search, Protocol):
 
     @property
     def backpressure(self) -> bool:
-        """Whether so many searches are queued that no new work should begin."""
+        """Whether too many searches are queued for new work to begin."""
 
     def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
         """Count in `counts` from now on, and add the gauges to `gauges`."""
@@ -82,7 +82,7 @@ class LocalSearch:
 
 
 class NoSearchSettings(Settings):
-    """Search switched off: the policy is told that nothing was found."""
+    """Search switched off: the policy sees that nothing was found."""
 
     type: Literal["none"] = "none"
 

@@ -50,7 +50,7 @@ class Replica:
     cause        why it is aside, or was the last time
     looking      a probe of it is under way
     good_query   one that it has answered, for probes
-    fingerprint  of its index, "" where it tells none
+    fingerprint  of its index, "" where it names none
     """
 
     def __init__(self, url: str, limit: GradientLimit) -> None:

@@ -22,9 +22,9 @@ from protocol.settings import Settings
 class ToolResult:
     """What a call brought. Untrusted text: it is escaped and cut before the policy sees it.
 
-    text      what the policy is told, when there are no passages
+    text      what the policy sees, when there are no passages
     passages  what it is shown instead, as a search's are: they count as retrieved evidence, a text does not. Without
-              either it is told what it is told of a search that finds nothing
+              either it sees what it sees of a search that finds nothing
     error     "" or a short word: the tool itself failed (timeout, unreachable, overloaded, ...), which says nothing
               about the policy; what then happens is `on_search_error`
     mistake   "" or a short word: the call was wrong (no such document, a program that raises) and `text` says so. For
@@ -59,7 +59,7 @@ class Tool(Protocol):
 class ToolSettingsBase(Settings):
     """What the settings of every tool have: a member of the union adds its `type`, which is its tag.
 
-    sentence    tells the policy of the tool; it stands where the template says (`PromptTemplate.tools_after`), with
+    sentence    describes the tool to the policy; it stands where the template says (`PromptTemplate.tools_after`), with
                 `{open}` and `{close}` for the tags of the template's observations
     shows_ids   search results show the ids of their passages while this tool is enabled
     retrieves   what it brings are documents: it brings none where searching is switched off

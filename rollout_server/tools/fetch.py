@@ -3,7 +3,7 @@
 One deadline for everything, jittered retries, patience while no retriever can be reached, a size cap, no redirects, and
 a reply that is checked before anything uses it. What the policy writes is never an address: it becomes one quoted
 path segment of a configured base address, or the value of `?id=` where a path could not carry it. An id that the
-retriever does not know is the policy's mistake, and the policy is told; anything else that fails is the tool's.
+retriever does not know is the policy's mistake, and the policy sees that; anything else that fails is the tool's.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Fetch:
                     end = since + self._settings.deadline_s
                     if last.cause == UNREACHABLE:
                         end = max(end, begun + self._settings.outage_wait_s)
-                        since = loop.time() + wait  # who comes back has the whole deadline
+                        since = loop.time() + wait  # one that comes back has the whole deadline
                     if last.cause not in RETRIED or loop.time() + wait >= end:
                         break
                     deadline.reschedule(end)

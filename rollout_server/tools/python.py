@@ -1,7 +1,7 @@
 """`<python> program </python>`: a Python program in a sandbox, without network, files of the host or privileges.
 
 Each program starts from nothing: no variable and no file of an earlier one is left. The policy sees what it printed. A
-program that raises, runs too long or wants too much memory is the policy's mistake, and the policy is told; a sandbox
+program that raises, runs too long or wants too much memory is the policy's mistake, and the policy sees that; a sandbox
 that fails is the tool's error `sandbox`.
 """
 

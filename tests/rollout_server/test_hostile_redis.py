@@ -14,7 +14,7 @@ from protocol.errors import StateLost
 from protocol.keys import TASK_GROUP, TRAJ_GROUP
 from protocol.messages import GroupFailed, MetricsSnapshot
 from protocol.runtime.redis.aio import RedisClient
-from protocol.runtime.redis.errors import RedisRefused, RedisUnavailable
+from protocol.runtime.redis.errors import RedisFull, RedisRefused, RedisUnavailable
 from protocol.versions import PolicyVersion
 from tests.support import rollout_process
 from tests.support.messages import make_task
@@ -133,7 +133,7 @@ async def test_only_answers_of_redis_are_waited_for(world) -> None:
     for kind, commands in expected.items():
         for command in commands:
             assert await raised_by(client, *command) is kind, command
-    assert issubclass(RedisRefused, RedisUnavailable)
+    assert issubclass(RedisRefused, RedisUnavailable) and not issubclass(RedisRefused, RedisFull)
     with pytest.raises(TypeError):
         async with client.commands():
             len(None)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from rollout_server.environment.prompts.base import PromptTemplate
 NAME = "demo"
 
 PROMPT = "question : {question}"
-"""What the policy is given first. The question ends in a question mark of its own."""
+"""What the policy is given first. The question brings its question mark."""
 
 PASSAGE = "( {title} ) {text}"
 """One passage inside an observation: `title` and `text` of `protocol.search.Passage`."""

@@ -97,7 +97,7 @@ class WeightFollower:
                 await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (failures - 1)))
 
     async def _recheck_version(self, client: EngineAdmin, target: WeightUpdate | None) -> bool:
-        """Asks an engine that nobody looked after for a while: READY if it generates, at the version that we knew it
+        """Ask an engine that was not watched for a while: READY if it generates, at the version that we knew it
         to hold, which is of the living epoch. Else it stays SYNCING and is loaded. False: it does not answer (yet).
         """
         status = self._status
@@ -112,7 +112,7 @@ class WeightFollower:
         status.needs_recheck = False
         self._stats.counts["rechecks"] += 1
         if status.info().adapter:
-            log.info("adapter %s is loaded again, since nobody knows whether it is there", status.version.label)
+            log.info("adapter %s is loaded again, since it may not be there any more", status.version.label)
         elif held == status.version and held.epoch == self.highest_epoch:
             status.transition_to(NodeState.READY)
         else:
@@ -130,7 +130,7 @@ class WeightFollower:
         if not update.path:
             return False
         behind = update.version > self._status.version
-        # the version we hold, but not taking traffic: a corrupt copy was mended, or it was never read back
+        # the version we hold, but not taking traffic: a corrupt copy was replaced, or it was never read back
         return behind or (update.version == self._status.version and self._status.state is NodeState.SYNCING)
 
     async def _advance(self, client: EngineAdmin, loader: AdapterLoader, update: WeightUpdate, failures: int) -> bool:

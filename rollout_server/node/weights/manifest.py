@@ -21,7 +21,7 @@ from protocol.messages import WeightUpdate
 MANIFEST = "manifest.json"
 CHUNK = 4 << 20
 MANIFEST_BYTES, MOST_FILES, MOST_BYTES = 16 << 20, 10_000, 1 << 44
-"""Limits of a manifest: of its own size, and of what it may list (16 TiB together)."""
+"""Limits of a manifest: of its size, and of what it may list (16 TiB together)."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 """What would be executed when it is loaded. Weights are safetensors."""

@@ -153,7 +153,7 @@ class WeightReceiver:
             await self._leave(client)
             offset = view.rank_offsets[view.members.index(part.member)]
             self._group, self._home = view.group, self._status.incarnation
-            # nobody gets in before all are there: the learner must see who it is that is not
+            # joining ends only when all members are there: the learner must see which is missing
             await self._answer(part, "prepared", detail=JOINING)
             await client.join_group(view, offset, timeout_s=part.left_s + MARGIN_S)
         await self._answer(part, "prepared")
@@ -200,7 +200,7 @@ class WeightReceiver:
             raise
         part.open, part.touched = True, not stages
         for bucket in view.buckets:
-            # a margin, so that a broadcast that fails is told by the engine's reply and not by our patience
+            # a margin, so that a failed broadcast shows in the engine's reply, not in our timeout
             await client.receive_bucket(bucket, view.group, flattened=view.flattened, timeout_s=part.left_s + MARGIN_S)
         part.transfer_s = time.monotonic() - began
         if stages:
@@ -278,7 +278,7 @@ class WeightReceiver:
         try:
             await self._answer(part, "failed", detail=reason)
         except TransferAborted as error:
-            log.warning("the learner is not told: %s", error)  # its deadline tells it
+            log.warning("the learner does not get this answer: %s", error)  # its deadline ends the transfer
         await self._leave(client)
         if not part.touched and part.paused_at:
             try:

@@ -74,7 +74,7 @@ class SandboxError(Exception):
 
 
 class Sandbox(Protocol):
-    """Runs programs that nobody vouches for. Built once per tool, outside an event loop."""
+    """Runs programs that cannot be trusted. Built once per tool, outside an event loop."""
 
     async def run(self, source: str) -> ProgramResult:
         """Run `source` as a Python program, from nothing. Ends in bounded time; nothing of the program is left then.
