@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib.util
 import json
 import os
 import re
@@ -21,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import redis
@@ -34,6 +32,7 @@ from deploy import cli as foray
 from deploy.launcher.redis_server import find_server
 from learner import cli as learner_cli
 from protocol.keys import Keys
+from tests.support import tiny_learner as tiny
 from tests.support.environments import write_tokenizer
 from tests.support.waiting import wait_until
 
@@ -41,20 +40,6 @@ RUN = "demo"
 LEASE_S = 1.0
 PR_SET_PDEATHSIG = 1
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", re.M)
-
-
-def beside_the_learners_tests(name: str) -> ModuleType:
-    """The module `tests/learner/NAME.py`."""
-    path = Path(__file__).parent.parent / "learner" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"foray_tests_{name}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = beside_the_learners_tests("tiny")
 
 
 @dataclass

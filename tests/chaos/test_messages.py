@@ -115,7 +115,7 @@ def test_a_full_disk_is_named_and_says_what_goes_on_and_what_does_not(said: dict
         r"^problem:  \d+ checkpoints in a row could not be written; the last is of step 3: .*(No space left|too large)",
         r"^   do:    make room on the disk below run\.dir",
         r"^error: the weights of version 1\.4 could not be written",
-        r"^  why: engines were not told of it",
+        r"^  why: they were not announced: engines stay at the version before",
         r"^   do: make room below runs/demo and start again",
         r"^\[exit code 2\]",
     )

@@ -112,7 +112,7 @@ def _access(access: Access) -> Any:
 def _redis(raw: bytes) -> object:
     text = raw.decode("utf-8", "surrogateescape")
     redis_url.redacted(text)
-    return redis_url.parse(text)
+    return redis_url.parse_redis_url(text)
 
 
 def decoders() -> tuple[Decoder, ...]:
