@@ -89,7 +89,7 @@ def _train(args: argparse.Namespace, tree: SettingsTree) -> int:
 
 
 def fenced(error: Fenced) -> UserError:
-    """What a person reads of a learner that was replaced."""
+    """Return what a person reads of a learner that was replaced."""
     return UserError(
         f"fenced: {error}",
         why="its lease had lapsed (it was stopped, or Redis was out of its reach, for longer than learner.lease_s) or "

@@ -177,17 +177,17 @@ class Algorithm(Protocol):
     def compute_advantages(
         self, scores: Sequence[TokenScores], total: Total
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
-        """Advantages (and returns) of every token of this rank, and facts for the metrics; collective."""
+        """Return advantages (and returns) of every token of this rank, and facts for the metrics; collective."""
         ...
 
     def loss(self, inputs: TokenInputs) -> LossOutput:
-        """The loss of one micro-batch; no token of it may depend on another micro-batch."""
+        """Return the loss of one micro-batch; no token of it may depend on another micro-batch."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know (controllers), as JSON can say it; the same on every rank."""
+        """Return what a resumed run must know (controllers), as JSON can say it; the same on every rank."""
         ...
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes up what `state` gave."""
+        """Take up what `state` gave."""
         ...

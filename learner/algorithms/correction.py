@@ -49,7 +49,7 @@ class Correction:
         return self._normalises or self._rejection.second_moment > 0
 
     def prepare(self, scores: Sequence[TokenScores], total: Total) -> None:
-        """Finds what spans the batch: the sums of its weights, the bound on their second moment; collective."""
+        """Find what spans the batch: the sums of its weights, the bound on their second moment; collective."""
         if not self.needs_old_for_advantages:
             return
         log_weights = []
@@ -67,7 +67,7 @@ class Correction:
             self._bound = second_moment_bound(squares, self._rejection.second_moment, total)
 
     def of(self, inputs: TokenInputs, old: torch.Tensor) -> Corrected:
-        """Weights of one micro-batch's tokens, given the proximal log-probs."""
+        """Return weights of one micro-batch's tokens, given the proximal log-probs."""
         mask = inputs.mask
         log_weight = log_ratio(old.detach(), inputs.behaviour, mask)
         weight = torch.ones_like(log_weight)
@@ -108,8 +108,8 @@ OnRows = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def over_rows(scores: TokenScores, function: OnRows, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What `function` makes of the flat tensors [N], flat again: a row is a trajectory, so nothing crosses from one to
-    another, whatever the packing. Masked tokens (dummies) give 0.
+    """Return what `function` makes of the flat tensors [N], flat again: a row is a trajectory, so nothing crosses from
+    one to another, whatever the packing. Masked tokens (dummies) give 0.
     """
     rows = to_rows(scores.trajectory)
     mask = rows.pad(scores.mask) & rows.mask

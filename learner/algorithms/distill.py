@@ -23,7 +23,7 @@ class Distill(PolicyAlgorithm):
         return reinforce_advantages(outcomes, baseline="none")
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """The divergence, but of tokens that have moved too far since they were sampled."""
+        """Return the divergence, but of tokens that have moved too far since they were sampled."""
         s, mask = self.policy_settings, inputs.mask
         below, above = moved_too_far(inputs.logprobs, old, mask, low=s.clip_low, high=s.clip_high, divergence="tv")
         loss = s.kl.coefficient * torch.where(mask & ~(below | above), self.divergence(inputs, old), 0.0)

@@ -18,7 +18,7 @@ class Dppo(Grpo):
         self._settings = settings
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """The ratio, where the token's probability has not moved too far."""
+        """Return the ratio, where the token's probability has not moved too far."""
         s = self._settings
         return dppo(
             inputs.logprobs,

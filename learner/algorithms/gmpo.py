@@ -15,7 +15,7 @@ class Gmpo(Grpo):
     """One outlier among the tokens moves a geometric mean little."""
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """The clip is on log-ratios: clip_low and clip_high bound them themselves."""
+        """Return the loss, whose clip is on log-ratios: clip_low and clip_high bound them themselves."""
         s = self.policy_settings
         return gmpo(
             inputs.logprobs, old, inputs.advantages, inputs.trajectory, inputs.mask, low=s.clip_low, high=s.clip_high

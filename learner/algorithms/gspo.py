@@ -13,7 +13,7 @@ class Gspo(Grpo):
     """The unit that is rewarded is the unit that is clipped."""
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """The clip on the geometric mean of the trajectory's ratios."""
+        """Return the clip on the geometric mean of the trajectory's ratios."""
         s = self.policy_settings
         return gspo(
             inputs.logprobs,

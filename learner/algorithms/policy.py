@@ -133,7 +133,7 @@ class PolicyAlgorithm:
         return None
 
     def reward_scale(self, outcomes: Outcomes) -> float:
-        """What rewards of tokens are multiplied by, 1 unless the settings say so; takes note of the batch's."""
+        """Return what rewards of tokens are multiplied by, 1 unless the settings say so; takes note of the batch's."""
         kind = self.policy_settings.reward_scale
         if kind == "none":
             return 1.0
@@ -146,7 +146,7 @@ class PolicyAlgorithm:
     def compute_advantages(
         self, scores: Sequence[TokenScores], total: Total
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
-        """Advantages of tokens over all ranks: `token_advantages`, whitened where the settings say so."""
+        """Return advantages of tokens over all ranks: `token_advantages`, whitened where the settings say so."""
         self._correction.prepare(scores, total)
         rewards, facts = self._rewards(scores, total)
         estimates = self.token_advantages(scores, rewards)
@@ -181,7 +181,7 @@ class PolicyAlgorithm:
     # --- in every update ---
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """The loss of tokens before anything is corrected; PPO's clip around `old`."""
+        """Return the loss of tokens before anything is corrected; PPO's clip around `old`."""
         s = self.policy_settings
         return clipped_surrogate(
             inputs.logprobs,
@@ -194,7 +194,7 @@ class PolicyAlgorithm:
         )
 
     def loss(self, inputs: TokenInputs) -> LossOutput:
-        """The loss of one micro-batch (see the module)."""
+        """Return the loss of one micro-batch (see the module)."""
         s, mask = self.policy_settings, inputs.mask
         old = inputs.old
         if s.old_logprobs == "interpolate":
@@ -237,11 +237,11 @@ class PolicyAlgorithm:
         )
 
     def state(self) -> dict[str, Any]:
-        """The adaptive coefficient, and the moments of rewards."""
+        """Return the adaptive coefficient, and the moments of rewards."""
         return {"kl": self._kl.state(), "moments": self._moments.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes up what `state` gave."""
+        """Take up what `state` gave."""
         self._kl.load(state["kl"])
         self._moments.load(state["moments"])
 
@@ -256,7 +256,7 @@ def kl_controller(settings: KlSettings) -> KlController:
 def _whitened(
     estimates: Sequence[TokenAdvantages], scores: Sequence[TokenScores], total: Total
 ) -> list[TokenAdvantages]:
-    """The same with advantages of mean 0 and deviation 1 over all tokens of all ranks."""
+    """Return the same with advantages of mean 0 and deviation 1 over all tokens of all ranks."""
     sizes = [len(j.advantages) for j in estimates]
     together = whiten(torch.cat([j.advantages for j in estimates]), torch.cat([s.mask for s in scores]), total=total)
     return [TokenAdvantages(part, j.returns) for part, j in zip(torch.split(together, sizes), estimates, strict=True)]

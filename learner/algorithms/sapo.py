@@ -18,7 +18,7 @@ class Sapo(Grpo):
         self._settings = settings
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """The gate on each token's ratio."""
+        """Return the gate on each token's ratio."""
         s = self._settings
         return sapo(
             inputs.logprobs,

@@ -101,7 +101,7 @@ class Checkpoints:
         self._folder, self._keep, self._key, self._trust = folder, keep, key, trust
 
     def current_epoch(self) -> int:
-        """Epoch of the committed checkpoint by its manifest, 0 when there is none: the floor of the next one.
+        """Return epoch of the committed checkpoint by its manifest, 0 when there is none: the floor of the next one.
 
         Raises UserError as `load` does, but for the files, which are not looked at.
         """
@@ -109,14 +109,14 @@ class Checkpoints:
         return 0 if found is None else int(self._manifest(found)["epoch"])
 
     def lineage_id(self) -> str | None:
-        """The lineage that the committed checkpoint says it is of, nothing verified; "" where an older Foray wrote it,
-        None when there is none.
+        """Return the lineage that the committed checkpoint says it is of, nothing verified; "" where an older Foray
+        wrote it, None when there is none.
         """
         found = self._current()
         return None if found is None else lineage_id_in(str(self._manifest(found).get(LINEAGE_FIELD)))
 
     def load(self) -> Checkpoint | None:
-        """The committed checkpoint, every file checked.
+        """Return the committed checkpoint, every file checked.
 
         Raises UserError that names the file that is damaged or not listed, or says that the signature is not ours.
         """
@@ -146,7 +146,7 @@ class Checkpoints:
         save: Callable[[Path], None],
         confirm: Callable[[], None],
     ) -> Path:
-        """Commits a checkpoint and returns its directory.
+        """Commit a checkpoint and return its directory.
 
         save     writes the train engine's state into a directory that exists and is empty
         confirm  raises Fenced when this learner may no longer commit
@@ -194,7 +194,7 @@ class Checkpoints:
         return final
 
     def committed(self, step: int, epoch: int) -> bool:
-        """Whether the checkpoint in force is of this step and epoch."""
+        """Return whether the checkpoint in force is of this step and epoch."""
         found = self._current()
         return found is not None and (int(found[1]), int(found[2])) == (step, epoch)
 
@@ -209,7 +209,7 @@ class Checkpoints:
         return found
 
     def _manifest(self, found: re.Match[str]) -> dict[str, Any]:
-        """The manifest of the checkpoint that `found` names, signed by us and of that name."""
+        """Return the manifest of the checkpoint that `found` names, signed by us and of that name."""
         path = self._folder / found[0]
         try:
             if path.is_symlink():
@@ -225,7 +225,7 @@ class Checkpoints:
         return facts
 
     def _verified(self, file: Path, expected: dict[str, Any]) -> FileStamp:
-        """How a file looks that is whole. Raises UserError for one that is not, and for a link."""
+        """Return how a file looks that is whole. Raises UserError for one that is not, and for a link."""
         try:
             with open_regular(file) as opened:
                 look = _look(opened.fileno())
@@ -280,7 +280,7 @@ class Checkpoints:
 
 
 def _look(at: Path | int) -> FileStamp:
-    """What changes when a file is written to, exchanged or moved; () when it is not there."""
+    """Return what changes when a file is written to, exchanged or moved; () when it is not there."""
     try:
         found = os.stat(at, follow_symlinks=False) if isinstance(at, Path) else os.fstat(at)
     except FileNotFoundError:
@@ -289,7 +289,7 @@ def _look(at: Path | int) -> FileStamp:
 
 
 def _order(name: re.Match[str]) -> tuple[int, int, int]:
-    """Epoch, step and revision: of two checkpoints the greater one is the newer."""
+    """Return epoch, step and revision: of two checkpoints the greater one is the newer."""
     return int(name[2]), int(name[1]), int(name[3] or 1)
 
 

@@ -59,18 +59,18 @@ class FrameLocation(NamedTuple):
 
 
 def index_of(data: Path) -> Path:
-    """The index of a file of the journal."""
+    """Return the index of a file of the journal."""
     return data.with_suffix(".idx")
 
 
 def record(place: FrameLocation) -> bytes:
-    """The place as the index holds it."""
+    """Return the place as the index holds it."""
     raw = _RECORD.pack(place.offset, place.length, place.crc, place.epoch, place.step, place.seq)
     return raw + _CHECK.pack(zlib.crc32(raw))
 
 
 def places(data: Path) -> list[FrameLocation]:
-    """Every whole frame of the file, in order; nothing is written."""
+    """Return every whole frame of the file, in order; nothing is written."""
     indexed = _indexed(data)
     return [*indexed, *_scan(data, indexed[-1].end if indexed else 0)]
 
@@ -86,7 +86,7 @@ def rebuild_index(data: Path) -> None:
 
 
 def read_frame(file: BinaryIO, place: FrameLocation) -> dict[str, Any] | None:
-    """The frame at `place` of the open file, unpacked; None when it is not what was written there."""
+    """Return the frame at `place` of the open file, unpacked; None when it is not what was written there."""
     file.seek(place.offset)
     raw = file.read(place.length)
     if len(raw) != place.length or zlib.crc32(raw) != place.crc:
@@ -97,7 +97,7 @@ def read_frame(file: BinaryIO, place: FrameLocation) -> dict[str, Any] | None:
 
 
 def _indexed(data: Path) -> list[FrameLocation]:
-    """What the index says, as far as it is sound and the data is there."""
+    """Return what the index says, as far as it is sound and the data is there."""
     try:
         raw = index_of(data).read_bytes()
     except FileNotFoundError:
@@ -116,7 +116,8 @@ def _indexed(data: Path) -> list[FrameLocation]:
 
 
 def _scan(data: Path, start: int) -> Iterator[FrameLocation]:
-    """Frames from byte `start` on. A damaged frame, or one cut short, ends the file: nothing says where the next is."""
+    """Yield frames from byte `start` on. A damaged frame, or one cut short, ends the file: nothing says where the next
+    is."""
     with data.open("rb") as file:
         file.seek(start)
         while head := file.read(FRAME.size):
@@ -170,7 +171,7 @@ class BatchConditions:
     mixed: tuple[tuple[int, int], ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
-        """Values that msgpack takes."""
+        """Return values that msgpack takes."""
         return {
             "now_step": self.now_step,
             "lineage": [list(version) for version in self.lineage],
@@ -207,7 +208,7 @@ class GroupJournal:
     def append(
         self, step: int, epoch: int, sealed: Iterable[tuple[bytes, bytes]], conditions: BatchConditions | None = None
     ) -> None:
-        """Adds groups as (header bytes, body bytes). They are with the operating system when this returns.
+        """Add groups as (header bytes, body bytes). They are with the operating system when this returns.
 
         Raises OSError; what was written of them then ends its file, and the journal must not be appended to any more.
         conditions: None for groups that were never trained (skipped batches).
@@ -226,13 +227,13 @@ class GroupJournal:
         _write(index, records)
 
     def flush(self) -> None:
-        """Flushes the open files to the device; the closed ones and the names of all are there already."""
+        """Flush the open files to the device; the closed ones and the names of all are there already."""
         for file in (self._file, self._index):
             if file is not None:
                 os.fsync(file.fileno())
 
     def prune(self, needed_from: int) -> None:
-        """Drops the oldest files while the journal is larger than it may be; none with a group of step `needed_from`
+        """Drop the oldest files while the journal is larger than it may be; none with a group of step `needed_from`
         or later, and never the one that is being written.
         """
         if not self._max_bytes:
@@ -248,7 +249,7 @@ class GroupJournal:
             excess -= sizes[path]
 
     def close(self) -> None:
-        """Closes the open files. What was not flushed before may be lost: no checkpoint relies on it."""
+        """Close the open files. What was not flushed before may be lost: no checkpoint relies on it."""
         for file in (self._file, self._index):
             if file is not None:
                 file.close()
@@ -272,13 +273,13 @@ class GroupJournal:
 
 
 def read_journal(folder: Path, *, lineage: Sequence[PolicyVersion] = ()) -> Iterator[JournalEntry]:
-    """Every group in order of training. lineage: leave out what a crash rolled back."""
+    """Yield every group in order of training. lineage: leave out what a crash rolled back."""
     for place, frame in frames(p for p in all_places(folder) if not rolled_back(p, lineage)):
         yield JournalEntry(place.step, place.epoch, decode_as(TrajectoryGroup, frame["b"]))
 
 
 def frames(wanted: Iterable[FrameLocation]) -> Iterator[tuple[FrameLocation, dict[str, Any]]]:
-    """The frames at these places, each file opened once in a row; damaged ones are left out."""
+    """Yield the frames at these places, each file opened once in a row; damaged ones are left out."""
     with ExitStack() as stack:
         path, file = None, None
         for place in wanted:
@@ -291,17 +292,17 @@ def frames(wanted: Iterable[FrameLocation]) -> Iterator[tuple[FrameLocation, dic
 
 
 def all_places(folder: Path) -> list[FrameLocation]:
-    """Every group of the journal in order of training, from the indices."""
+    """Return every group of the journal in order of training, from the indices."""
     return [place for path in data_files(folder) for place in places(path)]
 
 
 def rolled_back(place: FrameLocation, lineage: Sequence[PolicyVersion]) -> bool:
-    """Whether the step of this group did not survive a crash."""
+    """Return whether the step of this group did not survive a crash."""
     return is_orphan(PolicyVersion(place.epoch, place.step), lineage)
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The files of the journal, oldest first."""
+    """Return the files of the journal, oldest first."""
     return sorted((p for p in folder.glob("groups-*.bin") if p.stem.split("-")[1].isdigit()), key=_number)
 
 

@@ -66,7 +66,7 @@ class NoEngines:
 
 
 def export(run: RunSettings, settings: LearnerSettings, engine: TrainEngine, version: PolicyVersion) -> Path:
-    """Writes the weights (or the adapter, where the run trains one) as files, and returns where."""
+    """Write the weights (or the adapter, where the run trains one) as files, and return where."""
     files = settings.publish if isinstance(settings.publish, AdapterPublishSettings) else DiskPublishSettings()
     publisher = build_publisher(files, run, engine.model_files, NoEngines())
     try:
@@ -86,7 +86,7 @@ def replay(
     trust_checkpoint: bool = False,
     make_engine: MakeEngine = build_trainer,
 ) -> int:
-    """Trains on the journal in `source` (a run directory or its journal) until its end, `run.steps`, or a signal; 0.
+    """Train on the journal in `source` (a run directory or its journal) until its end, `run.steps`, or a signal; 0.
 
     Started again with the same command it goes on from its last checkpoint, which must be signed with the key of
     run.dir unless `trust_checkpoint`. Raises UserError.
@@ -212,7 +212,7 @@ class ReplayLoop:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Commits a checkpoint; raises UserError when the disk refuses it."""
+        """Commit a checkpoint; raise UserError when the disk refuses it."""
         run = self.run_settings
         where = {"replay": self.origin | {"position": self.batches.position}}
         with self.meter.blocked_on("checkpoint"):
@@ -230,7 +230,7 @@ class ReplayLoop:
         self._checkpoint_step, self._checkpoint_time = self.delivery.step, time.monotonic()
 
     def close(self) -> None:
-        """Closes files and the engine."""
+        """Close files and the engine."""
         self.reporter.close()
         self.engine.close()
 
@@ -260,7 +260,7 @@ class ReplayLoop:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Holds a lock in the folder; raises UserError when another replay does."""
+    """Hold a lock in the folder; raise UserError when another replay does."""
     durable_mkdir(folder)
     with (folder / "replay.lock").open("w") as file:
         try:

@@ -45,7 +45,7 @@ class Batches(Protocol):
         ...
 
     def next(self) -> Replayed | None:
-        """The next batch, None at the end."""
+        """Return the next batch, None at the end."""
         ...
 
 

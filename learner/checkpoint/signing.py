@@ -33,7 +33,7 @@ class RunKey:
     """A key that signs and verifies. `source`: where it is from, for messages."""
 
     def __init__(self, key: str, source: str) -> None:
-        """Raises UserError for a key that is too short to be one."""
+        """Raise UserError for a key that is too short to be one."""
         if len(key) < SHORTEST:
             raise UserError(
                 f"the run's key from {source} has {len(key)} characters",
@@ -48,7 +48,7 @@ class RunKey:
         return self._mac(b"foray run key")[:8]
 
     def sign(self, manifest: Mapping[str, Any]) -> dict[str, str]:
-        """The signature of a manifest, to be put into it as its field SIGNATURE."""
+        """Return the signature of a manifest, to be put into it as its field SIGNATURE."""
         return {"key": self.name, "hmac_sha256": self._mac(_canonical(manifest))}
 
     def refuses(self, manifest: Mapping[str, Any]) -> str:
@@ -68,7 +68,7 @@ class RunKey:
 
 
 def run_key(run_dir: Path, environ: Mapping[str, str]) -> RunKey:
-    """The key of the run in `run_dir`; made there at the first start when the environment gives none.
+    """Return the key of the run in `run_dir`; made there at the first start when the environment gives none.
 
     Raises UserError when the file that is named cannot be read, or holds no key.
     """
@@ -90,6 +90,6 @@ def run_key(run_dir: Path, environ: Mapping[str, str]) -> RunKey:
 
 
 def _canonical(manifest: Mapping[str, Any]) -> bytes:
-    """The same bytes for the same content, whatever the order and the blanks. Without the signature itself."""
+    """Return the same bytes for the same content, whatever the order and the blanks. Without the signature itself."""
     rest = {name: value for name, value in manifest.items() if name != SIGNATURE}
     return json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()

@@ -252,7 +252,7 @@ class LearnerSettings(TrainerSettings):
 
 
 def require_groups(run: RunSettings, settings: LearnerSettings) -> None:
-    """Raises UserError where every advantage would be 0: groups of one, and a baseline that is the group's."""
+    """Raise UserError where every advantage would be 0: groups of one, and a baseline that is the group's."""
     algorithm = settings.algorithm
     if run.group_size == 1 and algorithm.group_baseline:
         raise UserError(

@@ -14,7 +14,7 @@ from protocol.settings import Settings
 
 
 def require_order(setting: str, low: float, high: float) -> None:
-    """Raises ValueError for bounds that nothing is within."""
+    """Raise ValueError for bounds that nothing is within."""
     if low > high:
         raise ValueError(f"{setting}.low {low:g} is above {setting}.high {high:g}: nothing is between them; set both")
 

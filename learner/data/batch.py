@@ -156,7 +156,7 @@ def build_batch(
     settings: BatchSettings,
     temperature: float,
 ) -> Batch:
-    """The batch made of `groups`, whatever their order.
+    """Build the batch of `groups`, whatever their order.
 
     now_step  step of the policy that is about to be updated
     lineage   first version of each learner start, for `is_orphan`
@@ -198,7 +198,8 @@ def _part(
     capacity: int,
     settings: BatchSettings,
 ) -> MiniBatch:
-    """The micro-batches of one update: its denominators are its own. advantages [n, turns], or [n, 1] for all turns."""
+    """Return the micro-batches of one update: its denominators are its own. advantages [n, turns], or [n, 1] for all
+    turns."""
     counts = np.zeros(len(advantages), np.int64)
     for row in rows:
         counts[row.number] = len(row.trained)
@@ -212,8 +213,8 @@ def _part(
 
 
 def split_for_ranks(batch: Batch, ranks: int) -> list[RankBatch]:
-    """What each rank does: equally many micro-batches in every part, since each takes part in every collective. Ranks
-    that are short of one get a dummy of weight 0.
+    """Return what each rank does: equally many micro-batches in every part, since each takes part in every collective.
+    Ranks that are short of one get a dummy of weight 0.
     """
     balanced = [_balance(minibatch, ranks) for minibatch in batch.minibatches]
     of_ranks = [tuple(minibatch[rank] for minibatch in balanced) for rank in range(ranks)]

@@ -31,7 +31,7 @@ class GroupFilter:
         self._warned: set[str] = set()
 
     def refuses(self, group: TrajectoryGroup) -> bool:
-        """Whether the group is to be left out."""
+        """Return whether the group is to be left out."""
         if not self._metric:
             return False
         teaches = self._teaches(group)

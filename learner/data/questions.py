@@ -42,7 +42,7 @@ class QuestionSet:
 
 
 def load_questions(path: Path) -> QuestionSet:
-    """Reads a JSON-lines file. Raises UserError that names the file, and the line where one is wrong."""
+    """Read a JSON-lines file. Raises UserError that names the file, and the line where one is wrong."""
     questions = tuple(_read(path))
     if not questions:
         raise UserError(f"the questions {path} are empty", todo="give a file with at least one question")
@@ -50,7 +50,7 @@ def load_questions(path: Path) -> QuestionSet:
 
 
 def check_questions(path: Path, rows: int) -> int:
-    """Reads the first `rows` questions of a file of any size, and returns how many there were.
+    """Read the first `rows` questions of a file of any size, and return how many there were.
 
     Raises what `load_questions` would raise because of them.
     """
@@ -82,7 +82,7 @@ def _read(path: Path) -> Iterator[Question]:
 
 
 def _refuse_format(path: Path, head: bytes) -> None:
-    """Raises UserError for files of another format, told by their first bytes."""
+    """Raise UserError for files of another format, by their first bytes."""
     if head.startswith(b"PAR1"):
         name, todo = "a Parquet file", f"convert it to JSON lines: {EXAMPLE}"
     elif head.startswith(b"\x1f\x8b"):

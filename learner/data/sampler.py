@@ -31,7 +31,7 @@ class Sampler:
         return hashlib.sha256(f"{self.questions.fingerprint}:{self.seed}".encode()).hexdigest()
 
     def question(self, seq: int) -> Question:
-        """The question of occurrence `seq`, from 1; raises ValueError below."""
+        """Return the question of occurrence `seq`, from 1. Raises ValueError below."""
         if seq < 1:
             raise ValueError(f"seq {seq} is below 1")
         which, place = divmod(seq - 1, len(self.questions))

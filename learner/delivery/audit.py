@@ -125,7 +125,7 @@ class RedisAudit:
                 self._count_rejected(counted, life)
 
     def values(self) -> dict[str, float]:
-        """Numbers for the metrics."""
+        """Return numbers for the metrics."""
         with self._delivery.lock:
             now = self._offset
             return {"token_accounting_rejected": float(now.rejected), "token_accounting_redis_lost": float(now.lost)}
@@ -231,7 +231,7 @@ class ConservationAudit:
         )
 
     def values(self) -> dict[str, float]:
-        """Numbers for the metrics."""
+        """Return numbers for the metrics."""
         with self._delivery.lock:
             values = self._delivery.accounting.values() | self._cross.values()
             closes = bool(values["token_accounting_consistent"]) and not self._reported

@@ -75,7 +75,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float = 15.0) -> None:
-        """Ends the loop after its present tick."""
+        """End the loop after its present tick."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -182,6 +182,6 @@ class MaintenanceTask:
         self._meter.generated_per_s = self._store.generated_per_s()
 
     def report(self) -> None:
-        """Publishes the metrics as they are."""
+        """Publish the metrics as they are."""
         snapshot = self.snapshot()
         self._best_effort(lambda: self._store.report(snapshot))

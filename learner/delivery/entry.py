@@ -48,24 +48,25 @@ class BadEntry(ForayError):
 
 
 def read_seq(fields: Fields) -> int:
-    """The seq in the entry's plain field, 0 where there is none; the publishing function wrote it, not the body."""
+    """Return the seq in the entry's plain field, 0 where there is none; the publishing function wrote it, not the
+    body."""
     return number_of(fields.get(b"seq", b""))
 
 
 def read_tokens(fields: Fields) -> int:
-    """Tokens by the entry's plain field `t`, which the publishing function wrote; 0 where it says nothing."""
+    """Return tokens by the entry's plain field `t`, which the publishing function wrote; 0 where it says nothing."""
     return number_of(fields.get(b"t", b""))
 
 
 def sampled_in(message: TrajectoryGroup | GroupFailed) -> int:
-    """Tokens that the policy sampled for `message`."""
+    """Return tokens that the policy sampled for `message`."""
     if isinstance(message, GroupFailed):
         return message.generated_tokens
     return sum(trajectory.num_sampled for trajectory in message.trajectories)
 
 
 def read_entry(id_: bytes, fields: Fields, run: str) -> StreamEntry:
-    """The entry, or BadEntry; nothing else is raised, whatever the bytes."""
+    """Return the entry, or BadEntry; nothing else is raised, whatever the bytes."""
     seq, attempt = read_seq(fields), 1
     try:
         raw_header, raw_body = fields[b"h"], fields[b"b"]

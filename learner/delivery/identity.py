@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def ensure_lineage_id(run: RunSettings) -> str:
-    """The lineage id of the run directory, made at the first call. Only the learner and the launcher call it: other
-    processes may see another disk.
+    """Return the lineage id of the run directory, made at the first call. Only the learner and the launcher call it:
+    other processes may see another disk.
 
     Raises UserError when the checkpoint in force belongs to another lineage.
     """
@@ -102,7 +102,7 @@ def take_over(
 
 
 def location_facts(run: RunSettings) -> dict[str, str]:
-    """Where the learner of a run is, for the messages above."""
+    """Return where the learner of a run is, for the messages above."""
     return {"host": socket.gethostname(), "dir": str(run.dir.absolute()), "model": str(run.model)}
 
 

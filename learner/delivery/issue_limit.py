@@ -24,7 +24,7 @@ class IssueReservation:
         self._reserved = 0
 
     def has_epochs(self) -> bool:
-        """Whether a learner has ever begun an epoch from this directory."""
+        """Return whether a learner has ever begun an epoch from this directory."""
         return any(self._folder.glob("e*"))
 
     def highest(self) -> int | None:

@@ -43,7 +43,7 @@ class LearnerLease:
         self.epoch, self.lineage_id = 0, lineage_id
 
     def acquire(self, floor: int, *, takeover: bool = False) -> int:
-        """The new epoch, above `floor`. Waits for the lease of a dead predecessor to lapse.
+        """Return the new epoch, above `floor`. Waits for the lease of a dead predecessor to lapse.
 
         Raises UserError when the holder renews it, so is alive, or when the run in Redis is of another lineage.
         """
@@ -81,7 +81,7 @@ class LearnerLease:
         return another_run_error(store.meta(), run=store.keys.run, redis=store.url, ours=ours, todo=ANOTHER_RUN)
 
     def _claim_epoch(self, epoch: int) -> bool:
-        """Whether the epoch is ours. It is on the device then: no Redis can give it to another learner again."""
+        """Return whether the epoch is ours. It is on the device then: no Redis can give it to another learner again."""
         durable_mkdir(self.epochs_dir)
         return create_once(self.epochs_dir / f"e{epoch}", self.token + "\n")
 
@@ -91,7 +91,8 @@ class LearnerLease:
             raise Fenced("the lease of this learner lapsed or was taken")
 
     def superseded_by(self) -> LeaseHolder | None:
-        """The other learner that holds the lease, or that began a higher epoch since; None when there is none."""
+        """Return the other learner that holds the lease, or that began a higher epoch since; None when there is
+        none."""
         holder = self._store.holder()
         return holder if holder and holder.token != self.token else self._successor()
 
@@ -115,11 +116,11 @@ class LearnerLease:
             return True
 
     def fenced_by(self, other: LeaseHolder) -> Fenced:
-        """The error of a learner that was replaced: by whom, and when."""
+        """Return the error of a learner that was replaced: by whom, and when."""
         return Fenced(f"this learner (epoch {self.epoch}, process {os.getpid()}) was replaced by {describe(other)}")
 
     def confirm(self) -> None:
-        """Raises Fenced unless this learner may move the run's state on disk.
+        """Raise Fenced unless this learner may move the run's state on disk.
 
         While Redis does not answer, the files of the epochs decide: a successor would have made a higher one.
         """
@@ -131,7 +132,7 @@ class LearnerLease:
             log.warning("committing without Redis, since no later epoch has begun on disk: %s", error)
 
     def _successor(self) -> LeaseHolder | None:
-        """The newest epoch on disk and who began it, when it is higher than ours."""
+        """Return the newest epoch on disk and who began it, when it is higher than ours."""
         epochs = {int(p.name[1:]): p for p in self.epochs_dir.glob("e*") if p.name[1:].isdigit()}
         newest = max(epochs, default=0)
         if newest <= self.epoch:
@@ -140,7 +141,7 @@ class LearnerLease:
         return LeaseHolder(newest, path.read_text().strip(), 0.0, since=path.stat().st_mtime)
 
     def release(self) -> None:
-        """Frees the lease, so that a successor need not wait."""
+        """Free the lease, so that a successor need not wait."""
         try:
             self._store.release()
         except (RedisUnavailable, StateLost, UserError) as error:
@@ -184,7 +185,7 @@ def _started(pid: int) -> str:
 
 
 def _is_dead(token: str) -> bool:
-    """Whether the holder is a process of this machine that has ended; False where that cannot be known."""
+    """Return whether the holder is a process of this machine that has ended; False where that cannot be known."""
     parts = token.split(":")
     if len(parts) != 4 or parts[0] != _place() or not parts[2] or not parts[1].isdigit():
         return False

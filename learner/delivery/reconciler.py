@@ -75,7 +75,7 @@ class RequeueRequests:
         self._best_effort = BestEffort()
 
     def tick(self) -> None:
-        """Honours what can be honoured, and removes what cannot. Raises RedisUnavailable."""
+        """Honour what can be honoured, and remove what cannot. Raises RedisUnavailable."""
         refused: list[bytes] = []
         for raw in self._store.requests():
             seq = number_of(raw)

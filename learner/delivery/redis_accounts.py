@@ -48,7 +48,7 @@ class AccountingStore:
     _db: redis.Redis
 
     def census(self) -> Census:
-        """Where the entries are now, and what Redis has counted."""
+        """Return where the entries are now, and what Redis has counted."""
         with translate_errors():
             reply: Any = self._db.fcall(functions.CENSUS, 2, self.keys.traj, self.keys.tokens)
         flat, last, pending, unread = reply
@@ -64,7 +64,7 @@ class AccountingStore:
         )
 
     def tokens_of(self, ids: Iterable[bytes]) -> int:
-        """Tokens of these entries, as the publishing function wrote them."""
+        """Return tokens of these entries, as the publishing function wrote them."""
         wanted = list(ids)
         if not wanted:
             return 0
@@ -80,7 +80,7 @@ class AccountingStore:
             return str(pipe.execute()[1].decode("ascii", "replace"))
 
     def committed(self, name: str) -> None:
-        """Leaves a mark of the last checkpoint."""
+        """Leave a mark of the last checkpoint."""
         with translate_errors(self.keys.tokens):
             self._db.hset(self.keys.tokens, COMMIT, name)
 
@@ -105,7 +105,7 @@ class AccountingStore:
         return int(stats.get("errorstat_OOM", {}).get("count", 0))
 
     def trim_diagnostics(self) -> int:
-        """Removes the older half of what is kept in Redis for people only; how many entries that were."""
+        """Remove the older half of what is kept in Redis for people only; return how many entries."""
         with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             for stream in (self.keys.dlq, self.keys.events):
                 pipe.xlen(stream)
@@ -115,7 +115,7 @@ class AccountingStore:
             return sum(pipe.execute())
 
     def rejected(self) -> tuple[int, str]:
-        """Tokens of rejected attempts that this Redis has counted, and since when (`life`)."""
+        """Return tokens of rejected attempts that this Redis has counted, and since when (`life`)."""
         with translate_errors(self.keys.tokens):
             counted, life = cast(list[bytes | None], self._db.hmget(self.keys.tokens, ["rejected", LIFE]))
         return number_of(counted or b""), (life or b"").decode("ascii", "replace")

@@ -19,7 +19,10 @@ from protocol.runtime.redis.server import function_library
 
 
 def prepare(db: redis.Redis, keys: Keys) -> bool:
-    """Makes what is missing; whether a stream or a group was. May be called at any time; raises the four errors."""
+    """Create what is missing; return whether a stream or a group was. May be called at any time.
+
+    Raises the errors of `protocol.runtime.redis.errors`.
+    """
     made = False
     with translate_errors():
         try:
@@ -36,7 +39,7 @@ def prepare(db: redis.Redis, keys: Keys) -> bool:
 
 
 def _has_functions(db: redis.Redis) -> bool:
-    """Whether the functions there are ours, to the last character; False where this user may not ask."""
+    """Return whether the functions there are ours, to the last character; False where this user may not ask."""
     try:
         found: Any = db.function_list(library=functions.LIBRARY, withcode=True)
     except NoPermissionError:  # an ACL file of an older Foray

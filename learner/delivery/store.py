@@ -85,7 +85,7 @@ class RunStore(AccountingStore):
         self._db.set_response_callback("XAUTOCLAIM", lambda reply, **_: reply)
 
     def close(self) -> None:
-        """Closes both clients."""
+        """Close both clients."""
         self._db.close()
         self._reader.close()
 
@@ -126,7 +126,8 @@ class RunStore(AccountingStore):
     def acquire(
         self, token: str, floor: int, ttl_ms: int, *, takeover: bool, lineage_id: str = ""
     ) -> int | LeaseHolder | None:
-        """The new epoch, above `floor`, or who holds the lease; None when the run in this Redis is another one."""
+        """Return the new epoch, above `floor`, or who holds the lease; None when the run in this Redis is another
+        one."""
         keys = (self.keys.lease, self.keys.epoch, self.keys.meta)
         whose = (lineage_id,) if lineage_id else ()
         reply = self._call(functions.ACQUIRE, keys, token, floor, ttl_ms, "1" if takeover else "0", *whose)
@@ -140,15 +141,15 @@ class RunStore(AccountingStore):
         return LeaseHolder(int(reply[1]), reply[3].decode(errors="replace"), max(0, int(reply[2])) / 1000)
 
     def renew(self, ttl_ms: int) -> bool:
-        """Whether the lease is ours; if so it now lives `ttl_ms` longer."""
+        """Return whether the lease is ours; if so it now lives `ttl_ms` longer."""
         return bool(self._call(functions.RENEW, (self.keys.lease,), *self._owner, ttl_ms))
 
     def release(self) -> None:
-        """Frees the lease if it is ours."""
+        """Free the lease if it is ours."""
         self._call(functions.RELEASE, (self.keys.lease,), *self._owner)
 
     def holder(self) -> LeaseHolder | None:
-        """Who holds the lease now."""
+        """Return who holds the lease now."""
         with translate_errors(self.keys.lease):
             lease = cast(Fields, self._db.hgetall(self.keys.lease))
             left_s = max(0, self._db.pttl(self.keys.lease)) / 1000
@@ -161,7 +162,7 @@ class RunStore(AccountingStore):
     # --- what the run is ---
 
     def meta(self) -> Fields:
-        """What the run's learner wrote of it; {} where there was none yet."""
+        """Return what the run's learner wrote of it; {} where there was none yet."""
         with translate_errors(self.keys.meta):
             return cast(Fields, self._db.hgetall(self.keys.meta))
 
@@ -170,7 +171,7 @@ class RunStore(AccountingStore):
         self._call(functions.META, (self.keys.lease, self.keys.meta), *self._owner, *_flat(fields))
 
     def reset(self, fields: Mapping[str, str]) -> None:
-        """Deletes the work of the run that this Redis holds, and writes `fields` as what it is from now on."""
+        """Delete the work of the run that this Redis holds, and write `fields` as what it is from now on."""
         k = self.keys
         work = (k.tasks, k.traj, k.issued, k.tokens, k.requeue, k.target, k.view, k.dlq)
         self._call(functions.RESET, (k.lease, k.meta, *work), *self._owner, *_flat(fields))
@@ -186,7 +187,7 @@ class RunStore(AccountingStore):
         return int(found)
 
     def issue(self, floor: int, pairs: Sequence[tuple[int, bytes]], *, ceiling: int = 10**MAX_DIGITS) -> int:
-        """Adds tasks (seq ascending); those that were issued before are passed over. Returns the highest issued.
+        """Add tasks (seq ascending); those that were issued before are passed over. Returns the highest issued.
 
         ceiling  a higher count in Redis is not believed, and corrected
         """
@@ -197,12 +198,13 @@ class RunStore(AccountingStore):
         return issued
 
     def reissue(self, pairs: Sequence[tuple[int, bytes]]) -> None:
-        """Adds tasks whatever was issued before."""
+        """Add tasks whatever was issued before."""
         for flat in _chunks(pairs):
             self._call(functions.REISSUE, (self.keys.lease, self.keys.tasks), *self._owner, *flat)
 
     def snapshot(self) -> StreamSnapshot:
-        """Where seqs are: one transaction, since a task that moves while it is looked for would be seen nowhere."""
+        """Return where seqs are: one transaction, since a task that moves while it is looked for would be seen
+        nowhere."""
         with translate_errors(), self._db.pipeline(transaction=True) as pipe:
             pipe.xinfo_groups(self.keys.tasks)
             pipe.xpending_range(self.keys.tasks, TASK_GROUP, "-", "+", 1_000_000)
@@ -260,14 +262,14 @@ class RunStore(AccountingStore):
                 return ids
 
     def fetch(self, ids: Sequence[bytes]) -> list[tuple[bytes, Fields]]:
-        """The entries with these ids that are still there."""
+        """Return the entries with these ids that are still there."""
         with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             for id_ in ids:
                 pipe.xrange(self.keys.traj, id_, id_)
             return [entry for found in pipe.execute() for entry in found]
 
     def ack(self, ids: Sequence[bytes]) -> int:
-        """Acknowledges entries; returns how many were pending."""
+        """Acknowledge entries; return how many were pending."""
         done = 0
         for start in range(0, len(ids), CHUNK):
             part = ids[start : start + CHUNK]
@@ -294,29 +296,29 @@ class RunStore(AccountingStore):
     # --- announcements ---
 
     def target(self, update: WeightUpdate, state: str) -> None:
-        """Announces the version that engines must load; `state` is "ready" or "done"."""
+        """Announce the version that engines must load; `state` is "ready" or "done"."""
         self._call(functions.TARGET, (self.keys.lease, self.keys.target), *self._owner, encode(update), state)
 
     def announced(self) -> PolicyVersion | None:
-        """The version that engines must load, as far as Redis knows."""
+        """Return the version that engines must load, as far as Redis knows."""
         with translate_errors(self.keys.target):
             raw = self._db.hget(self.keys.target, "b")
         update = _decoded(WeightUpdate, cast(bytes, raw)) if raw else None
         return update.version if update else None
 
     def view(self, view: WeightView, ttl_s: float) -> None:
-        """Writes where a transfer stands; Redis forgets it after `ttl_s`."""
+        """Write where a transfer stands; Redis forgets it after `ttl_s`."""
         self._call(functions.VIEW, (self.keys.lease, self.keys.view), *self._owner, encode(view), int(ttl_s * 1000))
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
-        """What the members of a view said last, by member."""
+        """Return what the members of a view said last, by member."""
         with translate_errors(key := self.keys.answers(epoch, number)):
             found = cast(Fields, self._db.hgetall(key))
         answers = (_decoded(ViewAnswer, raw) for raw in found.values())
         return {answer.member: answer for answer in answers if answer is not None}
 
     def engines(self) -> list[EngineInfo]:
-        """Engines whose registration is alive."""
+        """Return engines whose registration is alive."""
         with translate_errors(self.keys.engines):
             names = cast(list[bytes], self._db.zrange(self.keys.engines, 0, -1))
             with self._db.pipeline(transaction=False) as pipe:
@@ -327,7 +329,7 @@ class RunStore(AccountingStore):
         return [info for raw in raws if raw is not None and (info := _decoded(EngineInfo, raw)) is not None]
 
     def generated_per_s(self) -> float | None:
-        """Tokens a second that the rollout servers say they generate, all together; None where none says."""
+        """Return tokens a second that the rollout servers say they generate, all together; None where none says."""
         with translate_errors(self.keys.processes):
             names = [
                 name.decode(errors="replace") for name in cast(list[bytes], self._db.zrange(self.keys.processes, 0, -1))
@@ -341,18 +343,18 @@ class RunStore(AccountingStore):
         return sum(rates) if rates else None
 
     def evaluating(self) -> bool:
-        """Whether an evaluation wants the versions to stand still."""
+        """Return whether an evaluation wants the versions to stand still."""
         with translate_errors():
             return bool(self._db.exists(self.keys.evaluation))
 
     def now(self) -> float:
-        """Seconds by the clock of Redis, which all hosts share."""
+        """Return seconds by the clock of Redis, which all hosts share."""
         with translate_errors():
             seconds, micros = self._db.time()
         return float(seconds) + float(micros) / 1e6
 
     def report(self, snapshot: MetricsSnapshot) -> None:
-        """Publishes this second's metrics."""
+        """Publish this second's metrics."""
         key = self.keys.metrics(snapshot.process, snapshot.id)
         with translate_errors():
             expiry = self.now() + METRICS_TTL_MS / 1000

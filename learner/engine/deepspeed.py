@@ -28,7 +28,7 @@ REDUCE_BUCKET = 500_000_000
 
 
 def import_deepspeed() -> Any:
-    """The module."""
+    """Return the module."""
     without_gpu()
     import deepspeed
 
@@ -162,11 +162,11 @@ class DeepSpeedEngine:
         return module
 
     def forward(self, *inputs: Any) -> Any:
-        """The module's forward pass, under the present grad mode; at stage 3 collective."""
+        """Return the module's forward pass, under the present grad mode; at stage 3 collective."""
         return self._engine(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds the gradient of `loss`, a share of the batch's loss; the shares of all ranks are summed at `step`."""
+        """Add the gradient of `loss`, a share of the batch's loss; the shares of all ranks are summed at `step`."""
         # DeepSpeed takes the mean over ranks.
         self._engine.backward(loss * self.world_size)
 
@@ -229,7 +229,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def start_ema(self) -> None:
-        """Begins (again) a moving average of the float32 master weights, at their present value.
+        """Begin (again) a moving average of the float32 master weights, at their present value.
 
         It is one more state of the optimiser: partitioned as the moments are, saved, resumed, offloaded with them.
         """

@@ -68,7 +68,7 @@ class GuardedAdamW(torch.optim.AdamW):
         return result
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter as AdamW keeps it, made as before a first step where there is none yet."""
+        """Return the state of a parameter as AdamW keeps it, made as before a first step where there is none yet."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             home = parameter.device if self.is_fused else "cpu"
@@ -78,12 +78,13 @@ class GuardedAdamW(torch.optim.AdamW):
         return state
 
     def kept(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """The parameter itself for "master", else the state of that name, shaped like it."""
+        """Return the parameter itself for "master", else the state of that name, shaped like it."""
         return parameter.detach() if key == "master" else self.state_of(parameter)[key]
 
 
 def learning_rate(settings: OptimSettings, done: int, total: int) -> float:
-    """The rate of update number `done` (from 0) of `total`: linear warm-up, then constant, linear or cosine decay.
+    """Return the rate of update number `done` (from 0) of `total`: linear warm-up, then constant, linear or cosine
+    decay.
 
     The first update has lr / warmup, never 0; the decay reaches final_fraction * lr at the last update.
     A warm-up given as a fraction is rounded down to whole updates, as verl does. The rate depends on `done` alone:

@@ -36,7 +36,7 @@ class Piece:
         return tensor.detach().reshape(-1).narrow(0, self.offset, self.count)
 
     def put(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
-        """Writes the piece of the whole parameter's numbers into `tensor`, which is shaped like `flat`."""
+        """Write the piece of the whole parameter's numbers into `tensor`, which is shaped like `flat`."""
         if tensor.shape == whole.shape:
             tensor.copy_(whole)
         else:
@@ -62,7 +62,7 @@ class Partition:
 
 
 def partition_of(module: torch.nn.Module, optimizer: Any, stage: int) -> Partition:
-    """Reads it off DeepSpeed's wrapped `optimizer` (at stage 0 the plain one)."""
+    """Read it off DeepSpeed's wrapped `optimizer` (at stage 0 the plain one)."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
     names = {id(p): name for name, p in parameters.items()}
@@ -100,7 +100,7 @@ def _scattered(parameters: dict[str, torch.nn.Parameter], optimizer: Any) -> Ite
 
 
 def set_low(partition: Partition, name: str, whole: torch.Tensor) -> None:
-    """Gives the parameter that the forward pass reads the value `whole`, cast as DeepSpeed casts its masters."""
+    """Give the parameter that the forward pass reads the value `whole`, cast as DeepSpeed casts its masters."""
     parameter = partition.parameters[name]
     if hasattr(parameter, "ds_tensor"):
         part = parameter.ds_tensor
@@ -118,7 +118,7 @@ CHUNK_BYTES = 256 << 20
 
 
 def byte_chunks(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names, in order, in chunks of at most CHUNK_BYTES, or of one."""
+    """Yield names, in order, in chunks of at most CHUNK_BYTES, or of one."""
     chunk: list[str] = []
     held = 0
     for name, size in sizes.items():

@@ -33,7 +33,7 @@ def leave_ranks() -> None:
 
 
 def fail_together(failed: bool, device: torch.device) -> bool:
-    """Whether any rank failed; collective."""
+    """Return whether any rank failed; collective."""
     flag = torch.tensor([int(failed)], device=device)
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
     return bool(flag.item())

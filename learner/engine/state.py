@@ -53,7 +53,7 @@ class StateFiles:
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def save(self, updates: int, stage: int, *, averages: bool) -> None:
-        """Writes this rank's files, and rank 0 the index, which is the last; collective.
+        """Write this rank's files, and rank 0 the index, which is the last; collective.
 
         Raises OSError on every rank when one of them could not write a file, and only at the end: no rank may be
         waited for in a collective that it does not come to.
@@ -88,7 +88,7 @@ class StateFiles:
             raise failures[0] if failures else OSError("another rank could not write its files")
 
     def _plan(self, key: str) -> dict[str, str]:
-        """The file of each tensor, the same on every rank: tensor i is rank i % R's."""
+        """Return the file of each tensor, the same on every rank: tensor i is rank i % R's."""
         files, held, number = {}, [0] * self.ranks, [0] * self.ranks
         for i, (name, shape) in enumerate(self.partition.shapes.items()):
             owner, size = i % self.ranks, shape.numel() * 4
@@ -125,7 +125,7 @@ class StateFiles:
         }
 
     def load(self) -> tuple[int, bool]:
-        """Reads what this rank needs, from all ranks' files; (updates, whether there is an average); collective.
+        """Read what this rank needs, from all ranks' files; (updates, whether there is an average); collective.
 
         Raises UserError on every rank when one of them could not: they must go on together.
         """

@@ -22,7 +22,7 @@ RECURRENT = ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlst
 
 
 def refuse_settings(directory: Path, config: Any, attention: str, *, packed: bool) -> None:
-    """Raises one UserError for what `refuse_kind` says and, where rows are `packed`, `refuse_packing`: a model that
+    """Raise one UserError for what `refuse_kind` says and, where rows are `packed`, `refuse_packing`: a model that
     needs two settings names both."""
     found = []
     for refuses in (partial(refuse_kind, attention=attention), *((refuse_packing,) if packed else ())):
@@ -39,7 +39,7 @@ def refuse_settings(directory: Path, config: Any, attention: str, *, packed: boo
 
 
 def refuse_kind(directory: Path, config: Any, attention: str) -> None:
-    """Raises UserError for what is no causal language model of text, or would not be computed as it was trained."""
+    """Raise UserError for what is no causal language model of text, or would not be computed as it was trained."""
     other = next((name for name in ("vision_config", "audio_config") if getattr(config, name, None)), None)
     if config.is_encoder_decoder or other:
         what = "an encoder and a decoder" if config.is_encoder_decoder else f"a {other}"
@@ -59,7 +59,7 @@ def refuse_kind(directory: Path, config: Any, attention: str) -> None:
 
 
 def no_attention(directory: Path, kind: str, attention: str) -> UserError:
-    """The error for a model that transformers computes with eager attention only."""
+    """Return the error for a model that transformers computes with eager attention only."""
     return UserError(
         f"{directory} holds a {kind} model, which transformers does not compute with attention {attention}",
         why="it has no such attention for this type",
@@ -77,7 +77,7 @@ def layer_kinds(config: Any) -> frozenset[str]:
 
 
 def refuse_packing(directory: Path, config: Any) -> None:
-    """Raises UserError for a model into whose rows trajectories cannot be packed, by the kinds of its layers."""
+    """Raise UserError for a model into whose rows trajectories cannot be packed, by the kinds of its layers."""
     kinds, kind = layer_kinds(config), config.model_type
     if kind in RECURRENT:
         raise no_packing(directory, kind, "its layers carry a state from one token to the next")
@@ -86,7 +86,7 @@ def refuse_packing(directory: Path, config: Any) -> None:
 
 
 def no_packing(directory: Path, kind: str, why: str) -> UserError:
-    """The error for a model that needs a row for each trajectory."""
+    """Return the error for a model that needs a row for each trajectory."""
     return UserError(
         f"{directory} holds a {kind} model, into whose rows trajectories cannot be packed",
         why=why,
@@ -95,7 +95,7 @@ def no_packing(directory: Path, kind: str, why: str) -> UserError:
 
 
 def without_dropout(config: Any) -> None:
-    """Sets every dropout of a configuration to 0: dropout would make the ratio to the sampler's policy noise."""
+    """Set every dropout of a configuration to 0: dropout would make the ratio to the sampler's policy noise."""
     for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, name, 0.0)

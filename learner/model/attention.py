@@ -47,7 +47,7 @@ class Spans:
 
 
 def use_spans(causal: Any) -> bool:
-    """Lets a transformers model take `spans` beside its other inputs; False where it has no place for our function.
+    """Let a transformers model take `spans` beside its other inputs; False where it has no place for our function.
 
     Without `spans` it then computes as with sdpa, and builds no mask: rows are causal, padding must come last.
     """
@@ -59,7 +59,7 @@ def use_spans(causal: Any) -> bool:
 
 
 def takes_spans(config: Any) -> bool:
-    """Whether a model with this configuration is computed span by span."""
+    """Return whether a model with this configuration is computed span by span."""
     return bool(config._attn_implementation == SPANS)
 
 
@@ -112,7 +112,7 @@ def block_mask(documents: torch.Tensor) -> torch.Tensor:
 
 
 def attention_mask(documents: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-    """What a base model of transformers takes as `attention_mask` for rows of several trajectories.
+    """Return what a base model of transformers takes as `attention_mask` for rows of several trajectories.
 
     documents [R, L] int64, -1 where padding. The masks are [R, 1, L, L]: bool for sdpa, of `dtype` and added to the
     scores for eager attention. One mask, or one for each kind of layer where the configuration lists layers of more

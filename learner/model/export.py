@@ -34,7 +34,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def find_state(where: Path) -> Path:
-    """The policy's state in `where`: a run directory (its committed checkpoint, every file verified), or a checkpoint.
+    """Return the policy's state in `where`: a run directory (its committed checkpoint, every file verified), or a
+    checkpoint.
 
     Raises UserError when there is none.
     """
@@ -51,7 +52,7 @@ def find_state(where: Path) -> Path:
 
 
 def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False) -> None:
-    """Writes a Hugging Face folder to `out`, which must not exist: weights (safetensors), configuration, tokenizer.
+    """Write a Hugging Face folder to `out`, which must not exist: weights (safetensors), configuration, tokenizer.
 
     state     the policy's state in a checkpoint (`find_state`)
     model     the run's initial model; frozen weights, configuration and tokenizer come from there
@@ -87,7 +88,7 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
 
 
 def export_adapter(state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False) -> None:
-    """Writes the adapters alone to `out`, in PEFT's layout, over `model`. Arguments and errors as of `export_model`."""
+    """Write the adapters alone to `out`, in PEFT's layout, over `model`. Arguments and errors as of `export_model`."""
     _refuse_existing(out)
     tensors = _read(state, EMA if average else MASTER, settings)
     named = {name.replace(f".{ADAPTER}.weight", ".weight"): t for name, t in tensors.items() if ".lora_" in name}
@@ -154,7 +155,8 @@ def _damaged(path: Path, why: str) -> UserError:
 
 
 def _merged(tensors: Tensors, base: Tensors, lora: LoraSettings) -> Iterator[tuple[str, torch.Tensor]]:
-    """The state's own tensors, and of each adapter the sum with the weight in `base`, itself where there is none."""
+    """Yield the state's own tensors, and of each adapter the sum with the weight in `base`, itself where there is
+    none."""
     a_end, b_end = (f".lora_{half}.{ADAPTER}.weight" for half in "AB")
     for name, tensor in tensors.items():
         if name.endswith(a_end):

@@ -21,7 +21,7 @@ from protocol.runtime.torch_safety import refuse_pickled
 def load_policy(
     directory: Path, settings: ModelSettings, *, packed: bool = True, critic: CriticSettings | None = None
 ) -> PolicyModel:
-    """The model in `directory` (Hugging Face layout), on the CPU.
+    """Return the model in `directory` (Hugging Face layout), on the CPU.
 
     packed  whether rows of several trajectories will be given to it
     critic  where it is to carry a value head (critic.backbone policy)

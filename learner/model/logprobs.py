@@ -154,7 +154,8 @@ class ScoringLinear(torch.nn.Linear):
 
 
 def can_score(layer: Any) -> bool:
-    """Whether `layer` may be made a `ScoringLinear`: not with an adapter around it, nor anything else of its own."""
+    """Return whether `layer` may be made a `ScoringLinear`: not with an adapter around it, nor anything else of its
+    own."""
     return type(layer) in (torch.nn.Linear, ScoringLinear)
 
 

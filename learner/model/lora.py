@@ -18,7 +18,7 @@ _BASE, _A, _B = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}
 
 
 def add_adapters(causal: Any, settings: LoraSettings) -> None:
-    """Gives linear layers of a transformers model adapters whose product is 0 at first, and freezes all else.
+    """Give linear layers of a transformers model adapters whose product is 0 at first, and freeze all else.
 
     Raises UserError when no layer has one of the names, or the output layer has, or the embedding (they may be tied).
     """
@@ -53,7 +53,7 @@ def add_adapters(causal: Any, settings: LoraSettings) -> None:
 
 
 def scale_of(settings: LoraSettings) -> float:
-    """What an adapter's product is multiplied by."""
+    """Return what an adapter's product is multiplied by."""
     return settings.alpha / settings.rank
 
 
@@ -73,7 +73,8 @@ def adapters_off(module: torch.nn.Module) -> Iterator[None]:
 
 
 def merged(weights: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights of an adapted model as those of the plain one: its names, its order, W + scale * B @ A in W's dtype.
+    """Yield weights of an adapted model as those of the plain one: its names, its order, W + scale * B @ A in W's
+    dtype.
 
     weights  (name, tensor) in the order of `named_parameters`: of each adapted layer weight, bias, A, B. What is not
              adapted passes through. Raises ValueError when a layer's adapter is not whole.
@@ -105,7 +106,7 @@ def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) 
 
 
 def adapter_only(weights: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of `weights` that belong to adapters, as `{module}.lora_A.weight` and `{module}.lora_B.weight`."""
+    """Yield those of `weights` that belong to adapters, as `{module}.lora_A.weight` and `{module}.lora_B.weight`."""
     for name, tensor in weights:
         if name.endswith((_A, _B)):
             yield name.replace(f".{ADAPTER}.weight", ".weight"), tensor

@@ -79,7 +79,7 @@ def _refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) -
 
 
 def _excess(policy: PolicyModel, found: dict[str, float]) -> set[str]:
-    """Those of the differences that are too large, NaN among them."""
+    """Return those of the differences that are too large, NaN among them."""
     limit = COARSE if policy.causal.dtype == torch.bfloat16 else TOLERANCE
     limits = {"eager": limit, "alone": limit / 5, "packed": limit, "mixed": limit / 10}
     return {name for name, difference in found.items() if not difference <= limits[name]}

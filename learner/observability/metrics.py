@@ -60,7 +60,7 @@ class Meter:
                     self._waits[cause] += time.monotonic() - since
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by cause so far, those of waits that still go on included."""
+        """Return seconds by cause so far, those of waits that still go on included."""
         with self._lock:
             return self._waits_until(time.monotonic())
 
@@ -70,21 +70,21 @@ class Meter:
         return {cause: total + going_on.get(cause, 0.0) for cause, total in self._waits.items()}
 
     def uptime_s(self) -> float:
-        """Seconds since the start."""
+        """Return seconds since the start."""
         return time.monotonic() - self._start
 
     def set(self, **values: float) -> None:
-        """Sets numbers; what is not finite is left out, since a snapshot may not carry it."""
+        """Set numbers; what is not finite is left out, since a snapshot may not carry it."""
         with self._lock:
             self._values.update(_sendable(values))
 
     def set_step(self, values: Mapping[str, float]) -> None:
-        """Sets the numbers of a step in the place of those of the one before; what is not finite is left out."""
+        """Set the numbers of a step in the place of those of the one before; what is not finite is left out."""
         with self._lock:
             self._step = _sendable(values)
 
     def set_text(self, **text: str) -> None:
-        """Sets texts (state, bottleneck)."""
+        """Set texts (state, bottleneck)."""
         with self._lock:
             self._text.update({k: v[:MAX_TEXT] for k, v in text.items()})
 
@@ -94,17 +94,17 @@ class Meter:
             self._trained.append((time.monotonic(), tokens, groups))
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Adds a value to the histogram `name` of `learner.observability.metric_table`, measured so often."""
+        """Add a value to the histogram `name` of `learner.observability.metric_table`, measured so often."""
         with self._lock:
             self._histograms.setdefault(name, Histogram(LEARNER[name].buckets)).observe(value, times)
 
     def histograms(self) -> dict[str, Histogram]:
-        """Those that something was added to, as they are now."""
+        """Return those that something was added to, as they are now."""
         with self._lock:
             return copy.deepcopy(self._histograms)
 
     def snapshot(self, learner_id: str, **values: float) -> MetricsSnapshot:
-        """Everything as a message; `values` go before the numbers that were set, and those before the step's."""
+        """Return everything as a message; `values` go before the numbers that were set, and those before the step's."""
         with self._lock:
             now = time.monotonic()
             while len(self._trained) > 1 and self._trained[0][0] < now - RATE_WINDOW_S:

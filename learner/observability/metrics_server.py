@@ -46,7 +46,7 @@ def serve_prometheus(host: str, port: int, text: Callable[[], bytes]) -> Threade
 def metrics_page(
     run: str, snapshot: Callable[[], MetricsSnapshot], histograms: Callable[[], Mapping[str, Histogram]] = dict
 ) -> MetricsPage:
-    """What Prometheus is shown of a learner from now on; every sample has the label `run`.
+    """Return what Prometheus is shown of a learner from now on; every sample has the label `run`.
 
     Counters begin at 0 here. In the snapshot they go on from the checkpoint, so a crash makes them fall to a value
     above 0: Prometheus takes a fall for a new start from 0, and its `increase()` would count that whole value again.

@@ -70,7 +70,7 @@ def snapshot_source(
 
 
 def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str, float]:
-    """What the rollouts of a step were like, from all its groups: before they are packed, or cut over the ranks.
+    """Return what the rollouts of a step were like, from all its groups: before they are packed, or cut over the ranks.
 
     now_step  of the policy that is trained on them, before its update
 
@@ -134,7 +134,7 @@ def summary(delivery: DeliveryState) -> str:
 
 
 def run_meta(run: RunSettings, sampler: Sampler, lineage_id: str) -> RunMeta:
-    """What every other process of the run must agree with."""
+    """Return what every other process of the run must agree with."""
     try:
         tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
     except OSError:  # a model without a tokenizer: no process can disagree
@@ -168,7 +168,7 @@ SHOWN = {
 
 
 def step_line(record: Mapping[str, Any], *, steps: int) -> str:
-    """The line for the terminal of one record of `metrics.jsonl`; what is missing or null in it is left out."""
+    """Return the line for the terminal of one record of `metrics.jsonl`; what is missing or null in it is left out."""
     parts = [f"step {int(record['step']):>{len(str(steps))}}/{steps}"]
     parts += [f"{name} {record[name]:{how}}" for name, how in SHOWN.items() if record.get(name) is not None]
     generated, total_s = record.get("tokens_generated_per_s"), record.get("step_s") or 0.0
@@ -181,7 +181,7 @@ def step_line(record: Mapping[str, Any], *, steps: int) -> str:
 
 
 def bottleneck(record: Mapping[str, Any]) -> str:
-    """Who waits for whom, in words; "" in a replay, where nothing is waited for."""
+    """Return who waits for whom, in words; "" in a replay, where nothing is waited for."""
     seconds = {name: s or 0.0 for name, s in (record.get("seconds") or {}).items() if name in WORDS}
     if "wait" not in seconds:
         return ""
@@ -252,12 +252,12 @@ class StepReporter:
         self._trackers.log(step, whole)
 
     def close(self) -> None:
-        """Closes metrics.jsonl and the trackers, which may take a moment to write out what is left."""
+        """Close metrics.jsonl and the trackers, which may take a moment to write out what is left."""
         self._log.close()
         self._trackers.close()
 
 
 def open_trackers(run: RunSettings, settings: LearnerSettings, step: int, epoch: int) -> Trackers:
-    """The trackers of a run that goes on after `step`; UserError when one's package is missing."""
+    """Return the trackers of a run that goes on after `step`; UserError when one's package is missing."""
     facts = RunInfo.of(run, settings, first_step=step + 1, epoch=epoch)
     return Trackers([build_tracker(tracker) for tracker in settings.trackers], facts)

@@ -37,7 +37,7 @@ class ValueModel(torch.nn.Module):
 
 
 def load_critic(run_model: Path, critic: CriticSettings, model: ModelSettings, *, packed: bool = True) -> ValueModel:
-    """The critic before training: the model in `critic.model` or `run_model`, with a head of zeros, on the CPU.
+    """Return the critic before training: the model in `critic.model` or `run_model`, with a head of zeros, on the CPU.
 
     Never with adapters: all of it is trained. Raises UserError as `load_policy` does.
     """
@@ -78,8 +78,8 @@ class Critic:
 
 
 def value_loss_output(values: torch.Tensor, forward: ForwardResult, settings: CriticSettings) -> LossOutput:
-    """The clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the pieces of the explained
-    variance, which spans the batch (`learner.trainer.update`).
+    """Return the clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the pieces of the
+    explained variance, which spans the batch (`learner.trainer.update`).
     """
     t = forward.tensors
     assert forward.returns is not None and forward.values is not None

@@ -79,7 +79,7 @@ class Models:
 
 
 def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requirements, updates: int) -> Models:
-    """The models of `run`, with as many updates of the policy to come in all; collective."""
+    """Return the models of `run`, with as many updates of the policy to come in all; collective."""
     torch.manual_seed(run.seed)  # adapters begin at random, equal on all ranks and after every start
     packed = settings.batch.row_tokens > 0
     head = settings.critic if requirements.values and settings.critic.backbone == "policy" else None

@@ -31,7 +31,7 @@ from protocol.errors import UserError
 
 
 def shard(module: torch.nn.Module, device: torch.device) -> None:
-    """Cuts `module` in place over all ranks, layer by layer; its forward pass is collective from now on."""
+    """Cut `module` in place over all ranks, layer by layer; its forward pass is collective from now on."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     module.to(device)
     for layers in [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]:
@@ -43,7 +43,7 @@ def shard(module: torch.nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(module: torch.nn.Module, state: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copies whole tensors into the parameters of these names, rounded to their dtype, or this rank's share of them.
+    """Copy whole tensors into the parameters of these names, rounded to their dtype, or this rank's share of them.
 
     Names that `module` has not are passed over (a value head's). Nothing is communicated.
     """
@@ -80,7 +80,7 @@ class PolicyEngine(Protocol):
         ...
 
     def forward(self, *inputs: Any) -> Any:
-        """The policy's forward pass."""
+        """Return the policy's forward pass."""
         ...
 
     def start_ema(self) -> None:
@@ -155,7 +155,7 @@ class Reference:
 
 
 def share_frozen(module: torch.nn.Module, policy: torch.nn.Module) -> bool:
-    """Lets the frozen parameters of an adapted `policy` be those of `module` too; False where there are none to share:
+    """Let the frozen parameters of an adapted `policy` be those of `module` too; False where there are none to share:
     all are trained, or partitioned (ZeRO stage 3 empties them), or of another dtype.
     """
     frozen = {name: p for name, p in policy.named_parameters() if not p.requires_grad}
@@ -172,7 +172,7 @@ def share_frozen(module: torch.nn.Module, policy: torch.nn.Module) -> bool:
 def build_reference(
     settings: ReferenceSettings, run_model: Path, model: ModelSettings, engine: PolicyEngine, *, packed: bool = True
 ) -> Reference:
-    """The reference at the beginning of a run: `settings.model`, or the run's initial model; collective.
+    """Return the reference at the beginning of a run: `settings.model`, or the run's initial model; collective.
 
     The initial model under adapters needs no copy: it is the policy without them. A reference may have more ids than
     the policy (Qwen2.5 pads its vocabulary by size), of which none is looked at. Raises UserError as `load_policy`, and

@@ -35,7 +35,7 @@ class MicroBatchTensors:
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, temperature: float, device: torch.device) -> MicroBatchTensors:
-        """The arrays as tensors."""
+        """Return the arrays as tensors."""
         moved = {
             name: torch.from_numpy(getattr(micro_batch, name)).to(device) for name in MicroBatch.__dataclass_fields__
         }

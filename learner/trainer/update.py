@@ -38,7 +38,7 @@ class MetricSums:
             self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
 
     def sums_list(self) -> list[float]:
-        """Everything that is added up over the ranks, as `report` wants it back."""
+        """Return everything that is added up over the ranks, as `report` wants it back."""
         return [self.loss, *self.sums.values(), *(x for pair in self.ratios.values() for x in pair)]
 
     def report(self, sums: list[float], maxima: list[float], num_tokens: int) -> dict[str, float]:
@@ -114,7 +114,7 @@ def update_minibatch(
 
 
 def policy_loss_output(forward: ForwardResult, models: Models, algorithm: Algorithm) -> LossOutput:
-    """The policy's loss on one micro-batch, that of a value head on it included."""
+    """Return the policy's loss on one micro-batch, that of a value head on it included."""
     t, requirements = forward.tensors, algorithm.requirements
     scores = models.policy.forward(*t.policy_inputs, requirements.entropy_gradient, 0, forward.top)
     # Before a single update the proximal policy is the policy itself.

@@ -50,7 +50,8 @@ class AdapterPublisher(DiskPublisher):
 
 
 def peft_config(tensors: Tensors, alpha: float, model: Path) -> str:
-    """The text of CONFIG for an adapter of `model` with these tensors. Raises UserError unless all are of one rank."""
+    """Return the text of CONFIG for an adapter of `model` with these tensors. Raises UserError unless all are of one
+    rank."""
     ranks = {tensor.shape[0 if ".lora_A." in name else 1] for name, tensor in tensors.items()}
     if len(ranks) != 1:
         raise UserError(f"the adapter has ranks {sorted(ranks)}", todo="give all its parts one rank")

@@ -39,7 +39,7 @@ class EngineLink(Protocol):
     """
 
     def engines(self) -> list[EngineInfo]:
-        """Engines whose registration is alive."""
+        """Return engines whose registration is alive."""
         ...
 
     def target(self, update: WeightUpdate, state: str) -> None:
@@ -47,24 +47,25 @@ class EngineLink(Protocol):
         ...
 
     def view(self, view: WeightView, ttl_s: float) -> None:
-        """Writes where the transfer stands."""
+        """Write where the transfer stands."""
         ...
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
-        """What the members of a view said last, by member."""
+        """Return what the members of a view said last, by member."""
         ...
 
     def evaluating(self) -> bool:
-        """Whether an evaluation wants the versions to stand still."""
+        """Return whether an evaluation wants the versions to stand still."""
         ...
 
     def now(self) -> float:
-        """Seconds by the clock of Redis, which all hosts share."""
+        """Return seconds by the clock of Redis, which all hosts share."""
         ...
 
 
 def in_use(engines: Iterable[EngineInfo]) -> set[PolicyVersion]:
-    """Versions whose files may be open: those that engines hold, and those that they say they are reading just now."""
+    """Return versions whose files may be open: those that engines hold, and those that they say they are reading just
+    now."""
     held: set[PolicyVersion] = set()
     for engine in engines:
         held.add(engine.version)
@@ -84,26 +85,27 @@ class WeightPublisher(Protocol):
         ...
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
-        """Makes `version` available. Raises BadWeights, OSError, Fenced.
+        """Make `version` available. Raises BadWeights, OSError, Fenced.
 
         weights: Hugging Face name -> tensor; iterated again when what was made of them turns out wrong.
         """
         ...
 
     def announce(self, update: WeightUpdate, state: str) -> None:
-        """Makes what `publish` returned the target; may be repeated. Raises RedisUnavailable, StateLost, Fenced."""
+        """Make what `publish` returned the target; may be repeated. Raises RedisUnavailable, StateLost, Fenced."""
         ...
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
-        """Removes old versions, but for the newest few and those in use."""
+        """Remove old versions, but for the newest few and those in use."""
         ...
 
     def facts(self) -> Mapping[str, float]:
-        """Numbers of the last `publish` and counters since the start, for the metrics; names begin with `publish_`."""
+        """Return numbers of the last `publish` and counters since the start, for the metrics; names begin with
+        `publish_`."""
         ...
 
     def close(self) -> None:
-        """Ends threads and groups."""
+        """End threads and groups."""
         ...
 
 
@@ -122,7 +124,7 @@ class Announcement:
         return self._update
 
     def set(self, update: WeightUpdate, state: str) -> None:
-        """Announces `update`; with the path that was found for it meanwhile, where it has none itself."""
+        """Announce `update`; with the path that was found for it meanwhile, where it has none itself."""
         with self._lock:
             known = self._update
             if known is not None and known.version == update.version and not update.path:
@@ -131,7 +133,7 @@ class Announcement:
             self._update, self._state = update, state
 
     def add_path(self, update: WeightUpdate) -> bool:
-        """Announces `update` in place of the same version without a path; False when that is not the target."""
+        """Announce `update` in place of the same version without a path; False when that is not the target."""
         with self._lock:
             known = self._update
             if known is None or known.version != update.version or known.path:

@@ -80,7 +80,7 @@ class DistributedPublisher:
         return "cuda" if self._settings.backend == "nccl" else "cpu"
 
     def publish(self, version: PolicyVersion, weights: Iterable[Named]) -> WeightUpdate:
-        """Sends `version` to the engines that are ready, or writes it. Raises BadWeights, OSError, Fenced."""
+        """Send `version` to the engines that are ready, or write it. Raises BadWeights, OSError, Fenced."""
         named = iter(weights)
         self._last = {}
         members, why = self._members(version)
@@ -125,15 +125,15 @@ class DistributedPublisher:
             self._last["publish_commit_s"] = time.monotonic() - began
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
-        """Removes old directories."""
+        """Remove old directories."""
         self._disk.collect(in_use)
 
     def facts(self) -> Mapping[str, float]:
-        """Seconds of each phase and bytes of the last version, and how versions went since the start."""
+        """Return seconds of each phase and bytes of the last version, and how versions went since the start."""
         return {**self._counts, "publish_snapshots": self._snapshots.written, **self._last}
 
     def close(self) -> None:
-        """Ends the thread and the group."""
+        """End the thread and the group."""
         self._snapshots.close()
         self._hashing.shutdown()
         self._close_group()
@@ -216,7 +216,8 @@ class DistributedPublisher:
     def _keep_copy(
         self, packed: Iterator[PackedBucket], copy: list[PackedBucket], check: Callable[[PackedBucket], None] | None
     ) -> Iterator[PackedBucket]:
-        """The buckets as they pass, checked and kept. The copy of the version before gives way to them one by one."""
+        """Yield the buckets as they pass, checked and kept. The copy of the version before gives way to them one by
+        one."""
         with self._copy_lock:
             old, self._copy = self._copy, None
         for one in packed:
@@ -268,7 +269,7 @@ class DistributedPublisher:
         sums: SourceChecksums,
         error: TransferFailed | PackingError | RedisUnavailable,
     ) -> WeightUpdate:
-        """Files of what was gathered, and of the rest. Raises Mispacked when that is not the policy."""
+        """Files of what was gathered, and of the rest. Raises PackingError when that is not the policy."""
         if isinstance(error, PackingError):
             raise error
         for _ in rest:

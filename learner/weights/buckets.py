@@ -42,7 +42,7 @@ class PackedBucket:
 
 
 def layout(named: Iterable[Named]) -> WeightBucket:
-    """Names, dtypes and shapes of `named`, in its order."""
+    """Return names, dtypes and shapes of `named`, in its order."""
     names, dtypes, shapes = [], [], []
     for name, tensor in named:
         names.append(name)
@@ -71,7 +71,7 @@ def plan(whole: WeightBucket, bucket_bytes: int) -> tuple[WeightBucket, ...]:
 
 
 def num_bytes(bucket: WeightBucket) -> int:
-    """Bytes of the flattened bucket."""
+    """Return bytes of the flattened bucket."""
     return sum(_num_bytes(d, s) for d, s in zip(bucket.dtypes, bucket.shapes, strict=True))
 
 
@@ -83,7 +83,7 @@ def pack(
 ) -> Iterator[PackedBucket]:
     """`weights` in the buckets that were planned, each as soon as its last tensor is there.
 
-    Takes from `weights` only what the next bucket needs. Raises OtherLayout when names, dtypes or shapes differ from
+    Takes from `weights` only what the next bucket needs. Raises LayoutMismatch when names, dtypes or shapes differ from
     the plan's, and BadWeights for a tensor that fails the inspection (of its own: whether all is finite).
     seen: is shown each tensor as it comes, and has until its future is done.
     """

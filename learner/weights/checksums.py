@@ -30,7 +30,7 @@ class SourceChecksums:
         self._of: dict[str, dict[str, str]] = {word: {} for word in dtypes if word}
 
     def add(self, name: str, tensor: torch.Tensor) -> Future[None]:
-        """Takes the sum of one tensor, in its own dtype and as each engine will hold it, while others look at it."""
+        """Take the sum of one tensor, in its own dtype and as each engine will hold it, while others look at it."""
         return self._pool.submit(self._add, name, tensor)
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
@@ -40,12 +40,12 @@ class SourceChecksums:
             sums[name] = self._own[name] if dtype == tensor.dtype else _sha256(tensor.to(dtype))
 
     def total(self, dtype: str, unused: Collection[str]) -> str:
-        """The sum over all tensors as an engine of `dtype` holds them, but for those that it has no use for."""
+        """Return the sum over all tensors as an engine of `dtype` holds them, but for those that it has no use for."""
         sums = self._of.get(dtype, self._own)
         return sum_of({name: sums[name] for name in sums.keys() - set(unused)})
 
     def check(self, packed: PackedBucket) -> None:
-        """Raises Mispacked unless each tensor can be read back from the bucket."""
+        """Raise PackingError unless each tensor can be read back from the bucket."""
         for name, tensor in packed.tensors():
             if _sha256(tensor) != self._own[name]:
                 raise PackingError(f"{name} is not in its bucket as the policy has it")

@@ -60,7 +60,7 @@ class DiskPublisher:
         self._files = {p.name: (p, p.stat().st_size, sha256_file(p)) for p in model_files if _travels(p)}
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
-        """Writes the version and returns what to announce. Raises BadWeights and OSError; neither leaves a trace."""
+        """Write the version and return what to announce. Raises BadWeights and OSError; neither leaves a trace."""
         began = time.monotonic()
         inspection = self.sanity.inspection()
         tensors, digest = _checked(weights, inspection)
@@ -104,11 +104,11 @@ class DiskPublisher:
         )
 
     def announce(self, update: WeightUpdate, state: str) -> None:
-        """Makes `update` the target."""
+        """Make `update` the target."""
         self._link.target(update, state)
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
-        """Removes versions but for the newest `keep_versions` and those in use."""
+        """Remove versions but for the newest `keep_versions` and those in use."""
         found = {p: v for p in self._folder.glob("v*") if (v := PolicyVersion.parse(p.name[1:])) is not None}
         newest = sorted(found.values())[-self._settings.keep_versions :]
         for path, version in found.items():
@@ -116,7 +116,7 @@ class DiskPublisher:
                 shutil.rmtree(path, ignore_errors=True)
 
     def facts(self) -> Mapping[str, float]:
-        """Seconds and bytes of the last version."""
+        """Return seconds and bytes of the last version."""
         return self._last
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: WeightChec
 
 
 def _travels(path: Path) -> bool:
-    """Whether a file beside the model goes into every version: nodes take plain names only, and no pickles."""
+    """Return whether a file beside the model goes into every version: nodes take plain names only, and no pickles."""
     plain = PLAIN.fullmatch(path.name) is not None and not path.name.endswith(PICKLES)
     if not plain and not path.name.startswith("."):
         log.warning("%s is not published with the weights: engines would refuse it", path)
@@ -153,7 +153,7 @@ def _travels(path: Path) -> bool:
 
 
 def _save(tensors: Tensors, path: Path) -> None:
-    """Raises OSError: a full disk is a SafetensorError, which is none."""
+    """Raise OSError: a full disk is a SafetensorError, which is none."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:

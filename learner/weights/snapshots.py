@@ -48,7 +48,7 @@ class SnapshotWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after what it is writing."""
+        """End the thread after what it is writing."""
         self._stop.set()
         self._thread.join(60.0)
 

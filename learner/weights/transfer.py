@@ -77,11 +77,11 @@ class Transfer:
         self._compare()
 
     def abort(self) -> None:
-        """Tells the members that it is over."""
+        """Announce to the members that the transfer is aborted."""
         self._write("abort", 0.0)
 
     def commit(self) -> None:
-        """Tells the members to go on with the new version; the target says so already."""
+        """Announce to the members that they go on with the new version; the target says so already."""
         self._write("commit", VIEW_OUTLIVES_S)
 
     def _send(self, first: PackedBucket | None, rest: Iterator[PackedBucket], deadline: float, stall_s: float) -> None:
@@ -128,14 +128,14 @@ class Transfer:
         return all(m in heard and heard[m].phase in phases and not heard[m].detail for m in self.view.members)
 
     def _late(self, phase: str) -> TransferFailed:
-        """Who did not say a word is to blame, or is behind the others. When all hang it may be any of them."""
+        """Blame who did not say a word, or is behind the others. When all hang it may be any of them."""
         silent = [member for member in self.view.members if member not in self.answers]
         behind = silent or [m for m in self.view.members if self.answers[m].phase != "loaded"]
         blamed = behind if silent or len(behind) < len(self.view.members) else []
         return TransferFailed(f"the deadline of {phase} has passed, without {', '.join(behind)}", blamed)
 
     def _listen(self) -> None:
-        """Takes in the answers; raises TransferFailed when one says so, or when a member is gone."""
+        """Take in the answers. Raises TransferFailed when one says so, or when a member is gone."""
         self.answers = self._link.answers(self.view.epoch, self.view.number)
         for member in self.view.members:
             answer = self.answers.get(member)
@@ -163,6 +163,6 @@ class Transfer:
                 raise TransferFailed(f"the checksums of the {kind} engines differ: {by_member}")
 
     def digest(self) -> str:
-        """What the members hold: kind and checksum of each kind."""
+        """Return what the members hold: kind and checksum of each kind."""
         found = {answer.kind: answer.checksum[:32] for answer in self.answers.values()}
         return ",".join(f"{kind}:{checksum}" for kind, checksum in sorted(found.items()))[:256]

@@ -113,7 +113,7 @@ class JsonEndpoint:
         raise RewardError(f"{self._url}: {last}")
 
     async def _attempt(self, body: Mapping[str, Any]) -> Any:
-        """One request. Raises _Again, Refused, or ValueError for a reply that is not JSON."""
+        """One request. Raises _RetryLater, Refused, or ValueError for a reply that is not JSON."""
         import aiohttp
 
         if self._resources.closed:

@@ -55,7 +55,8 @@ def gae(
     lam: float,
     last_value: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages [B, T], not whitened, and returns [B, T] = advantages + values (GAE, arXiv 1506.02438, equation 16).
+    """Return advantages [B, T], not whitened, and returns [B, T] = advantages + values (GAE, arXiv 1506.02438, equation
+    16).
 
     delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, `next` being the row's next token
     where the mask holds.
@@ -113,7 +114,7 @@ class PaddedRows:
 
 
 def to_rows(trajectory: torch.Tensor) -> PaddedRows:
-    """Rows of flat tokens, given the number of each one's trajectory [N] int64.
+    """Return rows of flat tokens, given the number of each one's trajectory [N] int64.
 
     The tokens of a trajectory stand together and in order; the numbers are arbitrary. Observations are not among the N,
     so the holes of a multi-turn trajectory vanish: neighbours in a row are neighbours among the trained tokens.

@@ -55,7 +55,7 @@ class Outcomes:
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup]) -> Outcomes:
-        """The outcomes of every trajectory, in the order of the groups."""
+        """Return the outcomes of every trajectory, in the order of the groups."""
         pairs = [(number, t) for number, g in enumerate(groups) for t in g.trajectories]
         names = sorted({name for _, t in pairs for name in t.rewards})
         return cls(
@@ -68,7 +68,7 @@ class Outcomes:
         )
 
     def shuffled(self, seed: int) -> Outcomes:
-        """The same with the rewards of those that vote permuted among them, whatever their group.
+        """Return the same with the rewards of those that vote permuted among them, whatever their group.
 
         The parts move with their reward; lengths and truncation stay with their trajectory.
         """
@@ -80,8 +80,8 @@ class Outcomes:
         )
 
     def part(self, name: str) -> Outcomes:
-        """The same with one part of the reward, unweighted, as the reward. Raises UserError for one that is not there;
-        without voters, which bring no parts, it is 0.
+        """Return the same with one part of the reward, unweighted, as the reward. Raises UserError for one that is not
+        there; without voters, which bring no parts, it is 0.
         """
         if name not in self.parts and self.valid.any():
             raise UserError(
@@ -93,12 +93,12 @@ class Outcomes:
 
 
 def same(rewards: Float64) -> bool:
-    """Whether the rewards [m], at least one, are equal but for rounding (`SAME`)."""
+    """Return whether the rewards [m], at least one, are equal but for rounding (`SAME`)."""
     return bool(np.ptp(rewards) <= tolerance(rewards))
 
 
 def tolerance(rewards: Float64) -> float:
-    """How far two of the rewards [m], at least one, may be apart and still be one reward."""
+    """Return how far two of the rewards [m], at least one, may be apart and still be one reward."""
     return SAME * max(1.0, float(np.abs(rewards).max()))
 
 
@@ -111,12 +111,13 @@ def valid_by_group(outcomes: Outcomes) -> list[Int64]:
 
 
 def contested(outcomes: Outcomes) -> list[Int64]:
-    """Those of `valid_by_group` in which at least two voters differ: the others teach nothing about their group."""
+    """Return those of `valid_by_group` in which at least two voters differ: the others teach nothing about their
+    group."""
     return [m for m in valid_by_group(outcomes) if len(m) > 1 and not same(outcomes.rewards[m])]
 
 
 def informative(rewards: Float64, valid: Bool) -> bool:
-    """Whether a group, rewards [G] and votes [G], has two voters whose rewards differ by more than rounding.
+    """Return whether a group, rewards [G] and valid [G], has two voters whose rewards differ by more than rounding.
 
     What dynamic sampling keeps (DAPO, arXiv 2503.14476, section 3.2, states it as 0 < correct < G; this holds for any
     reward). verl compares `np.std(metric)` with 0 exactly, so (0.1 + 0.2, 0.3) passes there, and keeps groups of one;

@@ -12,7 +12,7 @@ from learner.algorithms.advantages.outcomes import SAME, Float64
 
 
 def unchanged(vector: torch.Tensor) -> torch.Tensor:
-    """The sum over one rank."""
+    """Return the sum over one rank."""
     return vector
 
 
@@ -63,7 +63,7 @@ class RunningMoments:
         self._squares = 0.0
 
     def update(self, values: Float64) -> None:
-        """Takes in values of any shape. Raises ValueError for one that is not finite: it would stay for ever."""
+        """Take in values of any shape. Raises ValueError for one that is not finite: it would stay for ever."""
         given = np.asarray(values, np.float64).ravel()
         if not np.isfinite(given).all():
             raise ValueError("a value is not finite")
@@ -72,12 +72,12 @@ class RunningMoments:
             self._add(len(given), mean, float(np.square(given - mean).sum()))
 
     def merge(self, other: RunningMoments) -> None:
-        """Takes in all that `other` has seen."""
+        """Take in all that `other` has seen."""
         if other.count:
             self._add(other.count, other.mean, other._squares)
 
     def std(self, ddof: int = 0) -> float:
-        """The deviation, its variance divided by count - ddof; 0 when that is not above 0."""
+        """Return the deviation, its variance divided by count - ddof; 0 when that is not above 0."""
         return math.sqrt(self._squares / (self.count - ddof)) if self.count > ddof else 0.0
 
     def normalize(self, values: Float64, *, centre: bool = True, ddof: int = 0, epsilon: float = 1e-8) -> Float64:
@@ -90,11 +90,11 @@ class RunningMoments:
         return (np.asarray(values, np.float64) - (self.mean if centre else 0.0)) / scale
 
     def state(self) -> dict[str, float]:
-        """Numbers that JSON carries exactly."""
+        """Return numbers that JSON carries exactly."""
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
 
     def load(self, state: dict[str, float]) -> None:
-        """Goes on from `state()`. Raises KeyError when a number is missing."""
+        """Go on from `state()`. Raises KeyError when a number is missing."""
         self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
 
     def _add(self, count: int, mean: float, squares: float) -> None:

@@ -23,7 +23,7 @@ class KlController(Protocol):
         ...
 
     def state(self) -> dict[str, float]:
-        """What `load` restores; goes through JSON unharmed."""
+        """Return what `load` restores; goes through JSON unharmed."""
         ...
 
     def load(self, state: Mapping[str, float]) -> None:
@@ -70,7 +70,7 @@ class AdaptiveKl:
         return self._coefficient
 
     def update(self, kl: float, batch_size: int) -> None:
-        """Raises ValueError for a divergence that is not finite: the weight would never recover from it."""
+        """Raise ValueError for a divergence that is not finite: the weight would never recover from it."""
         if not math.isfinite(kl):
             raise ValueError(f"a divergence of {kl} cannot set its own weight")
         error = min(max(kl / self._target - 1, -MAX_ERROR), MAX_ERROR)

@@ -38,7 +38,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def require_mask(mask: torch.Tensor) -> None:
-    """Raises TypeError unless `mask` is bool: as an index or a condition an int or float mask means something else."""
+    """Raise TypeError unless `mask` is bool: as an index or a condition an int or float mask means something else."""
     if mask.dtype != torch.bool:
         raise TypeError(f"a mask is of dtype torch.bool, this one is {mask.dtype}")
 

@@ -76,7 +76,7 @@ def topk_forward_kl(
 
 
 def _drawn(policy: torch.Tensor, importance: torch.Tensor | None, outside: torch.Tensor) -> torch.Tensor | float:
-    """How much less often the sampled token was drawn than the policy would have drawn it; a constant."""
+    """Return how much less often the sampled token was drawn than the policy would have drawn it; a constant."""
     if importance is None:
         return 1.0
     return cut(capped(log_ratio(policy.detach(), importance.detach(), outside).exp()), outside)

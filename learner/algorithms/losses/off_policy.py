@@ -161,8 +161,8 @@ class WeightSums(NamedTuple):
 
 
 def weight_sums(weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor, *, level: Level) -> WeightSums:
-    """The sums of one micro-batch's weights [N] at `level`, where `mask` holds: over tokens at level token, else over
-    trajectories, whose tokens have one weight.
+    """Return the sums of one micro-batch's weights [N] at `level`, where `mask` holds: over tokens at level token, else
+    over trajectories, whose tokens have one weight.
     """
     w = cut(weight.detach(), mask).double()
     once = mask.double()

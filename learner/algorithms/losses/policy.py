@@ -88,7 +88,7 @@ def clipped_surrogate(
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum of values * weights where `mask` holds, as a scalar; masked values and weights may be NaN.
+    """Return sum of values * weights where `mask` holds, as a scalar; masked values and weights may be NaN.
 
     With nothing to sum it is a 0 that still has a graph: every rank must run its backward pass.
     """

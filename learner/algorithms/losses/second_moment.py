@@ -16,7 +16,8 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 def second_moment_bound(squares: Sequence[torch.Tensor], threshold: float, total: Total) -> float:
-    """The bound b for which tokens with log(w)^2 <= b have a mean of log(w)^2 below `threshold`, and no more can stay.
+    """Return the bound b for which tokens with log(w)^2 <= b have a mean of log(w)^2 below `threshold`, and no more can
+    stay.
 
     squares    of each micro-batch of this rank log(w)^2 of its trained tokens, float64, within the clamp of log-ratios
     threshold  above 0 (0.04 in the paper)
@@ -31,13 +32,14 @@ def second_moment_bound(squares: Sequence[torch.Tensor], threshold: float, total
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), mine.cumsum(0)])
 
     def below(edges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many tokens of all ranks are at most each edge, and the sum of their squares."""
+        """Return how many tokens of all ranks are at most each edge, and the sum of their squares."""
         places = torch.searchsorted(mine, edges, right=True)
         both = total(torch.cat([places.double(), sums[places]]))
         return both[: len(edges)], both[len(edges) :]
 
     def largest(holds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-        """The largest edge for which `holds` of its counts and sums, which it does up to some edge and not beyond."""
+        """Return the largest edge for which `holds` of its counts and sums, which it does up to some edge and not
+        beyond."""
         low, high = 0.0, LOG_RATIO_LIMIT**2
         for _ in range(_ROUNDS):
             edges = torch.linspace(low, high, _EDGES + 1, dtype=torch.float64)

@@ -61,7 +61,7 @@ class VarianceSums(NamedTuple):
 
 
 def variance_sums(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> VarianceSums:
-    """The sums of one micro-batch, [N] each, where `mask` holds."""
+    """Return the sums of one micro-batch, [N] each, where `mask` holds."""
     r = cut(returns.detach(), mask).double()
     e = r - cut(values.detach(), mask).double()
     return VarianceSums(mask.sum().double(), r.sum(), r.square().sum(), e.sum(), e.square().sum())

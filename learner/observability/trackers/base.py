@@ -29,7 +29,7 @@ class RunInfo:
 
     @classmethod
     def of(cls, run: RunSettings, learner: Settings, *, first_step: int, epoch: int) -> RunInfo:
-        """The facts of `run`. Its Redis URL is left out, since that may hold a password."""
+        """Return the facts of `run`. Its Redis URL is left out, since that may hold a password."""
         sections = {
             "run": run.model_dump(mode="json", exclude={"redis_url"}),
             "learner": learner.model_dump(mode="json"),
@@ -60,7 +60,7 @@ class Tracker(Protocol):
 
 
 def require_package(module: str, package: str) -> Any:
-    """The imported `module`; UserError with the line to install `package` when there is none."""
+    """Return the imported `module`; UserError with the line to install `package` when there is none."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -31,7 +31,7 @@ class MlflowTracker:
         self._run_id = ""
 
     def open(self, facts: RunInfo) -> None:
-        """Finds or creates experiment and run."""
+        """Find or create experiment and run."""
         facts.directory.mkdir(parents=True, exist_ok=True)
         uri = self._settings.tracking_uri or f"sqlite:///{(facts.directory / 'mlflow.db').resolve()}"
         client = self._mlflow.MlflowClient(tracking_uri=uri)
@@ -59,5 +59,5 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
 
     def close(self) -> None:
-        """Marks the run as finished; a resume opens it again."""
+        """Mark the run as finished; a resume opens it again."""
         self._client.set_terminated(self._run_id)

@@ -21,7 +21,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def open(self, facts: RunInfo) -> None:
-        """Begins a new event file beside those of earlier epochs."""
+        """Begin a new event file beside those of earlier epochs."""
         from torch.utils.tensorboard import SummaryWriter
 
         directory = self._settings.directory or facts.directory / "tensorboard"
@@ -37,5 +37,5 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flushes the event file."""
+        """Flush the event file."""
         self._writer.close()

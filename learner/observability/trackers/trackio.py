@@ -20,7 +20,7 @@ class TrackioTracker:
         self._run: Any = None
 
     def open(self, facts: RunInfo) -> None:
-        """Begins or resumes the record; where it lies is Trackio's own affair (TRACKIO_DIR)."""
+        """Begin or resume the record; where it lies is Trackio's own affair (TRACKIO_DIR)."""
         self._run = self._trackio.init(
             project=self._settings.project,
             name=facts.id,
@@ -35,5 +35,5 @@ class TrackioTracker:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Writes out what is buffered."""
+        """Write out what is buffered."""
         self._run.finish()

@@ -49,5 +49,5 @@ class WandbTracker:
         self._run.log({**values, "step": step})
 
     def close(self) -> None:
-        """Waits for what is not sent yet."""
+        """Wait for what is not sent yet."""
         self._run.finish()

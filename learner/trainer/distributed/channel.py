@@ -79,7 +79,8 @@ class RankChannel:
         return raw[:word].decode(), raw[word:]
 
     def gather_errors(self, ok: bool, text: str = "") -> list[str]:
-        """What went wrong, "rank n: its text" for each rank that was not ok; the same list on all. Raises RankLost."""
+        """Return what went wrong, "rank n: its text" for each rank that was not ok; the same list on all. Raises
+        RankLost."""
         mine = b"" if ok else (text or "failed").encode()
         with others_alive("comparing notes"):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -104,13 +105,14 @@ SCALARS = (bool, int, float, str)
 
 
 def encode(value: Any) -> bytes:
-    """The dataclass `value` as bytes. Raises TypeError where a field is not what it is declared to be."""
+    """Return the dataclass `value` as bytes. Raises TypeError where a field is not what it is declared to be."""
     raw: bytes = msgpack.packb(_plain(value, type(value), type(value).__name__), use_bin_type=True)
     return raw
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """The `kind` in `raw`. Raises TypeError or ValueError when it holds something else. Arrays can be written to."""
+    """Return the `kind` in `raw`. Raises TypeError or ValueError when it holds something else. Arrays can be written
+    to."""
     value: T = _built(msgpack.unpackb(raw, use_list=True, strict_map_key=False), kind, kind.__name__)
     return value
 

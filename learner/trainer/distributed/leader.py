@@ -1,6 +1,6 @@
 """A trainer on several ranks that looks like one: rank 0 has the loop, the others follow its commands.
 
-rank 0   RankedEngine: rank_batches of a batch out, the same call here and there, then whether all succeeded
+rank 0   LeaderEngine: rank_batches of a batch out, the same call here and there, then whether all succeeded
 others   follow: one command after the other
 
 Only rank 0 knows of Redis, batches and the delivery state. Checkpoint folders must be visible to every rank.
@@ -35,7 +35,7 @@ class SharedTrainer(TrainEngine, Protocol):
     def world_size(self) -> int: ...
 
     def rank_batches(self, batch: Batch) -> list[RankBatch]:
-        """What each rank is to `train_rank_batch`."""
+        """Return what each rank is to `train_rank_batch`."""
         ...
 
     def train_rank_batch(self, rank_batch: RankBatch) -> StepReport:
@@ -102,7 +102,7 @@ class LeaderEngine:
         self._together(LOAD, directory, self._trainer.load_state)
 
     def close(self) -> None:
-        """Ends the other ranks too, where they can still hear."""
+        """End the other ranks too, where they can still hear."""
         if self._in_step or self._sending is not None:
             self._begin(CLOSE)
         self._trainer.close()
@@ -135,7 +135,7 @@ class LeaderEngine:
 
 
 def _attempt(ranks: RankChannel, call: Callable[[Path], None], directory: Path) -> list[str]:
-    """Calls, and tells the others how it went: failures of all ranks, in words."""
+    """Call, and exchange with the others how it went. Return the failures of all ranks, in words."""
     try:
         with others_alive(f"the state in {directory}"):
             call(directory)
@@ -147,7 +147,7 @@ def _attempt(ranks: RankChannel, call: Callable[[Path], None], directory: Path) 
 
 
 def lead(trainer: SharedTrainer) -> TrainEngine:
-    """What the loop on rank 0 is given: the trainer itself where it is alone. Collective with `run_follower`."""
+    """Return what the loop on rank 0 is given: the trainer itself where it is alone. Collective with `run_follower`."""
     return LeaderEngine(trainer, RankChannel()) if trainer.world_size > 1 else trainer
 
 
@@ -157,7 +157,7 @@ def run_follower(trainer: SharedTrainer) -> None:
 
 
 def follow(trainer: SharedTrainer, ranks: RankChannel) -> None:
-    """Does what rank 0 tells, until it says `close`.
+    """Run the commands of rank 0 until it says `close`.
 
     consumes      commands of rank 0, with this rank's share of a batch or the name of a folder
     produces      its part in collectives, its files of a checkpoint, and for each of those how it went

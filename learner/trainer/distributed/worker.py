@@ -22,7 +22,7 @@ def ranks() -> tuple[int, int]:
 
 
 def run_worker(run: RunSettings, settings: LearnerSettings) -> int:
-    """Computes what rank 0 tells it to; 0 at the end. Raises RankLost, and UserError when there is no such model."""
+    """Compute what rank 0 commands; return 0 at the end. Raises RankLost, and UserError when there is no such model."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     from learner.trainer.distributed.leader import run_follower
