@@ -69,34 +69,12 @@ from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop
 from rollout_server.search import build_search
 
-PIECES, PIECE_BYTES = 16, 1 << 16
-"""What is read of a file of weights: pieces at equal distances, and bytes of each."""
-
-
-def model_digest(model: Path) -> str:
-    """Return the sha256 (hex) over names, sizes and samples of the files of a model directory that decide its answers.
-
-    Says which policy an answer is of: a version is a number within one run, and an untrained model is always 0.0.
-
-    Weights are not read whole (that takes minutes for a large model): training changes every tensor, so samples differ.
-    Of a directory without weights (a rollout server needs the tokenizer alone) the digest is of what is there.
-    """
-    digest = hashlib.sha256()
-    for path in sorted((*model.glob("*.json"), *model.glob("*.jinja"), *model.glob("*.safetensors"))):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for piece in range(PIECES):
-                file.seek(size * piece // PIECES)
-                digest.update(file.read(PIECE_BYTES))
-    return digest.hexdigest()
-
-
 log = logging.getLogger(__name__)
 
+PIECES, PIECE_BYTES = 16, 1 << 16
+"""What is read of a file of weights: pieces at equal distances, and bytes of each."""
 MOST_REFUSALS = 50
 """Most different refusals of Redis that are written to the history: they may be another client's doing."""
-
 COUNTERS = (
     *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
     *("trajectories", "turns", "tokens_generated", "tokens_observed", "stale"),
@@ -327,6 +305,25 @@ class RolloutServer:
                 await deregister_metrics(self._redis, self._stats)
         except (RedisUnavailable, StateLost, TimeoutError) as error:
             log.info("left without deregistering in Redis: %s", error)
+
+
+def model_digest(model: Path) -> str:
+    """Return the sha256 (hex) over names, sizes and samples of the files of a model directory that decide its answers.
+
+    Says which policy an answer is of: a version is a number within one run, and an untrained model is always 0.0.
+
+    Weights are not read whole (that takes minutes for a large model): training changes every tensor, so samples differ.
+    Of a directory without weights (a rollout server needs the tokenizer alone) the digest is of what is there.
+    """
+    digest = hashlib.sha256()
+    for path in sorted((*model.glob("*.json"), *model.glob("*.jinja"), *model.glob("*.safetensors"))):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for piece in range(PIECES):
+                file.seek(size * piece // PIECES)
+                digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()
 
 
 def _connect(session: aiohttp.ClientSession, access: Access, stream_interval: int, engine: EngineInfo) -> SglangClient:

@@ -35,6 +35,7 @@ from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", EngineInfo, WeightUpdate)
 
 
 class RunCompatibility:
@@ -107,9 +108,6 @@ def _elsewhere(raw: Mapping[bytes, bytes], run: RunSettings, whose: str) -> User
         todo="to work for the run in Redis (a learner may have taken it over), start this process again with that "
         "run's configuration and run.dir; else give your run another run.id, for all of its processes",
     )
-
-
-M = TypeVar("M", EngineInfo, WeightUpdate)
 
 
 @dataclass(frozen=True)

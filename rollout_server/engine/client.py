@@ -27,6 +27,18 @@ GRACE_S = 1.0
 RECHECK_S = 1.0
 """How often an engine that may be silent is looked at again."""
 
+API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "FORAY_ENGINE_API_KEY", "FORAY_ENGINE_ADMIN_KEY"
+CONTROL_TIMEOUT_S = 30.0
+"""Deadline of a control call that computes nothing."""
+KEEP_ALIVE_S = 4.0
+"""An idle connection is closed from here after so long. SGLang's server does it after 5 s, and a request that crosses
+that closing would look like an engine that has died."""
+STREAM_INTERVAL = 8
+"""Tokens between two chunks: what is lost at most when an engine dies."""
+CONNECT_S = 5.0
+LARGEST_ANSWER = 64 << 20
+"""Bytes of an answer that is not a stream."""
+
 
 def _never() -> bool:
     return False
@@ -121,15 +133,6 @@ class EngineCall:
         self._arm(max(0.0, min(due, self._deadline) - now))
 
 
-API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "FORAY_ENGINE_API_KEY", "FORAY_ENGINE_ADMIN_KEY"
-
-CONTROL_TIMEOUT_S = 30.0
-"""Deadline of a control call that computes nothing."""
-KEEP_ALIVE_S = 4.0
-"""An idle connection is closed from here after so long. SGLang's server does it after 5 s, and a request that crosses
-that closing would look like an engine that has died."""
-
-
 def pooled_connector() -> aiohttp.TCPConnector:
     """Return pooled connections to engines, without a limit: `AimdLimit` and the engines bound the requests."""
     return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -199,13 +202,6 @@ def json_object(reply: Any, name: str) -> dict[str, Any]:
     if not isinstance(reply, dict):
         raise EngineError("bad_output", name, f"expected a JSON object, got {type(reply).__name__}")
     return reply
-
-
-STREAM_INTERVAL = 8
-"""Tokens between two chunks: what is lost at most when an engine dies."""
-CONNECT_S = 5.0
-LARGEST_ANSWER = 64 << 20
-"""Bytes of an answer that is not a stream."""
 
 
 class SglangClient:

@@ -31,6 +31,14 @@ MAX_VOCAB = 1 << 31
 Spans = tuple[tuple[PolicyVersion, int, int], ...]
 """(version, start, end) over the tokens of one request, without gaps."""
 
+ABORT_CAUSE = {400: "refused", 500: "http_500"}
+"""Status code in an abort's finish reason -> cause. Any other abort, 503 (the queue is full) included: `aborted`."""
+LONGEST_LINE = 8 << 20
+"""Bytes. A turn of 32768 tokens with log-probs, cumulative, takes less than 2 MB."""
+_FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
+_GOES_ON = re.compile(rb'"finish_reason": ?null')
+_DONE_WELL = re.compile(rb'"finish_reason": ?\{"type": ?"(stop|length)"')
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -144,10 +152,6 @@ def cause_of_status(status: int) -> str:
     return "http_500" if status >= 500 or status == 429 else "denied"
 
 
-ABORT_CAUSE = {400: "refused", 500: "http_500"}
-"""Status code in an abort's finish reason -> cause. Any other abort, 503 (the queue is full) included: `aborted`."""
-
-
 class ReceivedTokens:
     """Tokens of one request to `engine`, kept whatever ends it.
 
@@ -237,14 +241,6 @@ class ReceivedTokens:
         sure = n if self.finish_reason and len(self._labels) == 1 else self._sure
         label = next(iter(self._labels), "") if sure == n else self._expected
         return ((version_of(label), 0, sure),) if sure else ()
-
-
-LONGEST_LINE = 8 << 20
-"""Bytes. A turn of 32768 tokens with log-probs, cumulative, takes less than 2 MB."""
-
-_FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
-_GOES_ON = re.compile(rb'"finish_reason": ?null')
-_DONE_WELL = re.compile(rb'"finish_reason": ?\{"type": ?"(stop|length)"')
 
 
 class SseParser:

@@ -23,6 +23,11 @@ MAX_CHARS_PER_TOKEN = 64
 """Passages are cut to this many characters a token of their budget before they are tokenised: a passage of megabytes
 must not cost seconds."""
 
+RESERVED_TAGS = ("think", "search", "information", "answer", "result", "tool_call", "tool_response")
+"""Tags of the protocols: no tool may have one of these names."""
+_BOX = "\\boxed{"
+_STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
+
 
 @dataclass(frozen=True)
 class SearchAction:
@@ -54,11 +59,6 @@ class InvalidAction:
 
 
 Action = SearchAction | AnswerAction | ToolAction | InvalidAction
-
-RESERVED_TAGS = ("think", "search", "information", "answer", "result", "tool_call", "tool_response")
-"""Tags of the protocols: no tool may have one of these names."""
-_BOX = "\\boxed{"
-_STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 @lru_cache

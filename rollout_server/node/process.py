@@ -40,6 +40,10 @@ SOURCE = Path(__file__).resolve().parents[2]
 """The directory that holds Foray's packages: in a checkout, its root."""
 MAKE_ENVIRONMENT = "`make sglang-env` builds .venv-sglang for a machine without GPUs; else set engine.kind.python"
 
+log = logging.getLogger(__name__)
+STOP_S = 3.0
+"""How long a child may take to end after SIGTERM before it is killed. It has no requests then: nothing is lost."""
+
 
 @dataclass(frozen=True)
 class EngineKeys:
@@ -215,12 +219,6 @@ def _found(path: Path) -> Path | None:
     """`path` from where the node was started, else from the root of Foray's checkout; None when it is in neither."""
     tried = (base / path.expanduser() for base in (Path.cwd(), SOURCE))
     return next((candidate for candidate in tried if candidate.is_file()), None)
-
-
-log = logging.getLogger(__name__)
-
-STOP_S = 3.0
-"""How long a child may take to end after SIGTERM before it is killed. It has no requests then: nothing is lost."""
 
 
 class EngineProcess:

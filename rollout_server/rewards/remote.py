@@ -27,6 +27,10 @@ BACKOFF_S, MAX_BACKOFF_S = 0.1, 4.0
 MAX_BYTES = 64 << 20
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+Fetch = Callable[[Sequence[K]], Awaitable[Sequence[V]]]
+"""Answers for distinct keys, in their order. Raises RewardError."""
 
 
 class EndpointSettings(RewardSettingsBase):
@@ -143,12 +147,6 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
             raise RewardError(f"a reply of more than {MAX_BYTES} bytes")
         parts.append(chunk)
     return b"".join(parts)
-
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-Fetch = Callable[[Sequence[K]], Awaitable[Sequence[V]]]
-"""Answers for distinct keys, in their order. Raises RewardError."""
 
 
 class BatchLoader(Generic[K, V]):

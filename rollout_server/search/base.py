@@ -26,6 +26,18 @@ from typing import Literal, Protocol
 from protocol.search import Passage
 from protocol.settings import Settings
 
+UNAVAILABLE, CLOSED, TIMEOUT, UNREACHABLE, OVERLOADED = "unavailable", "closed", "timeout", "unreachable", "overloaded"
+NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE = "not_json", "bad_shape", "wrong_count", "too_large"
+KNOWN = (UNREACHABLE, TIMEOUT, OVERLOADED, NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE, UNAVAILABLE, CLOSED)
+"""Causes that are shown from the start, as zeros. `http_NNN` and `failed_WORD` come when they come."""
+NO_SUCH_PATH = frozenset({"http_404", "http_405", "http_501"})
+"""To a search: the server has no such path. That is no outage but a wrong address or dialect, and waiting cures only
+what a proxy answers while its server restarts."""
+MOST_NAMES = 100
+"""Causes with a counter of their own. Servers name failures too, and must not fill the metrics."""
+_ABOUT_THE_QUERY = frozenset({400, 413, 414, 422})
+"""Statuses that the same query would get again. Any other may be a proxy's while its server restarts."""
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -95,22 +107,6 @@ class NoSearch(LocalSearch):
 
     async def __call__(self, query: str) -> SearchResult:
         return SearchResult((), 0.0)
-
-
-UNAVAILABLE, CLOSED, TIMEOUT, UNREACHABLE, OVERLOADED = "unavailable", "closed", "timeout", "unreachable", "overloaded"
-NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE = "not_json", "bad_shape", "wrong_count", "too_large"
-KNOWN = (UNREACHABLE, TIMEOUT, OVERLOADED, NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE, UNAVAILABLE, CLOSED)
-"""Causes that are shown from the start, as zeros. `http_NNN` and `failed_WORD` come when they come."""
-
-NO_SUCH_PATH = frozenset({"http_404", "http_405", "http_501"})
-"""To a search: the server has no such path. That is no outage but a wrong address or dialect, and waiting cures only
-what a proxy answers while its server restarts."""
-
-MOST_NAMES = 100
-"""Causes with a counter of their own. Servers name failures too, and must not fill the metrics."""
-
-_ABOUT_THE_QUERY = frozenset({400, 413, 414, 422})
-"""Statuses that the same query would get again. Any other may be a proxy's while its server restarts."""
 
 
 class SearchError(Exception):

@@ -26,6 +26,9 @@ WINDOW, MIN_COUNT, SHARE = 64, 32, 0.5
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 """Before the first and the later probes of an ejected replica; each is twice the one before."""
 
+QUERY = "who wrote the novel emma"
+"""Probes a replica that has not answered any query yet."""
+
 
 class HealthCheck(StrEnum):
     """What readmits an ejected replica: `/ready` says so, or a query is answered."""
@@ -99,10 +102,6 @@ class Replica:
         pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._probes, 16))
         self._probes += 1
         return pause
-
-
-QUERY = "who wrote the novel emma"
-"""Probes a replica that has not answered any query yet."""
 
 
 async def probe(

@@ -46,6 +46,12 @@ if TYPE_CHECKING:
 Dialect = Literal["search_r1", "flashrag"]
 PATHS: dict[Dialect, str] = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
 
+CONNECT_S = 3.0
+"""Longest wait for a connection: a host that swallows packets must not use up the time of another that could answer."""
+KEEP_ALIVE_S = 4.0
+"""An idle connection is closed from here after so long: uvicorn (Search-R1's server) does it after 5 s, and a request
+that crosses that closing would look like a retriever that has died."""
+
 
 class _Document(BaseModel):
     """A hit's document. Corpora with numbers as ids exist."""
@@ -90,13 +96,6 @@ def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
     except (TypeError, KeyError, AttributeError, IndexError, ValidationError):
         raise SearchError(BAD_SHAPE) from None
     return tuple(Passage(id=document.id, contents=document.contents) for document in found)
-
-
-CONNECT_S = 3.0
-"""Longest wait for a connection: a host that swallows packets must not use up the time of another that could answer."""
-KEEP_ALIVE_S = 4.0
-"""An idle connection is closed from here after so long: uvicorn (Search-R1's server) does it after 5 s, and a request
-that crosses that closing would look like a retriever that has died."""
 
 
 class HttpConnections:

@@ -17,6 +17,8 @@ from pydantic import Field
 from protocol.search import Passage
 from protocol.settings import Settings
 
+CLOSED = "closed"
+
 
 @dataclass(frozen=True)
 class ToolResult:
@@ -72,9 +74,6 @@ class ToolSettingsBase(Settings):
     type: str
     max_calls: int | None = Field(default=None, ge=0)
     """Most calls in one trajectory; a further one is answered by saying so. None: only `max_turns` bounds them."""
-
-
-CLOSED = "closed"
 
 
 class InflightCalls:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rollout_server.cpu_engine.model.lora import Adapter
 from protocol.runtime.metrics import Histogram
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rollout_server.cpu_engine.model.lora import Adapter
 
 Finish = dict[str, Any]
 """SGLang's `finish_reason`."""

@@ -42,6 +42,9 @@ ENGINE: Table = {
     "e2e_request_latency_seconds": histogram("Seconds from a request's arrival to its end.", SECONDS),
 }
 
+MODES = ("abort", "retract", "in_place")
+HEALTH = ("/health", "/health_generate")
+
 
 def render(engine: Engine, model_name: str) -> str:
     """Return the page of GET /metrics; every sample has the label model_name."""
@@ -75,10 +78,6 @@ def _values(engine: Engine) -> dict[str, float]:
         "weight_updates_total": c.weight_updates,
         "step_errors_total": c.step_errors,
     }
-
-
-MODES = ("abort", "retract", "in_place")
-HEALTH = ("/health", "/health_generate")
 
 
 class AdminRoutes:

@@ -30,6 +30,9 @@ from rollout_server.cpu_engine.server.validation import (
     unblocked,
 )
 
+LARGE_ANSWER = 1 << 15
+"""Log-probs beyond which an answer is not written out on the event loop."""
+
 
 class Inbox:
     """What is new of one call's requests: {number of the request: its output tokens so far}. Used on the loop only."""
@@ -77,10 +80,6 @@ class Mailbox:
         while self._pending:
             inbox, number, length = self._pending.popleft()
             inbox.put(number, length)
-
-
-LARGE_ANSWER = 1 << 15
-"""Log-probs beyond which an answer is not written out on the event loop."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,13 @@ _RID_BASE = secrets.token_hex(8)
 _rid_numbers = itertools.count()
 # not uuid4: its system call lets go of the interpreter lock, and to get that back from a busy engine takes time
 
+BODY_S = 30.0
+"""Longest wait for a body in seconds."""
+LARGE_BODY = 1 << 16
+"""Bytes of a body beyond which it is not checked on the event loop: encoding 1 MiB of text takes seconds."""
+_LARGE_WORK = ThreadPoolExecutor(1, "large-body")
+T = TypeVar("T")
+
 
 class BadRequest(Exception):
     """The request is wrong; the message says where."""
@@ -306,14 +313,6 @@ def _number(given: Body, name: str, default: float, least: float, most: float) -
     if type(value) not in (int, float) or not least <= value <= min(most, MOST_NUMBER):
         raise BadRequest(f"{name} must be a number from {least} to {most}, not {value!r:.40}")
     return float(value)
-
-
-BODY_S = 30.0
-"""Longest wait for a body in seconds."""
-LARGE_BODY = 1 << 16
-"""Bytes of a body beyond which it is not checked on the event loop: encoding 1 MiB of text takes seconds."""
-_LARGE_WORK = ThreadPoolExecutor(1, "large-body")
-T = TypeVar("T")
 
 
 async def read_json(http: web.Request) -> Any:

@@ -17,6 +17,11 @@ from rollout_server.cpu_engine.model.loader import Weights, WeightsError
 from rollout_server.cpu_engine.scheduler.engine import Engine, Refused, Update
 from rollout_server.cpu_engine.weight_sync.group import Bucket, GroupLost, RendezvousSpec, UpdateGroup
 
+IN_PLACE = (
+    "the cache cannot be flushed while requests are paused in place: "
+    "the weights were left as they are; send flush_cache=false or pause with retract"
+)
+
 
 class StagedWeights:
     """New weights that arrive while the old ones still generate: a second set of tensors, verified as it fills.
@@ -63,12 +68,6 @@ class StagedWeights:
         if self._missing:
             raise WeightsError(f"{len(self._missing)} tensor(s) were not sent, first {min(self._missing)!r}")
         return self._weights
-
-
-IN_PLACE = (
-    "the cache cannot be flushed while requests are paused in place: "
-    "the weights were left as they are; send flush_cache=false or pause with retract"
-)
 
 
 class UpdateSession:
