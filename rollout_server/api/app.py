@@ -70,7 +70,7 @@ ROUTE_ROLES: Mapping[str, Role] = {
 """Role that a route needs; episodes cost engine time and searches. Every other route is the operator's."""
 
 
-def build_app(state: AppState, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
+def build_app(state: AppState, access: Access) -> web.Application:
     """Return the aiohttp application."""
     auth = auth_middleware(access, ROUTE_ROLES, default="operator")
     app = web.Application(middlewares=[auth], client_max_size=MAX_BODY_BYTES, handler_args=SERVER_OPTIONS)

@@ -153,7 +153,7 @@ async def served(app: web.Application) -> AsyncIterator[str]:
 
 
 def _rollout() -> web.Application:
-    return rollout_app.build_app(cast(Any, object()))
+    return rollout_app.build_app(cast(Any, object()), Access())
 
 
 def _retriever() -> web.Application:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
+from protocol.runtime.http.auth import Access
 from retriever.api import openapi as retriever_openapi
 from retriever.api.app import create_app
 from retriever.api.base import RetrieverState
@@ -49,7 +50,7 @@ def engine_app() -> web.Application:
 
 
 APPS = {
-    "rollout": (lambda: build_app(cast(Any, None)), rollout_openapi.describe),
+    "rollout": (lambda: build_app(cast(Any, None), Access()), rollout_openapi.describe),
     "retriever": (lambda: create_app(RetrieverState(RetrieverSettings())), retriever_openapi.describe),
     "engine": (engine_app, engine_openapi.describe),
 }

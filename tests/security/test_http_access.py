@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from protocol.errors import UserError
 from protocol.runtime.http.auth import ROLES, Access, Role, read_access, variable
-from protocol.runtime.http.server import auth_middleware, listening
+from protocol.runtime.http.server import listening
 from retriever.api.app import create_app
 from retriever.api.base import RetrieverState
 from retriever.config import RetrieverSettings
@@ -128,8 +128,9 @@ async def _rollout(settings: RolloutSettings) -> AsyncIterator[str]:
         return web.Response(text="in")
 
     access = read_access(os.environ)
-    app = web.Application(middlewares=[auth_middleware(access, ROUTE_ROLES, default="operator")])
-    for route in build_app(SERVED_BY_NOBODY).router.routes():
+    built = build_app(SERVED_BY_NOBODY, access)
+    app = web.Application(middlewares=built.middlewares)
+    for route in built.router.routes():
         if route.method != "HEAD" and route.resource is not None:
             app.router.add_route(route.method, route.resource.canonical, answer)
     async with listening(app, settings.host, 0, access=access, setting="rollout.host", todo="") as listener:
@@ -153,7 +154,9 @@ async def test_the_rollout_server_asks_for_the_right_role(locked: None) -> None:
 
 def test_every_route_says_what_it_needs() -> None:
     """A route that is added and forgotten is the operator's (rollout server) or node's (retriever), never open."""
-    routes = {r.resource.canonical for r in build_app(SERVED_BY_NOBODY).router.routes() if r.resource is not None}
+    routes = {
+        r.resource.canonical for r in build_app(SERVED_BY_NOBODY, Access()).router.routes() if r.resource is not None
+    }
     assert routes == {"/health", "/ready"} | ROUTE_ROLES.keys()
     served = create_app(RetrieverState(RetrieverSettings()), Access())
     assert {"/health", "/ready"} < {r.resource.canonical for r in served.router.routes() if r.resource is not None}

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from learner.config.learner import LearnerSettings
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree, section
+from protocol.runtime.http.auth import Access
 from protocol.settings import RunSettings
 from retriever.api import base as app_base
 from retriever.config import RetrieverSettings
@@ -103,7 +104,7 @@ async def test_a_body_that_drips_in_is_left(retriever: str, monkeypatch: pytest.
 async def test_the_rollout_server_leaves_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_app, "BODY_S", 0.1)
     app = web.Application()
-    served = rollout_app.build_app(object())  # type: ignore[arg-type]  # never looked at: the body comes first
+    served = rollout_app.build_app(object(), Access())  # type: ignore[arg-type]  # never looked at: the body comes first
     app.add_subapp("/r", served)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
