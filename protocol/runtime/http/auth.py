@@ -38,6 +38,9 @@ MIN_CHARS, MIN_DISTINCT = 32, 10
 """Least length of a token and of its set of characters: `token_urlsafe(32)` has 43 characters, about 31 different."""
 MAKE_ONE = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _TOKEN = re.compile(r"[!-~]+")
+JSON = "application/json"
+OWN_SITES = frozenset({"", "none", "same-origin"})
+"""Accepted values of `Sec-Fetch-Site`: no browser, an address typed into one, a page of the service itself."""
 
 
 def variable(role: Role) -> str:
@@ -141,21 +144,6 @@ def engine_key(access: Access, engine_id: str, incarnation: str) -> str:
     return hmac.new(token.encode(), f"engine\0{engine_id}\0{incarnation}".encode(), "sha256").hexdigest()
 
 
-def _strong(token: str, name: str) -> str:
-    if len(token) < MIN_CHARS or len(set(token)) < MIN_DISTINCT or not _TOKEN.fullmatch(token):
-        raise UserError(
-            f"{name} is too weak",
-            why=f"a token has {MIN_CHARS} or more printable characters, {MIN_DISTINCT} of them different, no blanks",
-            todo=f"export {name}=$({MAKE_ONE})",
-        )
-    return token
-
-
-JSON = "application/json"
-OWN_SITES = frozenset({"", "none", "same-origin"})
-"""Accepted values of `Sec-Fetch-Site`: no browser, an address typed into one, a page of the service itself."""
-
-
 class Headers(Protocol):
     """A request's headers; names are found in any case."""
 
@@ -215,6 +203,16 @@ def check_request(head: RequestHead, *, is_open: bool) -> Verdict:
     if is_open and _has_body(headers) and headers.get("Content-Type", "").partition(";")[0].strip().lower() != JSON:
         return Verdict(415, f"without tokens a body must be JSON: send Content-Type: {JSON}")
     return PASS
+
+
+def _strong(token: str, name: str) -> str:
+    if len(token) < MIN_CHARS or len(set(token)) < MIN_DISTINCT or not _TOKEN.fullmatch(token):
+        raise UserError(
+            f"{name} is too weak",
+            why=f"a token has {MIN_CHARS} or more printable characters, {MIN_DISTINCT} of them different, no blanks",
+            todo=f"export {name}=$({MAKE_ONE})",
+        )
+    return token
 
 
 def _names_loopback(header: str) -> bool:

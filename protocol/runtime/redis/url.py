@@ -13,13 +13,13 @@ share one slot, so a single shard would serve all of them.
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 from protocol.errors import UserError
 from protocol.redaction import SHOWN
+from protocol.runtime.http.auth import is_loopback
 
 Kind = Literal["server", "socket", "sentinel"]
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
@@ -59,7 +59,7 @@ class RedisUrl:
     @property
     def is_loopback(self) -> bool:
         """Return whether what is sent stays on this machine."""
-        return self.kind == "socket" or all(_is_loopback(host) for host, _ in self.hosts)
+        return self.kind == "socket" or all(is_loopback(host) for host, _ in self.hosts)
 
     @property
     def verifies(self) -> bool:
@@ -208,12 +208,3 @@ def _tls(options: dict[str, str]) -> dict[str, str | bool]:
         raise ValueError("ssl_check_hostname is true or false")
     tls["ssl_check_hostname"] = named == "true"
     return tls
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
