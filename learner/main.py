@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from learner.checkpoint.checkpoint import STATE, Checkpoint, Checkpoints
-from learner.checkpoint.journal import GroupJournal, all_places, frames, rolled_back
+from learner.checkpoint.journal import GroupJournal, all_locations, frames, rolled_back
 from learner.checkpoint.signing import run_key
 from learner.config.learner import LearnerSettings
 from learner.context import LearnerContext
@@ -297,8 +297,8 @@ def _replay_buffer(
     if not count:
         return ReplayBuffer(0, run.max_lag, run.seed)
     recent = range(step - run.max_lag + 1, step + 1)
-    wanted = [p for p in all_places(run.dir / "journal") if p.step in recent and not rolled_back(p, lineage)]
-    past = (ReplayedGroup(place.step, decode_as(TrajectoryGroup, frame["b"])) for place, frame in frames(wanted))
+    wanted = [p for p in all_locations(run.dir / "journal") if p.step in recent and not rolled_back(p, lineage)]
+    past = (ReplayedGroup(location.step, decode_as(TrajectoryGroup, frame["b"])) for location, frame in frames(wanted))
     return ReplayBuffer(count, run.max_lag, run.seed, past)
 
 

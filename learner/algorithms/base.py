@@ -26,12 +26,12 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 class Requirements:
     """What an algorithm wants to be computed before its loss.
 
-    reference         log-probs of the reference policy
-    values            values of a critic, and the returns that it learns from
-    entropy_gradient  whether the entropy is part of the loss
-    old               whether `TokenInputs.old` is the policy before the first update, instead of the engines' log-probs
-    old_to_judge      whether `compute_advantages` reads `TokenScores.old`
-    top, top_of       log-probs of the `top` likeliest tokens, of the policy before the first update or of the reference
+    reference           log-probs of the reference policy
+    values              values of a critic, and the returns that it learns from
+    entropy_gradient    whether the entropy is part of the loss
+    old                 whether `TokenInputs.old` is the policy before the first update, not the engines' log-probs
+    old_for_advantages  whether `compute_advantages` reads `TokenScores.old`
+    top, top_of         log-probs of the `top` likeliest tokens, of the policy before the first update or the reference
     """
 
     reference: bool = False

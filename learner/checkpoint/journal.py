@@ -34,6 +34,10 @@ from protocol.versions import PolicyVersion, is_orphan
 
 log = logging.getLogger(__name__)
 
+FILE_BYTES = 64 << 20
+MIN_FILES = 4
+"""A journal of limited size has at least this many files, since it can only be shortened by whole ones."""
+
 FRAME = struct.Struct("<II")
 """Head of a frame of the data: length and CRC-32 of what follows."""
 _RECORD = struct.Struct("<QIIIQQ")
@@ -63,13 +67,13 @@ def index_of(data: Path) -> Path:
     return data.with_suffix(".idx")
 
 
-def record(place: FrameLocation) -> bytes:
-    """Return the place as the index holds it."""
-    raw = _RECORD.pack(place.offset, place.length, place.crc, place.epoch, place.step, place.seq)
+def index_record(location: FrameLocation) -> bytes:
+    """Return the location as the index holds it."""
+    raw = _RECORD.pack(location.offset, location.length, location.crc, location.epoch, location.step, location.seq)
     return raw + _CHECK.pack(zlib.crc32(raw))
 
 
-def places(data: Path) -> list[FrameLocation]:
+def locations(data: Path) -> list[FrameLocation]:
     """Return every whole frame of the file, in order; nothing is written."""
     indexed = _indexed(data)
     return [*indexed, *_scan(data, indexed[-1].end if indexed else 0)]
@@ -77,7 +81,7 @@ def places(data: Path) -> list[FrameLocation]:
 
 def rebuild_index(data: Path) -> None:
     """Rewrite the index unless it says exactly what it should."""
-    wanted = b"".join(record(place) for place in places(data))
+    wanted = b"".join(index_record(location) for location in locations(data))
     index = index_of(data)
     if index.is_file() and index.read_bytes() == wanted:
         return
@@ -85,12 +89,12 @@ def rebuild_index(data: Path) -> None:
     atomic_write(index, wanted, durable=True)
 
 
-def read_frame(file: BinaryIO, place: FrameLocation) -> dict[str, Any] | None:
-    """Return the frame at `place` of the open file, unpacked; None when it is not what was written there."""
-    file.seek(place.offset)
-    raw = file.read(place.length)
-    if len(raw) != place.length or zlib.crc32(raw) != place.crc:
-        log.warning("%s: the group of seq %d at byte %d is damaged", place.path, place.seq, place.offset)
+def read_frame(file: BinaryIO, location: FrameLocation) -> dict[str, Any] | None:
+    """Return the frame at `location` of the open file, unpacked; None when it is not what was written there."""
+    file.seek(location.offset)
+    raw = file.read(location.length)
+    if len(raw) != location.length or zlib.crc32(raw) != location.crc:
+        log.warning("%s: the group of seq %d at byte %d is damaged", location.path, location.seq, location.offset)
         return None
     frame: dict[str, Any] = unpack(raw)
     return frame
@@ -106,12 +110,12 @@ def _indexed(data: Path) -> list[FrameLocation]:
     end, size = 0, data.stat().st_size
     for at in range(0, len(raw) - RECORD_BYTES + 1, RECORD_BYTES):
         body = raw[at : at + _RECORD.size]
-        place = FrameLocation(data, *_RECORD.unpack(body))
+        location = FrameLocation(data, *_RECORD.unpack(body))
         (check,) = _CHECK.unpack_from(raw, at + _RECORD.size)
-        if zlib.crc32(body) != check or place.offset != end + FRAME.size or place.end > size:
+        if zlib.crc32(body) != check or location.offset != end + FRAME.size or location.end > size:
             break
-        found.append(place)
-        end = place.end
+        found.append(location)
+        end = location.end
     return found
 
 
@@ -129,19 +133,14 @@ def _scan(data: Path, start: int) -> Iterator[FrameLocation]:
                 return
             try:
                 frame = unpack(raw)
-                place = FrameLocation(
+                location = FrameLocation(
                     data, offset, length, crc, frame["epoch"], frame["step"], read_header(frame["h"]).seq
                 )
-                record(place)
+                index_record(location)
             except (ProtocolError, KeyError, TypeError, struct.error):
                 log.warning("%s: the frame before byte %d is none of ours, the rest is left out", data, file.tell())
                 return
-            yield place
-
-
-FILE_BYTES = 64 << 20
-MIN_FILES = 4
-"""A journal of limited size has at least this many files, since it can only be shortened by whole ones."""
+            yield location
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ class GroupJournal:
             raw = pack({"step": step, "epoch": epoch, **batch, "h": header, "b": body})
             at, crc = begin + len(data) + FRAME.size, zlib.crc32(raw)
             data += FRAME.pack(len(raw), crc) + raw
-            records += record(FrameLocation(path, at, len(raw), crc, epoch, step, read_header(header).seq))
+            records += index_record(FrameLocation(path, at, len(raw), crc, epoch, step, read_header(header).seq))
         _write(file, data)
         # Only now: an index never names what may not be there.
         _write(index, records)
@@ -242,7 +241,7 @@ class GroupJournal:
         sizes = {path: sum(p.stat().st_size for p in (path, index_of(path)) if p.is_file()) for path in files}
         excess = sum(sizes.values()) - self._max_bytes
         for path in files[:-1]:
-            if excess <= 0 or max((place.step for place in places(path)), default=0) >= needed_from:
+            if excess <= 0 or max((location.step for location in locations(path)), default=0) >= needed_from:
                 return
             path.unlink()
             index_of(path).unlink(missing_ok=True)
@@ -274,31 +273,31 @@ class GroupJournal:
 
 def read_journal(folder: Path, *, lineage: Sequence[PolicyVersion] = ()) -> Iterator[JournalEntry]:
     """Yield every group in order of training. lineage: leave out what a crash rolled back."""
-    for place, frame in frames(p for p in all_places(folder) if not rolled_back(p, lineage)):
-        yield JournalEntry(place.step, place.epoch, decode_as(TrajectoryGroup, frame["b"]))
+    for location, frame in frames(p for p in all_locations(folder) if not rolled_back(p, lineage)):
+        yield JournalEntry(location.step, location.epoch, decode_as(TrajectoryGroup, frame["b"]))
 
 
 def frames(wanted: Iterable[FrameLocation]) -> Iterator[tuple[FrameLocation, dict[str, Any]]]:
-    """Yield the frames at these places, each file opened once in a row; damaged ones are left out."""
+    """Yield the frames at these locations, each file opened once in a row; damaged ones are left out."""
     with ExitStack() as stack:
         path, file = None, None
-        for place in wanted:
-            if file is None or place.path != path:
+        for location in wanted:
+            if file is None or location.path != path:
                 stack.close()
-                path, file = place.path, stack.enter_context(place.path.open("rb"))
-            frame = read_frame(file, place)
+                path, file = location.path, stack.enter_context(location.path.open("rb"))
+            frame = read_frame(file, location)
             if frame is not None:
-                yield place, frame
+                yield location, frame
 
 
-def all_places(folder: Path) -> list[FrameLocation]:
+def all_locations(folder: Path) -> list[FrameLocation]:
     """Return every group of the journal in order of training, from the indices."""
-    return [place for path in data_files(folder) for place in places(path)]
+    return [location for path in data_files(folder) for location in locations(path)]
 
 
-def rolled_back(place: FrameLocation, lineage: Sequence[PolicyVersion]) -> bool:
+def rolled_back(location: FrameLocation, lineage: Sequence[PolicyVersion]) -> bool:
     """Return whether the step of this group did not survive a crash."""
-    return is_orphan(PolicyVersion(place.epoch, place.step), lineage)
+    return is_orphan(PolicyVersion(location.epoch, location.step), lineage)
 
 
 def data_files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from learner.checkpoint.journal import BatchConditions, FrameLocation, all_places, frames, rolled_back
+from learner.checkpoint.journal import BatchConditions, FrameLocation, all_locations, frames, rolled_back
 from learner.data.filter import GroupFilter
 from protocol.codec import decode_as
 from protocol.errors import UserError
@@ -53,24 +53,24 @@ class Recording:
     """What survived of a journal: groups in order of training, none of a step that a crash rolled back."""
 
     def __init__(self, folder: Path) -> None:
-        everything = all_places(folder)
+        everything = all_locations(folder)
         lineage = _lineage(everything)
-        self.places = [p for p in everything if not rolled_back(p, lineage)]
-        if not self.places:
+        self.locations = [p for p in everything if not rolled_back(p, lineage)]
+        if not self.locations:
             raise UserError(
                 f"there is no journal in {folder}",
                 why="a learner keeps one in the folder `journal` of its run directory, unless learner.journal is off",
                 todo="give --replay a run directory, or the folder with groups-NNNNN.bin",
             )
-        if self.places[0].step > 1:
-            log.warning("the journal begins at step %d: steps before it were dropped", self.places[0].step)
+        if self.locations[0].step > 1:
+            log.warning("the journal begins at step %d: steps before it were dropped", self.locations[0].step)
 
     @property
     def fingerprint(self) -> str:
         """sha256 hex over which groups there are, with their checksums."""
         digest = hashlib.sha256()
-        for place in self.places:
-            digest.update(f"{place.epoch} {place.step} {place.seq} {place.crc}\n".encode())
+        for location in self.locations:
+            digest.update(f"{location.epoch} {location.step} {location.seq} {location.crc}\n".encode())
         return digest.hexdigest()
 
 
@@ -78,9 +78,9 @@ class RecordedBatches:
     """The batches of the run, as they were."""
 
     def __init__(self, recording: Recording, passes: int) -> None:
-        by_step = itertools.groupby(recording.places, key=lambda place: (place.epoch, place.step))
-        self._batches = [list(places) for _, places in by_step]
-        self._find = {(place.step, place.seq): place for place in recording.places}
+        by_step = itertools.groupby(recording.locations, key=lambda location: (location.epoch, location.step))
+        self._batches = [list(locations) for _, locations in by_step]
+        self._find = {(location.step, location.seq): location for location in recording.locations}
         self._passes = passes
         self.position = 0
 
@@ -90,16 +90,16 @@ class RecordedBatches:
 
     def next(self) -> Replayed | None:
         while self.position < self.total:
-            places = self._batches[self.position % len(self._batches)]
+            locations = self._batches[self.position % len(self._batches)]
             self.position += 1
-            batch = self._read(places)
+            batch = self._read(locations)
             if batch is not None:
                 return batch
-            log.warning("step %d of the journal is not whole and is left out", places[0].step)
+            log.warning("step %d of the journal is not whole and is left out", locations[0].step)
         return None
 
-    def _read(self, places: Sequence[FrameLocation]) -> Replayed | None:
-        found = list(_groups(places))
+    def _read(self, locations: Sequence[FrameLocation]) -> Replayed | None:
+        found = list(_groups(locations))
         conditions = found[0][2] if found else None
         if conditions is None or len(found) != conditions.size:
             return None
@@ -116,23 +116,23 @@ class RegroupedBatches:
     """
 
     def __init__(self, recording: Recording, passes: int, size: int, group_filter: GroupFilter) -> None:
-        self._places, self._passes, self._size, self._filter = recording.places, passes, size, group_filter
-        if len(self._places) < size:
-            raise UserError(f"the journal has {len(self._places)} groups, fewer than run.groups_per_step ({size})")
-        self._index = {place: at for at, place in enumerate(self._places)}
+        self._locations, self._passes, self._size, self._filter = recording.locations, passes, size, group_filter
+        if len(self._locations) < size:
+            raise UserError(f"the journal has {len(self._locations)} groups, fewer than run.groups_per_step ({size})")
+        self._index = {location: at for at, location in enumerate(self._locations)}
         self.position = 0
 
     @property
     def total(self) -> int:
-        return len(self._places) // self._size * self._passes
+        return len(self._locations) // self._size * self._passes
 
     def next(self) -> Replayed | None:
-        count = len(self._places)
+        count = len(self._locations)
         while self.position < count * self._passes:
             passed, begin = divmod(self.position, count)
             chosen: list[tuple[TrajectoryGroup, BatchConditions]] = []
-            for place, group, conditions in _groups(self._places[begin:]):
-                self.position = passed * count + self._index[place] + 1
+            for location, group, conditions in _groups(self._locations[begin:]):
+                self.position = passed * count + self._index[location] + 1
                 if not self._filter.refuses(group):
                     chosen.append((group, conditions))
                 if len(chosen) == self._size:
@@ -155,22 +155,22 @@ class RegroupedBatches:
         return Replayed([group for group, _ in chosen], conditions, more_lag=max(steps) - min(steps))
 
 
-def _groups(places: Sequence[FrameLocation]) -> Iterator[tuple[FrameLocation, TrajectoryGroup, BatchConditions]]:
-    for place, frame in frames(places):
+def _groups(locations: Sequence[FrameLocation]) -> Iterator[tuple[FrameLocation, TrajectoryGroup, BatchConditions]]:
+    for location, frame in frames(locations):
         group = decode_as(TrajectoryGroup, frame["b"])
-        yield place, group, _conditions(frame, place, group, len(places))
+        yield location, group, _conditions(frame, location, group, len(locations))
 
 
-def _conditions(frame: dict[str, Any], place: FrameLocation, group: TrajectoryGroup, size: int) -> BatchConditions:
+def _conditions(frame: dict[str, Any], location: FrameLocation, group: TrajectoryGroup, size: int) -> BatchConditions:
     if "batch" in frame:
         return BatchConditions.from_plain(frame["batch"])
     # A journal of before conditions were kept: step n was made from the policy of step n - 1.
-    return BatchConditions(place.step - 1, (), group.sampling.temperature, size)
+    return BatchConditions(location.step - 1, (), group.sampling.temperature, size)
 
 
-def _lineage(places: Sequence[FrameLocation]) -> list[PolicyVersion]:
+def _lineage(locations: Sequence[FrameLocation]) -> list[PolicyVersion]:
     """First version of each learner start that trained anything: the step before the first one it journalled."""
     firsts: dict[int, int] = {}
-    for place in places:
-        firsts.setdefault(place.epoch, place.step - 1)
+    for location in locations:
+        firsts.setdefault(location.epoch, location.step - 1)
     return [PolicyVersion(epoch, step) for epoch, step in firsts.items()]

@@ -1,8 +1,8 @@
-"""What is kept of an entry that could not be used: in a file of the run directory (the record) and in Redis (bounded).
+"""Dead letters, in a file of the run directory (all of them) and in Redis (bounded); and the learner's event log.
 
 Fields of a dead letter, in both: id (of the entry), seq (0: unknown), reason, detail, from ("learner"; rollout servers
 write theirs, `deploy/dlq/dead_letters.py`), h and b (header and body as they came, base64 in the file; at most
-EVIDENCE_BYTES of each there, and STREAM_BYTES in Redis). A stranger who writes to the stream cannot fill the disk.
+FIELD_BYTES of each there, and STREAM_BYTES in Redis). A stranger who writes to the stream cannot fill the disk.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ FIELD_BYTES = 1 << 20
 STREAM_BYTES = 1 << 16
 FILE_BYTES = 64 << 20
 """At this size a file is rotated: it replaces the rotated one before it."""
+LEARNER_ID = "0"
+"""Rank in metrics and events: a restarted learner takes the place of its predecessor."""
 
 
 def rotated(path: Path) -> Path:
@@ -51,10 +53,6 @@ class DeadLetterStore:
             self._store.dead_letter({**facts, "h": head[:STREAM_BYTES], "b": body[:STREAM_BYTES]})
         except (OSError, RedisUnavailable, UserError) as error:
             log.error("the unusable entry %s could not be kept: %s", id_.decode(), error)
-
-
-LEARNER_ID = "0"
-"""Rank in metrics and events: a restarted learner takes the place of its predecessor."""
 
 
 class EventLog:

@@ -18,7 +18,15 @@ from deploy.config import load_config
 from deploy.doctor import data as doctor_data
 from deploy.doctor import engine as doctor_engine
 from learner.checkpoint.checkpoint import MANIFEST, Checkpoints
-from learner.checkpoint.journal import FRAME, BatchConditions, GroupJournal, data_files, index_of, places, read_journal
+from learner.checkpoint.journal import (
+    FRAME,
+    BatchConditions,
+    GroupJournal,
+    data_files,
+    index_of,
+    locations,
+    read_journal,
+)
 from learner.data.questions import load_questions
 from learner.delivery.entry import BadEntry, read_entry
 from learner.trainer.distributed import channel as share_codec
@@ -77,8 +85,8 @@ def _journal(folder: Path) -> tuple[bytes, Any, bytes, Any]:
     def read_index(raw: bytes) -> object:
         path.write_bytes(data)
         index_of(path).write_bytes(raw)
-        found = places(path)
-        assert [place.seq for place in found][:2] == [1, 2] or len(raw) >= 40, "the data alone is the truth"
+        found = locations(path)
+        assert [location.seq for location in found][:2] == [1, 2] or len(raw) >= 40, "the data alone is the truth"
         return list(read_journal(folder))
 
     return data, read_data, index, read_index

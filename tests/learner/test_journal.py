@@ -14,12 +14,12 @@ from learner.checkpoint.journal import (
     RECORD_BYTES,
     BatchConditions,
     GroupJournal,
-    all_places,
+    all_locations,
     frames,
     index_of,
-    places,
+    index_record,
+    locations,
     read_journal,
-    record,
 )
 from protocol.header import read_header, seal
 from protocol.versions import PolicyVersion
@@ -99,11 +99,11 @@ def test_a_step_can_be_found_and_read_alone(tmp_path: Path, journal: Callable[[]
     conditions = BatchConditions(1, (PolicyVersion(1, 0),), 0.7, 2, ((1, 9),))
     append(written, 1, 1, 9)
     written.append(2, 1, [seal(make_group(s)) for s in (5, 4)], conditions)
-    wanted = [p for p in all_places(tmp_path) if p.step == 2]
+    wanted = [p for p in all_locations(tmp_path) if p.step == 2]
     assert [p.seq for p in wanted] == [5, 4]
-    for place, frame in frames(reversed(wanted)):
+    for location, frame in frames(reversed(wanted)):
         assert BatchConditions.from_plain(frame["batch"]) == conditions
-        assert read_header(frame["h"]).seq == place.seq
+        assert read_header(frame["h"]).seq == location.seq
 
 
 @pytest.mark.parametrize("harm", ["none", "missing", "short", "cut", "flip", "off by one", "ahead"])
@@ -113,7 +113,7 @@ def test_the_index_says_the_same_whatever_became_of_it(
     written = journal()
     append(written, 1, 1, 3, 1, 2)
     (data,) = tmp_path.glob("*.bin")
-    index, whole = index_of(data), places(data)
+    index, whole = index_of(data), locations(data)
     assert [p.seq for p in whole] == [3, 1, 2]
     good = index.read_bytes()
     harmed = {
@@ -122,13 +122,13 @@ def test_the_index_says_the_same_whatever_became_of_it(
         "short": good[: 2 * len(good) // 3],
         "cut": good[:-7],
         "flip": good[:50] + bytes([good[50] ^ 1]) + good[51:],
-        "off by one": good[:RECORD_BYTES] + record(whole[1]._replace(offset=whole[1].offset - 1)),
+        "off by one": good[:RECORD_BYTES] + index_record(whole[1]._replace(offset=whole[1].offset - 1)),
         "ahead": good + good[-RECORD_BYTES:],  # names what the data does not hold
     }[harm]
     index.write_bytes(harmed)
     if harm == "missing":
         index.unlink()
-    assert places(data) == whole
+    assert locations(data) == whole
     append(journal(), 2, 2, 7)
     assert index.read_bytes() == good, "the next learner start mends it"
 
@@ -138,8 +138,8 @@ def test_a_damaged_group_costs_no_other_when_the_index_knows_where_they_are(
 ) -> None:
     append(journal(), 1, 1, 3, 1, 2)
     (data,) = tmp_path.glob("*.bin")
-    raw, place = bytearray(data.read_bytes()), places(data)[1]
-    raw[place.offset + 100] ^= 1
+    raw, location = bytearray(data.read_bytes()), locations(data)[1]
+    raw[location.offset + 100] ^= 1
     data.write_bytes(raw)
     assert [seq for _, _, seq in seqs(tmp_path)] == [3, 2]
 

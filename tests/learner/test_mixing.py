@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from learner.checkpoint.checkpoint import Checkpoints
-from learner.checkpoint.journal import BatchConditions, all_places, frames
+from learner.checkpoint.journal import BatchConditions, all_locations, frames
 from learner.checkpoint.replay import replay
 from learner.config.learner import LearnerSettings, MixSettings
 from learner.data.replay_buffer import ReplayBuffer, ReplayedGroup
@@ -77,10 +77,10 @@ def test_mixed_groups_are_booked_once_and_drawn_alike_after_a_crash(
     assert lines[1]["replayed_groups"] == 0 and lines[8]["replayed_groups"] == 2
     assert lines[8]["trajectories"] == 6 * 4, "four new groups and two old ones"
     batches = tiny_learner.surviving(run.dir)
-    for place, frame in frames(all_places(run.dir / "journal")):
+    for location, frame in frames(all_locations(run.dir / "journal")):
         for step, seq in BatchConditions.from_plain(frame["batch"]).mixed:
-            assert step < place.step
-            assert place.epoch == 1 or seq in batches[step], "the mix knows nothing of the lost steps"
+            assert step < location.step
+            assert location.epoch == 1 or seq in batches[step], "the mix knows nothing of the lost steps"
     # A replay mixes what was mixed: the same weights.
     mine = run.model_copy(update={"dir": run.dir.parent / "replay"})
     replay(mine, settings, run.dir, make_engine=lambda r, s: tiny_learner.TinyEngine(r, s))
