@@ -191,8 +191,8 @@ def read_ledger_totals(run_dir: Path) -> LedgerTotals | None:
     ledger = Ledger.from_state(manifest["ledger"])
     counts = {str(outcome): number for outcome, number in ledger.counts.items()}
     lineage = tuple(PolicyVersion(*pair) for pair in manifest.get("lineage", ()))
-    law = manifest.get("tokens") or {}
-    tokens = {"generated": int(law["generated"]), **law.get("buckets", {})} if "generated" in law else {}
+    counted = manifest.get("tokens") or {}
+    tokens = {"generated": int(counted["generated"]), **counted.get("buckets", {})} if "generated" in counted else {}
     return LedgerTotals(int(manifest["step"]), int(manifest["epoch"]), ledger.settled, counts, lineage, tokens)
 
 

@@ -15,8 +15,10 @@ from deploy.commands import top as top_command
 from deploy.commands.up import shown
 from deploy.launcher.run_dir import write_record
 from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
-from deploy.monitor.status import conservation, problems, render, state, to_json, with_record
+from deploy.monitor.status import BUCKETS, conservation, problems, render, state, to_json, with_record
 from deploy.monitor.top import frame, waits_in_words
+from learner.delivery.token_accounting import TokenOutcome
+from learner.observability import metric_table
 from protocol import events
 from protocol.codec import encode
 from protocol.errors import ForayError
@@ -34,6 +36,15 @@ def report(client: redis.Redis, process: str, name: str, *, alive: bool = True, 
     snapshot = MetricsSnapshot(process=process, id=name, **{"uptime_s": 10.0} | fields)  # type: ignore[arg-type]
     client.set(KEYS.metrics(process, name), encode(snapshot))
     client.zadd(KEYS.processes, {f"{process}:{name}": client.time()[0] + (60 if alive else -60)})
+
+
+def test_the_balance_reads_every_outcome_by_the_name_that_the_learner_gives_it() -> None:
+    assert (*TokenOutcome, "in_flight") == BUCKETS
+    assert {
+        "token_accounting_*",
+        "token_accounting_in_flight",
+        "token_accounting_redis_lost",
+    } < metric_table.LEARNER.keys()
 
 
 def engine(
