@@ -302,9 +302,6 @@ def _replay_buffer(
     return ReplayBuffer(count, run.max_lag, run.seed, past)
 
 
-# --- running ---
-
-
 def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> None:
     log.info("epoch %d begins at step %d of %d", ctx.lease.epoch, ctx.delivery.step, ctx.run.steps)
     ctx.event_log.emit("epoch", f"epoch {ctx.lease.epoch} begins at step {ctx.delivery.step} of {ctx.run.steps}")
@@ -358,9 +355,6 @@ def _finish(ctx: LearnerContext, loop: TrainingLoop) -> None:
         raise ForayError(f"the accounting is not consistent: {problem}")
     settled = ctx.delivery.ledger.settled
     ctx.event_log.emit("done", f"done: {ctx.delivery.step} steps, {settled} seqs, the accounting is consistent")
-
-
-# --- reaching Redis at the start ---
 
 
 def _eviction_error(store: RunStore, url: str) -> UserError | None:

@@ -22,7 +22,7 @@ from learner.delivery.dead_letters import EventLog
 from learner.delivery.reconciler import RequeueRequests
 from learner.delivery.redis_accounts import Census
 from learner.delivery.state import DeliveryState
-from learner.delivery.store import RunStore
+from learner.delivery.store import RunStore, entry_order
 from protocol.errors import Fenced, StateLost
 from protocol.run_meta import RunMeta
 from protocol.runtime.redis.errors import RedisFull, RedisUnavailable
@@ -78,10 +78,10 @@ class RedisAudit:
         with delivery.lock:
             here, received = frozenset(delivery.unacked), delivery.accounting.received_counted
         # what arrived after the census was neither published nor waiting then
-        received -= self._store.tokens_of(id_ for id_ in here if _order(id_) > _order(census.last))
+        received -= self._store.tokens_of(id_ for id_ in here if entry_order(id_) > entry_order(census.last))
         absent = here - census.pending - census.unread.keys()
         lost_entries = frozenset(
-            i for i in absent if _order(i) <= _order(census.last) or not self._store.tokens_of([i])
+            i for i in absent if entry_order(i) <= entry_order(census.last) or not self._store.tokens_of([i])
         )
         waiting = self._store.tokens_of(census.pending - here)
         waiting += sum(tokens for id_, tokens in census.unread.items() if id_ not in here)
@@ -155,11 +155,6 @@ def _problem(moved: int) -> str:
     if moved > 0:
         return f"{moved} tokens were published that no learner received"
     return f"{-moved} tokens were received that Redis has not counted as published"
-
-
-def _order(id_: bytes) -> tuple[int, int]:
-    ms, _, number = id_.partition(b"-")
-    return int(ms), int(number)
 
 
 class ConservationAudit:

@@ -24,6 +24,8 @@ from protocol.runtime.redis.errors import BestEffort, RedisFull, RedisUnavailabl
 
 log = logging.getLogger(__name__)
 
+TICK_S = 0.2
+METRICS_S = 1.0
 MAX_PAUSE_S = 2.0
 SILENCE_S = 15.0
 """Shortest time between warnings about Redis: some calls may work while others do not (a full Redis)."""
@@ -100,10 +102,6 @@ class BackgroundLoop:
                 log.exception("%s failed", self._thread.name)
                 self._errors.set(error)
                 return
-
-
-TICK_S = 0.2
-METRICS_S = 1.0
 
 
 class Interval:

@@ -214,15 +214,15 @@ class RunStore(AccountingStore):
             pipe.xinfo_consumers(self.keys.traj, TRAJ_GROUP)
             pipe.time()
             groups, pending, tasks, readers, stream, consumers, (now_s, _) = pipe.execute()
-        last = _order(stream["last-generated-id"])
+        last = entry_order(stream["last-generated-id"])
         if last == LAST_ID:
             raise unusable(self.keys.traj, "an entry in it has the last id that there is: it can take no other")
         leased = {item["message_id"] for item in pending}
-        delivered = _order(_group(groups, TASK_GROUP)["last-delivered-id"])
+        delivered = entry_order(_group(groups, TASK_GROUP)["last-delivered-id"])
         # The stream also holds acknowledged tasks until the floor passes them.
         # One that another program has added may have no seq.
-        seqs = [fields.get(b"seq", b"") for id_, fields in tasks if id_ in leased or _order(id_) > delivered]
-        read = _order(_group(readers, TRAJ_GROUP)["last-delivered-id"])
+        seqs = [fields.get(b"seq", b"") for id_, fields in tasks if id_ in leased or entry_order(id_) > delivered]
+        read = entry_order(_group(readers, TRAJ_GROUP)["last-delivered-id"])
         mine = self.consumer.encode()
         return StreamSnapshot(
             tasks=frozenset(seq for raw in seqs if (seq := number_of(raw))),
@@ -395,6 +395,7 @@ def _group(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
     raise StateLost(f"NOGROUP {name}")
 
 
-def _order(id_: bytes) -> tuple[int, int]:
+def entry_order(id_: bytes) -> tuple[int, int]:
+    """Return (milliseconds, number) of a stream entry's id: of two entries the greater one is the newer."""
     ms, _, number = id_.partition(b"-")
     return int(ms), int(number)

@@ -20,6 +20,8 @@ import torch
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EMA = "ema"
 MASTER = "master"
+CHUNK_BYTES = 256 << 20
+"""Tensors are gathered in chunks of this many bytes: one by one is ten times slower, all at once may not fit."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,6 @@ def set_low(partition: Partition, name: str, whole: torch.Tensor) -> None:
         if parameter.data.numel() != parameter.ds_numel:  # type: ignore[attr-defined]  # not held whole at present
             return
     parameter.data.copy_(whole.reshape(parameter.shape))
-
-
-CHUNK_BYTES = 256 << 20
-"""Tensors are gathered in chunks of this many bytes: one by one is ten times slower, all at once may not fit."""
 
 
 def byte_chunks(sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -1,4 +1,20 @@
-"""Log-probs and entropies of sampled tokens from logits or hidden states, in bounded memory (pure torch)."""
+"""Log-probs and entropies of sampled tokens from logits or hidden states, in bounded memory (pure torch).
+
+`ScoringLinear` is output layer, log-softmax and their gradients in one: what is kept for the backward pass is one
+number a token.
+
+Plain autograd keeps logits, their float32 copies and a weight gradient for each chunk. Here logits are computed again
+in the backward pass, chunk by chunk, turned into their own gradient in place, and added into the gradients of hidden
+states and weight. With p = softmax(z), z = W h + b over the temperature, H the entropy:
+
+    d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
+
+Logits of bfloat16 weights and states are float32 where the layer says so (`fp32`): exact products, summed and kept in
+float32. On CUDA that is one matrix product with a float32 output and costs nothing; elsewhere the weight is converted
+once for all chunks of a pass, and its float32 copy (4 bytes x V x H) lives as long as the pass. Models that cap their
+logits (Gemma 2) go through `_Float32Linear` instead, which converts in every chunk, and again where a chunk is
+recomputed. The gradient of the logits is float32, and rounded once, to the weight's dtype, for its two products.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +24,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+BUFFERS = 5
+"""[rows, V] tensors that `score_logits` and its backward pass hold at once."""
 
 
 class Scores(NamedTuple):
@@ -102,25 +121,6 @@ def score_hidden(
         None if at_ids is None and not top else torch.cat([s.at for s in scores if s.at is not None]),
         torch.cat([s.top for s in scores if s.top is not None]) if top else None,
     )
-
-
-BUFFERS = 5
-"""[rows, V] tensors that `score_logits` and its backward pass hold at once."""
-
-
-# Output layer, log-softmax and their gradients in one: what is kept for the backward pass is one number a token.
-#
-# Plain autograd keeps logits, their float32 copies and a weight gradient for each chunk. Here logits are computed again
-# in the backward pass, chunk by chunk, turned into their own gradient in place, and added into the gradients of hidden
-# states and weight. With p = softmax(z), z = W h + b over the temperature, H the entropy:
-#
-#     d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
-#
-# Logits of bfloat16 weights and states are float32 where the layer says so (`fp32`): exact products, summed and kept in
-# float32. On CUDA that is one matrix product with a float32 output and costs nothing; elsewhere the weight is converted
-# once for all chunks of a pass, and its float32 copy (4 bytes x V x H) lives as long as the pass. Models that cap their
-# logits (Gemma 2) go through `_Float32Linear` instead, which converts in every chunk, and again where a chunk is
-# recomputed. The gradient of the logits is float32, and rounded once, to the weight's dtype, for its two products.
 
 
 class Wanted(NamedTuple):

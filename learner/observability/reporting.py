@@ -29,6 +29,25 @@ from protocol.staleness import lag
 
 SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "top_p", "top_k", "seed")
 """Settings of the run that every process must have alike."""
+WORDS = {
+    "wait": "learner waits for rollouts",
+    "compute": "rollouts wait for the learner",
+    "publish": "publishing weights",
+    "checkpoint": "writing a checkpoint",
+    "redis": "waiting for Redis",
+}
+"""By the names of `seconds` in `metrics.jsonl`."""
+BALANCED = 0.5
+"""Below this share of the step, no single cause is called the bottleneck."""
+SHOWN = {
+    "reward_mean": ".3f",
+    "reward/em": ".3f",
+    "response_length_mean": ".0f",
+    "searches_mean": ".1f",
+    "lag_mean": ".1f",
+    "lag_max": ".0f",
+}
+"""Fields of `metrics.jsonl` in the line of a step, under their names; one that was not measured is left out."""
 
 
 def snapshot_source(
@@ -142,29 +161,6 @@ def run_meta(run: RunSettings, sampler: Sampler, lineage_id: str) -> RunMeta:
     facts = {name: str(getattr(run, name)) for name in SHARED} | {"run": run.id, "foray": version("foray")}
     facts |= location_facts(run) | {"questions": sampler.questions.fingerprint[:16]}
     return RunMeta(tokenizer=tokenizer, facts=facts, lineage_id=lineage_id)
-
-
-# What a person reads while it trains: one line a step, with who waits for whom in words.
-
-WORDS = {
-    "wait": "learner waits for rollouts",
-    "compute": "rollouts wait for the learner",
-    "publish": "publishing weights",
-    "checkpoint": "writing a checkpoint",
-    "redis": "waiting for Redis",
-}
-"""By the names of `seconds` in `metrics.jsonl`."""
-BALANCED = 0.5
-"""Below this share of the step, no single cause is called the bottleneck."""
-SHOWN = {
-    "reward_mean": ".3f",
-    "reward/em": ".3f",
-    "response_length_mean": ".0f",
-    "searches_mean": ".1f",
-    "lag_mean": ".1f",
-    "lag_max": ".0f",
-}
-"""Fields of `metrics.jsonl` in the line of a step, under their names; one that was not measured is left out."""
 
 
 def step_line(record: Mapping[str, Any], *, steps: int) -> str:

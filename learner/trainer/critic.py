@@ -48,9 +48,6 @@ def load_critic(run_model: Path, critic: CriticSettings, model: ModelSettings, *
     return ValueModel(causal.base_model, causal.get_output_embeddings().weight.shape[1])
 
 
-# The critic under training: what it says of tokens, and its loss against the returns.
-
-
 class Critic:
     """A value model with its own optimiser, over the same packed rows as the policy.
 

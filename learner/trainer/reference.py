@@ -2,8 +2,10 @@
 
 The average itself lives in the policy's engine, in float32 and partitioned as its optimiser's state is, and is saved
 with it: in bfloat16 most of an update of (1 - tau) * difference would be lost. What is here is a module to score with,
-in the dtype of a forward pass, filled again after each change. At ZeRO stage 3 it is cut over the ranks, below that it
-is whole on each. A copy is an average that keeps nothing of the past (tau 0), so it survives a restart likewise.
+in the dtype of a forward pass, filled again after each change. At ZeRO stage 3 it is cut over the ranks by torch's
+`fully_shard` (nothing is optimised here, so no second DeepSpeed engine), since the model does not fit on one device:
+each rank holds its share of every parameter, and whole layers for a moment. Below that stage it is whole on each. A
+copy is an average that keeps nothing of the past (tau 0), so it survives a restart likewise.
 """
 
 from __future__ import annotations
@@ -23,11 +25,6 @@ from learner.model.logprobs import Scores
 from learner.model.lora import adapters_off
 from learner.model.policy import PolicyModel
 from protocol.errors import UserError
-
-# A module that only scores, cut over the ranks: each holds its share of every parameter, whole layers for a moment.
-#
-# ZeRO stage 3 says that a model does not fit on one device; a reference whole on every rank would undo that. torch's
-# `fully_shard` is used, not a second DeepSpeed engine, since nothing is optimised here.
 
 
 def shard(module: torch.nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""One optimiser update of the policy, and one of the critic, on one minibatch."""
+"""One optimiser update of the policy, and one of the critic, on one minibatch; metrics from sums over the ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from learner.engine import OptimizerUpdate
 from learner.trainer.critic import value_loss_output
 from learner.trainer.models import Models
 from learner.trainer.tensors import ForwardBatch, ForwardResult
-
-# Sums over micro-batches and ranks, and the metrics made of them.
 
 
 @dataclass

@@ -96,12 +96,6 @@ def _listener(address: str, port: int) -> socket.socket | None:
         return None
 
 
-# The thread that speaks to torch: joins a weight-update group as rank 0, then broadcasts what it is given.
-#
-# gloo cannot be interrupted. So every wait for this thread has a deadline; one that hangs in a
-# broadcast ends when the group's timeout is over, and closes the group then.
-
-
 @dataclass(frozen=True)
 class Rendezvous:
     """Where the ranks of a group find each other; `join_s` bounds the joining, `timeout_s` every broadcast."""
@@ -116,7 +110,10 @@ class Rendezvous:
 
 
 class GroupSender:
-    """One group, from joining to its end.
+    """The thread of one group: joins it as rank 0, broadcasts what it is given, and closes it.
+
+    gloo cannot be interrupted. So every wait for this thread has a deadline; one that hangs in a broadcast ends when
+    the group's timeout is over, and closes the group then.
 
     Loop: consumes lists of tensors in the order of `send`; produces broadcasts, and done futures. Waits for the next
     list, and for the other ranks; is unblocked by `close`, or by the group's timeout.

@@ -209,3 +209,8 @@ def api_error(failure: QueryFailure) -> ApiError:
     status = 500 if failure.cause in INTERNAL_CAUSES else 502
     detail = f" ({failure.detail})" if failure.detail else ""
     return ApiError(status, f"failed: {failure.cause}{detail}", cause=failure.cause)
+
+
+def json_response(body: bytes) -> web.Response:
+    """Return a response whose `body` is JSON already."""
+    return web.Response(body=body, content_type="application/json")

@@ -18,7 +18,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.search import Queries, Query
-from retriever.api.base import SERVICE, ApiError, request_body, search_results
+from retriever.api.base import SERVICE, ApiError, json_response, request_body, search_results
 from retriever.backends.base import QueryResult
 
 
@@ -47,14 +47,14 @@ async def search(request: web.Request) -> web.Response:
         if not body.query.strip():
             raise ApiError(400, "Query content cannot be empty")
         (answer,) = await search_results(request.app[SERVICE], [body.query], body.top_n)
-    return _json(render_one(answer, scores=body.return_score))
+    return json_response(render_one(answer, scores=body.return_score))
 
 
 async def batch_search(request: web.Request) -> web.Response:
     """`POST /batch_search`."""
     async with request_body(ManyQueries, request) as body:
         answers = await search_results(request.app[SERVICE], body.query, body.top_n)
-    return _json(render_many(answers, scores=body.return_score))
+    return json_response(render_many(answers, scores=body.return_score))
 
 
 def render_one(answer: QueryResult, *, scores: bool) -> bytes:
@@ -73,7 +73,3 @@ def render_many(answers: Sequence[QueryResult], *, scores: bool) -> bytes:
 
 def _numbers(scores: Sequence[float]) -> bytes:
     return json.dumps(scores).encode()
-
-
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")

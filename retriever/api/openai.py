@@ -28,6 +28,7 @@ from retriever.api.base import (
     EmbeddingService,
     RetrieverState,
     api_error,
+    json_response,
     overloaded,
     request_body,
 )
@@ -82,7 +83,7 @@ async def embeddings(request: web.Request) -> web.Response:
         raise ApiError(400, f"dimensions: this encoder has {len(vectors[0])}")
     rendering = (vectors, body, body.model or embedding.model)
     rendered = await asyncio.to_thread(render, *rendering) if len(vectors) > _OFF_LOOP else render(*rendering)
-    return web.Response(body=rendered, content_type="application/json")
+    return json_response(rendered)
 
 
 async def models(request: web.Request) -> web.Response:

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from protocol.search import SearchRequest
-from retriever.api.base import SERVICE, request_body, search_outcomes, search_results
+from retriever.api.base import SERVICE, json_response, request_body, search_outcomes, search_results
 from retriever.backends.base import QueryFailure, QueryResult
 
 _NO_HITS = QueryResult((), ())
@@ -27,12 +27,12 @@ async def retrieve(request: web.Request) -> web.Response:
         k = body.topk or service.settings.topk
         if not body.partial:
             answers = await search_results(service, body.queries, k, body.run)
-            return _json(render(answers, scores=body.return_scores, results=body.results))
+            return json_response(render(answers, scores=body.return_scores, results=body.results))
         outcomes = await search_outcomes(service, body.queries, k, body.run)
     answers = [_NO_HITS if isinstance(outcome, QueryFailure) else outcome for outcome in outcomes]
     errors = [outcome.cause if isinstance(outcome, QueryFailure) else None for outcome in outcomes]
     some_failed = errors if any(errors) else None
-    return _json(render(answers, scores=body.return_scores, errors=some_failed, results=body.results))
+    return json_response(render(answers, scores=body.return_scores, errors=some_failed, results=body.results))
 
 
 def render(
@@ -63,7 +63,3 @@ def _for_rllm(answer: QueryResult) -> list[dict[str, Any]]:
 
 def _scored(document: bytes, score: float) -> bytes:
     return b'{"document":%b,"score":%b}' % (document, repr(score).encode())
-
-
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")

@@ -135,12 +135,6 @@ def parse_line(line: bytes) -> Passage:
     return Passage(id=passage_id, contents=contents, **fields_of(record, _OWN))
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def open_corpus(path: Path) -> Path:
     """Return `path` itself, or UserError when it cannot be read."""
     try:

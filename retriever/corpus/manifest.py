@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from protocol.errors import UserError
-from retriever.corpus.corpus import CorpusScan, file_sha256, open_corpus
+from protocol.runtime.files import sha256_file
+from retriever.corpus.corpus import CorpusScan, open_corpus
 from retriever.corpus.formats.synthetic import corpus_spec
 from retriever.index import index_identity
 from retriever.index.config import IndexSettings
@@ -87,7 +88,7 @@ def make_manifest(
         source=source,
         fields=scan.fields,
         files={name: (directory / name).stat().st_size for name in files},
-        checksums={name: known.get(name) or file_sha256(directory / name) for name in files},
+        checksums={name: known.get(name) or sha256_file(directory / name) for name in files},
     )
 
 
@@ -173,7 +174,7 @@ def check_manifest(
         if not found.is_file() or found.stat().st_size != size:
             raise UserError(f"{found} is missing or damaged", why=f"{size} bytes were written", todo=again)
     size = open_corpus(corpus).stat().st_size
-    if size != manifest.corpus_bytes or (verify_corpus and file_sha256(corpus) != manifest.corpus_sha256):
+    if size != manifest.corpus_bytes or (verify_corpus and sha256_file(corpus) != manifest.corpus_sha256):
         raise UserError(
             f"{directory} was built from another corpus than {corpus}",
             why=f"size {manifest.corpus_bytes} then and {size} now, or other content of the same size",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from protocol.errors import UserError
+from protocol.runtime.files import sha256_file
 from retriever.encoder.config import TransformerEncoderSettings
 from retriever.encoder.families import BY_NAME, FAMILIES, EncoderFamily, Pooling, family_of
 
@@ -271,8 +272,8 @@ def _digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
         weights += len(tensors) + len(others)
         for name in tensors:
             parts += [(f"{where}/{tensor}", digest) for tensor, digest in _tensors(directory / name)]
-        parts += [(f"{where}/{name}", _file_digest(directory / name)) for name in others]
-        parts += [(f"{where}/{name}", _file_digest(directory / name)) for name in names if name in _TEXT_FILES]
+        parts += [(f"{where}/{name}", sha256_file(directory / name)) for name in others]
+        parts += [(f"{where}/{name}", sha256_file(directory / name)) for name in names if name in _TEXT_FILES]
         parts += [(f"{where}/{name}", _json_digest(directory / name)) for name in names if name in _JSON_FILES]
     if not weights:
         raise UserError(f"there are no weights in {folder}", todo="put model.safetensors (or its shards) there")
@@ -302,17 +303,12 @@ def _tensors(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _json_digest(path: Path) -> str:
     try:
         value: Any = json.loads(path.read_bytes())
     except ValueError:
         # reading it for its content raises a UserError
-        return _file_digest(path)
+        return sha256_file(path)
     if isinstance(value, dict):
         dropped = _VOLATILE | (_TOKENIZER_STATE if path.name == "tokenizer.json" else frozenset())
         value = {key: item for key, item in value.items() if key not in dropped}

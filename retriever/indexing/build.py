@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
-from retriever.corpus.corpus import SCAN_FILES, CorpusScan, file_sha256, open_offsets, read_texts, scan_corpus
+from protocol.runtime.files import sha256_file
+from retriever.corpus.corpus import SCAN_FILES, CorpusScan, open_offsets, read_texts, scan_corpus
 from retriever.corpus.manifest import MANIFEST, Manifest, make_manifest, read_manifest
 from retriever.encoder import build_encoder, encoder_identity
 from retriever.encoder.base import Encoder, Vectors
@@ -96,7 +97,7 @@ def _made_meanwhile(workdir: BuildDirectory, given: CorpusInput, index: IndexSet
     found = read_manifest(workdir.out)
     same = found.index == index_identity(index) and found.source == given.describe()
     if same and given.in_place:
-        same = found.corpus_bytes == given.size and found.corpus_sha256 == file_sha256(given.paths[0])
+        same = found.corpus_bytes == given.size and found.corpus_sha256 == sha256_file(given.paths[0])
     if not same:
         raise _exists(workdir.out)
     return found
@@ -159,7 +160,7 @@ class _Build:
         if was == now:
             return True
         same_name = {key: was.get(key) for key in self._given.describe()} == self._given.describe()
-        if same_name and self._given.in_place and journal.scan["sha256"] == file_sha256(self._corpus):
+        if same_name and self._given.in_place and journal.scan["sha256"] == sha256_file(self._corpus):
             journal.restamped(now)  # copied or touched
             return True
         self._progress.say(f"an interrupted build of {self._workdir.out} was of another corpus: starting afresh")

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
-from retriever.corpus.corpus import Corpus, file_sha256
+from protocol.runtime.files import sha256_file
+from retriever.corpus.corpus import Corpus
 from retriever.corpus.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
 from retriever.encoder.base import Encoder
 from retriever.index import index_identity, open_index, store
@@ -61,7 +62,7 @@ def _checksums(directory: Path, manifest: Manifest, progress: BuildProgress) -> 
     total, done = max(manifest.index_bytes, 1), 0
     with progress.track_pass("checksums") as report:
         for name, expected in manifest.checksums.items():
-            if name != manifest.corpus and file_sha256(directory / name) != expected:
+            if name != manifest.corpus and sha256_file(directory / name) != expected:
                 raise _wrong(directory, name, "its content is not what was written: the SHA-256 differs")
             done += manifest.files[name]
             report(done / total, manifest.passages * done // total)

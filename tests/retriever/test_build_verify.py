@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from protocol.errors import UserError
-from retriever.corpus.corpus import file_sha256
+from protocol.runtime.files import sha256_file
 from retriever.corpus.manifest import MANIFEST
 from retriever.index.config import IndexSettings
 from retriever.indexing.build import build_index
@@ -99,7 +99,7 @@ def forge(directory: Path, change: Callable[[Any], None]) -> None:
     change(vectors)
     vectors.flush()
     manifest = json.loads((directory / MANIFEST).read_text())
-    manifest["checksums"]["vectors.npy"] = file_sha256(directory / "vectors.npy")
+    manifest["checksums"]["vectors.npy"] = sha256_file(directory / "vectors.npy")
     (directory / MANIFEST).write_text(json.dumps(manifest))
 
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import UserError
+from protocol.runtime.files import sha256_file
 from protocol.search import Passage
 from retriever.corpus import corpus as corpus_module
-from retriever.corpus.corpus import Corpus, file_sha256, read_texts, scan_corpus
+from retriever.corpus.corpus import Corpus, read_texts, scan_corpus
 
 ROWS = [
     {
@@ -35,7 +36,7 @@ def scanned(path: Path, directory: Path) -> Corpus:
     scan = scan_corpus(path, directory)
     texts = list(read_texts(path))
     corpus = Corpus(path, directory)
-    assert (scan.passages, scan.bytes, scan.sha256) == (len(texts), path.stat().st_size, file_sha256(path))
+    assert (scan.passages, scan.bytes, scan.sha256) == (len(texts), path.stat().st_size, sha256_file(path))
     assert [corpus.passage(row).contents for row in range(len(corpus))] == texts
     return corpus
 

@@ -3,6 +3,10 @@
 Training itself talks through the group of `learner.engine.ranks` (NCCL on GPUs), which gives up after minutes.
 Commands go through a gloo group of their own, because rank 0 may wait for data for hours. A rank that ends, in
 whatever way, closes its connections: the others see that at once here, or in the collective that they are in.
+
+What rank 0 sends are frozen dataclasses of arrays, numbers, text and tuples, as bytes. The receiver says which
+dataclass it expects. Fields travel in their order, and every value must be what the field's annotation says: a rank
+that runs other code than rank 0 is found out here, not in the middle of a collective.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from protocol.errors import ForayError
 
 PATIENCE = timedelta(days=30)
 """How long a rank waits for the next command: as long as a queue may be empty."""
+SCALARS = (bool, int, float, str)
+T = TypeVar("T")
 
 
 class RankLost(ForayError):
@@ -93,15 +99,6 @@ class RankChannel:
             distributed.all_gather(texts, padded, group=self._group)
         said = [text.numpy().tobytes()[: int(size)].decode() for text, size in zip(texts, sizes, strict=True)]
         return [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
-
-
-# What rank 0 hands to another rank, as bytes: frozen dataclasses of arrays, numbers, text and tuples, without pickle.
-#
-# The receiver says which dataclass it expects. Fields travel in their order, and every value must be what the field's
-# annotation says: a rank that runs other code than rank 0 is found out here, not in the middle of a collective.
-
-T = TypeVar("T")
-SCALARS = (bool, int, float, str)
 
 
 def encode(value: Any) -> bytes:

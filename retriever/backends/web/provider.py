@@ -1,5 +1,7 @@
 """What a search API promises: how a query becomes a request, where the key goes, how a reply is parsed. No I/O.
 
+The functions below read untrusted JSON: every surprise is WebSearchError("garbage"), never a KeyError.
+
 query, k --> Provider.request --> ProviderRequest --> ProviderClient (adds the key, limits, retries)
                                                            |
 [ProviderHit] <-- Provider.parse <-- JSON -----------------+
@@ -71,9 +73,6 @@ class Provider(Protocol):
         Raises WebSearchError("garbage") if the reply is not one of this provider: a reply that was not understood must
         not pass for an empty one.
         """
-
-
-# Readers of untrusted JSON: every surprise is WebSearchError("garbage"), never a KeyError.
 
 
 def expect(reply: dict[str, Any], *names: str) -> None:
