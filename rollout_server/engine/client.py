@@ -174,7 +174,7 @@ class EngineHttp:
         parse: bool = True,
     ) -> Any:
         """One request and its whole answer, within timeout_s. Raises EngineError."""
-        deadline = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(5.0, timeout_s))
+        deadline = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with self.session.request(
                 method, self.url + path, json=body, headers=headers, timeout=deadline, allow_redirects=False

@@ -1,4 +1,4 @@
-"""What is run when a node launches its engine: interpreter, command line, environment, and where its keys go."""
+"""Launch an engine: interpreter, command line, environment, where its keys go, and the process until it has ended."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ NO_SUCH_PATH = frozenset({"http_404", "http_405", "http_501"})
 """To a search: the server has no such path. That is no outage but a wrong address or dialect, and waiting cures only
 what a proxy answers while its server restarts."""
 MOST_NAMES = 100
-"""Causes with a counter of their own. Servers name failures too, and must not fill the metrics."""
+"""Most causes that get a counter. Servers name failures too, and must not fill the metrics."""
 _ABOUT_THE_QUERY = frozenset({400, 413, 414, 422})
 """Statuses that the same query would get again. Any other may be a proxy's while its server restarts."""
 

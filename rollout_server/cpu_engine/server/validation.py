@@ -1,5 +1,4 @@
-"""Check the bodies of POST /generate and of the control routes: a wrong value is a BadRequest (HTTP 400) with
-its name.
+"""Check bodies of /generate and of the control routes: a wrong value is a BadRequest (HTTP 400) that names it.
 
 Hand-written since it runs for each turn of each trajectory; a schema library costs as much as the rest of a request.
 What SGLang knows and this engine cannot do is refused where it is asked for, never quietly ignored.
