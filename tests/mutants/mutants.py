@@ -213,15 +213,15 @@ MUTANTS = (
     Mutant(
         "a damaged frame of the journal is read",
         "learner/checkpoint/journal.py",
-        "if len(raw) != place.length or zlib.crc32(raw) != place.crc:",
-        "if len(raw) != place.length:",
+        "if len(raw) != location.length or zlib.crc32(raw) != location.crc:",
+        "if len(raw) != location.length:",
         ("learner/test_journal.py",),
     ),
     Mutant(
         "an index that is off by one",
         "learner/checkpoint/journal.py",
-        "place.offset != end + FRAME.size or ",
-        "place.offset < end + FRAME.size - 1 or ",
+        "location.offset != end + FRAME.size or ",
+        "location.offset < end + FRAME.size - 1 or ",
         ("learner/test_journal.py",),
     ),
     Mutant(
