@@ -2,7 +2,7 @@
 
 Only the services' `config` modules are imported, none of which imports a framework. The launcher reads the tree
 once, expands `${NAME}/...` paths, chooses addresses, and writes the result as `resolved.yaml` into the run directory;
-that file is what each process reads, and what a person can start further processes from by hand.
+that file is what each process reads, and what a person can start further processes from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LaunchSettings(Settings):
     """What `foray up` starts, and how it watches over it."""
 
     engines: int = Field(default=1, ge=0)
-    """Engine nodes. More can be added by hand while the run goes on."""
+    """Engine nodes. More can be added while the run goes on."""
     rollouts: int = Field(default=1, ge=0)
     """Rollout servers."""
     retrievers: int | None = Field(default=None, ge=0)
@@ -40,7 +40,7 @@ class LaunchSettings(Settings):
     learner: bool = True
     """Whether to start the learner; without it `up` serves until it is stopped."""
     learner_ranks: int = Field(default=1, ge=1)
-    """Ranks of the learner on this machine, started by torchrun; over several machines start it by hand."""
+    """Ranks of the learner on this machine, started by torchrun; over several machines start it yourself."""
     redis: Literal["auto", "own", "configured"] = "auto"
     """auto: the configured URL if there is one, otherwise a Redis of our own. The others insist on one of the two."""
     redis_maxmemory_mb: int = Field(default=1024, ge=16)

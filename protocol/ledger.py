@@ -121,7 +121,7 @@ class Ledger:
                 reopened={int(seq) for seq in state.get("reopened", ())},
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ForayError(f"these are no books: {type(error).__name__}: {str(error)[:200]}") from None
+            raise ForayError(f"this is no state of a ledger: {type(error).__name__}: {str(error)[:200]}") from None
         wrong = any(seq <= ledger.watermark + 1 for seq in ledger.above)
         wrong = wrong or any(not 1 <= seq <= ledger.watermark for seq in ledger.reopened)
         if wrong or not ledger.closes():

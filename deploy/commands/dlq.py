@@ -131,14 +131,14 @@ def _show(args: argparse.Namespace, found: Located, client: redis.Redis | None, 
         raise UserError("it is not said which one", todo="foray dlq list shows seqs and ids; then foray dlq show SEQ")
     letters, fates = _letters(args, found, client, bodies=True), _fates(found, client)
     letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
-    booked = [int(text) for text in wanted if _SEQ.match(text) and int(text) in fates.reopenable]
-    if not letters and not booked:
+    recorded = [int(text) for text in wanted if _SEQ.match(text) and int(text) in fates.reopenable]
+    if not letters and not recorded:
         raise UserError(f"there is no letter of {', '.join(wanted)}", todo="foray dlq list shows what there is")
     if args.json:
         print(_json(as_json(found.run.id, letters, fates, bodies=True)))
         return
-    for seq in booked:
-        print(f"seq {seq} is booked as {fates.of(seq)}: {escape_untrusted(fates.reopenable[seq])}")
+    for seq in recorded:
+        print(f"seq {seq} is recorded as {fates.of(seq)}: {escape_untrusted(fates.reopenable[seq])}")
     for letter in letters:
         print("\n".join(page(letter, fates, most=max(0, args.bytes))))
 

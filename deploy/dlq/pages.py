@@ -44,11 +44,11 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
     reasons = Counter(letter.reason for letter in letters)
     counted = ", ".join(f"{number} {escape_untrusted(why, 32)}" for why, number in reasons.most_common()) or "none"
     dead = Counter(fates.dead.values())
-    booked = ", ".join(f"{number} {escape_untrusted(why, 32)}" for why, number in dead.most_common()) or "none"
+    recorded = ", ".join(f"{number} {escape_untrusted(why, 32)}" for why, number in dead.most_common()) or "none"
     return [
         *(line.rstrip() for line in table(COLUMNS, rows)),
         f"{len(letters)} letters: {counted}",
-        f"{sum(dead.values())} seqs booked as dead: {booked}",
+        f"{sum(dead.values())} seqs recorded as dead: {recorded}",
     ]
 
 

@@ -141,7 +141,7 @@ def _settings(url: str, info: dict[str, Any], needed: int) -> Iterator[Finding]:
     yield memory(needed, int(info.get("maxmemory", 0)), "maxmemory of the Redis", limit)
     if info.get("role", "master") != "master":
         todo = f"name the primary ({info.get('master_host')}:{info.get('master_port')}), or its Sentinels"
-        yield Finding("redis role", "fail", "this is a replica: nobody can write to it", todo)
+        yield Finding("redis role", "fail", "this is a replica: it takes no writes", todo)
     if not int(info.get("aof_enabled", 0)):
         detail = (
             "appendonly is off: a restart loses all work in flight (it is generated again; nothing trained is lost)"

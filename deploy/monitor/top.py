@@ -163,7 +163,7 @@ def waits_in_words(seen: RunSnapshot, before: RunSnapshot | None) -> list[str]:
     """Sentences with the share of time each kind of process stood waiting, the largest first; below 5 % is left out.
 
     The share is of the time between the two looks (of the whole life of a process that was not there before), as a
-    mean over the processes of a kind. Waits are booked as they pass and by the clock of the uptime, so none can pass
+    mean over the processes of a kind. Waits are counted as they pass and by the clock of the uptime, so none can pass
     100 %; a process that waits for two things at once has both.
     """
     earlier = {(p.process, p.id): p for p in before.processes} if before else {}

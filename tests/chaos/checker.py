@@ -147,7 +147,7 @@ def _books(ledger: dict[str, Any], trained: set[int], issued: int, verdict: Verd
     if sum(counts.values()) != len(settled):
         verdict.problems.append(f"outcomes add up to {sum(counts.values())}, {len(settled)} seqs are settled")
     if counts.get("trained") != len(trained):
-        verdict.problems.append(f"{counts.get('trained')} are booked as trained, the journal has {len(trained)}")
+        verdict.problems.append(f"{counts.get('trained')} are recorded as trained, the journal has {len(trained)}")
 
 
 def _tokens(manifest: dict[str, Any], living: Sequence[Frame], verdict: Verdict) -> None:

@@ -94,7 +94,7 @@ async def test_letters_of_both_writers_are_listed_once_with_what_became_of_their
         "-": ["unknown", "task_corrupt", "r1"],
         "4": ["dead", "engine", "ledger"],
     }
-    assert lines[-1] == "2 seqs booked as dead: 2 engine" and lines[-2].startswith("4 letters: ")
+    assert lines[-1] == "2 seqs recorded as dead: 2 engine" and lines[-2].startswith("4 letters: ")
     assert run.foray("list", "--reason", "corrupt", "--json") == 0
     (letter,) = json.loads(told(capsys))["letters"]
     assert (letter["seq"], letter["fate"], letter["kept"]) == (2, "trained", ["redis", "file"])

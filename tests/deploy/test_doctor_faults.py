@@ -300,7 +300,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
     "stopped": (stopped, "redis", "fail", "is stopped (SIGSTOP)", True),
     "not there": (nobody_there, "redis", "fail", "no Redis answers", False),
     "wrong password": (wrong_password, "redis", "fail", "refuses the login", False),
-    "replica": (replica, "redis role", "fail", "nobody can write", False),
+    "replica": (replica, "redis role", "fail", "it takes no writes", False),
     "clock": (slow_clock, "clock", "warn", " s ahead of ours", False),
     "may too little": (user("learner", TOO_LITTLE), "redis user learner", "fail", "FUNCTION LOAD", True),
     "may too much": (user("rollout", "~* +@all"), "redis user rollout", "warn", "FLUSHALL", True),

@@ -76,7 +76,7 @@ def _options(where: RedisUrl, timeout_s: float | None) -> dict[str, Any]:
         "socket_connect_timeout": CONNECT_S if timeout_s is None else min(CONNECT_S, timeout_s),
         "health_check_interval": 0,
         "driver_info": None,  # else CLIENT SETINFO, which no ACL of Redis 7.0 can allow
-        # TLS 1.3 tickets come unasked; redis-py takes bytes that nobody has read yet for a broken connection
+        # TLS 1.3 tickets come unasked; redis-py takes unread bytes for a broken connection
         "client_name": "foray" if where.tls is not None else None,
     }
 
