@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import UserError
+from protocol.runtime.files import atomic_write
 from protocol.search import Passage
 from retriever.backends.base import QueryFailure, QueryResult
 from retriever.backends.memory.backend import RRF_K, MemoryBackend, fuse, open_memory
@@ -235,6 +236,21 @@ async def test_a_line_torn_by_a_crash_is_dropped_and_the_rest_kept(start: Start,
         for query in ("alpha one", "beta two", "gamma three"):
             await memory.search([query], 1, "run")
         assert inner.asked == []
+
+
+async def test_a_rewrite_that_was_killed_leaves_nothing_to_the_next_process(start: Start, tmp_path: Path) -> None:
+    async with start(directory=tmp_path) as (memory, _, _):
+        await memory.search(["alpha one"], 1, "run")
+    (path,) = tmp_path.glob("*/*.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", lambda self, target: 1 / 0)
+        patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
+        with pytest.raises(ZeroDivisionError):
+            atomic_write(path, b"a file that is never whole", durable=False)
+    assert len(list(path.parent.glob(".*"))) == 1
+    async with start(directory=tmp_path) as (memory, inner, _):
+        await memory.search(["alpha one"], 1, "run")
+        assert inner.asked == [] and list(path.parent.glob(".*")) == []
 
 
 async def test_the_disk_is_bounded_as_the_memory_is(start: Start, tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ class MemoryJournal:
     def load(self) -> Iterator[tuple[str, MemoryEntry]]:
         """Yield (run, entry) of all files, oldest file first, in the order of their writing. Repairs what a crash tore
         and skips what is no entry, with a warning."""
+        for unfinished in self.directory.glob(".*.tmp"):  # of a process that was killed while it rewrote a file
+            unfinished.unlink()
         paths = sorted(self.directory.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         for path in paths:
             whole = _without_torn_line(path)
