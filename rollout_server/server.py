@@ -192,7 +192,7 @@ class RolloutServer:
         async with self._listening(stop, port_file), asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(self._fleet.follow(), name="fleet"),
-                tasks.create_task(self._leases.renew_loop(), name="beat"),
+                tasks.create_task(self._leases.renew_loop(), name="renew"),
                 tasks.create_task(publish_metrics(self._redis, self._stats, tuple(rates.values())), name="metrics"),
                 tasks.create_task(self._gate(), name="gate"),
             ]

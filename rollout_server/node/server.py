@@ -17,6 +17,7 @@ import aiohttp
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.http.server import http_url
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
 from protocol.runtime.net import free_port
 from protocol.runtime.redis.aio import RedisClient
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSignal | None = None) -> None:
-    """Runs until SIGTERM or SIGINT (or `stop`). Raises UserError when the engine cannot be launched at all."""
+    """Run until SIGTERM or SIGINT (or `stop`). Raises UserError when the engine cannot be launched at all."""
     stop = stop or ShutdownSignal()
     port, url = _address(settings)
     engine_id = settings.id or f"engine-{socket.gethostname()}-{port}"
@@ -67,7 +68,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
                     running = [
                         tasks.create_task(agent.run(), name="agent"),
                         tasks.create_task(
-                            status.heartbeat_loop(registry, stats.waits, every_s=settings.heartbeat_s), name="beat"
+                            status.heartbeat_loop(registry, stats.waits, every_s=settings.heartbeat_s), name="heartbeat"
                         ),
                         tasks.create_task(publish_metrics(redis, stats), name="metrics"),
                     ]
@@ -76,7 +77,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
                     for task in running:
                         task.cancel()
         finally:
-            await _withdraw(registry, redis, stats, engine_id)
+            await _deregister(registry, redis, stats, engine_id)
             await redis.aclose()
 
 
@@ -90,11 +91,10 @@ def _address(settings: NodeSettings) -> tuple[int, str]:
             )
         return parts.port or 80, settings.kind.url.rstrip("/")
     port = settings.port or free_port(settings.host)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return port, f"http://{host}:{port}"
+    return port, http_url(settings.host, port)
 
 
-async def _withdraw(registry: Registry, redis: RedisClient, stats: Stats, engine_id: str) -> None:
+async def _deregister(registry: Registry, redis: RedisClient, stats: Stats, engine_id: str) -> None:
     try:
         async with asyncio.timeout(3.0):
             await registry.deregister(engine_id)
