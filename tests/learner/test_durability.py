@@ -180,7 +180,7 @@ def test_every_file_of_the_journal_is_on_the_device_when_it_was_flushed(
         assert len(list(folder.glob("*.bin"))) == 3 + 3 * start
         assert device.lost(folder) == []
         journal.close()
-        index_of(folder / "groups-00001.bin").write_bytes(b"cut")  # which the next start mends
+        index_of(folder / "groups-00001.bin").write_bytes(b"cut")  # which the next start repairs
 
 
 @pytest.mark.fault(7, 9)

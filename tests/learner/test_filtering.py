@@ -1,4 +1,4 @@
-"""Groups that teach nothing are left out, and the books close all the same."""
+"""Groups that teach nothing are left out, and the accounting is consistent all the same."""
 
 from __future__ import annotations
 

@@ -209,9 +209,9 @@ def test_dead_letters_on_disk_are_bounded(store: RunStore, tmp_path: Path, monke
 
     monkeypatch.setattr(evidence, "FILE_BYTES", 20_000)
     path = tmp_path / "dead_letters.jsonl"
-    keeper = DeadLetterStore(store, path)
+    dead_letters = DeadLetterStore(store, path)
     for n in range(1, 101):
-        keeper.add(b"%d-0" % n, {b"h": b"h" * 500, b"b": b"b" * 500}, BadEntry("corrupt", "junk", n))
+        dead_letters.add(b"%d-0" % n, {b"h": b"h" * 500, b"b": b"b" * 500}, BadEntry("corrupt", "junk", n))
         assert sum(p.stat().st_size for p in tmp_path.glob("dead_letters.jsonl*")) < 2 * 20_000 + 2_000
     assert evidence.rotated(path).exists()
     kept = [letter.seq for letter in read_letters(store._db, "other", tmp_path)]

@@ -227,7 +227,7 @@ def test_a_count_that_grows_while_the_run_goes_on_is_ignored_and_told(
     db: redis.Redis,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It let the learner issue 20000 tasks at once, and book them."""
+    """It let the learner issue 20000 tasks at once, and record them."""
 
     def meddle(updates: int) -> None:
         if updates == 3:

@@ -130,7 +130,7 @@ def test_the_index_says_the_same_whatever_became_of_it(
         index.unlink()
     assert locations(data) == whole
     append(journal(), 2, 2, 7)
-    assert index.read_bytes() == good, "the next learner start mends it"
+    assert index.read_bytes() == good, "the next learner start repairs it"
 
 
 def test_a_damaged_group_costs_no_other_when_the_index_knows_where_they_are(

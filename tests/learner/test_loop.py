@@ -43,7 +43,7 @@ def manifest(run: RunSettings) -> dict[str, Any]:
 
 
 def assert_exactly_once(run: RunSettings, extra: int = 0) -> dict[str, Any]:
-    """Every step trained a batch, no seq twice; the books hold every seq and nothing is in flight."""
+    """Every step trained a batch, no seq twice; the ledger holds every seq and nothing is in flight."""
     batches = tiny_learner.surviving(run.dir)
     seqs = [seq for batch in batches.values() for seq in batch]
     assert list(batches) == list(range(1, run.steps + 1))

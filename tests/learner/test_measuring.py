@@ -143,21 +143,21 @@ def test_without_a_trajectory_there_is_nothing() -> None:
 
 
 def test_a_step_replaces_the_numbers_of_the_one_before(tmp_path: Path) -> None:
-    def tell(step: int, rewards: dict[str, float], metrics: dict[str, float]) -> None:
+    def report_step(step: int, rewards: dict[str, float], metrics: dict[str, float]) -> None:
         group = make_group(step, (0.0, 1.0))
         trajectories = tuple(t.model_copy(update={"rewards": rewards}) for t in group.trajectories)
         report = StepReport(0.5, 1.0, False, "", metrics, tokens_trained=2, seconds=1.0)
         groups = [group.model_copy(update={"trajectories": trajectories})]
-        teller.step(step, groups, report, (1.0, {}), now_step=step - 1, epoch=1, more={})
+        reporter.step(step, groups, report, (1.0, {}), now_step=step - 1, epoch=1, more={})
 
     meter, run = Meter(), RunInfo("r", tmp_path, 1, {})
-    teller = StepReporter(meter, StepLog(tmp_path / "metrics.jsonl"), Trackers([], run), steps=2)
+    reporter = StepReporter(meter, StepLog(tmp_path / "metrics.jsonl"), Trackers([], run), steps=2)
     meter.set(checkpoint_step=0)
-    tell(1, {"em": 1.0}, {"loss_lag_3": 0.25})
+    report_step(1, {"em": 1.0}, {"loss_lag_3": 0.25})
     assert {"reward/em", "loss_lag_3"} <= meter.snapshot("0").values.keys()
-    tell(2, {"f1": 1.0}, {"loss_lag_0": 0.75})
+    report_step(2, {"f1": 1.0}, {"loss_lag_0": 0.75})
     values = meter.snapshot("0", issued=4).values
-    teller.close()
+    reporter.close()
     assert (values["step"], values["reward/f1"], values["loss_lag_0"]) == (2.0, 1.0, 0.75)
     assert not {"reward/em", "loss_lag_3"} & values.keys(), "measured in step 1 only"
     assert (values["checkpoint_step"], values["issued"]) == (0.0, 4.0), "what is of no step stays"

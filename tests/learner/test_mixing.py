@@ -1,4 +1,4 @@
-"""Groups of the last steps are trained again, on purpose and beside the books."""
+"""Groups of the last steps are trained again, on purpose and beside the accounting."""
 
 from __future__ import annotations
 

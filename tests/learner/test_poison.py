@@ -42,7 +42,7 @@ class Died(BaseException):
 
 @pytest.fixture
 def life(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StreamConsumer]:
-    """A new life of the learner's source, with empty books, that dies over the entry of seq DEADLY."""
+    """A new life of the learner's source, with an empty delivery state, that dies over the entry of seq DEADLY."""
     import learner.delivery.consumer
 
     real = learner.delivery.consumer.read_entry

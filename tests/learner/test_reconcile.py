@@ -83,7 +83,7 @@ def test_what_lies_beyond_the_credit_is_not_due_however_much_is_said_to_be_issue
 def test_a_task_that_is_none_is_no_reason_to_stop(
     reconciler: MissingSeqReconciler, db: redis.Redis, store: RunStore, source: StreamConsumer
 ) -> None:
-    """Found by `make chaos SEED=1`: it ended the keeper, and with it the learner."""
+    """Found by `make chaos SEED=1`: it ended the maintenance thread, and with it the learner."""
     arrange(db, store, source)
     for fields in ({b"junk": b"\xff"}, {b"seq": b"nine"}, {b"seq": b"9" * 5000}):
         db.xadd(KEYS.tasks, fields)

@@ -38,7 +38,7 @@ def facts(run: RunSettings) -> dict[str, Any]:
 
 
 def assert_whole(run: RunSettings, *, extra: int = 0) -> dict[str, Any]:
-    """Every step trained its batch, no seq twice; books close by seq and by token."""
+    """Every step trained its batch, no seq twice; the accounting is consistent by seq and by token."""
     seqs = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     made = facts(run)
     assert len(seqs) == len(set(seqs)) == run.steps * run.groups_per_step == made["ledger"]["counts"]["trained"]

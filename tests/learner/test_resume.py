@@ -150,7 +150,7 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     assert [entry.step for entry in kept] == [step for step in range(1, STEPS + 1) for _ in range(4)]
     assert len(list(read_journal(run.dir / "journal"))) > len(kept)
     assert checkpoint.facts["ledger"]["counts"]["trained"] == len(seqs)
-    # The batch that was not finite is in the books, and left no trace in weights and moments.
+    # The batch that was not finite is in the ledger, and left no trace in weights and moments.
     dead = [seq for seq, *why in checkpoint.facts["ledger"]["notes"] if why == ["dead", "nonfinite"]]
     assert POISON in dead and len(dead) == run.groups_per_step == len(checkpoint.facts["ledger"]["notes"])
     assert_same_parameters(run, tmp_path, model)

@@ -1,4 +1,4 @@
-"""How a run begins and ends: what it tells all others, back-pressure both ways, and books that must close."""
+"""How a run begins and ends: what it tells all others, back-pressure both ways, and a ledger that must close."""
 
 from __future__ import annotations
 
