@@ -131,6 +131,16 @@ def test_the_hash_is_of_names_and_contents_of_code(tmp_path: Path) -> None:
         digest(["b/"], tmp_path)
 
 
+def test_words_about_code_do_not_change_its_hash(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text('"""Old."""\nA = "# no comment"  # old\n"""Of A."""\n\n\ndef f():\n    """Old."""\n    return A\n')
+    before = digest(["x.py"], tmp_path)
+    path.write_text('"""New,\nlonger."""\n\n# more\nA = "# no comment"\n\ndef f():\n    # new\n    return A\n')
+    assert digest(["x.py"], tmp_path) == before
+    path.write_text(path.read_text().replace("no comment", "comment"))
+    assert digest(["x.py"], tmp_path) != before
+
+
 def test_a_figure_is_made_by_its_command_and_kept_with_its_circumstances(tmp_path: Path) -> None:
     made = figures_run.make(VERSION, root=tmp_path, folder=tmp_path / "kept")
     assert made == read(VERSION, tmp_path / "kept") and "torch" in made and made["command"] == "foray version --json"
