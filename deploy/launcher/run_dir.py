@@ -1,4 +1,4 @@
-"""The run directory as the launcher keeps it: who runs here (a lock), and run.json for people and other commands.
+"""The run directory as the launcher keeps it: a lock, and run.json for people; and which run a command means.
 
 The lock is the kernel's (`flock`), so it cannot outlive the launcher, whatever killed that.
 """
