@@ -1,1 +1,1 @@
-"""The agent beside one engine: launches it, registers it, beats for it, and loads every new policy version into it."""
+"""The agent beside one engine: launches it, keeps it registered, and loads every new policy version into it."""

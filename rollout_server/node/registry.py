@@ -1,4 +1,4 @@
-"""What a node writes to Redis: the registration of its engine, a lease that ends when it stops beating.
+"""What a node writes to Redis: the registration of its engine, a lease that ends when its heartbeats stop.
 
 And what it reads there: the target version, the view of the transfer that goes on, and whether an evaluation does.
 """
