@@ -22,8 +22,8 @@ async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str
     """Fields of EngineInfo that the engine decides; empty for one that says nothing of itself. Raises EngineError.
 
     Raises UserError for an SGLang that cannot be swapped in place: with overlap scheduling it launches a step before it
-    has recorded the one before, so a pause in place finds tokens that are sampled and not recorded. They are then said to
-    be of the new version, for some requests and not for others: from outside it cannot be seen which.
+    has recorded the one before, so a pause in place finds tokens that are sampled and not recorded. They are then said
+    to be of the new version, for some requests and not for others: from outside it cannot be seen which.
     """
     try:
         info = await client.server_info()
