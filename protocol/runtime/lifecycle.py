@@ -37,7 +37,7 @@ def shutdown_on_signals(shutdown: ShutdownSignal | None = None) -> Iterator[Shut
 
     def on_signal(name: str) -> None:
         if shutdown.requested.is_set():
-            log.warning("%s again: stopping at once", name)
+            log.warning("second %s", name)
             shutdown.forced.set()
         else:
             log.info("%s: stopping", name)

@@ -144,8 +144,8 @@ class LeasePool:
     ) -> None:
         """Let groups in flight finish, for `seconds` or until `hurry`; hand back the tasks of those that did not.
 
-        hopeful  False while nothing can finish (every engine is gone, as when a whole run is stopped): after
-                 HOPELESS_S of that the wait ends too
+        can_progress  False while nothing can finish (every engine is gone, as when a whole run is stopped): after
+                      NO_PROGRESS_S of that the wait ends too
         """
         running = {task for _, task in self.in_flight.values()}
         now = hoped = time.monotonic()
