@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
 
 
 def test_the_page_is_made_from_the_tables() -> None:
-    assert PAGE.read_text() == document(), "python -m deploy.reference.metrics > docs/observability.md"
+    assert PAGE.read_text() == document(), "make reference"
 
 
 @pytest.mark.parametrize(

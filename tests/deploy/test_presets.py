@@ -103,7 +103,7 @@ def test_what_differs_is_reasoned_and_what_does_not_needs_none() -> None:
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    assert (DOCS / "presets.md").read_text() == page(TABLE), "python -m deploy.reference.presets > docs/presets.md"
+    assert (DOCS / "presets.md").read_text() == page(TABLE), "make reference"
 
 
 @pytest.mark.parametrize("name", TABLE.sources)
