@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date as Date
 from pathlib import Path
+from typing import Annotated, Any, Union
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from protocol.errors import UserError
 
@@ -36,6 +37,21 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def union_of(kinds: Iterable[type[Settings]], *, default: str = "") -> Any:
+    """Return the type of a field that holds settings of any of `kinds`, the keys of a registry.
+
+    The value's `type` selects the class; a value without one is of type `default`, or refused if there is none.
+    """
+    if not default:
+        return Annotated[Union[tuple(kinds)], Field(discriminator="type")]  # noqa: UP007
+
+    def tag(value: Any) -> str:
+        return str(value.get("type", default) if isinstance(value, Mapping) else getattr(value, "type", default))
+
+    members = tuple(Annotated[kind, Tag(kind.model_fields["type"].default)] for kind in kinds)
+    return Annotated[Union[members], Discriminator(tag)]  # noqa: UP007
 
 
 class RunSettings(Settings):

@@ -1,6 +1,6 @@
 """A training algorithm: PPO's clipped loss on rewards against the median of their group, which one outlier cannot move.
 
-Its line in `learner.algorithms.REGISTRY`: `MedianSettings: "examples.extensions.algorithm:Median"`
+Its line in `learner.config.algorithm.REGISTRY`: `MedianSettings: "examples.extensions.algorithm:Median"`
 """
 
 from typing import Literal

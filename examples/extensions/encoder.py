@@ -1,6 +1,6 @@
 """An encoder: counts of character pairs, in any script and without a vocabulary.
 
-Its line in `retriever.encoder.REGISTRY`: `PairsSettings: "examples.extensions.encoder:PairsEncoder"`
+Its line in `retriever.encoder.config.REGISTRY`: `PairsSettings: "examples.extensions.encoder:PairsEncoder"`
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """An index: passages by the number of words that they share with the query.
 
-Its line in `retriever.index.REGISTRY`: `OverlapSettings: "examples.extensions.index:OverlapIndex"`
+Its line in `retriever.index.config.REGISTRY`: `OverlapSettings: "examples.extensions.index:OverlapIndex"`
 """
 
 import json

@@ -1,6 +1,6 @@
 """An online provider: the search of a MediaWiki, Wikipedia's for one (https://www.mediawiki.org/wiki/API:Search).
 
-Its line in `retriever.backends.web.providers.REGISTRY`: `MediaWikiSettings: "examples.extensions.provider:MediaWiki"`
+Its line in `retriever.backends.web.config.REGISTRY`: `MediaWikiSettings: "examples.extensions.provider:MediaWiki"`
 """
 
 import re

@@ -1,14 +1,13 @@
 """Settings of the algorithms, one class each: fields only, no torch.
 
-To add an algorithm: one file in `learner/algorithms/`, its settings class and union member here, and one line in
-`learner.algorithms.REGISTRY`.
+To add an algorithm: one file in `learner/algorithms/`, its settings class and one line in `REGISTRY` here.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from learner.config.policy import (
     DistillKlSettings,
@@ -19,6 +18,7 @@ from learner.config.policy import (
     TopKlSettings,
 )
 from learner.data.packing import Aggregation
+from protocol.settings import union_of
 
 
 class GrpoSettings(GroupSettings):
@@ -232,28 +232,27 @@ class DistillSettings(PolicySettings):
         return self
 
 
-def _tag(value: Any) -> str:
-    given = value.get("type", "grpo") if isinstance(value, dict) else getattr(value, "type", "grpo")
-    return str(given)
+REGISTRY: dict[type[PolicySettings], str] = {
+    GrpoSettings: "learner.algorithms.grpo:Grpo",
+    DrGrpoSettings: "learner.algorithms.grpo:Grpo",
+    DapoSettings: "learner.algorithms.dapo:Dapo",
+    RlooSettings: "learner.algorithms.rloo:Rloo",
+    ReinforceSettings: "learner.algorithms.reinforce:Reinforce",
+    ReinforcePpSettings: "learner.algorithms.reinforce_pp:ReinforcePp",
+    PpoSettings: "learner.algorithms.ppo:Ppo",
+    GspoSettings: "learner.algorithms.gspo:Gspo",
+    GmpoSettings: "learner.algorithms.gmpo:Gmpo",
+    CispoSettings: "learner.algorithms.cispo:Cispo",
+    SapoSettings: "learner.algorithms.sapo:Sapo",
+    GpgSettings: "learner.algorithms.gpg:Gpg",
+    EmaPgSettings: "learner.algorithms.grpo:Grpo",
+    DecoupledPpoSettings: "learner.algorithms.grpo:Grpo",
+    DppoSettings: "learner.algorithms.dppo:Dppo",
+    DistillSettings: "learner.algorithms.distill:Distill",
+}
+"""Settings class -> "module:Class"; the class takes the settings."""
 
-
-AlgorithmSettings = Annotated[
-    Annotated[GrpoSettings, Tag("grpo")]
-    | Annotated[DrGrpoSettings, Tag("dr_grpo")]
-    | Annotated[DapoSettings, Tag("dapo")]
-    | Annotated[RlooSettings, Tag("rloo")]
-    | Annotated[ReinforceSettings, Tag("reinforce")]
-    | Annotated[ReinforcePpSettings, Tag("reinforce_pp")]
-    | Annotated[PpoSettings, Tag("ppo")]
-    | Annotated[GspoSettings, Tag("gspo")]
-    | Annotated[GmpoSettings, Tag("gmpo")]
-    | Annotated[CispoSettings, Tag("cispo")]
-    | Annotated[SapoSettings, Tag("sapo")]
-    | Annotated[GpgSettings, Tag("gpg")]
-    | Annotated[EmaPgSettings, Tag("ema_pg")]
-    | Annotated[DecoupledPpoSettings, Tag("decoupled_ppo")]
-    | Annotated[DppoSettings, Tag("dppo")]
-    | Annotated[DistillSettings, Tag("distill")],
-    Discriminator(_tag),
-]
-"""Union over `type`; without one it is `grpo`."""
+if TYPE_CHECKING:
+    AlgorithmSettings = PolicySettings
+else:
+    AlgorithmSettings = union_of(REGISTRY, default="grpo")

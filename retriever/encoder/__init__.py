@@ -5,23 +5,10 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from retriever.encoder.config import (
-    EncoderBase,
-    EncoderSettings,
-    HashedEncoderSettings,
-    OpenAIEncoderSettings,
-    TransformerEncoderSettings,
-)
+from retriever.encoder.config import REGISTRY, EncoderSettings, TransformerEncoderSettings
 
 if TYPE_CHECKING:
     from retriever.encoder.base import Encoder
-
-REGISTRY: dict[type[EncoderBase], str] = {
-    HashedEncoderSettings: "retriever.encoder.hashed:HashedEncoder",
-    TransformerEncoderSettings: "retriever.encoder.transformer:TransformerEncoder",
-    OpenAIEncoderSettings: "retriever.encoder.openai:OpenAIEncoder",
-}
-"""Settings class to encoder class, which is imported when it is needed: only a transformer imports torch."""
 
 
 def build_encoder(settings: EncoderSettings) -> Encoder:

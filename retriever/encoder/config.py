@@ -1,13 +1,13 @@
-"""Settings of the encoders: fields only. `retriever.encoder.REGISTRY` maps each class to its implementation."""
+"""Settings of the encoders: fields only. `retriever.encoder.config.REGISTRY` maps each class to its implementation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from protocol.settings import Settings
+from protocol.settings import Settings, union_of
 
 FamilyName = Literal[
     "auto",
@@ -32,6 +32,8 @@ class EncoderBase(Settings):
 
     PLACEMENT: ClassVar[frozenset[str]] = frozenset()
     """Fields that decide where and how fast vectors are made, not what they are (`encoder_identity` omits them)."""
+
+    type: str
 
 
 class HashedEncoderSettings(EncoderBase):
@@ -124,6 +126,14 @@ class OpenAIEncoderSettings(EncoderBase):
     """NAME of the environment variable that holds the key (sent as a bearer token). Empty: no key."""
 
 
-EncoderSettings = Annotated[
-    HashedEncoderSettings | TransformerEncoderSettings | OpenAIEncoderSettings, Field(discriminator="type")
-]
+REGISTRY: dict[type[EncoderBase], str] = {
+    HashedEncoderSettings: "retriever.encoder.hashed:HashedEncoder",
+    TransformerEncoderSettings: "retriever.encoder.transformer:TransformerEncoder",
+    OpenAIEncoderSettings: "retriever.encoder.openai:OpenAIEncoder",
+}
+"""Settings class to encoder class, which is imported when it is needed: only a transformer imports torch."""
+
+if TYPE_CHECKING:
+    EncoderSettings = EncoderBase
+else:
+    EncoderSettings = union_of(REGISTRY)

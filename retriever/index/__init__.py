@@ -8,36 +8,13 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from retriever.encoder import encoder_identity
-from retriever.index.config import (
-    Bm25Settings,
-    FaissFlatSettings,
-    FaissGpuSettings,
-    FaissHnswSettings,
-    FaissIvfPqSettings,
-    FaissIvfSettings,
-    HybridSettings,
-    IndexBase,
-    IndexSettings,
-    MemoryIndexSettings,
-)
+from retriever.index.config import REGISTRY, HybridSettings, IndexSettings
 
 if TYPE_CHECKING:
     from retriever.index.base import BuildableIndex, Index, PassageSource
 
 # before any of the files here imports faiss, which reports every instruction set that its wheel does not hold
 logging.getLogger("faiss.loader").setLevel(logging.WARNING)
-
-REGISTRY: dict[type[IndexBase], str] = {
-    Bm25Settings: "retriever.index.bm25:Bm25Index",
-    FaissFlatSettings: "retriever.index.faiss_flat:FaissFlatIndex",
-    FaissGpuSettings: "retriever.index.faiss_gpu:FaissGpuIndex",
-    FaissHnswSettings: "retriever.index.faiss_hnsw:FaissHnswIndex",
-    FaissIvfSettings: "retriever.index.faiss_ivf:FaissIvfIndex",
-    FaissIvfPqSettings: "retriever.index.faiss_ivf:FaissIvfIndex",
-    MemoryIndexSettings: "retriever.index.exact:ExactIndex",
-    HybridSettings: "retriever.index.hybrid:HybridIndex",
-}
-"""Settings class to index class (`base.BuildableIndex`), which is imported when it is needed."""
 
 
 def write_index(settings: IndexSettings, source: PassageSource, directory: Path) -> None:

@@ -64,7 +64,7 @@ class Index(Protocol):
 
 
 class BuildableIndex(Index, Protocol):
-    """What a class in `retriever.index.REGISTRY` has besides."""
+    """What a class in `retriever.index.config.REGISTRY` has besides."""
 
     def __init__(self, settings: Any, directory: Path, *, threads: int) -> None:
         """Open what `build` wrote into `directory`. `threads`: of one FAISS search; 0: all."""

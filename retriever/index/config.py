@@ -1,13 +1,13 @@
-"""Settings of the indexes: fields only. `retriever.index.REGISTRY` maps each class to its implementation."""
+"""Settings of the indexes: fields only. `retriever.index.config.REGISTRY` maps each class to its implementation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.settings import Settings
+from protocol.settings import Settings, union_of
 from retriever.encoder.config import EncoderSettings, HashedEncoderSettings
 
 
@@ -21,6 +21,8 @@ class IndexBase(Settings):
     ADDED: ClassVar[frozenset[str]] = frozenset()
     """Fields that are newer than the index format: their defaults are not part of the identity, so that indexes built
     before them still fit."""
+
+    type: str
 
 
 class DenseBase(IndexBase):
@@ -165,18 +167,22 @@ class MemoryIndexSettings(DenseBase):
 
 IvfSettings = FaissIvfSettings | FaissIvfPqSettings
 
-Single = (
-    Bm25Settings
-    | FaissFlatSettings
-    | FaissGpuSettings
-    | FaissHnswSettings
-    | FaissIvfSettings
-    | FaissIvfPqSettings
-    | MemoryIndexSettings
-)
 
-MemberSettings = Annotated[Single, Field(discriminator="type")]
-"""What a hybrid may be made of."""
+REGISTRY: dict[type[IndexBase], str] = {
+    Bm25Settings: "retriever.index.bm25:Bm25Index",
+    FaissFlatSettings: "retriever.index.faiss_flat:FaissFlatIndex",
+    FaissGpuSettings: "retriever.index.faiss_gpu:FaissGpuIndex",
+    FaissHnswSettings: "retriever.index.faiss_hnsw:FaissHnswIndex",
+    FaissIvfSettings: "retriever.index.faiss_ivf:FaissIvfIndex",
+    FaissIvfPqSettings: "retriever.index.faiss_ivf:FaissIvfIndex",
+    MemoryIndexSettings: "retriever.index.exact:ExactIndex",
+}
+"""Settings class to index class (`base.BuildableIndex`), which is imported when it is needed."""
+
+if TYPE_CHECKING:
+    MemberSettings = IndexBase
+else:
+    MemberSettings = union_of(REGISTRY)
 
 
 class HybridSettings(IndexBase):
@@ -210,5 +216,9 @@ class HybridSettings(IndexBase):
         return self
 
 
-IndexSettings = Annotated[Single | HybridSettings, Field(discriminator="type")]
-"""Indexes: one file each, all behind `base.Index`."""
+REGISTRY[HybridSettings] = "retriever.index.hybrid:HybridIndex"
+
+if TYPE_CHECKING:
+    IndexSettings = IndexBase
+else:
+    IndexSettings = union_of(REGISTRY)

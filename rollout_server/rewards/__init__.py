@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pkgutil import resolve_name
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
-
+from protocol.settings import union_of
 from rollout_server.rewards.base import Reward, RewardSettingsBase, TurnReward
 from rollout_server.rewards.custom import CustomSettings
 from rollout_server.rewards.format import FormatSettings, TurnFormatSettings
@@ -19,23 +18,6 @@ from rollout_server.rewards.retrieval import RetrievalHitSettings, TurnRetrieval
 from rollout_server.rewards.semantic import SemanticSettings
 from rollout_server.rewards.text_match import CoverMatchSettings, ExactMatchSettings, F1Settings
 
-RewardSettings = Annotated[
-    ExactMatchSettings
-    | CoverMatchSettings
-    | F1Settings
-    | FormatSettings
-    | ReSearchSettings
-    | RetrievalHitSettings
-    | SemanticSettings
-    | JudgeSettings
-    | SearchCostSettings
-    | LengthPenaltySettings
-    | RepeatedQuerySettings
-    | TurnRetrievalSettings
-    | TurnFormatSettings
-    | CustomSettings,
-    Field(discriminator="type"),
-]
 REGISTRY: dict[type[RewardSettingsBase], str] = {
     ExactMatchSettings: "rollout_server.rewards.text_match:ExactMatch",
     CoverMatchSettings: "rollout_server.rewards.text_match:CoverMatch",
@@ -52,6 +34,12 @@ REGISTRY: dict[type[RewardSettingsBase], str] = {
     TurnFormatSettings: "rollout_server.rewards.format:TurnFormat",
     CustomSettings: "rollout_server.rewards.custom:Custom",
 }
+"""Settings class -> "module:Class"; the class takes the settings."""
+
+if TYPE_CHECKING:
+    RewardSettings = RewardSettingsBase
+else:
+    RewardSettings = union_of(REGISTRY)
 
 
 def build_reward(settings: RewardSettingsBase, resources: RewardResources) -> Reward | TurnReward:

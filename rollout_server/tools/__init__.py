@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pkgutil import resolve_name
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
-
+from protocol.settings import union_of
 from rollout_server.tools.base import Tool, ToolSettingsBase
 from rollout_server.tools.fetch import FetchSettings
 from rollout_server.tools.python import PythonSettings
 
-ToolSettings = Annotated[FetchSettings | PythonSettings, Field(discriminator="type")]
 REGISTRY: dict[type[ToolSettingsBase], str] = {
     FetchSettings: "rollout_server.tools.fetch:Fetch",
     PythonSettings: "rollout_server.tools.python:Python",
 }
+"""Settings class -> "module:Class"; the class takes the settings and the URLs of the retrievers."""
+
+if TYPE_CHECKING:
+    ToolSettings = ToolSettingsBase
+else:
+    ToolSettings = union_of(REGISTRY)
 
 
 def build_tool(settings: ToolSettingsBase, urls: Sequence[str]) -> Tool:

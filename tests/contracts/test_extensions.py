@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from examples.extensions.algorithm import MedianSettings
 from examples.extensions.encoder import PairsSettings
@@ -19,10 +20,15 @@ from examples.extensions.provider import MediaWikiSettings
 from examples.extensions.reward import NumberSettings
 from examples.extensions.tool import CalculatorSettings
 from learner import algorithms
+from learner.config import algorithm as algorithm_config
 from protocol.messages import Question, Status
+from protocol.settings import union_of
 from retriever import encoder, index
+from retriever.backends.web import config as web_config
 from retriever.backends.web import providers
 from retriever.backends.web.provider import ProviderHit, WebSearchError
+from retriever.encoder import config as encoder_config
+from retriever.index import config as index_config
 from rollout_server import rewards, tools
 from rollout_server.rewards.base import RewardInput
 from rollout_server.rewards.resources import RewardResources
@@ -32,10 +38,10 @@ from tests.contracts import test_algorithm, test_encoder, test_index, test_tool
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples" / "extensions").glob("*.py"))
 REGISTRIES: dict[str, dict[Any, str]] = {
-    "algorithm": algorithms.REGISTRY,
-    "encoder": encoder.REGISTRY,
-    "index": index.REGISTRY,
-    "provider": providers.REGISTRY,
+    "algorithm": algorithm_config.REGISTRY,
+    "encoder": encoder_config.REGISTRY,
+    "index": index_config.REGISTRY,
+    "provider": web_config.REGISTRY,
     "reward": rewards.REGISTRY,
     "tool": tools.REGISTRY,
 }
@@ -53,6 +59,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_is_one_file_of_fewer_than_40_lines() -> None:
     assert {path.stem: len(path.read_text().splitlines()) < 40 for path in FILES} == dict.fromkeys(REGISTRIES, True)
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_its_type_selects_it_in_a_configuration(kind: str) -> None:
+    settings = list(REGISTRIES[kind])[-1]
+    assert settings.__module__ == f"examples.extensions.{kind}"
+    selected = TypeAdapter(union_of(REGISTRIES[kind])).validate_python({"type": settings.model_fields["type"].default})
+    assert type(selected) is settings
 
 
 def test_the_algorithm() -> None:

@@ -7,26 +7,25 @@ from typing import Any, get_args
 
 import pytest
 
-from learner import algorithms, weights
-from learner.config.algorithm import AlgorithmSettings
+from learner import weights
+from learner.config import algorithm as algorithms
 from learner.config.learner import PublishSettings
 from learner.config.trackers import TrackerSettings
 from learner.observability import trackers
-from retriever import encoder, index, rerank
-from retriever.backends.web import providers
-from retriever.backends.web.config import OnlineSettings
-from retriever.encoder.config import EncoderSettings
-from retriever.index.config import IndexSettings
+from retriever import rerank
+from retriever.backends.web import config as providers
+from retriever.encoder import config as encoder
+from retriever.index import config as index
 from retriever.rerank.config import RerankSettings
 from rollout_server import rewards, search, tools
 from rollout_server.tools import sandbox
 
 PRODUCT = ("learner.", "retriever.", "rollout_server.")
 REGISTRIES: dict[str, tuple[Any, dict[Any, str]]] = {
-    "algorithms": (AlgorithmSettings, algorithms.REGISTRY),
-    "encoders": (EncoderSettings, encoder.REGISTRY),
-    "indexes": (IndexSettings, index.REGISTRY),
-    "providers": (OnlineSettings, providers.REGISTRY),
+    "algorithms": (algorithms.AlgorithmSettings, algorithms.REGISTRY),
+    "encoders": (encoder.EncoderSettings, encoder.REGISTRY),
+    "indexes": (index.IndexSettings, index.REGISTRY),
+    "providers": (providers.OnlineSettings, providers.REGISTRY),
     "rerankers": (RerankSettings, rerank.REGISTRY),
     "rewards": (rewards.RewardSettings, rewards.REGISTRY),
     "sandboxes": (sandbox.SandboxSettings, sandbox.REGISTRY),

@@ -1,4 +1,4 @@
-"""Settings of the online engines: fields only. `providers.REGISTRY` maps each class to its provider.
+"""Settings of the online engines: fields only. `REGISTRY` maps each class to its provider.
 
 Keys never stand here: a setting holds the name of the environment variable that does.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, IPvAnyNetwork, field_validator, model_validator
 
-from protocol.settings import Settings
+from protocol.settings import Settings, union_of
 
 
 class PageSettings(Settings):
@@ -254,14 +254,18 @@ class SearxngSettings(OnlineBase):
     """Engines that are asked. Empty: those of the categories."""
 
 
-OnlineSettings = Annotated[
-    SerpApiSettings
-    | SerperSettings
-    | GoogleCseSettings
-    | BraveSettings
-    | TavilySettings
-    | BingSettings
-    | SearxngSettings,
-    Field(discriminator="type"),
-]
-"""Online engines: one class each in `providers`, all behind `provider.Provider`."""
+REGISTRY: dict[type[OnlineBase], str] = {
+    SerpApiSettings: "retriever.backends.web.providers.google:SerpApi",
+    SerperSettings: "retriever.backends.web.providers.google:Serper",
+    GoogleCseSettings: "retriever.backends.web.providers.google:GoogleCse",
+    BraveSettings: "retriever.backends.web.providers.brave:Brave",
+    TavilySettings: "retriever.backends.web.providers.tavily:Tavily",
+    BingSettings: "retriever.backends.web.providers.bing:Bing",
+    SearxngSettings: "retriever.backends.web.providers.searxng:Searxng",
+}
+"""Settings class to provider class, which is imported when it is needed."""
+
+if TYPE_CHECKING:
+    OnlineSettings = OnlineBase
+else:
+    OnlineSettings = union_of(REGISTRY)
