@@ -10,16 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from deploy.monitor.status import BUCKETS
+from protocol.messages import NodeState, Owner, Status
+from tests.support import settings_keys
+
 ROOT = Path(__file__).parent.parent
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 PAGES = sorted(name for name in TRACKED if name.endswith(".md"))
 FOLDERS = {name.partition("/")[0] for name in TRACKED if "/" in name}
+COMING_FROM = "docs/coming-from.md"
 HISTORY = {"CHANGELOG.md"}
 """Pages that speak of files as they were."""
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _PATH = re.compile(r"(?<![\w/.$<{-])((?:[\w.-]+/)+[\w.*-]+\.(?:py|lua|yaml|toml|txt|lock|md|json|svg))(?![\w/])")
 _MODULE = re.compile(r"`(\w[\w/]*/\w+\.py)`")
 _FOLDER = re.compile(r"`((?:[a-z_]+/){2,})`")
+_KEY = re.compile(
+    r"(?<![\w./-])((?:run|rollout|engine|learner|retriever|launch)(?:\.[a-z][a-z0-9_]*)+)(?![\w/(-]|\.\w)"
+)
+"""A setting: not part of a path, no file, no call."""
+_FREE = re.compile(r"(learner|retriever|rollout)\.[A-Z]|run\.(yaml|json|key)$")
+"""What looks like a setting and is none: files of a run directory."""
 _WALK = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \| (.+) \|$", re.M)
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 WALK = (ROOT / "docs" / "design" / "walk.md").read_text()
@@ -66,3 +77,38 @@ def test_every_folder_of_the_product_has_its_line() -> None:
     top = {folder for folder in folders if folder.count("/") == 1}
     short = {f"{package}/{name}" for package in packages for name in named}
     assert not top - named - short, "docs/architecture.md has no line for it"
+
+
+def keys_of(text: str) -> set[str]:
+    """Return what is written like a setting in code: `run.steps`, `learner.kl.type: k3`, `foray up x learner.a.b=1`."""
+    spans = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    return {key for span in spans for key in _KEY.findall(span)}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(("docs/", "README"))])
+def test_every_setting_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    if page == COMING_FROM:
+        text = "\n".join(line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| "))
+    known = settings_keys.keys()
+    assert not {key for key in keys_of(text) if key not in known and not _FREE.match(key)}
+
+
+def test_coming_from_maps_to_many_settings() -> None:
+    rows = re.findall(r"^\| (.+) \| ([^|]+) \|$", (ROOT / COMING_FROM).read_text(), re.M)
+    keys = {key for _, ours in rows for key in keys_of(ours)}
+    assert len(rows) > 60 and len(keys) > 45
+
+
+def test_a_key_that_is_no_setting_is_found() -> None:
+    assert keys_of("`run.stepz=3` and `learner/main.py`, not run.x\n```sh\nforay up learner.lr=1\n```\n") == {
+        "run.stepz",
+        "learner.lr",
+    }
+
+
+def test_the_glossary_has_the_words_of_the_wire() -> None:
+    """The values that a person meets in status, metrics and logs."""
+    words = set(re.findall(r"\w+", (ROOT / "docs" / "glossary.md").read_text()))
+    met = {*NodeState, *Status, *Owner, *(word for bucket in BUCKETS for word in bucket.split("_"))}
+    assert not {str(word) for word in met} - words
