@@ -1,7 +1,7 @@
 """numpy arrays as message fields: raw little-endian bytes of a fixed dtype on the wire.
 
-A list of ints costs 17 times as much to encode and lets five bytes of input become hundreds of bytes of memory;
-raw bytes have nothing to amplify.
+A list of ints takes 17 times as long to encode, and five bytes of input may become hundreds of bytes of memory.
+Raw bytes cannot grow that way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Wire:
         else:
             raise ValueError(f"expected bytes of {self.dtype.name}, not {type(value).__name__}")
         if self.finite and not np.isfinite(array).all():
-            raise ValueError("holds a number that is not finite")
+            raise ValueError("contains a number that is not finite")
         return array
 
     def _convert(self, given: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -46,7 +46,7 @@ class _Wire:
             raise ValueError(f"expected {self.dtype.name}, not {given.dtype.name}")
         array = given.astype(self.dtype)
         if self.dtype.kind == "i" and given.size and not np.array_equal(array, given):
-            raise ValueError(f"holds a number beyond {self.dtype.name}")
+            raise ValueError(f"contains a number outside the range of {self.dtype.name}")
         array.flags.writeable = False
         return array
 

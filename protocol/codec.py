@@ -1,7 +1,7 @@
 """Encode and decode messages: a msgpack envelope {v, kind, body}.
 
-Order of the checks in `decode`: size, msgpack and how many values it holds, envelope, kind, then the body's types,
-lengths and finiteness (pydantic). Whatever is wrong raises a `ProtocolError` with a `reason`, nothing else escapes.
+`decode` checks in this order: size, msgpack and its number of values, envelope, kind, then the types of the body,
+lengths and finiteness (pydantic). It raises `ProtocolError` with a `reason`, and no other exception.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SCHEMA_MAJOR, SCHEMA_MINOR = 1, 4
 MAX_BYTES = 32 << 20
 """Largest message. 8 trajectories of 32k tokens take 8 * 32k * 8 B = 2 MiB."""
 MAX_VALUES = 1_000_000
-"""Most values in a message: elements of arrays, entries of maps. A byte of msgpack may become a dict of 64 bytes in
-memory, or a string of 76; a turn with its observation takes about 40 values."""
+"""Maximum number of values in a message: array elements and map entries. One byte of msgpack may become a dict of 64
+bytes in memory, or a string of 76; a turn with its observation takes about 40 values."""
 
 KINDS: dict[str, type[Message]] = {
     "task": Task,
@@ -46,7 +46,7 @@ KINDS: dict[str, type[Message]] = {
 _NAMES = {kind: name for name, kind in KINDS.items()}
 SMALL_BYTES = 1 << 20
 LIMITS = dict.fromkeys(KINDS, SMALL_BYTES) | {"group": MAX_BYTES, "view": 8 << 20}
-"""Largest message of each kind in bytes. A view names every tensor of the model."""
+"""Maximum size of each kind of message, in bytes. A view names every tensor of the model."""
 
 M = TypeVar("M", bound=Message)
 C = TypeVar("C", bound=Collection[Any])
@@ -57,23 +57,23 @@ def encode(message: Message) -> bytes:
     name, body = _NAMES[type(message)], message.model_dump(mode="python")
     raw: bytes = msgpack.packb({"v": [SCHEMA_MAJOR, SCHEMA_MINOR], "kind": name, "body": body}, use_bin_type=True)
     _check_size(name, raw)
-    if len(raw) > MAX_VALUES:  # every value takes a byte at least
+    if len(raw) > MAX_VALUES:  # every value takes at least one byte
         unpack(raw)
     return raw
 
 
 def decode(raw: bytes, *, max_bytes: int = MAX_BYTES) -> Message:
-    """Decode a message. Raises a ProtocolError (MessageTooLarge, CorruptMessage, ...) and nothing else."""
+    """Decode a message. Raises only ProtocolError (MessageTooLarge, CorruptMessage, ...)."""
     if len(raw) > max_bytes:
-        raise MessageTooLarge(f"{len(raw)} bytes are beyond the limit of {max_bytes}")
+        raise MessageTooLarge(f"{len(raw)} bytes exceed the limit of {max_bytes}")
     envelope = unpack(raw)
     if not isinstance(envelope, dict) or not {"v", "kind", "body"} <= envelope.keys():
-        raise CorruptMessage("not an envelope of v, kind and body")
+        raise CorruptMessage("not an envelope with v, kind and body")
     version, name = envelope["v"], envelope["kind"]
     if not (isinstance(version, list) and len(version) == 2 and all(isinstance(n, int) for n in version)):
         raise CorruptMessage("the schema version is not a pair of integers")
     if version[0] != SCHEMA_MAJOR:
-        raise UnsupportedVersion(f"schema {version[0]}.{version[1]}: this reader knows {SCHEMA_MAJOR}.x, upgrade it")
+        raise UnsupportedVersion(f"schema {version[0]}.{version[1]}: this reader supports {SCHEMA_MAJOR}.x, upgrade it")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise UnknownKind(f"unknown kind {str(name)[:64]!r}")
@@ -120,7 +120,7 @@ def unpack(raw: bytes) -> Any:
             strict_map_key=True,
             object_hook=counted,
             list_hook=counted,
-            # room for an array is taken when its length is read, and every element takes a byte at least
+            # msgpack allocates an array when it reads its length, and every element takes at least one byte
             max_array_len=min(65536, len(raw)),
             max_map_len=65536,
             max_bin_len=len(raw),
@@ -133,14 +133,14 @@ def unpack(raw: bytes) -> Any:
 
 def _check_size(name: str, raw: bytes) -> None:
     if len(raw) > LIMITS[name]:
-        raise MessageTooLarge(f"a {name} of {len(raw)} bytes is beyond the limit of {LIMITS[name]}")
+        raise MessageTooLarge(f"a {name} of {len(raw)} bytes exceeds the limit of {LIMITS[name]}")
 
 
 def number_of(raw: bytes) -> int:
-    """Parse a count in digits, as a field of Redis holds it; 0 for anything else or an absurd length."""
+    """Parse a decimal count from a Redis field. Return 0 for anything else, or if it has too many digits."""
     return int(raw) if raw.isdigit() and len(raw) <= 15 else 0
 
 
 def checksum(raw: bytes) -> int:
-    """Return the CRC-32 of a message, which its stream header carries."""
+    """Return the CRC-32 of a message, as stored in its stream header."""
     return zlib.crc32(raw)

@@ -6,7 +6,7 @@ ForayError
   Fenced                   another learner took the lease
   StateLost                Redis lost its streams
   RedisUnavailable ...     see `protocol.runtime.redis.errors`
-  UserError                needs a person: says what happened, why and what to do, printed without a traceback
+  UserError                the user must act: what happened, why and what to do, printed without a traceback
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ class ForayError(Exception):
 
 
 class ProtocolError(ForayError):
-    """Bytes that are no valid message. `reason` is a short word for metrics and the dead-letter stream."""
+    """Invalid message bytes. `reason` is a short word for metrics and the dead-letter stream."""
 
     reason = "protocol"
 
 
 class MessageTooLarge(ProtocolError):
-    """More bytes than the limit; raised before anything is decoded."""
+    """The message exceeds the size limit. Raised before decoding."""
 
     reason = "too_large"
 
 
 class CorruptMessage(ProtocolError):
-    """Not msgpack, truncated, nested too deep, or its checksum does not fit."""
+    """Not msgpack, truncated, nested too deeply, or its checksum does not match."""
 
     reason = "corrupt"
 
 
 class UnknownKind(ProtocolError):
-    """A well-formed envelope of a kind that this version does not know."""
+    """A valid envelope of an unknown kind."""
 
     reason = "unknown_kind"
 
 
 class UnsupportedVersion(ProtocolError):
-    """A schema major that this version cannot read: upgrade the reader."""
+    """A schema major version that this process cannot read: upgrade the reader."""
 
     reason = "unsupported_version"
 
 
 class InvalidBody(ProtocolError):
-    """The envelope is sound but a field has the wrong type, length, dtype or a non-finite number."""
+    """The envelope is valid, but a field has the wrong type, length or dtype, or a number that is not finite."""
 
     reason = "invalid_body"
 
 
 class Fenced(ForayError):
-    """Another learner took the lease: this one must stop writing at once (exit code 75)."""
+    """Another learner took the lease: this one must stop writing immediately (exit code 75)."""
 
 
 class StateLost(ForayError):
-    """Redis lost its streams (wiped, failed over, restarted empty): the learner re-creates them and reissues."""
+    """Redis lost its streams (wiped, failed over, restarted empty): the learner re-creates them and reissues tasks."""
 
 
 class UserError(ForayError):
-    """An error that needs a person.
+    """An error that the user must act on.
 
     what  what happened, in one sentence
     why   why it matters or why it happened ("" when it is obvious)
-    todo  what to do about it, preferably a command
+    todo  what to do, preferably a command
     """
 
     def __init__(self, what: str, why: str = "", todo: str = "") -> None:
@@ -75,7 +75,7 @@ class UserError(ForayError):
         self.what, self.why, self.todo = what, why, todo
 
     def render(self) -> str:
-        """Return the message as it is printed: one to three lines, secrets cut out."""
+        """Return the message as printed: one to three lines, secrets redacted."""
         lines = [f"error: {self.what}"]
         if self.why:
             lines.append(f"  why: {self.why}")

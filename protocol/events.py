@@ -1,27 +1,27 @@
-"""One line of a run's history, for people: what happened, where, and when. `Keys.events` holds the newest ones.
+"""The run's event log, for users: what happened, where and when. `Keys.events` holds the newest entries.
 
-Events only inform: they are written after the fact by the process that saw it, and may be lost with Redis. The
-counters and the ledger are the record. An entry's time is its id (milliseconds by the clock of Redis).
+Events are informational: the process that observed one writes it afterwards, and it may be lost with Redis. The
+counters and the ledger are authoritative. The time of an entry is its id (milliseconds on the Redis clock).
 """
 
 from __future__ import annotations
 
 MOST = 10_000
-"""Entries kept; pass `maxlen=MOST, approximate=True` to XADD."""
+"""Maximum number of entries; pass `maxlen=MOST, approximate=True` to XADD."""
 
 TEXT_CHARACTERS = 500
 
 
 def fields(process: str, process_id: str, kind: str, text: str) -> dict[str, str]:
-    """The fields of one entry.
+    """Return the fields of one entry.
 
-    process, process_id  who saw it, as in MetricsSnapshot: "learner", "rollout", "node", ...; its id
-    kind                 one word or two with a hyphen, for filters: "epoch", "state-lost", "dead-letter", ...
-    text                 one sentence; longer ones are cut
+    process, process_id  the process that observed it, as in MetricsSnapshot: "learner", "rollout", "node", ...; its id
+    kind                 a word, or two joined by a hyphen, for filters: "epoch", "state-lost", "dead-letter", ...
+    text                 one sentence; truncated if too long
     """
     return {"process": process, "id": process_id, "kind": kind, "text": text[:TEXT_CHARACTERS]}
 
 
 def parse(raw: dict[bytes, bytes]) -> dict[str, str]:
-    """Inverse of `fields`, for entries that anybody may have written: what is absent is ""."""
+    """Decode an entry, the inverse of `fields`. Any client may have written it: missing fields become ""."""
     return {name: raw.get(name.encode(), b"").decode("utf-8", "replace") for name in ("process", "id", "kind", "text")}

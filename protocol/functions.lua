@@ -1,13 +1,13 @@
 #!lua name=foray
--- Foray's server-side functions (Redis >= 7.0). Each is atomic; each that the learner calls is fenced by its lease.
--- When Redis is full, what adds to the streams is refused as a whole, BEFORE the task is acknowledged: publishing,
--- retrying and issuing. That is the back-pressure. All else carries 'allow-oom', for one of two reasons:
---   it frees memory, or keeps what would free it alive: foray_ack, foray_reset, foray_renew, foray_release, foray_beat
---   it is needed to get so far, and writes in the place of what it wrote before (bounded): foray_acquire and foray_meta
---   (a start), foray_target and foray_view (the step after which a checkpoint may follow), foray_register (engines that
---   are not listed answer no requests), foray_report (else a full Redis looks like dead processes)
+-- Foray's server-side functions (Redis >= 7.0). Each is atomic; those that the learner calls are fenced by its lease.
+-- When Redis is full, functions that add to the streams fail as a whole, BEFORE the task is acknowledged: publish,
+-- retry and issue. That is the back-pressure. All others carry 'allow-oom', for one of two reasons:
+--   they free memory, or keep leases alive that lead to it: foray_ack, foray_reset, foray_renew, foray_release, foray_beat
+--   they are needed to reach a checkpoint, and replace their earlier values (bounded): foray_acquire and foray_meta
+--   (start), foray_target and foray_view (the step before a checkpoint), foray_register (engines that are not listed
+--   get no requests), foray_report (otherwise processes look dead when Redis is full)
 
--- BADKEY names the key that cannot be used as it is: of another type, no number, or a stream that is full to the last id.
+-- BADKEY names a key with unexpected content: of another type, not a number, or a stream whose ids are exhausted.
 local function bad(key, why)
   return {err = 'BADKEY ' .. key .. ': ' .. why}
 end
@@ -18,12 +18,12 @@ local function checked(reply, key)
   error(about_key and bad(key, reply.err) or reply)
 end
 
--- As redis.call, but that errors which are a key's fault name it.
+-- Like redis.call, but errors caused by a key's content name the key.
 local function call(command, ...)
   return checked(redis.pcall(command, ...), command == 'XINFO' and select(2, ...) or (...))
 end
 
--- The whole number at `key`, 0 where there is none. Beyond 15 digits Lua's numbers are not exact.
+-- Returns the integer at `key`, 0 if the key is missing. Beyond 15 digits Lua's numbers are not exact.
 local function number_at(key)
   local text = call('GET', key) or '0'
   if #text > 15 or not string.match(text, '^%d+$') then error(bad(key, 'it holds no count')) end
@@ -40,7 +40,7 @@ local function lost(stream)
   return {err = 'NOSTREAM ' .. stream .. ' is gone: state lost'}
 end
 
--- Everything below this id has been delivered and acknowledged.
+-- Returns the id below which every entry has been delivered and acknowledged.
 local function floor_id(stream, group)
   local pending = call('XPENDING', stream, group)
   if pending[2] then return pending[2] end
@@ -49,22 +49,22 @@ local function floor_id(stream, group)
     for i = 1, #g, 2 do d[g[i]] = g[i + 1] end
     if d['name'] == group then
       local ms, sq = string.match(d['last-delivered-id'], '(%d+)-(%d+)')
-      -- where Lua's numbers are not exact, the last delivered entry stays
+      -- if Lua's numbers are not exact, keep the last delivered entry
       return ms .. '-' .. (#sq > 15 and sq or string.format('%.0f', tonumber(sq) + 1))
     end
   end
 end
 
--- MINID at the acknowledged floor never removes what is unread or pending; MAXLEN would.
+-- MINID at the acknowledged floor never removes unread or pending entries; MAXLEN would.
 local function trim(stream, group)
   local id = floor_id(stream, group)
   if id then call('XTRIM', stream, 'MINID', '=', id) end
 end
 
--- What is acknowledged is gone at once: one straggler below it must not keep it from making room.
+-- Deletes an acknowledged entry immediately, so that a straggler below it does not keep its memory in use.
 local function acknowledge(stream, group, id)
   local n = call('XACK', stream, group, id)
-  if n == 1 then redis.pcall('XDEL', stream, id) end -- a user who may not (an older ACL file) leaves it to the trimming
+  if n == 1 then redis.pcall('XDEL', stream, id) end -- without permission (an older ACL file) the entry is trimmed later
   return n
 end
 
@@ -73,7 +73,7 @@ local function exists(stream)
 end
 
 -- lease, epoch, meta | token, checkpoint epoch, ttl ms, takeover ('1' or '0'), lineage id
---   -> {1, epoch}, {0, epoch, ttl left, holder}, or {2, lineage id} when the run in this Redis is another one
+--   -> {1, epoch}, {0, epoch, ttl left, holder}, or {2, lineage id} if this Redis holds another run
 redis.register_function{function_name = 'foray_acquire', flags = {'allow-oom'}, callback = function(k, a)
   local lineage = k[3] and call('HGET', k[3], 'lineage_id')
   if lineage and a[5] and lineage ~= a[5] and a[4] ~= '1' then return {2, lineage} end
@@ -84,7 +84,7 @@ redis.register_function{function_name = 'foray_acquire', flags = {'allow-oom'}, 
   local epoch = math.max(number_at(k[2]), tonumber(a[2])) + 1
   call('SET', k[2], epoch)
   call('DEL', k[1])
-  -- ttl and since (seconds, by this clock) are for people: a TTL that is left says when the lease was last renewed
+  -- ttl and since (seconds, on this clock) are for display: with the TTL left they show when the lease was renewed
   call('HSET', k[1], 'epoch', epoch, 'token', a[1], 'ttl', a[3], 'since', call('TIME')[1])
   call('PEXPIRE', k[1], a[3])
   if k[3] and a[5] then call('HSETNX', k[3], 'lineage_id', a[5]) end
@@ -97,7 +97,7 @@ redis.register_function{function_name = 'foray_renew', flags = {'allow-oom'}, ca
   return call('PEXPIRE', k[1], a[3])
 end}
 
--- lease | epoch, token -> 1 when it was held and is now free
+-- lease | epoch, token -> 1 if it was held and is now free
 redis.register_function{function_name = 'foray_release', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return 0 end
   return call('DEL', k[1])
@@ -108,7 +108,7 @@ local function replace(hash, a)
   for i = 3, #a, 2 do call('HSET', hash, a[i], a[i + 1]) end
 end
 
--- lease, meta | epoch, token, then pairs field, value: what the hash holds from now on -> 1
+-- lease, meta | epoch, token, then pairs field, value: the new content of the hash -> 1
 redis.register_function{function_name = 'foray_meta', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   replace(k[2], a)
@@ -116,7 +116,7 @@ redis.register_function{function_name = 'foray_meta', flags = {'allow-oom'}, cal
 end}
 
 -- lease, meta, tasks, traj, other keys... | epoch, token, then pairs as above -> 1
--- The run that this Redis held is replaced by an empty one: what another lineage left is neither leased nor trained.
+-- Replaces the run in this Redis by an empty one: data of another lineage is neither leased nor trained.
 redis.register_function{function_name = 'foray_reset', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   for i = 3, #k do call('DEL', k[i]) end
@@ -127,7 +127,7 @@ redis.register_function{function_name = 'foray_reset', flags = {'allow-oom'}, ca
 end}
 
 -- lease, issued, tasks | epoch, token, floor (every seq up to here is settled), ceiling (no higher seq was ever issued:
--- a count above it is nobody's), then pairs seq, body -> highest issued
+-- ignore a count above it), then pairs seq, body -> highest issued
 redis.register_function('foray_issue', function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   if not exists(k[3]) then return lost(k[3]) end
@@ -146,7 +146,7 @@ redis.register_function('foray_issue', function(k, a)
   return issued
 end)
 
--- lease, tasks | epoch, token, then pairs seq, body -> how many
+-- lease, tasks | epoch, token, then pairs seq, body -> number of tasks
 redis.register_function('foray_reissue', function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   if not exists(k[2]) then return lost(k[2]) end
@@ -154,7 +154,7 @@ redis.register_function('foray_reissue', function(k, a)
   return (#a - 2) / 2
 end)
 
--- tasks | consumer, ids... -> the ids that are still this consumer's, now with a fresh idle time
+-- tasks | consumer, ids... -> the ids that this consumer still holds, with their idle time reset
 redis.register_function{function_name = 'foray_beat', flags = {'allow-oom'}, callback = function(k, a)
   local mine = {}
   for i = 2, #a do
@@ -167,13 +167,13 @@ redis.register_function{function_name = 'foray_beat', flags = {'allow-oom'}, cal
   return mine
 end}
 
--- tokens: a hash of this Redis' own counts. What an older rollout server does not pass (key and number) is not counted.
--- A statistic: one that cannot be written (another type, no number, at its end) stops no delivery.
+-- tokens: a hash with counts of this Redis. Without key or number, as from an older rollout server, nothing is counted.
+-- It is a statistic: if it cannot be written (wrong type, not a number, overflow), delivery continues.
 local function count(key, field, n)
   if key and n and tonumber(n) > 0 then redis.pcall('HINCRBY', key, field, n) end
 end
 
--- Whether the task `id` is leased, by anyone. Without the group nothing is.
+-- Returns whether any consumer has leased the task `id`. Without the group none has.
 local function leased(tasks, id)
   local pending = redis.pcall('XPENDING', tasks, 'rollout', id, id, 1)
   if pending.err and string.find(pending.err, '^NOGROUP') then return false end
@@ -181,8 +181,8 @@ local function leased(tasks, id)
 end
 
 -- tasks, traj, tokens | task id, seq, header, body, tokens sampled in this attempt
---   -> entry id, or DUP when somebody has published this task already
--- The entry is added before the task is acknowledged: an error leaves the task leased, and the caller tries again.
+--   -> entry id, or DUP if this task has already been published
+-- Adds the entry before it acknowledges the task: after an error the task is still leased, and the caller retries.
 redis.register_function('foray_publish', function(k, a)
   if not exists(k[2]) then return lost(k[2]) end
   if not leased(k[1], a[1]) then return 'DUP' end
@@ -193,7 +193,7 @@ redis.register_function('foray_publish', function(k, a)
 end)
 
 -- tasks, tokens | task id, seq, body of the next attempt, tokens sampled in the failed one -> new id, or DUP.
--- The failed attempt gives way to the next one, likewise.
+-- Replaces the failed attempt by the next one, in the same order.
 redis.register_function('foray_retry', function(k, a)
   if not leased(k[1], a[1]) then return 'DUP' end
   local id = call('XADD', k[1], 'NOMKSTREAM', '*', 'seq', a[2], 'b', a[3])
@@ -202,7 +202,7 @@ redis.register_function('foray_retry', function(k, a)
   return id
 end)
 
--- lease, traj | epoch, token, ids... -> how many were acknowledged
+-- lease, traj | epoch, token, ids... -> number of acknowledged entries
 redis.register_function{function_name = 'foray_ack', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   local n = 0
@@ -225,7 +225,7 @@ redis.register_function{function_name = 'foray_view', flags = {'allow-oom'}, cal
   return 1
 end}
 
--- hash [, sorted set] | field, body, ttl ms [, score, member] -> 1. A registration, or an answer, that ends by itself.
+-- hash [, sorted set] | field, body, ttl ms [, score, member] -> 1. Writes a registration or an answer that expires.
 redis.register_function{function_name = 'foray_register', flags = {'allow-oom'}, callback = function(k, a)
   call('HSET', k[1], a[1], a[2])
   call('PEXPIRE', k[1], a[3])
@@ -240,10 +240,10 @@ redis.register_function{function_name = 'foray_report', flags = {'allow-oom'}, c
   return 1
 end}
 
--- Nothing comes after an entry of this id, and XRANGE refuses to look.
+-- The largest possible id: XRANGE refuses to read after it.
 local LAST_ID = '18446744073709551615-18446744073709551615'
 
--- The field t of every entry after `last`, in pieces: a reply with all bodies at once would be as large as the stream.
+-- Returns id and field t of every entry after `last`, read in chunks: a single reply would be as large as the stream.
 local function undelivered(stream, last)
   local found = {}
   while last ~= LAST_ID do
@@ -261,7 +261,7 @@ local function undelivered(stream, last)
   return found
 end
 
--- traj, tokens -> {fields of the hash tokens, last id of traj, ids pending, undelivered id, t, id, t, ...}: one moment
+-- traj, tokens -> {fields of the hash tokens, last id of traj, ids pending, undelivered id, t, id, t, ...}, atomically
 redis.register_function{function_name = 'foray_census', flags = {'no-writes'}, callback = function(k)
   if not exists(k[1]) then return lost(k[1]) end
   local pending = {}
@@ -279,7 +279,7 @@ redis.register_function{function_name = 'foray_census', flags = {'no-writes'}, c
   return {call('HGETALL', k[2]), last, pending, undelivered(k[1], delivered)}
 end}
 
--- traj | ids... -> the field t of each that is there, '0' for others
+-- traj | ids... -> the field t of each existing entry, '0' for others
 redis.register_function{function_name = 'foray_tokens_of', flags = {'no-writes'}, callback = function(k, a)
   local found = {}
   for i = 1, #a do

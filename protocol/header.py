@@ -1,6 +1,6 @@
-"""The small header `h` beside each entry of the trajectory stream.
+"""The small header `h` of each entry in the trajectory stream.
 
-Rank 0 plans a batch from headers alone (lengths, rewards, versions); the ranks then read only their own bodies.
+Rank 0 plans a batch from headers alone (lengths, rewards, versions). Each rank then reads only its own bodies.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MAX_HEADER_BYTES = 1 << 20
 
 
 class EntryHeader(Message):
-    """What the learner needs to know of an entry before it reads the body.
+    """Metadata of an entry that the learner needs before it reads the body.
 
     lengths   tokens of each trajectory, prompt and observations included
     sampled   tokens the policy sampled, of each trajectory
     rewards   reward of each trajectory
-    votes     whether each trajectory counts in the baseline
-    first, last  oldest and newest version (epoch, step), (0, 0) where nothing was sampled
+    votes     whether each trajectory counts in the group's baseline
+    first, last  oldest and newest version (epoch, step); (0, 0) if nothing was sampled
     crc       CRC-32 of the body
     """
 
@@ -88,6 +88,6 @@ def read_header(raw: bytes) -> EntryHeader:
 
 
 def check_body(header: EntryHeader, body: bytes) -> None:
-    """Raise CorruptMessage if the body is not the one that the header was made for."""
+    """Raise CorruptMessage if the checksum of `body` does not match `header`."""
     if len(body) != header.num_bytes or checksum(body) != header.crc:
-        raise CorruptMessage(f"seq {header.seq}: the checksum of the body does not fit its header")
+        raise CorruptMessage(f"seq {header.seq}: the checksum of the body does not match its header")

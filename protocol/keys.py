@@ -1,6 +1,6 @@
-"""Every Redis key, as a function of the run id. The braces are a hash tag: all keys of a run share one slot.
+"""All Redis keys of a run. The braces are a hash tag: the keys of one run share one slot.
 
-key                 type     owner      lost?
+key                 type     owner      if lost, and notes
 tasks               stream   learner    reissued from the sampler (group `rollout`)
 traj                stream   rollouts   generated again (group `learner`)
 issued              string   learner    its floor is the ledger's watermark
@@ -11,14 +11,14 @@ wv:view             string   learner    a new view is made; TTL
 wv:answers:{e}.{n}  hash     nodes      the view times out; TTL
 engine:{id}         string   node       registers again; TTL
 engines             zset     node       id -> expiry in Redis seconds, for listing without KEYS
-metrics:{p}:{id}    string   process    TTL
+metrics:{p}:{id}    string   process    reported again; TTL
 processes           zset     process    "{p}:{id}" -> expiry, for listing without KEYS
 tokens              hash     functions  tokens of attempts that ended (published, rejected) since Redis was empty
 meta                hash     learner    written at every start: lineage id, schema, tokenizer, settings of the run
-events              stream   anyone     what happened, for people; bounded, informational
-dlq                 stream   anyone     bounded evidence; the files of the learner are the record
-requeue             set      operator   seqs that a person wants tried again; the learner empties it
-evaluation          string   evaluator  weight swaps wait while it is there (or those of eval engines alone); TTL
+events              stream   anyone     event log for users; bounded, informational
+dlq                 stream   anyone     dead letters; bounded, the learner's files are authoritative
+requeue             set      operator   seqs to try again, added by a user; the learner empties it
+evaluation          string   evaluator  while set, weight updates wait (or only those of eval engines); TTL
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from protocol.settings import RUN_ID
 TASK_GROUP = "rollout"
 TRAJ_GROUP = "learner"
 EVAL_ENGINES_ONLY = "eval-engines:"
-"""Beginning of the value of `evaluation` when engines of role `eval` serve it: all others may swap weights."""
+"""Prefix of the value of `evaluation` when engines of role `eval` serve it: all others may load new weights."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Keys:
 
     def __post_init__(self) -> None:
         if not RUN_ID.match(self.run):
-            raise UserError(f"run id {self.run!r} is not usable as a key", todo="use a-z, 0-9 and '-', at most 63")
+            raise UserError(f"run.id = {self.run!r} is not valid", todo="use at most 63 of a-z, 0-9 and '-'")
 
     def _key(self, name: str) -> str:
         return f"{{{self.run}}}:{name}"

@@ -1,8 +1,8 @@
-"""The ledger: what became of every seq. It lives in the learner's checkpoint, and only there it is the truth.
+"""The ledger: the outcome of every seq. The copy in the learner's checkpoint is authoritative.
 
-A seq is settled once, as trained, filtered, stale or dead. `watermark` is the highest seq up to which everything was
-settled; `above` holds the settled ones beyond it, and the credit gate keeps it small. A person may have a dead or
-stale seq tried again: it is open then, though the watermark has passed it, and `reopened` holds those few.
+A seq is settled once, as trained, filtered, stale or dead. `watermark` is the highest seq up to which all seqs are
+settled. `above` holds the settled seqs beyond it; the credit gate keeps it small. A user may requeue a dead or stale
+seq: it is then open again below the watermark, and `reopened` holds it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from protocol.errors import ForayError
 
 
 class Outcome(StrEnum):
-    """What became of a seq."""
+    """The outcome of a settled seq."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
@@ -24,20 +24,20 @@ class Outcome(StrEnum):
 
 
 REOPENABLE = frozenset({Outcome.STALE, Outcome.DEAD})
-"""Outcomes that may be reopened: nothing was learned from them."""
+"""Outcomes that may be reopened: their data was not trained on."""
 
 
 class AlreadySettled(ForayError):
-    """A seq was about to be settled a second time: a bug that must not reach the optimiser."""
+    """A seq would be settled a second time: a bug that must not reach the optimiser."""
 
 
 class NotReopenable(ForayError):
-    """A seq that is open, trained or filtered cannot be reopened. The message says which."""
+    """The seq is open, trained or filtered, so it cannot be reopened. The message says which."""
 
 
 @dataclass
 class Ledger:
-    """Outcome of every seq, mutable. `to_state` and `from_state` convert to what the checkpoint holds."""
+    """The outcome of every seq, mutable. `to_state` and `from_state` convert to and from the checkpoint's form."""
 
     watermark: int = 0
     above: set[int] = field(default_factory=set)
@@ -45,7 +45,7 @@ class Ledger:
     notes: list[tuple[int, Outcome, str]] = field(default_factory=list)
     """(seq, outcome, reason) of every seq that was not trained."""
     reopened: set[int] = field(default_factory=set)
-    """Seqs up to the watermark that are open again."""
+    """Requeued seqs at or below the watermark."""
 
     def __contains__(self, seq: int) -> bool:
         return (seq <= self.watermark and seq not in self.reopened) or seq in self.above
@@ -77,7 +77,7 @@ class Ledger:
         found = next((note for note in self.notes if note[0] == seq), None)
         if found is None or found[1] not in REOPENABLE:
             is_now = found[1] if found else Outcome.TRAINED if seq in self and seq > 0 else "not settled"
-            raise NotReopenable(f"seq {seq} is {is_now}: only what is dead or stale can be tried again")
+            raise NotReopenable(f"seq {seq} is {is_now}: only dead and stale seqs can be requeued")
         self.notes.remove(found)
         self.counts[found[1]] -= 1
         if seq <= self.watermark:
@@ -96,11 +96,11 @@ class Ledger:
         return len(self.reopened) + max(0, issued - self.watermark) - settled
 
     def closes(self) -> bool:
-        """Return whether the counts by outcome add up to the number of settled seqs."""
+        """Return whether the counts per outcome add up to the number of settled seqs."""
         return sum(self.counts.values()) == self.settled
 
     def to_state(self) -> dict[str, Any]:
-        """Return plain JSON values."""
+        """Return the ledger as plain JSON values."""
         return {
             "watermark": self.watermark,
             "above": sorted(self.above),
@@ -111,7 +111,7 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Ledger:
-        """Return the ledger of `to_state`. Raises ForayError if the values are none, or inconsistent."""
+        """Return the ledger that `to_state` wrote. Raises ForayError if the values are invalid or inconsistent."""
         try:
             ledger = cls(
                 watermark=int(state["watermark"]),
@@ -121,9 +121,11 @@ class Ledger:
                 reopened={int(seq) for seq in state.get("reopened", ())},
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ForayError(f"this is no state of a ledger: {type(error).__name__}: {str(error)[:200]}") from None
+            raise ForayError(
+                f"the ledger in the checkpoint is invalid: {type(error).__name__}: {str(error)[:200]}"
+            ) from None
         wrong = any(seq <= ledger.watermark + 1 for seq in ledger.above)
         wrong = wrong or any(not 1 <= seq <= ledger.watermark for seq in ledger.reopened)
         if wrong or not ledger.closes():
-            raise ForayError("the ledger in the checkpoint does not close: refusing to resume from it")
+            raise ForayError("the ledger in the checkpoint is inconsistent: refusing to resume from it")
         return ledger

@@ -1,8 +1,8 @@
-"""The wire messages: frozen, with the shape of every array beside it.
+"""The wire messages: frozen models, with the shape of every array.
 
-How they may change (a reader of schema 1.x reads every 1.y):
+Compatibility rules (a reader of schema 1.x reads every 1.y):
   1. add a field only with a default; 2. never change the meaning or type of a field; 3. never reuse a name;
-  4. anything else is a new major. `tests/golden/` holds the bytes of every kind and makes the rules executable.
+  4. any other change needs a new major version. `tests/golden/` holds encoded messages of every kind and tests this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_GROUP = 4096
 
 
 class Message(BaseModel):
-    """Base of everything on the wire. Unknown fields are ignored: a newer minor may have added them."""
+    """Base of all wire messages. Unknown fields are ignored: a newer minor version may have added them."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants", arbitrary_types_allowed=True)
 
@@ -44,7 +44,7 @@ class Question(Message):
 
 
 class Sampling(Message):
-    """How the sampler drew, so that the learner knows what the log-probs mean: they are of softmax(logits / T)."""
+    """Sampling parameters. They define the log-probs: those of softmax(logits / T)."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -62,7 +62,7 @@ class Task(Message):
 
 
 class Owner(StrEnum):
-    """Who wrote a segment. Mask, reward spans and provenance follow from it, never from searching text for tags."""
+    """The author of a segment. Mask, reward spans and provenance follow from it, never from tags in the text."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -70,7 +70,7 @@ class Owner(StrEnum):
 
 
 class VersionSpan(Message):
-    """Tokens [start, end) of a segment were sampled by policy version (epoch, step)."""
+    """Tokens [start, end) of a segment, sampled by policy version (epoch, step)."""
 
     epoch: Count
     step: Count
@@ -83,18 +83,17 @@ class VersionSpan(Message):
 
 
 class Segment(Message):
-    """A run of tokens with one owner.
+    """A sequence of tokens with one owner.
 
     ids       [n] int32
     logprobs  [n] float32 behaviour log-probs for the policy's tokens, [0] for the others: of softmax(logits / T) over
-              the whole vocabulary, T being the group's `sampling.temperature`, not renormalised to what top-p and
-              top-k left. With T = 0 (greedy) the token was not drawn: they are of softmax(logits), and no ratio to
-              them is an importance weight
+              the whole vocabulary, where T is the group's `sampling.temperature`; not renormalised after top-p and
+              top-k. With T = 0 (greedy) they are of softmax(logits), and ratios to them are not importance weights
     spans     versions that cover [0, n) without a gap for the policy's tokens, empty for the others
-    query, passage_ids, latency_s and error belong to an observation: what was searched, what came back, how long it
-    took, and why it failed ("" when it did not)
-    tool      which tool the observation is of, when it is not the search
-    reward    what the policy's turn earned by itself, part of the trajectory's reward; 0 where only outcomes count.
+    query, passage_ids, latency_s and error describe an observation: the query, the passages returned, the time taken,
+    and the cause of a failure ("" for none)
+    tool      tool that produced the observation; "" for search
+    reward    reward of this policy turn, included in the trajectory's reward; 0 with outcome rewards only
     """
 
     owner: Owner
@@ -130,28 +129,28 @@ class Segment(Message):
 
 
 class Status(StrEnum):
-    """How a trajectory ended."""
+    """Why a trajectory ended."""
 
     ANSWERED = "answered"
     OUT_OF_TURNS = "out_of_turns"
     TRUNCATED = "truncated"
-    """The token budget ended it."""
+    """It reached the token budget."""
     STALE = "stale"
-    """The rollout server ended it because its first version fell too far behind: infrastructure, not behaviour."""
+    """The rollout server aborted it because its first version was too old: infrastructure, not behaviour."""
     FAILED = "failed"
-    """An engine or the search gave up: infrastructure, not behaviour."""
+    """An engine or the search failed: infrastructure, not behaviour."""
 
     @property
     def is_valid(self) -> bool:
-        """Return whether the trajectory counts in its group's baseline: it ended by the policy's behaviour."""
+        """Return whether the trajectory counts in its group's baseline: the policy's behaviour ended it."""
         return self not in (Status.STALE, Status.FAILED)
 
 
 class Trajectory(Message):
     """One attempt at a question. The first segment is the prompt.
 
-    reward   of the whole trajectory, the rewards of its segments included
-    rewards  its parts by name, unweighted
+    reward   total reward, including the rewards of the segments
+    rewards  reward components by name, unweighted
     """
 
     status: Status
@@ -166,24 +165,24 @@ class Trajectory(Message):
 
     @cached_property
     def ids(self) -> npt.NDArray[np.int32]:
-        """[T] int32: every token, in order."""
+        """Return [T] int32: all tokens, in order."""
         return np.concatenate([s.ids for s in self.segments] or [np.zeros(0, np.int32)])
 
     @cached_property
     def mask(self) -> npt.NDArray[np.bool_]:
-        """[T] bool: True where the policy sampled the token."""
+        """Return [T] bool: True where the policy sampled the token."""
         parts = [np.full(len(s.ids), s.owner is Owner.POLICY) for s in self.segments]
         return np.concatenate(parts or [np.zeros(0, bool)])
 
     @cached_property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """[T] float32: behaviour log-probs, 0 where the policy did not sample."""
+        """Return [T] float32: behaviour log-probs, 0 where the policy did not sample."""
         parts = [s.logprobs if s.owner is Owner.POLICY else np.zeros(len(s.ids), np.float32) for s in self.segments]
         return np.concatenate(parts or [np.zeros(0, np.float32)])
 
     @cached_property
     def versions(self) -> npt.NDArray[np.int64]:
-        """[T, 2] int64: (epoch, step) that sampled each token, (-1, -1) where the policy did not."""
+        """Return [T, 2] int64: (epoch, step) that sampled each token, (-1, -1) where the policy did not."""
         out = np.full((len(self.ids), 2), -1, np.int64)
         base = 0
         for segment in self.segments:
@@ -194,7 +193,7 @@ class Trajectory(Message):
 
     @property
     def num_sampled(self) -> int:
-        """Return how many tokens the policy sampled."""
+        """Return the number of tokens that the policy sampled."""
         return sum(len(s.ids) for s in self.segments if s.owner is Owner.POLICY)
 
     def first_version(self) -> PolicyVersion | None:
@@ -230,11 +229,11 @@ class TrajectoryGroup(Message):
 
 
 TASK_UNREADABLE = "task_"
-"""Prefix of a `GroupFailed` reason where the task could not be decoded, so its attempt is unknown."""
+"""Prefix of a `GroupFailed` reason if the task could not be decoded, so its attempt number is unknown."""
 
 
 class GroupFailed(Message):
-    """The last attempt at a seq failed: the learner settles it as dead, with this reason."""
+    """Report that the last attempt at a seq failed: the learner settles it as dead, with this reason."""
 
     run: Name
     seq: Count
@@ -250,10 +249,11 @@ Transport = Literal["disk", "distributed", "adapter"]
 
 
 class WeightUpdate(Message):
-    """A published (committed) policy version: what a node must hold.
+    """A published (committed) policy version, which nodes must load.
 
     disk         `path` is a directory with model.safetensors and a manifest
-    distributed  the members of the view hold it already; `path` is such a directory for others, once one needs it
+    distributed  the members of the view have loaded it already; `path` is such a directory for other engines, written
+                 when one needs it
     adapter      `path` is a directory with a LoRA adapter and a manifest, over the run's initial model
     """
 
@@ -271,9 +271,9 @@ class WeightUpdate(Message):
 
 
 class WeightBucket(Message):
-    """Tensors that travel as one broadcast: their bytes one after the other, in this order, aligned to their dtype.
+    """Tensors sent in one broadcast: their bytes concatenated in this order, each aligned to its dtype.
 
-    Hugging Face names, torch's words for dtypes (e.g. "bfloat16"), and one tuple of sizes a tensor.
+    Names are those of Hugging Face, dtypes those of torch (e.g. "bfloat16"), with one shape per tensor.
     """
 
     names: tuple[Name, ...] = Field(max_length=65536)
@@ -282,14 +282,14 @@ class WeightBucket(Message):
 
 
 class WeightView(Message):
-    """A transfer of one version to a frozen set of engines, over a group of which the learner is rank 0.
+    """The transfer of one version to a fixed set of engines, over a process group in which the learner is rank 0.
 
     number    counts the views of an epoch from 1
     phase     prepare: join `group` and answer; transfer: pause, receive every bucket, answer with the checksum;
-              commit: name the version and go on (its WeightUpdate is the target now); abort: the view is over,
+              commit: set the version and resume (its WeightUpdate is now the target); abort: the view has ended,
               a member that has received a tensor holds weights of no version
-    members   "engine id/incarnation" of rank 1, 2, ... in order; one rank each, times `ranks_each` (tensor parallel)
-    deadline  seconds by Redis' clock; who has heard nothing by then treats the view as aborted
+    members   "engine id/incarnation" of rank 1, 2, ... in order; `ranks_each` ranks per member (tensor parallel)
+    deadline  seconds on the Redis clock; a member that has heard nothing by then treats the view as aborted
     """
 
     run: Name
@@ -316,12 +316,12 @@ class WeightView(Message):
 class ViewAnswer(Message):
     """The state of one member of a view.
 
-    phase     prepared: in the group; loaded: every tensor is there, generation still paused; failed: see `detail`
-    checksum  of all weights as the engine holds them, comparable between engines of one `kind`; "" when it has none
-    tensors_sha256  `weight_sums.sum_of` the view's tensors but the `unused` ones (a tied head), each as the engine
-              holds it, to be compared with the learner's own; "" where its layout is not Hugging Face's
-    pause_s   seconds since generation was paused, transfer_s and verify_s among them
-    touched   failed after the first tensor: the engine holds weights of no version
+    phase     prepared: in the group; loaded: has every tensor, generation still paused; failed: see `detail`
+    checksum  of all weights in the engine, comparable between engines of one `kind`; "" if the engine computes none
+    tensors_sha256  `weight_sums.sum_of` the view's tensors except the `unused` ones (a tied head), as stored in the
+              engine, for comparison with the learner's value; "" if the engine's layout is not Hugging Face's
+    pause_s   seconds since generation was paused, including transfer_s and verify_s
+    touched   it failed after the first tensor: the engine holds weights of no version
     """
 
     member: Name
@@ -352,7 +352,7 @@ class NodeState(StrEnum):
 
 
 class EngineInfo(Message):
-    """What a node reports of its engine; renewed with each heartbeat, gone when its lease ends."""
+    """What a node reports about its engine. Renewed with each heartbeat; removed when its lease expires."""
 
     id: Name
     url: Name
@@ -372,17 +372,17 @@ class EngineInfo(Message):
     pause_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     detail: Annotated[str, Field(max_length=2000)] = ""
     transports: tuple[Transport, ...] = ("disk",)
-    """Ways in which the engine can be given weights."""
+    """Weight transports that the engine supports."""
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Its ranks in a weight-update group (tensor parallel size)."""
+    """Ranks of the engine in a weight-update group (tensor parallel size)."""
     adapter: Name = ""
-    """Name of the LoRA adapter that holds `version`; requests must ask for it. "": the weights themselves do."""
+    """Name of the LoRA adapter that holds `version`; requests must name it. "": the base weights hold it."""
     max_tokens: Count = 0
-    """Tokens that its KV cache holds; 0 if unknown."""
+    """Capacity of its KV cache in tokens; 0 if unknown."""
     retractions: Count = 0
-    """Requests that it retracted for lack of KV cache since its start: a sign of too many at once."""
+    """Requests retracted for lack of KV cache since its start: a sign of too much concurrency."""
     dtype: Name = ""
-    """dtype of its weights in torch's words; "" where it does not report what it holds tensor by tensor."""
+    """dtype of its weights, as torch names it; "" if it does not report tensors one by one."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -390,7 +390,7 @@ class EngineInfo(Message):
 
 
 class MetricsSnapshot(Message):
-    """What one process measured: gauges, and counters since its start. `waits`: seconds spent waiting, by cause."""
+    """Metrics of one process: gauges, and counters since its start. `waits`: seconds spent waiting, by cause."""
 
     process: Name
     id: Name

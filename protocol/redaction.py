@@ -1,7 +1,7 @@
-"""Cut secrets out of text: logs, error messages and tracebacks go through `redact`.
+"""Redact secrets in text: logs, error messages and tracebacks pass through `redact`.
 
-It cuts out what has the form of a secret (the password in a URL, a bearer token) and the values that this process knows
-to be secret: those of environment variables that are named like one, and what was given to `remember`.
+`redact` replaces text that has the form of a secret (the password in a URL, a bearer token), and values known to be
+secret: those of environment variables with a secret's name, and those passed to `remember`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from urllib.parse import quote, unquote, urlsplit
 
 SHOWN = "[secret]"
 SHORTEST = 8
-"""Least number of characters of a remembered value: shorter ones occur in text by chance."""
+"""Minimum length of a remembered value, in characters: shorter ones occur in text by chance."""
 SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS?|REDISCLI_AUTH)$", re.IGNORECASE)
 """Names of environment variables whose values are secrets."""
 _URL_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@:]*):[^\s/?#]*@")
 _STANDS_IN = r"\$\([a-z][\w./-]*\s|(?:\$\{?[A-Z_][A-Z0-9_]*\}?|\.{2,3})(?=[\s'\"&]|$)"
-"""Placeholders that advice shows instead of a secret: a command that makes one, a variable that holds one, or dots."""
+"""Placeholders for a secret in advice: a command that makes one, a variable that holds one, or dots."""
 _PARAMETER = re.compile(rf"((?i:password|passwd|api_?key|token|secret)=)(?!{_STANDS_IN})[^&\s'\"]+")
 _BEARER = re.compile(r"(\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 
@@ -26,13 +26,13 @@ _known: set[str] = set()
 
 
 def remember(secret: str) -> None:
-    """Cut `secret` out of every text from now on, as it is and as escaped in URLs and JSON."""
+    """Redact `secret` in every text from now on, verbatim and as escaped in URLs and JSON."""
     if len(secret) >= SHORTEST:
         _known.update((secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]))
 
 
 def remember_environment(environ: Mapping[str, str]) -> None:
-    """Remember the values of variables that are named like secrets, and passwords of URLs in any variable."""
+    """Remember the values of variables with a secret's name, and the passwords of URLs in any variable."""
     for name, value in environ.items():
         if is_secret_name(name):
             remember(value)
@@ -43,7 +43,7 @@ def remember_environment(environ: Mapping[str, str]) -> None:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether an environment variable of this name holds a secret."""
+    """Return whether an environment variable with this name holds a secret."""
     return SECRET_NAME.search(name) is not None
 
 

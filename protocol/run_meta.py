@@ -1,10 +1,10 @@
 """What all processes of a run must agree on. The learner writes it to `Keys.meta` at every start; others compare.
 
-Two processes with different tokenizers would teach the policy other words than it wrote, and two majors of the schema
-cannot read each other: both are refused. A different minor is a rolling upgrade and goes on.
+Processes with different tokenizers would train on other words than the policy wrote, and different major versions of
+the schema cannot read each other: both are refused. A different minor version is a rolling upgrade and is accepted.
 
-A run id is a name that a person chose, and two runs may have the same. The lineage id is random and says which run it
-is: it is in the run directory (`LINEAGE_FILE`), in each checkpoint and in `Keys.meta`. Pure.
+A run id is a name that the user chose, and two runs may share it. The lineage id is random and identifies the run. It
+is stored in the run directory (`LINEAGE_FILE`), in each checkpoint and in `Keys.meta`. Pure.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from protocol.errors import UserError
 LINEAGE_FILE = "lineage_id"
 """File in the run directory that holds the lineage id."""
 LINEAGE_FIELD = "lineage_id"
-"""The same in `Keys.meta` and in the manifest of a checkpoint."""
+"""Name of its field in `Keys.meta` and in the manifest of a checkpoint."""
 _LINEAGE_ID = re.compile(r"[0-9a-f]{32}")
 _OWN = ("schema", "tokenizer", LINEAGE_FIELD)
 
 
 def tokenizer_digest(tokenizer_json: bytes) -> str:
-    """Return the sha256 of a tokenizer.json, independent of spacing and order of keys; "" if it is no JSON."""
+    """Return the sha256 of a tokenizer.json, independent of spacing and key order; "" if it is not JSON."""
     try:
         spec = json.loads(tokenizer_json)
     except (ValueError, RecursionError):
@@ -36,7 +36,7 @@ def tokenizer_digest(tokenizer_json: bytes) -> str:
 
 
 def lineage_id_in(text: str) -> str:
-    """Return the lineage id that `text` consists of (32 hex digits), "" for anything else."""
+    """Return `text` if it is a lineage id (32 hex digits), else ""."""
     text = text.strip()
     return text if _LINEAGE_ID.fullmatch(text) else ""
 
@@ -46,9 +46,9 @@ class RunMeta:
     """The hash `Keys.meta`.
 
     schema     (major, minor) of the messages that the learner writes
-    tokenizer  `tokenizer_digest` of its run.model, "" where it has none
-    facts      anything else, for people and for comparison by name: group_size, max_lag, host, dir, ...
-    lineage_id which run it is, "" where an older Foray wrote it
+    tokenizer  `tokenizer_digest` of its run.model, "" without a tokenizer
+    facts      other values, for display and for comparison by name: group_size, max_lag, host, dir, ...
+    lineage_id identifies the run; "" if an older Foray wrote it
     """
 
     schema: tuple[int, int] = (SCHEMA_MAJOR, SCHEMA_MINOR)
@@ -63,7 +63,7 @@ class RunMeta:
 
 
 def parse_run_meta(raw: Mapping[bytes, bytes]) -> RunMeta | None:
-    """Inverse of `RunMeta.fields`; None where there is none yet (or a learner that knew nothing of it wrote none)."""
+    """Decode the hash, the inverse of `RunMeta.fields`. None if it is empty: no learner, or an older one, has run."""
     text = text_of(raw)
     major, _, minor = text.get("schema", "").partition(".")
     if not (major.isdecimal() and minor.isdecimal() and len(major) + len(minor) < 20):
@@ -73,7 +73,7 @@ def parse_run_meta(raw: Mapping[bytes, bytes]) -> RunMeta | None:
 
 
 def text_of(raw: Mapping[bytes, bytes]) -> dict[str, str]:
-    """Decode the hash; bytes that are no UTF-8 are replaced."""
+    """Decode the hash to text; bytes that are not UTF-8 are replaced."""
     return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in raw.items()}
 
 
@@ -83,20 +83,20 @@ def lineage_id_of(raw: Mapping[bytes, bytes]) -> str:
 
 
 def incompatibility(theirs: RunMeta, *, run: str, tokenizer: str) -> UserError | None:
-    """Return why a process with this schema and `tokenizer` must not work in a run whose learner says `theirs`."""
+    """Return the error if a process with `tokenizer` cannot join a run whose learner wrote `theirs`, else None."""
     ours = (SCHEMA_MAJOR, SCHEMA_MINOR)
     if theirs.schema[0] != ours[0]:
         newer = "this process" if theirs.schema > ours else "the learner"
         return UserError(
-            f"the learner of run {run} writes schema {_dotted(theirs.schema)}, this process knows {_dotted(ours)}",
-            why="messages of another major cannot be read",
-            todo=f"upgrade {newer}: all processes of a run need the same major",
+            f"the learner of run {run} writes schema {_dotted(theirs.schema)}, this process reads {_dotted(ours)}",
+            why="messages of another major version cannot be read",
+            todo=f"upgrade {newer}: all processes of a run need the same major version",
         )
     if theirs.tokenizer and tokenizer and theirs.tokenizer != tokenizer:
         return UserError(
-            f"the learner of run {run} has another tokenizer: {theirs.tokenizer[:16]}, ours is {tokenizer[:16]}",
-            why="the same ids would mean other words (sha256 of tokenizer.json in run.model, its first 16 digits)",
-            todo="give both the same run.model",
+            f"the learner of run {run} has another tokenizer: {theirs.tokenizer[:16]}, not {tokenizer[:16]}",
+            why="the same token ids would mean other words (shown: first 16 digits of the sha256 of tokenizer.json)",
+            todo="set the same run.model for both",
         )
     return None
 
@@ -104,11 +104,11 @@ def incompatibility(theirs: RunMeta, *, run: str, tokenizer: str) -> UserError |
 def another_run_error(
     raw: Mapping[bytes, bytes], *, run: str, redis: str, ours: str, more: str = "", todo: str
 ) -> UserError:
-    """Return the error of a process that found another run under its run id: `raw` is that run's hash.
+    """Return the error for a process that found another run under its run id; `raw` is the hash of that run.
 
-    redis  where that is, without passwords
-    ours   whom this process works for, in words
-    more   what else is known of the other run, in words
+    redis  URL of that Redis, without passwords
+    ours   the run of this process, for the message
+    more   further facts about the other run, for the message
     """
     facts = text_of(raw)
     named = (("host", "host"), ("run.dir", "dir"), ("model", "model"), ("questions", "questions"), ("seed", "seed"))

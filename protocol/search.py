@@ -15,15 +15,15 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 
 MAX_QUERY_CHARS = 4096
-"""Longer queries are cut to this."""
+"""Maximum length of a query in characters; longer ones are truncated."""
 MAX_TOPK = 1000
 
 
 def _searchable(query: object, info: ValidationInfo) -> object:
-    """Return a searchable query: no lone surrogates (UTF-8 cannot spell them), no NUL, at most MAX_QUERY_CHARS.
+    """Return a searchable query: no lone surrogates (UTF-8 cannot encode them), no NUL, at most MAX_QUERY_CHARS.
 
-    Policies write such queries; refusing one would fail the whole batch of a client that sends many. The validation's
-    context, where it is a Counter, counts them by cause: surrogate, nul, long.
+    Policies write such queries; refusing one would fail the whole batch of a client. If the validation context is a
+    Counter, it counts them by cause: surrogate, nul, long.
     """
     if not isinstance(query, str):
         return query
@@ -41,9 +41,9 @@ def _searchable(query: object, info: ValidationInfo) -> object:
 
 
 Query = Annotated[str, BeforeValidator(_searchable)]
-"""Text to search for: any text is one."""
+"""A search query: any text."""
 Queries = Annotated[list[Query], FailFast()]
-"""Validation stops at the first item that is no text: a list of a million numbers must not become a million errors."""
+"""Validation stops at the first item that is not text: a list of a million numbers must not yield a million errors."""
 
 
 class _Body(BaseModel):
@@ -57,17 +57,17 @@ class SearchRequest(_Body):
     topk: int | None = Field(default=None, ge=0)
     return_scores: bool = False
     partial: bool = False
-    """Answer the other queries when one fails (`SearchResponse.errors`). Without it one failure fails the request: a
-    client that does not look at `errors` must not take a failure for an empty result."""
+    """Answer the other queries when one fails (`SearchResponse.errors`). Otherwise one failure fails the request, so
+    that a client that ignores `errors` does not take a failure for an empty result."""
     run: str = Field(default="", max_length=128)
-    """Whose memory of earlier searches is used, where the server keeps one."""
+    """Namespace of the search memory, if the server has one."""
     results: bool = False
-    """Also answer with `results`: the first query's hits as rLLM reads them. Implied by `top_k`, which rLLM sends."""
+    """Also return `results`: the hits of the first query in rLLM's form. Implied by `top_k`, which rLLM sends."""
 
     @model_validator(mode="before")
     @classmethod
     def _other_names(cls, body: Any) -> Any:
-        """Accept `query` (one text or several) for `queries` and `top_k` for `topk`."""
+        """Accept `query` (one text or several) as `queries`, and `top_k` as `topk`."""
         if not isinstance(body, dict):
             return body
         body = dict(body)
@@ -97,20 +97,20 @@ class Passage(_Body):
 
     @property
     def text(self) -> str:
-        """Return what follows the title line."""
+        """Return the text after the title line."""
         return self.contents.partition("\n")[2]
 
 
 class ScoredPassage(_Body):
-    """One hit: higher scores are better; the scale is the index's own."""
+    """One hit. Higher scores are better; the scale depends on the index."""
 
     document: Passage
     score: float
 
 
 class SearchResponse(_Body):
-    """Body of the answer to `/retrieve` with `return_scores` true: one list of hits a query, best first."""
+    """Body of the answer to `/retrieve` with `return_scores` true: one list of hits per query, best first."""
 
     result: list[list[ScoredPassage]]
     errors: list[str | None] | None = None
-    """One cause a query (None: it was answered), present only when `partial` was asked for and a query failed."""
+    """Cause of failure per query (None: answered). Present only if the request set `partial` and a query failed."""

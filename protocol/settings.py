@@ -1,6 +1,6 @@
 """The base class of all settings, and `run`: the section that every process of a run reads.
 
-`protocol.runtime.config` loads the YAML file. Secrets are no settings: they come from the environment.
+`protocol.runtime.config` loads the YAML file. Secrets are not settings: they come from the environment.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 from protocol.errors import UserError
 
 SECTIONS = ("run", "rollout", "engine", "learner", "retriever", "demo", "launch")
-"""Top-level keys of the YAML file. A process ignores the sections of the others; `foray` checks them all."""
+"""Top-level keys of the YAML file. A process reads its own section and `run`; `foray` checks all of them."""
 
 REDIS_URL_VARIABLE = "FORAY_REDIS_URL"
-"""Environment variable that says where Redis is when `run.redis_url` is empty: a URL may hold a password."""
+"""Environment variable with the Redis URL if `run.redis_url` is empty: a URL may contain a password."""
 
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9-]{0,62}$")
 
 PATTERNS: dict[str, str] = {
-    RUN_ID.pattern: "an id has lower-case letters, digits and hyphens (at most 63), and begins with a letter or a "
-    "digit: e.g. qwen2-5"
+    RUN_ID.pattern: "an id has at most 63 lower-case letters, digits and hyphens, and begins with a letter or a "
+    "digit, for example qwen2-5"
 }
-"""Pattern of a text field -> what it asks for, in words for error messages."""
+"""Pattern of a text field -> its description in error messages."""
 
 
 class Settings(BaseModel):
-    """Base of every settings class: frozen, strict about keys; `field_docs` reads the docstring under a field.
+    """Base of every settings class: frozen, no unknown keys; `field_docs` reads the docstring under a field.
 
-    No setting is NaN or infinite: comparisons with NaN all fail, so a bound of NaN would switch off what it bounds.
+    NaN and infinity are refused: every comparison with NaN is false, so a bound of NaN would have no effect.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
@@ -55,43 +55,43 @@ def union_of(kinds: Iterable[type[Settings]], *, default: str = "") -> Any:
 
 
 class RunSettings(Settings):
-    """What two processes must agree on."""
+    """Settings that all processes of a run share."""
 
     id: str = Field(default="run", pattern=RUN_ID.pattern)
-    """Name of the run: prefix of every Redis key and name of its directory."""
+    """Name of the run: prefix of its Redis keys and name of its directory."""
     dir: Path = Field(default=Path("runs/run"))
     """Run directory: logs, weights, checkpoints, trajectories, metrics."""
     redis_url: str = ""
     """redis://host:port/db, rediss:// (TLS), unix:///path or redis+sentinel://h1,h2/name. Empty: the variable
-    FORAY_REDIS_URL, or the launcher starts a Redis of its own in the run directory."""
+    FORAY_REDIS_URL, or the launcher starts a Redis in the run directory."""
     model: Path = Field(default=Path("model"))
-    """Directory of the initial policy in Hugging Face layout, tokenizer included."""
+    """Directory of the initial policy in Hugging Face layout, including the tokenizer."""
     date: Date | None = None
-    """The day (2026-01-31) that chat templates with a date in them say, so that a prompt is the same every day. null:
-    `foray up` sets the first day of the run (UTC)."""
+    """Date (2026-01-31) for chat templates that contain one, so that prompts stay the same every day. null: `foray up`
+    sets the first day of the run (UTC)."""
     seed: int = 0
-    """Seed of the sampler and of everything that draws in the learner."""
+    """Random seed of the sampler and of the learner."""
     group_size: int = Field(default=8, ge=1, le=512)
     """Trajectories per question (G)."""
     groups_per_step: int = Field(default=16, ge=1)
     """Trajectory groups in one optimiser step (B)."""
     max_lag: int = Field(default=2, ge=0)
-    """Most steps between the version that sampled a token and the one that trains on it."""
+    """Maximum lag, in steps, between the version that sampled a token and the version that trains on it."""
     steps: int = Field(default=100, ge=1)
-    """Optimiser steps of the whole run."""
+    """Optimiser steps in the whole run."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of training rollouts; the learner divides its logits by the same number."""
+    """Sampling temperature of training rollouts. The learner divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Training rollouts draw from the likeliest tokens that make up this probability (nucleus sampling); 1: from all.
-    Log-probs are of the whole distribution on both sides (docs/algorithms.md, "What the sampler leaves out")."""
+    """Nucleus sampling of training rollouts: sample from the most likely tokens with this total probability. 1: all.
+    Log-probs are of the full distribution on both sides (docs/algorithms.md, "What the sampler leaves out")."""
     top_k: int = Field(default=-1, ge=-1)
-    """Training rollouts draw from this many of the likeliest tokens, at least 2; -1: from all. As for top_p."""
+    """Sample training rollouts from this many of the most likely tokens, at least 2. -1: all. See top_p."""
 
     @field_validator("date", mode="before")
     @classmethod
     def _is_no_number(cls, day: object) -> object:
         if isinstance(day, int | float):  # pydantic reads seconds since 1970
-            raise ValueError("a date belongs here, e.g. 2026-01-31")
+            raise ValueError("must be a date such as 2026-01-31")
         return day
 
     @field_validator("top_k")
@@ -99,27 +99,27 @@ class RunSettings(Settings):
     def _samples(cls, top_k: int) -> int:
         if top_k in (0, 1):
             raise ValueError(
-                f"top_k {top_k} draws nothing: every trajectory of a group would be the same. Say 2 or more, or -1"
+                f"top_k = {top_k} would make all trajectories of a group equal: use 2 or more, or -1 for all tokens"
             )
         return top_k
 
     def with_redis(self, environ: Mapping[str, str]) -> RunSettings:
-        """These settings with a Redis URL, from `environ` where the setting is empty; raises UserError without one."""
+        """Return these settings with a Redis URL, from `environ` if the setting is empty. Raises UserError if none."""
         url = self.redis_url or environ.get(REDIS_URL_VARIABLE, "")
         if not url:
             raise UserError(
-                "no Redis to talk to",
-                why="run.redis_url is empty; only `foray up` starts a Redis of its own",
+                "no Redis is configured",
+                why="run.redis_url is empty, and only `foray up` starts a Redis itself",
                 todo=f"set run.redis_url=redis://127.0.0.1:6379/0 or {REDIS_URL_VARIABLE}, or use `foray up`",
             )
         return self.model_copy(update={"redis_url": url})
 
     @property
     def weights_dir(self) -> Path:
-        """Where published policy versions live."""
+        """Directory of the published policy versions."""
         return self.dir / "weights"
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where the learner's checkpoints live."""
+        """Directory of the learner's checkpoints."""
         return self.dir / "checkpoints"

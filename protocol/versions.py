@@ -1,8 +1,8 @@
-"""Policy versions: (epoch, step), and which of them belong to the living branch.
+"""Policy versions (epoch, step), and whether they belong to the current branch of training.
 
-A bare counter runs backwards when a learner resumes from an older checkpoint. So the epoch (one more at each
-learner start) comes first, and a version that was published by a crashed learner after the checkpoint from which
-its successor resumed is an `orphan`: its step number exists again, with other weights.
+A step counter alone goes backwards when a learner resumes from an older checkpoint. So the epoch, which increases at
+each learner start, comes first. A version that a crashed learner published after the checkpoint from which its
+successor resumed is an `orphan`: its step number exists again, with other weights.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class PolicyVersion(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return the form that engines use, e.g. `"3.120"` (SGLang's `weight_version`)."""
+        """Return the form that engines use, such as `"3.120"` (SGLang's `weight_version`)."""
         return f"{self.epoch}.{self.step}"
 
     @classmethod
     def parse(cls, label: str) -> PolicyVersion | None:
-        """Return the version that `label` names, None for another string (an engine's default)."""
+        """Return the version of `label`, or None for any other string (an engine's default)."""
         found = _LABEL.match(label)
         return cls(int(found[1]), int(found[2])) if found else None
 
 
 def is_orphan(version: PolicyVersion, lineage: Sequence[PolicyVersion]) -> bool:
-    """Return whether `version` was made on a branch that did not survive.
+    """Return whether `version` is on an abandoned branch of training.
 
     lineage  first version of each learner start, in order: [(1, 0), (2, 40), ...]. Start e+1 at step s abandons
              every version of an earlier epoch with a step beyond s.

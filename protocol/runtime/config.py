@@ -1,6 +1,6 @@
-"""Load settings: one YAML file, dotted overrides, and errors that name the nearest legal key.
+"""Load settings: one YAML file, dotted overrides, and errors that suggest the nearest valid key.
 
-Every process reads the same file and takes two of its sections: `run` (what all must agree on) and its own.
+Every process reads the same file and uses two sections: `run` (shared) and its own.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from protocol.runtime.settings_errors import explain, repaired, suggest
 from protocol.settings import SECTIONS, Settings
 
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
-"""What PyYAML raises for invalid text: dates such as 2026-99-99 and numbers such as 0b2 are ValueErrors there."""
+"""Exceptions of PyYAML for invalid text: dates such as 2026-99-99 and numbers such as 0b2 raise ValueError."""
 
 S = TypeVar("S", bound=Settings)
 
 
 class SettingsTree(dict[str, Any]):
-    """All sections as plain values. `spelt` has the text of overrides that YAML read as something else."""
+    """All sections as plain values. `spelt` holds the text of overrides that YAML did not read as text."""
 
     def __init__(self, tree: Mapping[str, Any], spelt: Mapping[tuple[str, ...], str]) -> None:
         super().__init__(tree)
@@ -50,11 +50,13 @@ def with_overrides(tree: SettingsTree, overrides: Sequence[str]) -> SettingsTree
         try:
             value = yaml.safe_load(raw)
         except NOT_YAML as error:
-            raise UserError(f"the value of override {item!r} is not YAML", why=" ".join(str(error).split())) from None
+            raise UserError(
+                f"the value of override {item!r} is not valid YAML", why=" ".join(str(error).split())
+            ) from None
         value = _number(value)
         path = tuple(key.split("."))
         _assign(tree, list(path), value, item)
-        # what stood at or below this place is gone, and how it was spelt with it
+        # this replaces the value at or below this key, and so its spelling
         tree.spelt = {old: text for old, text in tree.spelt.items() if old[: len(path)] != path}
         if not isinstance(value, str):
             tree.spelt[path] = raw
@@ -65,12 +67,12 @@ def with_overrides(tree: SettingsTree, overrides: Sequence[str]) -> SettingsTree
 
 
 def not_an_override(item: str) -> UserError:
-    """Return the error for an argument that should have been an override."""
-    return UserError(f"override {item!r} is not of the form key=value", todo="write e.g. learner.optim.lr=1e-4")
+    """Return the error for an argument that is neither a file nor an override."""
+    return UserError(f"override {item!r} is not of the form key=value", todo="write for example learner.optim.lr=1e-4")
 
 
 def section(tree: Mapping[str, Any], name: str, kind: type[S]) -> S:
-    """Return section `name` as `kind`. Raises UserError, which names each wrong key and what is legal there."""
+    """Return section `name` as `kind`. Raises UserError that names each wrong key and the valid ones."""
     value = tree.get(name) or {}
     try:
         return kind.model_validate(value)
@@ -105,7 +107,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"{path} holds a {type(tree).__name__}, not a tree of sections", todo=f"use {SECTIONS}")
+        raise UserError(f"{path} contains a {type(tree).__name__}, not sections of settings", todo=f"use {SECTIONS}")
     return tree
 
 
@@ -114,7 +116,7 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _number(value: Any) -> Any:
-    # YAML 1.1 reads 1e-4 (no dot) as text; every person means the number.
+    # YAML 1.1 reads 1e-4 (no dot) as text; users mean the number.
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         return float(value)
     return value
@@ -126,6 +128,6 @@ def _assign(tree: dict[str, Any], path: list[str], value: Any, item: str) -> Non
         if child is None:
             child = tree[name] = {}
         if not isinstance(child, dict):
-            raise UserError(f"override {item!r} goes below {name!r}, which holds a single value")
+            raise UserError(f"override {item!r} names a key below {name!r}, which is a single value")
         tree = child
     tree[path[-1]] = value

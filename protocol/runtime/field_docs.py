@@ -1,6 +1,6 @@
-"""The docstrings of settings fields, read from the source when a page or a `--help` needs them.
+"""Read the docstrings of settings fields from the source, when a page or a `--help` needs them.
 
-pydantic's `use_attribute_docstrings` reads the same at import: a quarter of the time that a process takes to start.
+pydantic's `use_attribute_docstrings` reads them at import, which takes a quarter of a process' start-up time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 @functools.cache
 def descriptions(kind: type[BaseModel]) -> dict[str, str]:
-    """Return field name -> the docstring under it. A field that a subclass redeclares without one keeps its base's."""
+    """Return field name -> docstring. A field redeclared in a subclass without one keeps the docstring of the base."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if issubclass(base, BaseModel) and base is not BaseModel:

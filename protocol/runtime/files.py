@@ -1,7 +1,7 @@
-"""Atomic and durable files: write, fsync, rename, fsync the folder. And a lock for changes of more than one rename.
+"""Atomic and durable files: write, fsync, rename, fsync the folder. And a lock for changes that need several renames.
 
-A file survives a power cut once its content and its name are on the device. The name belongs to the folder, and the
-folder's name to the folder above. Whatever relies on the file (an acknowledgement, an announcement) comes after both.
+A file survives a power cut once its content and its name are on the device. The name is part of the folder, and the
+folder's name part of the folder above. Acknowledge or announce a file only after both are flushed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `folder`. The lock of a process that dies is released by the kernel.
+    """Hold an exclusive lock on `folder`. The kernel releases it if the process dies.
 
     Raises TimeoutError (an OSError) after LOCK_TIMEOUT_S. On a file system without locks it only logs a warning.
     """
@@ -80,7 +80,7 @@ def durable_mkdir(folder: Path) -> None:
 
 
 def atomic_write(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool, mode: int = 0o666) -> None:
-    """Replace the content of `path` in one step: a reader sees the old content or the new, also after a crash.
+    """Replace the content of `path` atomically: a reader sees the old or the new content, also after a crash.
 
     durable  the new content is on the device when this returns; without it a power cut may undo the write
     """
@@ -91,12 +91,12 @@ def atomic_write(path: Path, data: str | bytes | Iterable[bytes], *, durable: bo
 
 
 def create_once(path: Path, text: str, mode: int = 0o666) -> bool:
-    """Create `path` with `text`, whole and durable. Return False, and leave the file as it is, if it exists.
+    """Create `path` with `text`, atomically and durably. Return False, and leave the file unchanged, if it exists.
 
-    Where several processes call this at once, one file is on the device when it returns in any of them.
+    If several processes call this concurrently, one file is on the device when the first call returns.
     """
     created = False
-    if not path.exists():  # a full disk is no reason to fail when there is nothing to write
+    if not path.exists():  # with nothing to write, a full disk must not cause an error
         with _temporary(path, text, mode, durable=True) as part, suppress(FileExistsError):
             os.link(part, path)  # unlike a rename, it does not replace
             created = True
@@ -106,9 +106,11 @@ def create_once(path: Path, text: str, mode: int = 0o666) -> bool:
 
 @contextmanager
 def _temporary(path: Path, data: str | bytes | Iterable[bytes], mode: int, *, durable: bool) -> Iterator[Path]:
-    """Write `data` to a file beside `path`. It is deleted after the block, unless it was renamed."""
+    """Write `data` to a temporary file next to `path`. The file is deleted after the block, unless it was renamed."""
     pieces = (data.encode(),) if isinstance(data, str) else (data,) if isinstance(data, bytes) else data
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # hosts may share the folder, and pids
+    part = path.with_name(
+        f".{path.name}.{secrets.token_hex(4)}.tmp"
+    )  # hosts may share the folder and use the same pids
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.writelines(pieces)
@@ -136,5 +138,5 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_stream(file: BufferedReader) -> str:
-    """Return the sha256, in hex, of an open file from its position to its end."""
+    """Return the sha256, in hex, of an open file from its current position to its end."""
     return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Shutdown: what SIGTERM and SIGINT mean to a service and to the learner, and UserErrors out of task groups."""
+"""Shutdown: handle SIGTERM and SIGINT in a service and in the learner, and unwrap UserErrors of task groups."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass
 class ShutdownSignal:
-    """The shutdown of a service with an event loop.
+    """The shutdown request of a service with an event loop.
 
-    requested  finish what is in flight, then end
-    forced     a second signal came: end now
+    requested  finish the work in flight, then exit
+    forced     a second signal arrived: exit now
     """
 
     requested: asyncio.Event = field(default_factory=asyncio.Event)
@@ -32,12 +32,12 @@ class ShutdownSignal:
 
 @contextmanager
 def shutdown_on_signals(shutdown: ShutdownSignal | None = None) -> Iterator[ShutdownSignal]:
-    """Set `shutdown` at SIGTERM and SIGINT while the block runs; the handlers are removed afterwards."""
+    """Set `shutdown` on SIGTERM and SIGINT while the block runs; remove the handlers afterwards."""
     loop, shutdown = asyncio.get_running_loop(), shutdown or ShutdownSignal()
 
     def on_signal(name: str) -> None:
         if shutdown.requested.is_set():
-            log.warning("second %s", name)
+            log.warning("received a second %s", name)
             shutdown.forced.set()
         else:
             log.info("%s: stopping", name)
@@ -53,14 +53,14 @@ def shutdown_on_signals(shutdown: ShutdownSignal | None = None) -> Iterator[Shut
 
 
 class DeferredShutdown:
-    """The shutdown of a process without an event loop: at once, or once `deferred`, when it looks at `is_set`."""
+    """The shutdown of a process without an event loop: immediate, or if `deferred` when the process reads `is_set`."""
 
     def __init__(self) -> None:
         self.deferred = False
         self._requested = threading.Event()
 
     def is_set(self) -> bool:
-        """Return whether a signal has come since `deferred` was set."""
+        """Return whether a signal has arrived since `deferred` was set."""
         return self._requested.is_set()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -74,7 +74,7 @@ class DeferredShutdown:
 
 @contextmanager
 def deferred_shutdown() -> Iterator[DeferredShutdown]:
-    """Handle SIGTERM and SIGINT while the block runs; outside the main thread, where Python allows no handlers, not."""
+    """Handle SIGTERM and SIGINT while the block runs. Does nothing outside the main thread (a rule of Python)."""
     shutdown = DeferredShutdown()
     if threading.current_thread() is not threading.main_thread():
         yield shutdown
@@ -89,7 +89,7 @@ def deferred_shutdown() -> Iterator[DeferredShutdown]:
 
 @contextmanager
 def unwrap_user_error() -> Iterator[None]:
-    """Re-raise the first UserError of an exception group as itself, so that the command line can print it."""
+    """Re-raise the first UserError of an exception group by itself, so that the command line can print it."""
     try:
         yield
     except BaseExceptionGroup as group:

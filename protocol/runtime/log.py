@@ -1,4 +1,4 @@
-"""Logging of every process: one line format, and no secret in any line or traceback."""
+"""Logging of every process: one line format; secrets are redacted in lines and tracebacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class RedactingFormatter(logging.Formatter):
-    """Format log lines, tracebacks included, and cut out secrets."""
+    """Format log lines and tracebacks, with secrets redacted."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
@@ -26,10 +26,10 @@ class RedactingFormatter(logging.Formatter):
 def start_logging(
     environ: Mapping[str, str], line: str = LOG_FORMAT, *, level: str = "INFO", stream: TextIO | None = None
 ) -> None:
-    """Log to `stream` (stderr) from `level` on in the format `line`, with secrets cut out.
+    """Log to `stream` (stderr) at `level` and above in the format `line`, with secrets redacted.
 
-    FORAY_LOG_LEVEL in `environ` overrides `level`. Tracebacks of uncaught exceptions, which the interpreter prints
-    itself, are redacted too.
+    FORAY_LOG_LEVEL in `environ` overrides `level`. Tracebacks of uncaught exceptions, which the interpreter prints, are
+    redacted too.
     """
     remember_environment(environ)
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -41,7 +41,7 @@ def start_logging(
 
 
 def without_trace_of_clients(record: logging.LogRecord) -> bool:
-    """Shorten a record to one line, without traceback, if a client left or sent bytes that are no HTTP. A filter."""
+    """Log filter. Shorten a record to one line if a client disconnected or sent bytes that are not HTTP."""
     error = record.exc_info[1] if record.exc_info else None
     theirs = type(error).__module__ == "aiohttp.http_exceptions" or type(error).__name__ == "RequestPayloadError"
     if record.name == "aiohttp.server" and (theirs or isinstance(error, ConnectionError)):

@@ -1,7 +1,7 @@
-"""Metrics of every process: tables of names, and the Prometheus page that is made of them; timers of waits.
+"""Metrics of every process: tables of names, the Prometheus page made from them, and timers of waits.
 
-A value has one name in every place: the line of a step, `metrics.jsonl`, the trackers, snapshots in Redis. Prometheus
-has that name behind `foray_PROCESS_`, with units spelt out (`prometheus_name`).
+A metric has the same name everywhere: in the step line, `metrics.jsonl`, the trackers and the snapshots in Redis. In
+Prometheus it has the prefix `foray_PROCESS_`, and units are spelt out (`prometheus_name`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Upper bounds of the buckets of durations, in seconds; every histogram has one more without a bound."""
+"""Upper bounds of buckets for durations, in seconds; every histogram has one more bucket without a bound."""
 COUNTS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 16, 32)
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 REWARDS = (-1, -0.5, -0.1, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 2)
@@ -27,11 +27,11 @@ REWARDS = (-1, -0.5, -0.1, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 2)
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of a table. Its key is the name, or a pattern with one `*` for names that differ there only.
+    """One row of a table. Its key is the name, or a pattern with one `*` for a family of names.
 
     help     a sentence
-    labels   of a pattern: what stands for the `*`, one label for each part between slashes
-    name     to Prometheus, where that is not the key
+    labels   of a pattern: labels for the text that matches `*`, one for each part between slashes
+    name     name in Prometheus, if it is not the key
     buckets  upper bounds of a histogram
     """
 
@@ -46,22 +46,22 @@ Table = dict[str, Metric]
 
 
 def counter(help: str, *labels: str, name: str = "") -> Metric:
-    """Return a row for a value that never falls while the process lives."""
+    """Return a row for a value that never decreases during the life of the process."""
     return Metric("counter", help, labels, name)
 
 
 def gauge(help: str, *labels: str, name: str = "") -> Metric:
-    """Return a row for a value of the moment."""
+    """Return a row for a current value."""
     return Metric("gauge", help, labels, name)
 
 
 def histogram(help: str, buckets: tuple[float, ...]) -> Metric:
-    """Return a row for how often a value fell into each bucket."""
+    """Return a row for the distribution of a value."""
     return Metric("histogram", help, buckets=buckets)
 
 
 class Histogram:
-    """How often a value fell into each bucket, and their sum."""
+    """Number of observations in each bucket, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
         self._bounds = bounds
@@ -69,12 +69,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Add a value, measured `times` times."""
+        """Add `times` observations of `value`."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, how many values were at most that), cumulative as in Prometheus."""
+        """Return (upper bound, number of values up to it), cumulative as in Prometheus."""
         total, found = 0, []
         for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
             total += count
@@ -87,20 +87,20 @@ class Histogram:
 
 
 class WaitTimer:
-    """Seconds spent waiting, by cause: `with waits.blocked_on("engine"): ...` around every wait.
+    """Seconds spent waiting, by cause. Put `with waits.blocked_on("engine"): ...` around every wait.
 
-    A cause accrues wall-clock time while at least one coroutine waits for it, however many do.
+    A cause accrues wall-clock time while one or more coroutines wait for it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._total: dict[str, float] = {}
         self._waiting: dict[str, tuple[int, float]] = {}
-        """cause -> (how many wait, since when at least one does)"""
+        """cause -> (number of waiting coroutines, time since when there is at least one)"""
 
     @contextmanager
     def blocked_on(self, cause: str) -> Iterator[None]:
-        """Count the time of the block as a wait for `cause`."""
+        """Count the duration of the block as a wait for `cause`."""
         count, since = self._waiting.get(cause, (0, 0.0))
         self._waiting[cause] = (count + 1, since if count else self._clock())
         try:
@@ -113,7 +113,7 @@ class WaitTimer:
                 self._total[cause] = self._total.get(cause, 0.0) + self._clock() - since
 
     def seconds(self, now: float | None = None) -> dict[str, float]:
-        """Return the seconds by cause, including waits that still go on; as of `now` by the same clock."""
+        """Return the seconds by cause, including waits in progress, as of `now` on the same clock."""
         now = self._clock() if now is None else now
         out = dict(self._total)
         for cause, (_, since) in self._waiting.items():
@@ -121,12 +121,12 @@ class WaitTimer:
         return out
 
 
-EXTENSION = gauge("A number that is in no table: an extension reports it under this name.", "name")
-"""One family for all of them, so that no two names become the same Prometheus name."""
+EXTENSION = gauge("A metric that an extension reports; its name is the label.", "name")
+"""One family for all extension metrics, so that two names cannot become the same Prometheus name."""
 
 
 def row_of(table: Table, name: str) -> tuple[str, Metric, list[str]]:
-    """Return (key, row, label values) for `name`: its own row, else the longest pattern's, else EXTENSION."""
+    """Return (key, row, label values) for `name`: the row with this name, else the longest pattern, else EXTENSION."""
     if name in table:
         return name, table[name], []
     for key in sorted(table, key=len, reverse=True):
@@ -139,7 +139,7 @@ def row_of(table: Table, name: str) -> tuple[str, Metric, list[str]]:
 
 
 def prometheus_name(prefix: str, key: str, row: Metric) -> str:
-    """Return the name of a family, without `_total` of counters: base units spelt out, slashes replaced."""
+    """Return the name of a family, without the `_total` of counters: units spelt out, slashes replaced."""
     name = row.name or key.replace("*", "").rstrip("_/")
     name = name.removesuffix("_total") if row.kind == "counter" else name
     for short, long in (("_per_s", "_per_second"), ("_s", "_seconds")):
@@ -151,13 +151,13 @@ def prometheus_name(prefix: str, key: str, row: Metric) -> str:
 
 @dataclass(eq=False)
 class MetricsPage:
-    """A collector of prometheus_client over one process' tables: the body of its `/metrics`.
+    """A prometheus_client collector over the tables of one process; makes the body of its `/metrics`.
 
-    prefix      of every family, e.g. foray_learner_
-    read        the present values
-    histograms  by name; those of the table that were never observed are empty
-    labels      on every sample
-    waits       the row of `MetricsSnapshot.waits`, with its name
+    prefix      prefix of every family, e.g. foray_learner_
+    read        returns the current values
+    histograms  histograms by name; those in the table without observations are empty
+    labels      labels of every sample
+    waits       name and row of `MetricsSnapshot.waits`
     """
 
     prefix: str
@@ -181,7 +181,7 @@ class MetricsPage:
             yield waits
         for name, value in now.values.items():
             if f"{name}_*" in self.table:
-                continue  # the sum of families that a label distinguishes
+                continue  # a total of families that differ in a label
             key, row, own = row_of(self.table, name)
             kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
             whole = prometheus_name(self.prefix, key, row)
@@ -195,14 +195,14 @@ class MetricsPage:
                 shown = found.get(name) or Histogram(row.buckets)
                 drawn = HistogramMetricFamily(prometheus_name(self.prefix, name, row), row.help, labels=names)
                 buckets, labels = shown.buckets(), dict(self.labels)
-                # with a negative bound the family leaves these two out on its own
+                # prometheus_client omits these two for a negative bound
                 drawn.add_metric(values, buckets=buckets, sum_value=None)
                 drawn.add_sample(f"{drawn.name}_count", labels, buckets[-1][1])
                 drawn.add_sample(f"{drawn.name}_sum", labels, shown.sum)
                 yield drawn
 
     def describe(self) -> Iterator[Family]:
-        """Yield nothing: which families there are depends on the moment."""
+        """Yield nothing: the set of families depends on the current values."""
         return iter(())
 
     def text(self) -> bytes:

@@ -1,7 +1,7 @@
-"""Free TCP ports, and which process listens on a port.
+"""Find free TCP ports, and the process that listens on a port.
 
-A restarted process must come back at the same address, so its port is fixed for the whole run. Ports are taken from
-below the range that the kernel hands out to outgoing connections: one of those could take the port before it is bound.
+A restarted process must listen on the same address, so its port is fixed for the whole run. Ports are chosen below the
+kernel's range for outgoing connections: one of those could take the port before it is bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from protocol.errors import UserError
 LOWEST, DEFAULT_HIGHEST = 15000, 32767
 _TAKEN: set[int] = set()
 _DRAW = random.SystemRandom()
-"""Not the shared generator: processes that seed it alike would draw the same ports."""
+"""Not the shared generator: processes with the same seed would choose the same ports."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -28,7 +28,9 @@ def free_port(host: str = "127.0.0.1") -> int:
         if port not in _TAKEN and is_free(host, port):
             _TAKEN.add(port)
             return port
-    raise UserError(f"no free port found on {host} between {LOWEST} and {highest}", todo="stop what holds them")
+    raise UserError(
+        f"no free port found on {host} between {LOWEST} and {highest}", todo="stop processes that listen there"
+    )
 
 
 def is_free(host: str, port: int) -> bool:
@@ -57,13 +59,13 @@ def _highest() -> int:
         lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return DEFAULT_HIGHEST
-    # where the kernel's range leaves no ports below it, the race is the lesser evil
+    # if the kernel's range leaves no ports below it, accept that race
     return lowest_outgoing - 1 if lowest_outgoing > LOWEST + 1000 else DEFAULT_HIGHEST
 
 
 @dataclass(frozen=True)
 class PortOwner:
-    """A process that listens on a socket, as /proc shows it. `stopped`: by SIGSTOP or a debugger."""
+    """A process that listens on a socket, read from /proc. `stopped`: by SIGSTOP or a debugger."""
 
     pid: int
     name: str
@@ -71,7 +73,7 @@ class PortOwner:
 
 
 def port_owner(port: int) -> PortOwner | None:
-    """Return the process that listens on TCP `port` of this machine; None if /proc shows none."""
+    """Return the process that listens on TCP `port` of this machine, or None if /proc does not show it."""
     inodes: set[str] = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for words in _rows(table):
@@ -82,8 +84,8 @@ def port_owner(port: int) -> PortOwner | None:
 
 
 def unix_socket_owner(path: str) -> PortOwner | None:
-    """Return the process that listens on the unix socket at `path`; None as for `port_owner`."""
-    # flags 00010000: it accepts connections; others at the same path are connections themselves
+    """Return the process that listens on the unix socket at `path`, or None as in `port_owner`."""
+    # flags 00010000: a listening socket; the others at this path are connections
     rows = (words for words in _rows("/proc/net/unix") if len(words) > 7 and words[7] == path)
     return _owner({words[6] for words in rows if words[3] == "00010000"})
 
@@ -103,5 +105,5 @@ def _owner(inodes: set[str]) -> PortOwner | None:
                 name, _, rest = (process / "stat").read_text().rpartition(")")
                 return PortOwner(int(process.name), name.partition("(")[2], rest.split()[0] in ("T", "t"))
         except OSError:
-            continue  # it ended meanwhile, or belongs to another user
+            continue  # it has ended, or belongs to another user
     return None

@@ -13,7 +13,7 @@ from protocol.runtime.config import SettingsTree, not_an_override, read_tree
 from protocol.runtime.log import LOG_FORMAT, start_logging
 
 EXIT_FAILED, EXIT_USER, EXIT_FENCED = 1, 2, 75
-"""Exit codes: an error of the run; something needs a person; another learner took over."""
+"""Exit codes: the run failed; the user must act; another learner took over."""
 
 Serve = Callable[[Namespace, SettingsTree], int | None]
 
@@ -24,8 +24,8 @@ def run_service(
     """Parse `argv`, set up logging, load the settings and call `serve`. Return the exit code.
 
     parser  has the arguments of `add_config_arguments`
-    serve   gets the arguments and the settings; returns the exit code, None for 0
-    prefix  stands before the message of a UserError
+    serve   called with the arguments and the settings; returns the exit code, None for 0
+    prefix  text before the message of a UserError
     """
     args = parser.parse_intermixed_args(argv)
     start_logging(os.environ, log_format)
@@ -46,7 +46,7 @@ def add_config_arguments(
 ) -> None:
     """Add positional CONFIG and overrides, --config for scripts and, with `secrets`, --secrets.
 
-    what  what CONFIG is, for the help
+    what  description of CONFIG for the help
     """
     text = f"{what}; and overrides, e.g. {example}"
     parser.add_argument("given", nargs="*", metavar=f"{metavar} | key=value", help=text)
@@ -57,7 +57,9 @@ def add_config_arguments(
 
 def add_port_file_argument(parser: ArgumentParser) -> None:
     """Add --port-file."""
-    parser.add_argument("--port-file", type=Path, help="write the port here, atomically, once requests are answered")
+    parser.add_argument(
+        "--port-file", type=Path, help="file to write the port to, atomically, once the service listens"
+    )
 
 
 def config_and_overrides(args: Namespace) -> tuple[Path | None, list[str]]:
@@ -73,7 +75,7 @@ def config_and_overrides(args: Namespace) -> tuple[Path | None, list[str]]:
 
 
 def split_overrides(given: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Return (paths, overrides): an override has a `=` and is no file."""
-    # Path.exists raises where a name is too long, os.path.exists does not
+    """Return (paths, overrides): an override contains `=` and is not an existing file."""
+    # Path.exists raises if a name is too long, os.path.exists does not
     paths = [Path(item) for item in given if "=" not in item or os.path.exists(item)]
     return paths, [item for item in given if Path(item) not in paths]

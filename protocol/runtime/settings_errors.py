@@ -1,4 +1,4 @@
-"""Explain what is wrong with a section of the settings, and repair what its author evidently meant."""
+"""Explain errors in a section of the settings, and correct values whose meaning is evident."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from protocol.redaction import SHOWN
 from protocol.settings import PATTERNS
 
 RENAMED = {"allow_unisolated": "sandbox"}
-"""Key that settings once had -> the key that took its place."""
+"""Former name of a settings key -> its present name."""
 _MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 300
@@ -26,11 +26,11 @@ _GROUP = {"model_attributes_type", "model_type", "dict_type", "mapping_type"}
 
 
 def suggest(name: str, legal: Sequence[str]) -> str:
-    """Return advice that names what `name` is called now, the nearest of `legal`, or all of them."""
+    """Return advice: the present name of `name`, the nearest of `legal`, or all of them."""
     if (now := RENAMED.get(name)) in legal:
-        return f"it is {now!r} now"
+        return f"it was renamed to {now!r}"
     near = difflib.get_close_matches(name, legal, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(sorted(legal))
+    return f"did you mean {near[0]!r}?" if near else "valid names: " + ", ".join(sorted(legal))
 
 
 def explain(error: ValidationError, name: str, kind: type[BaseModel]) -> Iterator[str]:
@@ -42,21 +42,21 @@ def explain(error: ValidationError, name: str, kind: type[BaseModel]) -> Iterato
             yield f"unknown key {where!r}: {suggest(str(item['loc'][-1]), legal)}"
         elif item["type"] == "union_tag_not_found":
             known = ", ".join(_legal_tags(kind, [str(part) for part in item["loc"]]))
-            yield f"{where} does not say what it is: add {where}.type = one of {known}"
+            yield f"{where} has no type: set {where}.type to one of {known}"
         else:
-            # a few lines of YAML can spell a value of gigabytes, by aliases of aliases
+            # with nested aliases, a few lines of YAML can expand to gigabytes
             yield f"{where} = {_SHORT.repr(_shown(where, item['input']))}: {_in_words(item, kind)}"
 
 
 def _shown(name: str, value: Any) -> Any:
-    """Return `value` without what may be a secret: a key may stand where the name of its variable belongs."""
+    """Return `value` without possible secrets: users put a key in place of the name of its variable."""
     if isinstance(value, Mapping):
         return {key: SHOWN if _MAY_BE_SECRET.search(str(key)) else inner for key, inner in value.items()}
     return SHOWN if isinstance(value, str) and _MAY_BE_SECRET.search(name) else value
 
 
 def _legal_tags(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Return the values that `type` may have in the union at `path` below `kind`."""
+    """Return the valid values of `type` in the union at `path` below `kind`."""
     names = [part for part in path if not part.isdigit()]
     if not names:
         return []
@@ -69,11 +69,11 @@ def _legal_tags(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
 
 
 def _legal_keys(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Return the field names at `path` below `kind`; members of a union are searched by their tag."""
+    """Return the field names at `path` below `kind`; `path` selects members of a union by their tag."""
     candidates: list[type[BaseModel]] = [kind]
     for part in path:
         below = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
-        # a union's error path names the chosen member's tag after the field
+        # in the error path of a union, the tag of the chosen member follows the field
         candidates = below or [c for c in candidates if part in _tags(c)] or candidates
     return sorted({field for c in candidates for field in c.model_fields})
 
@@ -92,10 +92,10 @@ def _tags(kind: type[BaseModel]) -> tuple[str, ...]:
 def repaired(
     value: Any, error: ValidationError, kind: type[BaseModel], spelt: Mapping[tuple[str, ...], str]
 ) -> Any | None:
-    """Return `value` as its author evidently meant it, None where that is not evident.
+    """Return the value that the user evidently meant, or None.
 
-    A field of text or of a path that YAML read as something else (`query: ` is a mapping, 2024 a number) gets the
-    override as it was spelt (`spelt`, by path in the section), and the bare name of a kind stands for it: `[wandb]` for
+    Where a text or a path is expected and YAML read another type (`query: ` is a mapping, 2024 a number), this is the
+    override's text (`spelt`, by path in the section). The bare name of a type becomes its settings: `[wandb]` means
     `[{type: wandb}]`.
     """
     meant, changed = copy.deepcopy(value), False
@@ -104,7 +104,7 @@ def repaired(
         if place is None:
             continue
         holder, key, path = place
-        # a path in brackets is a mistake, and null is no text; of a text field, `query: ` is a mapping to YAML
+        # a path in brackets is a mistake, and null is not text; YAML reads the text `query: ` as a mapping
         given = holder[key]
         text = item["type"] == "string_type" and given is not None
         text |= item["type"] == "path_type" and isinstance(given, bool | int | float | date)
@@ -130,25 +130,25 @@ def _place(value: Any, loc: Sequence[int | str]) -> tuple[Any, int | str, tuple[
 
 
 def _in_words(item: ErrorDetails, kind: type[BaseModel]) -> str:
-    """Return pydantic's message, in terms of YAML rather than of Python where those differ."""
+    """Return pydantic's message, in terms of YAML instead of Python where they differ."""
     name, context = item["type"], item.get("ctx") or {}
     tags = _legal_tags(kind, [str(part) for part in item["loc"]])
     if name in _LIST:
-        return "a list belongs here, in brackets: [a, b]"
+        return "must be a list, in brackets: [a, b]"
     if name in _GROUP:
-        return "a group of settings belongs here: {name: value}" + (f", type = {' or '.join(tags)}" if tags else "")
+        return "must be a group of settings: {name: value}" + (f", type = {' or '.join(tags)}" if tags else "")
     if name == "union_tag_invalid":
         wrong = str(context["tag"])
-        return f"there is no type {wrong!r}: {suggest(wrong, tags)}" if tags else item["msg"]
+        return f"unknown type {wrong!r}: {suggest(wrong, tags)}" if tags else item["msg"]
     if name == "string_type":
-        return "text belongs here; put it in quotes"
+        return "must be text; put it in quotes"
     if name == "path_type":
-        return "a path belongs here; put it in quotes"
+        return "must be a path; put it in quotes"
     if name.startswith("date_"):
-        return "a date belongs here, e.g. 2026-01-31"
+        return "must be a date such as 2026-01-31"
     if name in ("bool_type", "bool_parsing"):
-        return "true or false belongs here"
+        return "must be true or false"
     if name == "string_pattern_mismatch":
         pattern = str(context["pattern"])
-        return PATTERNS.get(pattern, f"it does not have the form {pattern}")
+        return PATTERNS.get(pattern, f"does not match the pattern {pattern}")
     return item["msg"]

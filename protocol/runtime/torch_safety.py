@@ -1,4 +1,4 @@
-"""Two rules for torch: gloo listens on loopback where it can, and pickled weights are not loaded. Imports no torch."""
+"""Two safety rules: gloo listens on loopback if possible, and pickled weights are refused. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @contextmanager
 def gloo_at(address: str) -> Iterator[None]:
-    """Make gloo groups in the block listen on loopback if `address` is loopback: gloo authenticates no peer."""
+    """Make gloo groups in the block listen on loopback if `address` is loopback: gloo does not authenticate peers."""
     if not is_loopback(address) or INTERFACE in os.environ or not sys.platform.startswith("linux"):
         yield
         return
@@ -35,13 +35,13 @@ _CONVERT = (
 
 
 def refuse_pickled(folder: Path) -> None:
-    """Raise UserError if `folder` holds weights, none of them as safetensors: a pickle runs code. Opens no file."""
+    """Raise UserError if the only weights in `folder` are pickles, which can run code. Opens no file."""
     pickled = sorted(path for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if not pickled or any(folder.glob("*.safetensors")):
         return
     raise UserError(
-        f"{pickled[0]} holds pickled weights, and only safetensors are loaded",
-        why="the author of a pickle can run a program where it is read",
-        todo=f'where you trust its author, convert it once: python -c "{_CONVERT}" {pickled[0]} '
+        f"{pickled[0]} contains pickled weights; Foray loads only safetensors",
+        why="loading a pickle can run arbitrary code",
+        todo=f'if you trust its author, convert it once: python -c "{_CONVERT}" {pickled[0]} '
         f"{pickled[0].with_name('model.safetensors')}",
     )

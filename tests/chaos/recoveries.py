@@ -40,8 +40,8 @@ LOGS: dict[str, tuple[Said, ...]] = {
     "disk refused weights or journal": (Said("learner", r"^(?:error: )?(?:the weights|step).* could not be written"),),
     "dead letters": (Said("learner", r"is unusable"), Said("rollout", r"is unreadable")),
     "Redis away and back": (
-        Said("rollout", r"goes on after \d+ failures"),
-        Said("engine", r"goes on after \d+ failures"),
+        Said("rollout", r"recovered after \d+ failures"),
+        Said("engine", r"recovered after \d+ failures"),
         Said("learner", r"waiting for Redis|Redis is not available"),
     ),
     MADE_ROOM: (Said("learner", r"Redis is full and no batch comes"),),

@@ -54,7 +54,7 @@ def test_a_text_is_what_was_typed(kind: type[Settings], name: str) -> None:
             read = getattr(section(read_tree(None, [f"demo.inner.{name}={text}"]), "demo", outer).inner, name)
         except UserError as error:
             structure = text in ("query: ", "[a]") and Path in {field.annotation, *get_args(field.annotation)}
-            assert structure or "belongs here" not in str(error)
+            assert structure or "must be" not in str(error)
         else:
             assert str(read) == text
 
@@ -62,14 +62,14 @@ def test_a_text_is_what_was_typed(kind: type[Settings], name: str) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("run.date=soon", "a date belongs here, e.g. 2026-01-31"),
-        ("run.date=0", "a date belongs here, e.g. 2026-01-31"),
-        ("run.top_k=0", "top_k 0 draws nothing"),
-        ("run.model=", "a path belongs here"),
-        ("run.dir=null", "a path belongs here"),
-        ("run.model=[a]", "a path belongs here"),
-        ("run.model={a: b}", "a path belongs here"),
-        ("run.redis_url=null", "text belongs here"),
+        ("run.date=soon", "must be a date such as 2026-01-31"),
+        ("run.date=0", "must be a date such as 2026-01-31"),
+        ("run.top_k=0", "top_k = 0 would make all trajectories of a group equal"),
+        ("run.model=", "must be a path"),
+        ("run.dir=null", "must be a path"),
+        ("run.model=[a]", "must be a path"),
+        ("run.model={a: b}", "must be a path"),
+        ("run.redis_url=null", "must be text"),
         ("run.id=qwen2.5", "lower-case letters, digits and hyphens"),
     ],
 )
@@ -81,7 +81,7 @@ def test_what_is_refused_is_refused_in_words(override: str, words: str) -> None:
 def test_how_a_value_was_spelt_is_forgotten_with_the_value() -> None:
     tree = read_tree(None, ["demo.inner.name=2024", "demo.inner={name: 7}"])
     assert tree.spelt == {("demo", "inner"): "{name: 7}"}
-    with pytest.raises(UserError, match=r"demo\.inner\.name = 7: text belongs here"):
+    with pytest.raises(UserError, match=r"demo\.inner\.name = 7: must be text"):
         section(
             tree,
             "demo",

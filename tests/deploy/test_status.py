@@ -356,7 +356,12 @@ def test_a_wrong_address_of_the_retriever_is_called_wrong(client: redis.Redis, l
 
 
 def test_what_redis_refuses_a_process_is_a_problem(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
-    report(client, "rollout", "rollout-1", text={"redis_refusal": "{test}:traj does not hold .. `DEL {test}:traj`"})
+    report(
+        client,
+        "rollout",
+        "rollout-1",
+        text={"redis_refusal": "{test}:traj has unexpected content: run `DEL {test}:traj`"},
+    )
     (problem,) = problems(look(), max_lag=2)
     assert "rollout rollout-1" in problem.what and "DEL {test}:traj" in problem.what
 

@@ -22,7 +22,7 @@ def test_mistakes_of_a_person_are_named(
     monkeypatch.delenv("FORAY_REDIS_URL", raising=False)
     url = "run.redis_url=redis://127.0.0.1:1/0"
     assert "did you mean 'checkpoint_every'" in refusal(capsys, url, "learner.chekpoint_every=3")
-    assert "no Redis to talk to" in refusal(capsys)
+    assert "no Redis is configured" in refusal(capsys)
     assert "needs model.lora.rank" in refusal(capsys, url, "learner.publish.type=adapter")
     two = ("learner.publish.type=adapter", "learner.model.lora.rank=4", "learner.model.lora.alpha=8")
     assert "must be one number" in refusal(capsys, url, *two)

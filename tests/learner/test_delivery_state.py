@@ -115,7 +115,7 @@ def test_books_come_back_from_a_checkpoint_and_refuse_one_that_does_not_close() 
     assert set(again.unacked) == {b"1-0", b"2-0", b"4-0", b"5-0"}, "perhaps nobody has acknowledged them"
     broken = delivery.to_state()
     broken["ledger"]["counts"]["trained"] = 9
-    with pytest.raises(ForayError, match="does not close"):
+    with pytest.raises(ForayError, match="is inconsistent"):
         DeliveryState().restore(broken)
 
 

@@ -161,7 +161,7 @@ def test_a_run_without_trackers_has_none_to_wait_for(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tracker_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UserError, match=r"known here: mlflow, tensorboard, trackio, wandb"):
+    with pytest.raises(UserError, match=r"valid names: mlflow, tensorboard, trackio, wandb"):
         section({"learner": {"trackers": [{"type": "neptune"}]}}, "learner", Section)
 
 

@@ -74,7 +74,7 @@ def test_a_deep_message_takes_little_memory() -> None:
 @pytest.mark.parametrize("kind", ["task", "failed", "weights", "answer", "engine", "metrics"])
 def test_a_small_kind_is_refused_before_it_is_unpacked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "unpack", lambda raw: pytest.fail("it was unpacked"))
-    with pytest.raises(MessageTooLarge, match="beyond the limit of 1048576"):
+    with pytest.raises(MessageTooLarge, match="exceed the limit of 1048576"):
         codec.decode_as(codec.KINDS[kind], bytes(MIB + 1))
 
 

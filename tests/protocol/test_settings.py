@@ -57,9 +57,9 @@ def test_wrong_values_are_named_with_a_suggestion(tree: dict[str, object], expec
     ("side", "expected"),
     [
         ({"type": "left", "sped": 2}, "did you mean 'speed'?"),
-        ({"type": "up"}, "there is no type 'up': known here: left, right"),
+        ({"type": "up"}, "unknown type 'up': valid names: left, right"),
         ({"type": "right", "heigth": 2}, "did you mean 'height'?"),
-        ({"height": 2}, "add learner.side.type = one of left, right"),
+        ({"height": 2}, "set learner.side.type to one of left, right"),
     ],
 )
 def test_keys_inside_a_union_are_suggested_too(side: dict[str, object], expected: str) -> None:
@@ -106,7 +106,7 @@ def test_redis_is_where_the_setting_says_and_else_where_the_environment_does() -
     environ = {"FORAY_REDIS_URL": "redis://:geheim@outer:1/0"}
     assert RunSettings().with_redis(environ).redis_url == environ["FORAY_REDIS_URL"]
     assert RunSettings(redis_url="unix:///mine").with_redis(environ).redis_url == "unix:///mine"
-    with pytest.raises(UserError, match="no Redis to talk to"):
+    with pytest.raises(UserError, match="no Redis is configured"):
         RunSettings().with_redis({})
 
 
@@ -146,13 +146,13 @@ def test_the_bare_name_of_a_kind_stands_for_it() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("demo.names=em", "demo.names = 'em': a list belongs here, in brackets: [a, b]"),
+        ("demo.names=em", "demo.names = 'em': must be a list, in brackets: [a, b]"),
         (
             "demo.sides=[up]",
-            "a group of settings belongs here: {name: value}, type = left or right",
+            "must be a group of settings: {name: value}, type = left or right",
         ),
-        ("demo.sides=[{type: lift}]", "there is no type 'lift': did you mean 'left'?"),
-        ("run.id=qwen2.5", "an id has lower-case letters, digits and hyphens"),
+        ("demo.sides=[{type: lift}]", "unknown type 'lift': did you mean 'left'?"),
+        ("run.id=qwen2.5", "an id has at most 63 lower-case letters, digits and hyphens"),
     ],
 )
 def test_common_mistakes_are_told_in_words_of_yaml(override: str, expected: str) -> None:
@@ -163,11 +163,11 @@ def test_common_mistakes_are_told_in_words_of_yaml(override: str, expected: str)
 
 
 def test_an_old_key_is_answered_with_the_new_one() -> None:
-    assert suggest("allow_unisolated", ("timeout_s", "sandbox")) == "it is 'sandbox' now"
-    assert suggest("allow_unisolated", ("timeout_s",)) == "known here: timeout_s"
+    assert suggest("allow_unisolated", ("timeout_s", "sandbox")) == "it was renamed to 'sandbox'"
+    assert suggest("allow_unisolated", ("timeout_s",)) == "valid names: timeout_s"
 
 
-@pytest.mark.parametrize(("given", "expected"), [("top_k=1", "same"), ("top_k=0", "same"), ("top_p=0", "top_p")])
+@pytest.mark.parametrize(("given", "expected"), [("top_k=1", "of a group equal"), ("top_k=0", "of a group equal"), ("top_p=0", "top_p")])
 def test_sampling_that_draws_nothing_is_refused(given: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         section(read_tree(None, [f"run.{given}"]), "run", RunSettings)

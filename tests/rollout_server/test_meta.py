@@ -58,10 +58,10 @@ def test_the_name_of_a_tokenizer_is_of_what_it_says_and_not_of_how_it_is_written
     [
         (
             RunMeta((SCHEMA_MAJOR + 1, 0)),
-            f"schema {SCHEMA_MAJOR + 1}.0, this process knows {SCHEMA_MAJOR}.{SCHEMA_MINOR}",
+            f"schema {SCHEMA_MAJOR + 1}.0, this process reads {SCHEMA_MAJOR}.{SCHEMA_MINOR}",
         ),
         (RunMeta((0, 9)), "upgrade the learner"),
-        (RunMeta(MINE, OTHER), f"another tokenizer: {OTHER[:16]}, ours is {'f' * 16}"),
+        (RunMeta(MINE, OTHER), f"another tokenizer: {OTHER[:16]}, not {'f' * 16}"),
         (RunMeta((SCHEMA_MAJOR, SCHEMA_MINOR + 5), "f" * 64), ""),
         (RunMeta(MINE, ""), ""),
     ],
@@ -84,7 +84,7 @@ async def test_a_rollout_server_with_another_tokenizer_refuses_to_work(world, mo
             world.issue(make_task(1, group_size=2))
             await eventually(world.published, "it fits, and works")
             world.sync.hset(world.keys.meta, mapping=wrong)
-        with pytest.raises(UserError, match=f"another tokenizer: {OTHER[:16]}, ours is {digest(model)[:16]}"):
+        with pytest.raises(UserError, match=f"another tokenizer: {OTHER[:16]}, not {digest(model)[:16]}"):
             await asyncio.wait_for(life, 20)
 
 

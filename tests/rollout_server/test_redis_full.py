@@ -40,7 +40,7 @@ async def test_registrations_answers_and_metrics_are_renewed_in_a_full_redis(wor
         assert decode_as(MetricsSnapshot, db.get(keys.metrics("rollout", "r1"))).values["turns"] == 3
         assert db.zscore(keys.processes, "rollout:r1")
         db.function_flush()  # of an older learner, or none yet
-        with pytest.raises(RedisFull, match="at its maxmemory"):
+        with pytest.raises(RedisFull, match="maxmemory reached"):
             await registry.register(info)
     finally:
         db.config_set("maxmemory", 0)

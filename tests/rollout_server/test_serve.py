@@ -231,4 +231,4 @@ async def test_without_redis_it_says_what_to_do(tmp_path: Path) -> None:
     process = rollout_process.spawn([], tmp_path)
     errors = (await asyncio.to_thread(process.communicate))[1].decode()
     assert process.returncode == 2
-    assert "no Redis to talk to" in errors and "run.redis_url=" in errors and "Traceback" not in errors
+    assert "no Redis is configured" in errors and "run.redis_url=" in errors and "Traceback" not in errors

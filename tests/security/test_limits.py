@@ -209,7 +209,7 @@ def test_settings_cannot_make_objects_of_what_yaml_names(tmp_path: Path) -> None
     (tmp_path / "c.yaml").write_text("run: !!python/object/apply:os.system ['touch sprung']\n")
     with pytest.raises(UserError, match="not valid YAML"):
         read_tree(tmp_path / "c.yaml")
-    with pytest.raises(UserError, match="not YAML"):
+    with pytest.raises(UserError, match="not valid YAML"):
         read_tree(None, ["run.id=!!python/name:os.system"])
     with pytest.raises(UserError, match="unknown key"):
         section({"learner": {"trust_remote_code": True}}, "learner", LearnerSettings)

@@ -1,7 +1,7 @@
 """Build the OpenAPI 3.1 document of a service from its routes. Pure.
 
-For each service a test compares paths and methods with the application's routes, and sends requests that are drawn from
-the document to a running server.
+For each service, a test compares paths and methods with the application's routes and sends requests generated from the
+document to a running server.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ REF = "#/components/schemas/{model}"
 OPEN: Sequence[Object] = ()
 """Security of a route that needs no token."""
 BY_TOKEN: Sequence[Object] = ({}, {"token": []})
-"""Security of a route that needs a token where the service has one."""
+"""Security of a route that needs a token if the service has one."""
 
 REFUSALS: Mapping[str, str] = {
     "401": "no token",
-    "403": "a token of another role; without tokens a page of another origin, or no loopback name",
-    "415": "the body is compressed, or without tokens no JSON",
+    "403": "a token of another role; without tokens a page of another origin, or a name that is not loopback",
+    "415": "the body is compressed, or without tokens not JSON",
 }
-"""Status -> reason: what every route behind `auth_middleware` may answer."""
+"""Status -> reason, for every route behind `auth_middleware`."""
 
 
 def document(
@@ -38,7 +38,7 @@ def document(
     """Return the whole document.
 
     paths    path -> method -> `operation`
-    schemas  name -> schema, what `REF` points to
+    schemas  name -> schema, the targets of `REF`
     tokens   names of the bearer tokens
     """
     security = {name: {"type": "http", "scheme": "bearer"} for name in tokens}
@@ -55,7 +55,7 @@ def operation(
     parameters: Sequence[Object] = (),
     security: Sequence[Object] = BY_TOKEN,
 ) -> Object:
-    """Return one method of a path.
+    """Return the description of one method of a path.
 
     responses  status -> `response`
     body       schema of a JSON body

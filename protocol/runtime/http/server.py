@@ -1,4 +1,4 @@
-"""Serve an aiohttp application: check that it may listen, bind, authorise requests. Used by every HTTP service."""
+"""Serve an aiohttp application: check that it may listen, bind, authorise requests. For every HTTP service."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from protocol.runtime.files import atomic_write
 from protocol.runtime.http.auth import Access, RequestHead, Role, Verdict, check_bind, decide
 
 SERVER_OPTIONS: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": 1.0}
-"""`handler_args` of every aiohttp application. By default aiohttp inflates bodies, also those that nothing reads: after
-an early answer it goes on for 10 s."""
+"""`handler_args` of every aiohttp application. By default aiohttp decompresses bodies, even unread ones: for 10 s after
+an early answer."""
 BACKLOG = 4096
-"""Connections that may wait to be accepted: a lock-step trainer opens a whole batch of them in one burst."""
+"""Listen backlog: a synchronous trainer opens the connections of a whole batch at the same time."""
 SHUTDOWN_S = 2.0
-"""Longest wait for requests in flight when a service stops."""
+"""Timeout for requests in flight when a service stops, in seconds."""
 
 Refuse = Callable[[web.Request, Verdict], web.Response]
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A service that answers requests at `url`."""
+    """A service that listens at `url`."""
 
     port: int
     url: str
     _runner: web.AppRunner
 
     async def close(self) -> None:
-        """Stop listening and finish requests in flight. Does nothing the second time."""
+        """Stop listening and finish requests in flight. Idempotent."""
         await self._runner.cleanup()
 
 
@@ -55,15 +55,15 @@ async def listening(
     off: str = "",
     shutdown_s: float = SHUTDOWN_S,
 ) -> AsyncIterator[Listener]:
-    """Answer requests to `app` while the block runs; on a free port for port 0.
+    """Serve `app` while the block runs; port 0 selects a free port.
 
-    access      tokens of this process; None for a service that has checked by its own rules that it may listen there
-    setting     name of the setting that `host` comes from, for error messages
-    todo        advice where the address is taken
-    off         the override that leaves the service out, where one does
-    shutdown_s  longest wait for requests in flight at the end
+    access      tokens of this process; None if the caller has already checked that it may listen there
+    setting     name of the setting of `host`, for error messages
+    todo        advice if the address is taken
+    off         override that disables the service, if there is one
+    shutdown_s  timeout for requests in flight at the end
 
-    A client that hangs up cancels its handler. Raises UserError if the address cannot be bound, or if it is beyond
+    A client that disconnects cancels its handler. Raises UserError if the address cannot be bound, or if it is not
     loopback and there is no token.
     """
     if access is not None:
@@ -85,11 +85,11 @@ async def listening(
 def auth_middleware(
     access: Access, routes: Mapping[str, Role], *, default: Role, refuse: Refuse | None = None
 ) -> Middleware:
-    """Return a middleware that refuses what `protocol.runtime.http.auth.decide` refuses, before a body is read.
+    """Return a middleware that refuses requests as `protocol.runtime.http.auth.decide` says, before it reads a body.
 
-    routes   role that each path needs
-    default  role that every other path needs
-    refuse   makes the body of a refusal; {"error": message} without it
+    routes   required role of each path
+    default  required role of every other path
+    refuse   makes the body of a refusal; default {"error": message}
     """
 
     @web.middleware
@@ -111,7 +111,7 @@ def http_url(host: str, port: int) -> str:
 
 
 def announce(log: logging.Logger, host: str, port: int, port_file: Path | None) -> None:
-    """Log where a service answers and write its port to `port_file`, atomically. Call it once requests are answered."""
+    """Log the address of a service and write its port to `port_file`, atomically. Call it when the service listens."""
     log.info("listening on %s", http_url(host, port))
     if port_file is not None:
         port_file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,9 +119,9 @@ def announce(log: logging.Logger, host: str, port: int, port_file: Path | None) 
 
 
 class ThreadedServer:
-    """A service on an event loop in a daemon thread, for a process that has no event loop.
+    """A service with its event loop in a daemon thread, for a process without an event loop.
 
-    Answers once it is made. Raises UserError as `listening` does.
+    The constructor returns when the service listens. Raises UserError as `listening` does.
     """
 
     def __init__(self, serving: AbstractAsyncContextManager[Listener], name: str) -> None:
@@ -143,7 +143,7 @@ class ThreadedServer:
             self._started.set_exception(error)
 
     def close(self) -> None:
-        """Stop listening. Does nothing the second time."""
+        """Stop listening. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()

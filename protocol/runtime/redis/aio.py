@@ -1,6 +1,6 @@
-"""Redis for processes with an event loop: typed errors, deadlines, and one way of waiting for Redis to come back.
+"""Redis for processes with an event loop: typed errors, timeouts, and retries until Redis is available.
 
-redis-py repeats nothing by itself, and a reader that blocks has a connection apart from the commands.
+redis-py does not retry, and blocking reads use a separate connection.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BLOCK_MS = 1000
-"""How long a read for new tasks blocks: also how long it may not notice a stop."""
+"""How long a read for new tasks blocks, in ms: a stop may go unnoticed for as long."""
 COMMAND_S = 10.0
-"""Deadline of a command that does not block."""
+"""Timeout of a non-blocking command, in seconds."""
 REFUSAL_S = 15.0
-"""A refusal is over when it has not come again for this long: longer than a `Backoff` sleeps."""
+"""A refusal is over when it has not recurred for this many seconds: longer than a `Backoff` sleeps."""
 
 
 class RedisClient:
-    """Asynchronous commands, and blocking reads on a connection of their own. The learner alone loads functions."""
+    """Asynchronous commands, and blocking reads on a separate connection. Only the learner loads functions."""
 
     def __init__(self, url: str, keys: Keys) -> None:
         self._commands, self._reader = connect_async(url), connect_async(url)
         self.keys = keys
         self.refused = 0
-        """How many answers Foray did not expect."""
+        """Number of unexpected answers."""
         self._refusal = (-math.inf, "")
 
     @property
     def refusal(self) -> str:
-        """The last answer that Foray did not expect, if it is at most REFUSAL_S old; else ""."""
+        """The last unexpected answer if it is at most REFUSAL_S old, else ""."""
         at, text = self._refusal
         return text if time.monotonic() - at < REFUSAL_S else ""
 
@@ -72,7 +72,7 @@ class RedisClient:
 
     @asynccontextmanager
     async def commands(self, key: str = "") -> AsyncIterator[redis.asyncio.Redis]:
-        """Lend the client of redis-py for commands (about `key`) that together take COMMAND_S at most.
+        """Yield the redis-py client for commands (about `key`) that together take at most COMMAND_S.
 
         Raises RedisUnavailable (RedisFull, RedisRefused) or StateLost.
         """
@@ -81,15 +81,15 @@ class RedisClient:
                 yield self._commands
 
     async def batch(self, *commands: tuple[Any, ...], atomic: bool = False) -> list[Any]:
-        """Send `commands` together, each as in Redis' manual, and return their replies. Raises RedisUnavailable."""
+        """Send `commands` (name, arguments) in one batch and return their replies. Raises RedisUnavailable."""
         async with self.commands() as client, client.pipeline(transaction=atomic) as pipe:
             for command in commands:
-                await pipe.execute_command(*command)  # queues it; the reply comes with execute
+                await pipe.execute_command(*command)  # queued; the reply comes with execute
             return await pipe.execute() if commands else []
 
     async def write(self, *commands: tuple[Any, ...], full: tuple[Any, ...], atomic: bool = False) -> None:
-        """Send `commands` together; if Redis is full, call the function `full` (name, keys, arguments) instead, which
-        writes the same and is allowed to then. Raises RedisUnavailable.
+        """Send `commands` in one batch. If Redis is full, call the function `full` (name, keys, arguments) instead,
+        which writes the same and may exceed maxmemory. Raises RedisUnavailable.
         """
         try:
             await self.batch(*commands, atomic=atomic)
@@ -97,17 +97,20 @@ class RedisClient:
             name, keys, *args = full
             try:
                 await self.call(name, keys, *args)
-            except (StateLost, UserError):  # no learner has loaded it, or an ACL file of an older Foray denies it
+            except (
+                StateLost,
+                UserError,
+            ):  # no learner has loaded the function, or an ACL file of an older Foray denies it
                 raise error from None
 
     async def now(self) -> float:
-        """Return the time in seconds by the clock of Redis, which all hosts share. Raises RedisUnavailable."""
+        """Return the time on the Redis clock, in seconds, which all hosts share. Raises RedisUnavailable."""
         async with self.commands() as client:
             seconds, micros = await client.time()
         return float(seconds) + float(micros) / 1e6
 
     async def eviction_policy(self) -> str:
-        """Return the server's `maxmemory-policy`, "" if this user may not ask for it. Raises RedisUnavailable."""
+        """Return the server's `maxmemory-policy`, "" if this user may not read it. Raises RedisUnavailable."""
         async with self.commands() as client:
             try:
                 return str((await client.info("memory")).get("maxmemory_policy", ""))
@@ -127,10 +130,10 @@ class RedisClient:
 
 
 class Backoff:
-    """Wait between the tries of one activity; log when trouble begins and when it ends.
+    """Sleep between attempts of one activity; log the first failure and the recovery.
 
-    at_first  what is logged where streams are missing before the first try that worked: no trouble, but a process that
-              started before the learner, which creates them
+    at_first  message if streams are missing before the first success: this process started before the learner, which
+              creates them
     """
 
     def __init__(self, doing: str, waits: WaitTimer, *, longest_s: float = 5.0, at_first: str = "") -> None:
@@ -140,7 +143,7 @@ class Backoff:
         self._last = ""
 
     async def sleep(self, error: ForayError) -> None:
-        """Sleep before the next try: 0.1 s doubling to `longest_s`, jittered so that not all return at once."""
+        """Sleep before the next attempt: 0.1 s, doubling up to `longest_s`, with jitter."""
         refused = isinstance(error, RedisRefused)
         early = bool(self._at_first) and isinstance(error, StateLost)
         kind = str(error) if refused else type(error).__name__
@@ -158,14 +161,14 @@ class Backoff:
             await asyncio.sleep(ceiling * random.uniform(0.5, 1.0))
 
     def reset(self) -> None:
-        """Start over: the last try worked."""
+        """Reset after a success."""
         if self._last:
-            log.info("%s: goes on after %d failures", self._doing, self._failures)
+            log.info("%s: recovered after %d failures", self._doing, self._failures)
         self._failures, self._last, self._at_first = 0, "", ""
 
 
 async def retry_until_available(backoff: Backoff, call: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of `call`, repeated until Redis takes it. Only for calls that may safely be made twice."""
+    """Return the result of `call`, retried until Redis is available. Only for idempotent calls."""
     while True:
         try:
             result = await call()

@@ -1,8 +1,8 @@
 """Redis clients, synchronous and asynchronous: one server, a unix socket, or the primary that Sentinels name.
 
-redis-py repeats nothing (a write whose reply was lost would be made twice), every wait has an end, and no command that
-an ACL user may lack is sent unasked. Behind Sentinels each new connection asks them where the primary is; a connection
-to a server that has become a replica is closed, and its call fails as a lost connection does.
+redis-py does not retry (it would repeat a write whose reply was lost), every wait has a timeout, and redis-py sends no
+extra commands, which an ACL user may lack. Behind Sentinels each new connection asks them for the primary; a connection
+to a server that has become a replica is closed, and its call fails like a lost connection.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from protocol.runtime.redis.url import RedisUrl, parse_redis_url
 
 CONNECT_S = 3.0
 SENTINEL_S = 3.0
-"""Longest wait for an answer of a Sentinel."""
+"""Timeout for an answer from a Sentinel, in seconds."""
 
 
 def connect(url: str, *, timeout_s: float = 10.0) -> redis.Redis:
-    """Return a synchronous client, which connects at its first call. Raises UserError for what is not a Redis URL.
+    """Return a synchronous client, which connects at its first call. Raises UserError if `url` is not a Redis URL.
 
-    timeout_s  longest wait for an answer; a blocking read must block for less
+    timeout_s  timeout for an answer; a blocking read must block for less
     """
     where = parse_redis_url(url)
     options = _options(where, timeout_s) | {"retry": Retry(NoBackoff(), 0)}
@@ -44,8 +44,8 @@ def connect(url: str, *, timeout_s: float = 10.0) -> redis.Redis:
 def connect_async(url: str) -> redis.asyncio.Redis:
     """Return an asynchronous client, which connects at its first call; close it with `close_async`.
 
-    The caller bounds its waits: redis-py bounds sends with asyncio.wait_for, which in Python 3.11 swallows a
-    cancellation that arrives together with the result. Raises UserError for what is not a Redis URL.
+    The caller sets timeouts: redis-py uses asyncio.wait_for, which in Python 3.11 swallows a cancellation that arrives
+    together with the result. Raises UserError if `url` is not a Redis URL.
     """
     where = parse_redis_url(url)
     options = _options(where, None) | {"retry": AsyncRetry(NoBackoff(), 0)}
@@ -75,8 +75,8 @@ def _options(where: RedisUrl, timeout_s: float | None) -> dict[str, Any]:
         "socket_timeout": timeout_s,
         "socket_connect_timeout": CONNECT_S if timeout_s is None else min(CONNECT_S, timeout_s),
         "health_check_interval": 0,
-        "driver_info": None,  # else CLIENT SETINFO, which no ACL of Redis 7.0 can allow
-        # TLS 1.3 tickets come unasked; redis-py takes unread bytes for a broken connection
+        "driver_info": None,  # disables CLIENT SETINFO, which no ACL of Redis 7.0 can allow
+        # TLS 1.3 servers send tickets at any time; redis-py takes unread bytes for a broken connection
         "client_name": "foray" if where.tls is not None else None,
     }
 

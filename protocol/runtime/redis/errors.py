@@ -1,11 +1,11 @@
-"""Redis errors: one taxonomy, and one translation of redis-py's errors for the synchronous and the asynchronous client.
+"""Redis errors: one taxonomy, and the translation of redis-py's errors, for the synchronous and asynchronous client.
 
-RedisUnavailable   no connection, no answer in time, or the server cannot serve now: worth waiting for
-  RedisFull        at maxmemory: what adds is refused, all else works
-  RedisRefused     an answer that Foray does not expect
-StateLost          streams or functions are gone: the learner creates them again
+RedisUnavailable   no connection, no answer in time, or the server cannot serve now: retry
+  RedisFull        at maxmemory: commands that add data are refused, all others work
+  RedisRefused     an unexpected answer
+StateLost          streams or functions are missing: the learner creates them again
 Fenced             another learner holds the lease
-UserError          wrong password, missing right or, for the learner, a key that holds something else
+UserError          wrong password, missing permission or, for the learner, a key with foreign content
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class RedisUnavailable(ForayError):
-    """Redis does not answer, or cannot serve at the moment. Nothing is lost: try again later."""
+    """Redis does not answer, or cannot serve at the moment. Nothing is lost: retry."""
 
 
 class RedisFull(RedisUnavailable):
@@ -31,9 +31,9 @@ class RedisFull(RedisUnavailable):
 
 
 class RedisRefused(RedisUnavailable):
-    """Redis gave an answer that Foray does not expect: most often another program has written to a key.
+    """Redis gave an unexpected answer, most often because another program has written to a key.
 
-    Waited for like an outage, since ending would lose what is in flight, and shown to people.
+    Retried like an outage, because exiting would lose the work in flight, and reported to the user.
     """
 
 
@@ -55,8 +55,8 @@ ERRORS: Mapping[str, type[ForayError]] = {
     "NOREPLICAS": RedisUnavailable,
     "BUSY": RedisUnavailable,
 }
-"""Word in an answer of Redis -> our error; the first that the answer holds counts. Words are searched anywhere in the
-text, because a Lua function and a pipeline put their own before the server's."""
+"""Text in an answer of Redis -> error; the first match counts. It may occur anywhere in the answer, because Lua
+functions and pipelines prepend text."""
 _ERRORS = [(re.compile(rf"\b{word}\b"), error) for word, error in ERRORS.items()]
 _DENIED = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError)
 _UNAVAILABLE = (
@@ -70,17 +70,17 @@ _BUGS = (
     "syntax error",
     "Invalid stream ID",
 )
-"""Answers to a command that is wrong in itself, whatever Redis holds: a bug of Foray, or a server that is too old."""
+"""Answers to an invalid command: a bug in Foray, or a server that is too old."""
 _KEY = re.compile(r"\{[\w-]+\}:[\w.-]+(:[\w.-]+)*", re.ASCII)
 
 
 @contextmanager
 def translate_errors(key: str = "", *, wait_if_refused: bool = False) -> Iterator[None]:
-    """Re-raise errors of redis-py as the errors above. A command that is wrong in itself is a bug and passes.
+    """Re-raise errors of redis-py as the errors above. The error of an invalid command is a bug and is not translated.
 
-    key              what the commands are about, for answers that do not name their key
-    wait_if_refused  raise RedisRefused for an answer that Foray does not expect. Without it a key that holds something
-                     else raises UserError, and any other such answer passes.
+    key              key of the commands, for answers that do not name it
+    wait_if_refused  raise RedisRefused for an unexpected answer. Without it, a key with foreign content raises
+                     UserError, and any other unexpected answer is not translated.
     """
     try:
         yield
@@ -94,8 +94,8 @@ def translate_errors(key: str = "", *, wait_if_refused: bool = False) -> Iterato
 def _translate(error: Exception, key: str, *, wait_if_refused: bool) -> ForayError | None:
     text = redis_text(error)
     if isinstance(error, _DENIED):
-        todo = "check the user and password of FORAY_REDIS_URL; `foray doctor` says what the user may not do"
-        return UserError("Redis refuses this user or password", why=text, todo=todo)
+        todo = "check the user and password in FORAY_REDIS_URL; `foray doctor` lists the permissions that are missing"
+        return UserError("Redis rejected the user, the password or a command", why=text, todo=todo)
     if isinstance(error, _UNAVAILABLE):
         return RedisUnavailable(f"{type(error).__name__}: {text}")
     if isinstance(error, exceptions.OutOfMemoryError):
@@ -113,25 +113,25 @@ def _translate(error: Exception, key: str, *, wait_if_refused: bool) -> ForayErr
     if not name or not _is_unusable(text):
         return RedisRefused(f"{name}: {why}" if name else why)
     why = why.removeprefix(f"BADKEY {name}: ")
-    advice = f"`DEL {name}` lets the learner create it again"
-    return RedisRefused(f"{name} does not hold what Foray writes there ({why}): {advice}")
+    advice = f"run `DEL {name}`, and the learner creates it again"
+    return RedisRefused(f"the key {name} has unexpected content ({why}): {advice}")
 
 
 def _full(text: str) -> RedisFull:
-    return RedisFull(f"Redis is full (at its maxmemory): {text}")
+    return RedisFull(f"Redis is full (maxmemory reached): {text}")
 
 
 def redis_text(error: Exception) -> str:
-    """Return what Redis answered, in one printable line, without the command that redis-py quotes in a pipeline."""
+    """Return the answer of Redis as one printable line, without the command that redis-py quotes in a pipeline."""
     quoted, _, text = str(error).rpartition(" of pipeline caused error: ")
-    if quoted:  # the asynchronous library quotes a tuple with the answer, too
+    if quoted:  # the asynchronous client quotes the command in a tuple together with the answer
         text = text.removeprefix("(").removesuffix(",)").strip("\"'")
     return "".join(c if " " <= c <= "~" else "." for c in text[:300])
 
 
 @contextmanager
 def unusable_keys(key: str = "") -> Iterator[None]:
-    """Re-raise an answer that a key of Foray holds something else as a UserError; every other error passes."""
+    """Re-raise an answer that a key has foreign content as a UserError. Other errors are not translated."""
     try:
         yield
     except exceptions.ResponseError as error:
@@ -156,27 +156,27 @@ def _key_of(error: Exception, key: str) -> str:
 
 
 def unusable(key: str, why: str) -> UserError:
-    """Return the error for a `key` that cannot be used as it is; Foray creates each of its keys again."""
+    """Return the error for a `key` with foreign content. Foray can create each of its keys again."""
     return UserError(
-        f"the key {key} in Redis does not hold what Foray writes there",
-        why=f"{why.partition(' script: ')[0].rpartition(key + ': ')[2]}; another program or a person has written to it",
-        todo=f"remove it with `DEL {key}` and start again: it is created again, and what was in it is regenerated",
+        f"the key {key} in Redis has unexpected content",
+        why=f"{why.partition(' script: ')[0].rpartition(key + ': ')[2]}; another program or a user has written to it",
+        todo=f"delete it with `DEL {key}` and start again: Foray creates it again and regenerates its content",
     )
 
 
 class BestEffort:
-    """Calls that only inform people. What keeps one from Redis, a key or a missing right, is logged once."""
+    """Calls whose failure may be ignored, such as events. The first UserError is logged, the others are not."""
 
     def __init__(self) -> None:
         self._logged = set[str]()
 
     def __call__(self, call: Callable[[], object]) -> bool:
-        """Return whether `call` succeeded. Raises what is no UserError."""
+        """Return whether `call` succeeded. Raises any error that is not a UserError."""
         try:
             call()
         except UserError as error:
             if error.what not in self._logged:
                 self._logged.add(error.what)
-                log.error("left out, training goes on: %s", error.render())
+                log.error("skipped an optional write, training continues: %s", error.render())
             return False
         return True

@@ -1,4 +1,4 @@
-"""What a run needs of a Redis server: its functions, and that it evicts nothing when it is full."""
+"""Requirements of a run on its Redis server: the function library, and no eviction when it is full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SAFE = "noeviction"
 
 
 def function_library() -> str:
-    """Return the Lua library of Foray, for FUNCTION LOAD REPLACE."""
+    """Return Foray's Lua library, for FUNCTION LOAD REPLACE."""
     return (files("protocol") / "functions.lua").read_text()
 
 
@@ -23,11 +23,11 @@ def eviction_refusal(policy: str, url: str) -> UserError | None:
     lost = "leases and registrations" if policy.startswith("volatile") else "work in flight, streams and counts"
     return UserError(
         f"the Redis at {redacted(url)} evicts keys: {SETTING} is {policy}",
-        why=f"when it is full it would throw away {lost}",
+        why=f"when it is full it would delete {lost}",
         todo=f"{cli(url)} CONFIG SET {SETTING} {SAFE}",
     )
 
 
 def unknown_policy(url: str) -> str:
-    """Return what to log where the user of `url` may ask Redis neither INFO nor CONFIG GET."""
+    """Return the log message for a user of `url` who may call neither INFO nor CONFIG GET."""
     return f"cannot read {SETTING} of the Redis at {redacted(url)}: this user lacks INFO; it must be {SAFE}"

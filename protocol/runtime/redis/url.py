@@ -4,11 +4,11 @@
     unix://[user:password@]/path[?db=0]                           one server on this machine
     redis+sentinel://[user:password@]h1[:26379],h2,.../name[/db]  the primary that these Sentinels call `name`
 
-`rediss` in place of `redis` is TLS: the server's certificate is verified against `?ssl_ca_certs=FILE` (or the system's
-authorities) and its name; `ssl_certfile` and `ssl_keyfile` name the client's. User and password are for the servers;
-Sentinels that want some take `?sentinel_username=` and `?sentinel_password=`. Other options are refused: time-outs and
-retries in a URL would override the rules that delivery rests on. Redis Cluster is not supported: the keys of a run
-share one slot, so a single shard would serve all of them.
+`rediss` instead of `redis` is TLS: the server's certificate is verified against `?ssl_ca_certs=FILE` (or the system's
+authorities) and its name; `ssl_certfile` and `ssl_keyfile` are the client's. User and password are for the servers;
+for Sentinels with a login set `?sentinel_username=` and `?sentinel_password=`. Other options are refused: timeouts and
+retries in a URL would override those that delivery depends on. Redis Cluster is not supported: the keys of a run share
+one slot, so a single shard would serve all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RedisUrl:
 
     hosts    (host, port) of the server, or of the Sentinels
     path     of the socket
-    service  the name that the Sentinels know the primary by
+    service  name of the primary at the Sentinels
     tls      keyword arguments of redis-py for TLS; None without it
     """
 
@@ -58,17 +58,17 @@ class RedisUrl:
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether what is sent stays on this machine."""
+        """Return whether all traffic stays on this machine."""
         return self.kind == "socket" or all(is_loopback(host) for host, _ in self.hosts)
 
     @property
     def verifies(self) -> bool:
-        """Return whether the server is authenticated: TLS with both checks on."""
+        """Return whether the server is authenticated: TLS with both checks enabled."""
         return self.tls is not None and self.tls["ssl_cert_reqs"] == "required" and bool(self.tls["ssl_check_hostname"])
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Parse `url`. Raises UserError, without the password in it, for what is none of the forms above."""
+    """Parse `url`. Raises UserError, without the password, if it has none of the forms above."""
     try:
         return _parse(url)
     except ValueError as error:
@@ -82,9 +82,9 @@ def redacted(url: str) -> str:
     if any("@" in part and "password" not in part.partition("=")[0].lower() for part in parts) or (
         "@" in query and "@" not in place
     ):
-        # a password that was not quoted: there is no telling where it ends
+        # a password that was not percent-encoded: its end is ambiguous
         return f"{url.partition('://')[0]}://{SHOWN}"
-    # the last "@": such a password may hold others, and slashes too
+    # the last "@": such a password may contain others, and slashes
     scheme, colons, rest = place.partition("://")
     login, at, where = rest.rpartition("@")
     if at:
@@ -125,7 +125,7 @@ def _parse(url: str) -> RedisUrl:
     parts = urlsplit(url)
     if parts.scheme in ("redis+cluster", "rediss+cluster"):
         raise ValueError(
-            "Redis Cluster is not supported: all keys of a run lie in one slot. Give a server, or Sentinels"
+            "Redis Cluster is not supported: all keys of a run are in one slot. Name a single server, or Sentinels"
         )
     if parts.scheme not in SCHEMES:
         raise ValueError(f"the scheme must be one of {', '.join(SCHEMES)}")
@@ -137,7 +137,7 @@ def _parse(url: str) -> RedisUrl:
     if kind != "socket":
         hosts = tuple(_place(place, PORTS[kind]) for place in (places or "localhost").split(","))
     if kind == "server" and len(hosts) > 1:
-        raise ValueError("several hosts need redis+sentinel://")
+        raise ValueError("several hosts are valid with redis+sentinel:// only")
     service, database = _path(kind, parts.path)
     db = _number(database or options.get("db", "0"))
     return RedisUrl(
@@ -160,14 +160,14 @@ def _options(parts: SplitResult) -> dict[str, str]:
         raise ValueError(f"unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}")
     kind, secure = SCHEMES[parts.scheme]
     if not secure and (wasted := [name for name in options if name in TLS_OPTIONS]):
-        raise ValueError(f"{wasted[0]} needs TLS: write rediss:// for redis://")
+        raise ValueError(f"{wasted[0]} needs TLS: write rediss:// instead of redis://")
     if kind != "sentinel" and (wasted := [name for name in options if name.startswith("sentinel_")]):
-        raise ValueError(f"{wasted[0]} is for redis+sentinel://")
+        raise ValueError(f"{wasted[0]} is valid with redis+sentinel:// only")
     return options
 
 
 def _path(kind: Kind, path: str) -> tuple[str, str]:
-    """(service, database) as the path names them."""
+    """Return (service, database) from the path."""
     words = [unquote(word) for word in path.split("/") if word]
     if kind == "socket":
         if not words:
@@ -175,17 +175,17 @@ def _path(kind: Kind, path: str) -> tuple[str, str]:
         return "", ""
     if kind == "sentinel":
         if not words:
-            raise ValueError("name the primary as the Sentinels do: redis+sentinel://h1,h2/NAME")
+            raise ValueError("the name of the primary is missing: redis+sentinel://h1,h2/NAME")
         service, words = words[0], words[1:]
     else:
         service = ""
     if len(words) > 1:
-        raise ValueError(f"what does {'/'.join(words)!r} mean? After the host comes the number of the database")
+        raise ValueError(f"after the host comes the number of the database, not {'/'.join(words)!r}")
     return service, words[0] if words else ""
 
 
 def _place(place: str, default: int) -> tuple[str, int]:
-    # urlsplit knows brackets and port ranges
+    # urlsplit handles brackets and checks the port range
     parts = urlsplit(f"//{place}")
     if not parts.hostname:
         raise ValueError(f"{place!r} is not host:port")
@@ -194,7 +194,7 @@ def _place(place: str, default: int) -> tuple[str, int]:
 
 def _number(text: str) -> int:
     if not text.isdigit():
-        raise ValueError(f"the database is a number, not {text!r}")
+        raise ValueError(f"the database must be a number, not {text!r}")
     return int(text)
 
 
@@ -202,9 +202,9 @@ def _tls(options: dict[str, str]) -> dict[str, str | bool]:
     tls: dict[str, str | bool] = {name: options[name] for name in TLS_OPTIONS if name in options}
     needed = tls.setdefault("ssl_cert_reqs", "required")
     if needed not in ("required", "none"):
-        raise ValueError("ssl_cert_reqs is required or none")
+        raise ValueError("ssl_cert_reqs must be `required` or `none`")
     named = str(tls.get("ssl_check_hostname", str(needed == "required"))).lower()
     if named not in ("true", "false"):
-        raise ValueError("ssl_check_hostname is true or false")
+        raise ValueError("ssl_check_hostname must be true or false")
     tls["ssl_check_hostname"] = named == "true"
     return tls

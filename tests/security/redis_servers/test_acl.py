@@ -386,7 +386,7 @@ def test_without_a_password_there_is_no_door(urls: dict[str, str]) -> None:
 
 def test_a_learner_with_a_viewers_password_is_told_so(urls: dict[str, str]) -> None:
     store = RunStore(urls["viewer"], RUN)
-    with pytest.raises(UserError, match="refuses this user or password") as caught:
+    with pytest.raises(UserError, match="rejected the user") as caught:
         store.prepare()
     assert "function" in caught.value.why.lower() and "FORAY_REDIS_URL" in caught.value.todo
     store.close()
