@@ -1,1 +1,1 @@
-"""The `foray` command and everything that sees all processes: launcher, status, demo, bench."""
+"""The `foray` command and everything that handles a whole run: launcher, status, doctor, demo."""

@@ -1,7 +1,7 @@
-"""The `foray` command: find the verb, let it parse the rest, turn errors into words and exit codes.
+"""The `foray` command: select the verb, let it parse its arguments, turn errors into messages and exit codes.
 
-Exit codes: 0 all is well, 1 the run (or the check) failed, 2 a person must act (usage, configuration),
-75 another learner took over, 130 stopped by Ctrl-C. No verb imports torch, aiohttp or transformers to print its help.
+Exit codes: 0 success, 1 the run (or the check) failed, 2 the user must act (usage, configuration),
+75 another learner took over, 130 stopped by Ctrl-C. `--help` never imports torch, aiohttp or transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Verb:
-    """`module` has `configure` and `run`; a verb that is a process has `process`, the module of `python -m`."""
+    """One command. `module` has `configure` and `run`; for a service, `process` is the module of `python -m`."""
 
     help: str
     module: str = ""
@@ -37,36 +37,38 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "demo": Verb("teach a tiny model to search, on this machine, in minutes", "deploy.demo.command"),
-    "init": Verb("write a configuration file to start from, every setting explained", "deploy.commands.init"),
-    "up": Verb("start a whole run on this machine and watch it", "deploy.commands.up"),
+    "demo": Verb("train a tiny model to search, on this machine, in minutes", "deploy.demo.command"),
+    "init": Verb("write a configuration file with every setting explained", "deploy.commands.init"),
+    "up": Verb("start all processes of a run on this machine and monitor them", "deploy.commands.up"),
     "down": Verb("stop a run", "deploy.commands.down"),
-    "status": Verb("one look at a run: processes, engines, streams, ledger", "deploy.commands.status"),
-    "top": Verb("the same, live: throughput, lag, reward, who waits for whom", "deploy.commands.top"),
-    "dlq": Verb("dead letters and seqs that were given up: look, requeue, purge", "deploy.commands.dlq"),
-    "compare": Verb("the demo under several algorithms, from one warm start", "deploy.demo.compare"),
-    "curves": Verb("learning curves of several runs, side by side", "deploy.commands.curves"),
-    "replay": Verb("print trained trajectories, with what the policy wrote and what it read", "deploy.commands.replay"),
-    "export": Verb("write the policy of a checkpoint as a Hugging Face folder", "deploy.commands.export"),
-    "eval": Verb("ask a running rollout server questions and score the answers", "deploy.commands.eval"),
-    "doctor": Verb("look for what would stop a run, and how to fix it", "deploy.commands.doctor"),
-    "index": Verb("build a retriever's index, look into one, plan one", "deploy.commands.index"),
-    "redis": Verb("run a Redis in the foreground, set up as a run needs it", "deploy.commands.redis"),
+    "status": Verb("show a run's status: processes, engines, streams, ledger, problems", "deploy.commands.status"),
+    "top": Verb("show a run live: throughput, lag, reward, bottleneck", "deploy.commands.top"),
+    "dlq": Verb("list, show, requeue and purge dead letters and failed seqs", "deploy.commands.dlq"),
+    "compare": Verb("run the demo with several algorithms from one warm start", "deploy.demo.compare"),
+    "curves": Verb("print or plot the learning curves of runs, side by side", "deploy.commands.curves"),
+    "replay": Verb("print trained trajectories: what the policy wrote and what it read", "deploy.commands.replay"),
+    "export": Verb("write the policy of a checkpoint as a Hugging Face model", "deploy.commands.export"),
+    "eval": Verb("evaluate the policy of a running rollout server on questions", "deploy.commands.eval"),
+    "doctor": Verb("check a machine or a configuration for problems and suggest fixes", "deploy.commands.doctor"),
+    "index": Verb("build, inspect, verify, search or size a search index", "deploy.commands.index"),
+    "redis": Verb("run a Redis in the foreground, with the settings that a run needs", "deploy.commands.redis"),
     "retriever": Verb("run one retriever", process="retriever"),
-    "engine": Verb("run one engine node, or --attach it to an engine that runs already", process="rollout_server.node"),
+    "engine": Verb(
+        "run one engine node, or --attach to an SGLang server you already run", process="rollout_server.node"
+    ),
     "rollout": Verb("run one rollout server", process="rollout_server"),
     "learner": Verb("run the learner", process="learner"),
-    "bench": Verb("measure one part beside a baseline of the same run (needs a checkout)", "deploy.commands.bench"),
-    "version": Verb("print the versions that matter in a bug report", "deploy.commands.version"),
+    "bench": Verb("benchmark one part against a baseline (needs a checkout)", "deploy.commands.bench"),
+    "version": Verb("print the versions to include in a bug report", "deploy.commands.version"),
 }
 
 
 MEANT = {
     "`foray up run.yaml` trains; `foray demo` needs no configuration": ("train", "run", "start", "launch", "fit"),
     "`foray down RUN_DIR`": ("stop", "kill", "shutdown", "quit"),
-    "`foray eval RUN_DIR --questions FILE` asks a running rollout server; for other servers write the model with "
+    "`foray eval RUN_DIR --questions FILE` queries a running rollout server; to serve the model elsewhere, use "
     "`foray export RUN_DIR OUT`": ("infer", "inference", "chat", "serve", "generate", "predict", "ask", "test"),
-    "each process has a file in RUN_DIR/logs, e.g. tail -f RUN_DIR/logs/learner.log": ("log", "logs", "tail"),
+    "each process has a log file in RUN_DIR/logs, e.g. tail -f RUN_DIR/logs/learner.log": ("log", "logs", "tail"),
     "`foray status RUN_DIR`": ("ps", "list", "show", "runs"),
     "`foray top RUN_DIR`": ("watch", "monitor", "dashboard"),
     "`foray doctor run.yaml`": ("check", "diagnose", "validate", "lint"),
@@ -74,11 +76,11 @@ MEANT = {
     "`foray init run.yaml` writes one; `foray up run.yaml --dry-run` prints it with every default": ("config", "new"),
     "`foray curves RUN_DIR`": ("plot", "metrics"),
 }
-"""What there is in place of commands that other programs have."""
+"""Advice -> names of commands that other programs have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code."""
+    """Run one verb and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     remember_environment(os.environ)
     try:
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe has seen enough (`foray status | head`); Python would complain once more at exit.
+        # The reader closed the pipe (`foray status | head`); without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -129,18 +131,18 @@ def _dispatch(given: list[str]) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are ours: a sentence and what to do, without the usage of every flag."""
+    """An ArgumentParser that raises UserError instead of printing the usage of every flag."""
 
     def __init__(self, prog: str, description: str | None) -> None:
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=prog, description=description, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError, with the nearest name or flag where one is misspelt."""
+        """Raise UserError that suggests the nearest name or flag."""
         todo = f"{self.prog} --help"
         if choice := re.match(r"(argument .+): invalid choice: '(.*)' \(choose from (.*)\)$", message):
             names = [name.strip("'\"") for name in choice[3].split(", ")]
-            raise UserError(f"{choice[1]}: there is no {choice[2]!r}", todo=suggest(choice[2], names))
+            raise UserError(f"{choice[1]}: unknown value {choice[2]!r}", todo=suggest(choice[2], names))
         if unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message):
             flags = sorted(set(re.findall(r"--[\w-]+", self.format_help())))
             todo = f"{suggest(unknown[1], flags)}; {todo} explains them"
@@ -148,9 +150,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _subcommand(name: str, module: ModuleType, rest: list[str]) -> tuple[Parser, list[str]]:
-    """The parser of the subcommand that `rest` names (the first word that is no flag), and what is left of `rest`.
+    """Return the parser of the subcommand named in `rest` (the first word that is not a flag), and the remaining words.
 
-    A module with subcommands tells them by `subcommands()`, name -> help, and `configure` takes the chosen one.
+    A module with subcommands lists them in `subcommands()`, name -> help, and `configure` takes the chosen one.
     """
     known: dict[str, str] = module.subcommands()
     chosen = next((word for word in rest if not word.startswith("-")), None)
@@ -160,9 +162,9 @@ def _subcommand(name: str, module: ModuleType, rest: list[str]) -> tuple[Parser,
         parser.usage = f"foray {name} NAME [...]"
         parser.epilog = "\n".join(["NAME (each has --help):", *(f"  {n:<{width}}  {h}" for n, h in known.items())])
         parser.parse_args(rest)
-        raise UserError(f"`foray {name}` needs a name", todo=f"one of {', '.join(known)}")
+        raise UserError(f"`foray {name}` needs a subcommand", todo=f"give one of {', '.join(known)}")
     if chosen not in known:
-        raise UserError(f"there is no `foray {name} {chosen}`", todo=suggest(chosen, tuple(known)))
+        raise UserError(f"unknown command `foray {name} {chosen}`", todo=suggest(chosen, tuple(known)))
     parser = Parser(f"foray {name} {chosen}", known[chosen])
     parser.set_defaults(action=chosen)
     module.configure(parser, chosen)
@@ -178,7 +180,7 @@ def _meant(name: str) -> str:
 
 
 def _without_log_level(given: list[str]) -> list[str]:
-    """`given` without -v, --verbose and --log-level LEVEL, which hold for this process and those that it starts."""
+    """Return `given` without -v, --verbose and --log-level LEVEL; set the level for this process and its children."""
     rest: list[str] = []
     words = iter(given)
     for word in words:
@@ -188,7 +190,7 @@ def _without_log_level(given: list[str]) -> list[str]:
         elif word == "--log-level" or word.startswith("--log-level="):
             level = (word.partition("=")[2] or next(words, "")).upper()
             if level not in LOG_LEVELS:
-                raise UserError(f"--log-level {level!r} is no level", todo=suggest(level, LOG_LEVELS))
+                raise UserError(f"unknown --log-level {level!r}", todo=suggest(level, LOG_LEVELS))
         else:
             rest.append(word)
         if level:
@@ -197,16 +199,16 @@ def _without_log_level(given: list[str]) -> list[str]:
 
 
 def unusable(error: OSError) -> UserError:
-    """Return what a person reads of a path that cannot be used."""
+    """Return the UserError for a path that cannot be read or written."""
     return UserError(
         f"cannot read or write {error.filename}",
         why=error.strerror or str(error),
-        todo="give another path, or correct this one's permissions; `foray -v ...` shows where it happened",
+        todo="give another path, or correct its permissions; `foray -v ...` shows the traceback",
     )
 
 
 def _become(module: str, rest: list[str], *, prog: str) -> int:
-    """Run `python -m module rest...` in this very process: same signals, same exit code, no second interpreter."""
+    """Run `python -m module rest...` in this process: same signals, same exit code, no second interpreter."""
     main_of = importlib.import_module(f"{module}.cli").main
     code: int = main_of(rest, prog=prog)
     return code
@@ -225,7 +227,7 @@ def overview() -> str:
             "commands (each has --help):",
             *lines,
             "",
-            "for every command: -v, or --log-level DEBUG|INFO|WARNING|ERROR: what it and the processes it starts log",
+            "for every command: -v, or --log-level DEBUG|INFO|WARNING|ERROR, also for the processes that it starts",
             "first steps: `foray demo`, then `foray init run.yaml` and `foray up run.yaml --dry-run`",
         ]
     )

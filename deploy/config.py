@@ -1,8 +1,8 @@
-"""The whole configuration of a run: the sections of every service, and how the launcher starts them.
+"""The configuration of a run: the sections of all services, and how the launcher starts them.
 
 Only the services' `config` modules are imported, none of which imports a framework. The launcher reads the tree
-once, expands `${NAME}/...` paths, chooses addresses, and writes the result as `resolved.yaml` into the run directory;
-that file is what each process reads, and what a person can start further processes from.
+once, expands `${NAME}/...` paths, chooses addresses, and writes the result to `resolved.yaml` in the run directory.
+Each process reads that file, and users can start further processes from it.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ _VARIABLE = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}(?=/|$)")
 
 
 class LaunchSettings(Settings):
-    """What `foray up` starts, and how it watches over it."""
+    """Processes that `foray up` starts, and how it supervises them."""
 
     engines: int = Field(default=1, ge=0)
-    """Engine nodes. More can be added while the run goes on."""
+    """Number of engine nodes. More can join while the run is in progress."""
     rollouts: int = Field(default=1, ge=0)
-    """Rollout servers."""
+    """Number of rollout servers."""
     retrievers: int | None = Field(default=None, ge=0)
-    """Retrievers. None: one, or none where `rollout.search` names others or searches elsewhere."""
+    """Number of retrievers. None: one, or none if `rollout.search` names other retrievers or another backend."""
     learner: bool = True
-    """Whether to start the learner; without it `up` serves until it is stopped."""
+    """Start the learner. Without it, `up` serves the model until it is stopped."""
     learner_ranks: int = Field(default=1, ge=1)
-    """Ranks of the learner on this machine, started by torchrun; over several machines start it yourself."""
+    """Number of learner ranks on this machine, started with torchrun. For several machines start torchrun manually."""
     redis: Literal["auto", "own", "configured"] = "auto"
-    """auto: the configured URL if there is one, otherwise a Redis of our own. The others insist on one of the two."""
+    """auto: the configured URL if there is one, else start a Redis. The other values require one of the two."""
     redis_maxmemory_mb: int = Field(default=1024, ge=16)
-    """Memory limit of our own Redis (MiB). `foray doctor` compares it with what the run may hold."""
+    """Memory limit of the Redis that `up` starts, in MiB. `foray doctor` compares it with the needs of the run."""
     threads: int = Field(default=1, ge=1)
-    """OMP_NUM_THREADS (and MKL, OpenBLAS) of every process."""
+    """OMP_NUM_THREADS (also for MKL and OpenBLAS) of every process."""
     restarts: int = Field(default=3, ge=0)
-    """Times that an engine, a rollout server, a retriever or Redis is started again after it died."""
+    """Maximum number of restarts for each engine, rollout server, retriever and Redis."""
     restart_learner: int = Field(default=0, ge=0)
-    """Times that the learner is started again after it died (it goes on from its checkpoint)."""
+    """Maximum number of restarts of the learner (it resumes from its checkpoint)."""
     ready_s: float = Field(default=180.0, gt=0)
-    """Longest wait for a process to be ready."""
+    """Timeout for a process to become ready, in seconds."""
     shutdown_s: float = Field(default=20.0, gt=0)
-    """Longest wait between SIGTERM and SIGKILL at the end."""
+    """Time between SIGTERM and SIGKILL at shutdown, in seconds."""
     secrets: Path | None = None
-    """Directory that `foray init --secure` wrote: each process gets the secrets of its role and no others, and our own
-    Redis its users. None: what the launcher's environment holds goes to all."""
+    """Directory that `foray init --secure` wrote. Each process gets only the secrets of its role, and the Redis that
+    `up` starts gets its users. None: all processes inherit the launcher's environment."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of every process. No secrets here: this file is copied into the run directory."""
+    """Environment variables for every process. No secrets: this file is copied to the run directory."""
     prepare: tuple[tuple[str, ...], ...] = ()
-    """Commands run one after the other before anything is started, only where `run.model` does not exist yet.
-    `{python}`, `{model}` and `{config}` (the resolved file) are replaced."""
+    """Commands to run, in order, before any process starts; only if `run.model` does not exist. `{python}`, `{model}`
+    and `{config}` (the resolved file) are replaced."""
 
     @field_validator("env")
     @classmethod
     def _no_secrets(cls, env: dict[str, str]) -> dict[str, str]:
         secret = sorted(name for name in env if is_secret_name(name) or name == REDIS_URL_VARIABLE)
         if secret:
-            raise ValueError(f"{secret[0]} looks like a secret: export it before `foray up`, every process inherits it")
+            raise ValueError(f"{secret[0]} looks like a secret: export it before `foray up`; every process inherits it")
         return env
 
 
 class RunConfig(Settings):
-    """The tree: one section a service, `run` for what they share, `launch` for the launcher, `demo` for the demo."""
+    """All settings: one section per service, `run` (shared), `launch` (launcher) and `demo` (demo)."""
 
     run: RunSettings = RunSettings()
-    """What all processes must agree on."""
+    """Settings that all processes share."""
     rollout: RolloutSettings = RolloutSettings()
     """Rollout servers."""
     engine: NodeSettings = NodeSettings()
@@ -89,18 +89,18 @@ class RunConfig(Settings):
     launch: LaunchSettings = LaunchSettings()
     """The launcher."""
     demo: dict[str, Any] = Field(default_factory=dict)
-    """Free for the demo."""
+    """Used by the demo."""
 
     @property
     def num_retrievers(self) -> int:
-        """Retrievers to start."""
+        """Return the number of retrievers to start."""
         if self.launch.retrievers is not None:
             return self.launch.retrievers
         search = self.rollout.search
         return 1 if search.type == "http" and "urls" not in search.model_fields_set else 0
 
     def to_yaml(self) -> str:
-        """Return every setting with its value, defaults included, as a file that each process can read."""
+        """Return every setting with its value, including defaults, as a file that each process can read."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -115,14 +115,14 @@ _SECTIONS: dict[str, type[Settings]] = {
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> RunConfig:
-    """Return the configuration in `path` with `overrides`; raises UserError that names every wrong key."""
+    """Return the configuration in `path` with `overrides`. Raises UserError that names every wrong key."""
     return from_tree(expand(read_tree(path, overrides), environ))
 
 
 def from_tree(tree: Mapping[str, Any]) -> RunConfig:
-    """Return the tree as a RunConfig; fields that the tree does not name stay out of `model_fields_set`.
+    """Return the tree as a RunConfig; fields that the tree does not set stay out of `model_fields_set`.
 
-    Raises UserError with what is wrong in all sections.
+    Raises UserError with the errors of all sections.
     """
     given: dict[str, Any] = {"demo": tree.get("demo") or {}}
     wrong: list[str] = []
@@ -137,9 +137,9 @@ def from_tree(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> SettingsTree:
-    """The tree with every text that begins with `${NAME}/` (or is `${NAME}`) read as a path below that directory.
+    """Return the tree with `${NAME}` replaced in every text that is `${NAME}` or begins with `${NAME}/`.
 
-    Nothing else is replaced: a `$` in a prompt or a pattern is left alone. Raises UserError for an unset variable.
+    Other uses of `$`, as in a prompt or a pattern, are kept. Raises UserError for an unset variable.
     """
 
     def walk(value: Any, where: str) -> Any:
@@ -153,7 +153,7 @@ def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> SettingsTree:
         if not environ.get(found[1]):
             raise UserError(
                 f"{where} = {value}: the environment variable {found[1]} is not set",
-                todo=f"export {found[1]}=/the/directory, or override {where}=/the/path",
+                todo=f"export {found[1]}=DIRECTORY, or override {where}=PATH",
             )
         return environ[found[1]] + value[found.end() :]
 

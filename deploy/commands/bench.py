@@ -1,7 +1,7 @@
-"""Measure one part of Foray beside a baseline that runs on the same machine in the same run.
+"""Benchmark one part of Foray against a baseline, on the same machine in the same run.
 
-Absolute figures mean little on a machine that others use too: look at the ratio, which is always ours against the
-baseline, higher is better. The wheel ships no benchmarks: this command needs a checkout of the repository.
+Absolute figures vary on a shared machine. Compare the ratio of Foray to the baseline: higher is better. The wheel
+contains no benchmarks: this command needs a checkout of the repository.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def benchmarks() -> ModuleType:
-    """Import `benchmarks.command` of the checkout; no static import, because `deploy` is below it and ships alone.
+    """Import `benchmarks.command` of the checkout. Not statically: `deploy` is below it and is packaged without it.
 
     Raises UserError outside a checkout.
     """
@@ -44,6 +44,6 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print the report. Returns 0; raises UserError for settings that do not fit the benchmark."""
+    """Run the benchmark and print its report. Return 0. Raises UserError for settings that it cannot use."""
     code: int = benchmarks().run(args)
     return code

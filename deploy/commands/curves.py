@@ -1,6 +1,6 @@
-"""The learning curves of a run, or of several side by side at equal steps, from their `metrics.jsonl`.
+"""Print the learning curves of one or several runs at equal steps, from their `metrics.jsonl`.
 
-With --plot also as a picture, smoothed over as many steps as one row of the table averages.
+With --plot also write a plot, smoothed over as many steps as one row of the table averages.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray curves`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="run directories")
     parser.add_argument("--metric", help=f"a field of metrics.jsonl (default: an overview: {', '.join(OVERVIEW)})")
-    text = f"steps that are averaged into one row (default: {EVERY}, and 1 for runs of less than {3 * EVERY} steps)"
+    text = f"steps averaged into one row (default: {EVERY}; 1 for runs shorter than {3 * EVERY} steps)"
     parser.add_argument("--every", type=int, help=text)
-    parser.add_argument("--labels", default="", metavar="A,B,...", help="names of the runs, in their order")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them into an .svg or .png as well")
+    parser.add_argument("--labels", default="", metavar="A,B,...", help="names of the runs, in the same order")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also plot the curves to an .svg or .png file")
     parser.add_argument(
         "--baseline",
         action="append",
@@ -47,10 +47,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the means of `--every` steps each; the last row of a run is the mean of the steps that are left."""
+    """Print the means of `--every` steps each; the last row of a run is the mean of the remaining steps."""
     args.metric = RENAMED.get(args.metric, args.metric)
     if args.every is not None and args.every < 1:
-        raise UserError(f"--every {args.every} is no number of steps", todo="give 1 or more")
+        raise UserError(f"--every {args.every} is not a number of steps", todo="give 1 or more")
     runs = dict(zip(labels_of(args.runs, args.labels), args.runs, strict=True))
     found = {label: read_curves(directory, args.metric) for label, directory in runs.items()}
     metrics = [m for m in ([args.metric] if args.metric else OVERVIEW) if any(m in curves for curves in found.values())]
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     shown = args.metric or HEADLINE
     if args.plot and shown not in steps:
         fields = sorted({field for directory in args.runs for field in fields_of(read_records(directory))})
-        todo = f"give --metric one of {', '.join(fields)}" if fields else "wait for a step"
-        raise UserError(f"no step has {shown} yet: there is nothing to plot", todo=todo)
+        todo = f"give --metric one of {', '.join(fields)}" if fields else "wait for the first step"
+        raise UserError(f"no step has {shown} yet, so there is nothing to plot", todo=todo)
     if args.plot:
         from deploy.monitor.plot import plot_curves
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"metric": shown, "every": every, "curves": rows.get(shown, {}), "metrics": rows}))
     elif not longest:
-        print("no step was trained yet")
+        print("no step has been trained yet")
     elif args.metric or len(runs) > 1:
         print("\n\n".join(render(curves, metric, every) for metric, curves in rows.items()))
     else:
@@ -83,17 +83,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def labels_of(runs: Sequence[Path], given: str) -> list[str]:
-    """Return a name for each run: as given, with commas, or its directory. Raises UserError when they do not fit."""
+    """Return one label per run, from the list `given` or the directories. Raises UserError if they do not match."""
     labels = [label.strip() for label in given.split(",")] if given else [str(directory) for directory in runs]
     if len(labels) != len(runs):
-        raise UserError(f"{len(labels)} labels for {len(runs)} runs", todo="give --labels one name a run")
+        raise UserError(f"{len(labels)} labels for {len(runs)} runs", todo="give --labels one name per run")
     if len(set(labels)) < len(labels):
-        raise UserError("two runs have the same name", todo="give each its own name in --labels")
+        raise UserError("two runs have the same name", todo="give them different names with --labels")
     return labels
 
 
 def baselines_of(given: Sequence[str]) -> dict[str, float]:
-    """NAME=VALUE items as name -> value; UserError for one that is none."""
+    """Parse NAME=VALUE items. Raises UserError for an invalid one."""
     lines: dict[str, float] = {}
     for item in given:
         name, _, value = item.rpartition("=")
@@ -105,9 +105,9 @@ def baselines_of(given: Sequence[str]) -> dict[str, float]:
 
 
 def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, float]]:
-    """Metric -> step -> value, of `metric` or of the overview's; of two lines for one step the later epoch's counts.
+    """Return metric -> step -> value, for `metric` or the overview. If a step has two lines, the later epoch counts.
 
-    Raises UserError where there is no run, or no such field.
+    Raises UserError if there is no run or no such field.
     """
     lines = read_records(directory)
     known = fields_of(lines)
@@ -122,21 +122,21 @@ def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, floa
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
-    """All lines of a run, under the present names; UserError where there is no run."""
+    """Return all lines of a run, with present names. Raises UserError if there is no run."""
     path = directory / "metrics.jsonl"
     try:
         return [parse_record(line) for line in path.read_text().splitlines()]
     except FileNotFoundError:
-        raise UserError(f"there is no run in {directory}", why=f"{path} does not exist") from None
+        raise UserError(f"no run found in {directory}", why=f"{path} does not exist") from None
 
 
 def fields_of(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of the numbers in them."""
+    """Return the names of the numeric fields."""
     return sorted({name for record in records for name, value in record.items() if isinstance(value, int | float)})
 
 
 def windows(curve: dict[int, float], every: int) -> dict[int, float]:
-    """Last step of each window -> mean of the window's steps; the last window has the steps that are left."""
+    """Return last step of each window -> mean over the window; the last window holds the remaining steps."""
     last_step = max(curve, default=0)
     means = {}
     for before in range(0, last_step, every):
@@ -148,7 +148,7 @@ def windows(curve: dict[int, float], every: int) -> dict[int, float]:
 
 
 def running_means(curve: dict[int, float], every: int) -> dict[int, float]:
-    """Step -> mean of the `every` steps up to it, from the first full window on; at its edges as in `windows`."""
+    """Return step -> mean of the `every` steps up to it, from the first full window on; agrees with `windows`."""
     means = {}
     every = min(every, max(curve, default=every))
     for last in range(every, max(curve, default=0) + 1):
@@ -159,20 +159,20 @@ def running_means(curve: dict[int, float], every: int) -> dict[int, float]:
 
 
 def render(curves: dict[str, dict[int, float]], metric: str, every: int) -> str:
-    """Return a table; with two runs or more the largest distance at equal steps, and that of the last common row."""
+    """Return a table; for several runs also the largest difference at equal steps and the one in the last row."""
     names = list(curves)
     lines = [f"{metric}, means of {every} steps" if every > 1 else metric, table(curves)]
     if len(names) > 1 and (spread := spreads(list(curves.values()))):
         last = max(spread)
         widest = max(spread, key=lambda step: spread[step])
         lines.append(
-            f"widest apart at step {widest}: {spread[widest]:.3f}; at step {last}, the last of all: {spread[last]:.3f}"
+            f"largest difference {spread[widest]:.3f} at step {widest}; at the last step {last}: {spread[last]:.3f}"
         )
     return "\n".join(lines)
 
 
 def table(columns: dict[str, dict[int, float]]) -> str:
-    """Column -> step -> value, one row a step."""
+    """Return a table of column -> step -> value, with one row per step."""
     width = max(12, *(len(name) for name in columns)) + 2
     lines = [f"{'step':>6}" + "".join(f"{name:>{width}}" for name in columns)]
     for step in sorted({step for curve in columns.values() for step in curve}):
@@ -182,6 +182,6 @@ def table(columns: dict[str, dict[int, float]]) -> str:
 
 
 def spreads(curves: Sequence[dict[int, float]]) -> dict[int, float]:
-    """step -> largest minus smallest value, at the steps that every run has."""
+    """Return step -> largest minus smallest value, at the steps that all runs have."""
     common = set(curves[0]).intersection(*curves[1:])
     return {step: max(c[step] for c in curves) - min(c[step] for c in curves) for step in sorted(common)}

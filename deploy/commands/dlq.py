@@ -1,12 +1,12 @@
-"""Look at what could not be used, and decide what becomes of it.
+"""Inspect dead letters, and requeue or purge them.
 
-    foray dlq list [RUN_DIR] [--reason R]       letters, and seqs that were given up, with what became of each
-    foray dlq show SEQ|ID ... [RUN_DIR]         everything about one: header, why, the bytes as a harmless hex dump
-    foray dlq requeue SEQ ... [RUN_DIR]         have dead or stale seqs tried again; or --reason R, or --all
-    foray dlq purge [RUN_DIR] [--reason R]      forget the evidence in Redis; with --files the learner's file too
+    foray dlq list [RUN_DIR] [--reason R]       list dead letters and failed seqs, with the state of each
+    foray dlq show SEQ|ID ... [RUN_DIR]         show one in full: header, reason, hex dump of its bytes
+    foray dlq requeue SEQ ... [RUN_DIR]         retry dead or stale seqs; or --reason R, or --all
+    foray dlq purge [RUN_DIR] [--reason R]      delete dead letters from Redis; with --files from the learner's file too
 
-A letter is evidence and changes nothing. What counts is the ledger: a seq that it records as dead (or stale) stays so
-until it is requeued. The run is the latest below ./runs unless RUN_DIR or --config says otherwise.
+A dead letter is a record of an entry that could not be used. The ledger is authoritative: a seq that it records as dead
+(or stale) stays so until it is requeued. The default run is the latest below ./runs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ _SEQ, _ID = re.compile(r"^[0-9]{1,18}$"), re.compile(r"^[0-9]{1,16}-[0-9]{1,20}$
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray dlq`."""
-    parser.add_argument("action", choices=[*_READING, *_WRITING], help="what to do")
-    parser.add_argument("rest", nargs="*", metavar="SEQ|ID|RUN_DIR|CONFIG", help="which ones; and the run")
+    parser.add_argument("action", choices=[*_READING, *_WRITING], help="action")
+    parser.add_argument("rest", nargs="*", metavar="SEQ|ID|RUN_DIR|CONFIG", help="seqs or ids, and the run")
     parser.add_argument("--config", type=Path, metavar="CONFIG", help="the same as the positional CONFIG")
-    parser.add_argument("--reason", default="", help="only those with this reason, e.g. corrupt")
+    parser.add_argument("--reason", default="", help="only dead letters with this reason, e.g. corrupt")
     parser.add_argument("--all", action="store_true", help="requeue: every dead seq")
-    parser.add_argument("--files", action="store_true", help="purge: the learner's dead_letters.jsonl too")
-    parser.add_argument("--yes", action="store_true", help="purge: do not ask")
-    parser.add_argument("--bytes", type=int, default=256, help="show: bytes of the body (default 256)")
+    parser.add_argument(
+        "--files", action="store_true", help="purge: also delete them from the learner's dead_letters.jsonl"
+    )
+    parser.add_argument("--yes", action="store_true", help="purge: do not ask for confirmation")
+    parser.add_argument("--bytes", type=int, default=256, help="show: bytes of the body to print (default: 256)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 when it was done; raises UserError for what cannot be done."""
+    """Return 0 on success. Raises UserError for an action that is not possible."""
     wanted = [text for text in args.rest if _SEQ.match(text) or _ID.match(text)]
     args.given = [text for text in args.rest if text not in wanted]
     found = locate(args)
@@ -70,25 +72,25 @@ def _client(found: Located, *, may_be_gone: bool) -> Iterator[redis.Redis | None
         yield None if may_be_gone and _is_gone(client, found) else client
     except (redis.RedisError, OSError) as error:
         raise UserError(
-            f"the Redis at {redacted(found.redis_url)} does not do it: {type(error).__name__}: {error}",
-            todo="start it, or check its memory and this user's rights (`foray doctor`)",
+            f"the Redis at {redacted(found.redis_url)} is not usable: {type(error).__name__}: {error}",
+            todo="start it, or check its memory and this user's permissions with `foray doctor`",
         ) from None
     finally:
         client.close()
 
 
 def _is_gone(client: redis.Redis, found: Located) -> bool:
-    """Whether Redis cannot be reached, as after the end of a run, and the run's directory can be read instead."""
+    """Return whether Redis is unreachable, as after the end of a run, and the run directory can be read instead."""
     import redis
 
     try:
         client.ping()
     except (redis.AuthenticationError, redis.BusyLoadingError):
-        raise  # it is there; redis-py takes both for lost connections
+        raise  # Redis answers; redis-py reports both errors as lost connections
     except (redis.ConnectionError, redis.TimeoutError, OSError):
         if not found.directory.is_dir():
             raise
-        text = f"Redis does not answer: these are the letters that the learner kept in {found.directory}"
+        text = f"Redis does not answer: these are the dead letters that the learner wrote to {found.directory}"
         print(text, file=sys.stderr)
         return True
     return False
@@ -128,12 +130,12 @@ def _show(args: argparse.Namespace, found: Located, client: redis.Redis | None, 
     from deploy.terminal import escape_untrusted
 
     if not wanted:
-        raise UserError("it is not said which one", todo="foray dlq list shows seqs and ids; then foray dlq show SEQ")
+        raise UserError("no seq or id is given", todo="`foray dlq list` shows them; then foray dlq show SEQ")
     letters, fates = _letters(args, found, client, bodies=True), _fates(found, client)
     letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
     recorded = [int(text) for text in wanted if _SEQ.match(text) and int(text) in fates.reopenable]
     if not letters and not recorded:
-        raise UserError(f"there is no letter of {', '.join(wanted)}", todo="foray dlq list shows what there is")
+        raise UserError(f"no dead letter found for {', '.join(wanted)}", todo="`foray dlq list` shows all of them")
     if args.json:
         print(_json(as_json(found.run.id, letters, fates, bodies=True)))
         return
@@ -149,9 +151,9 @@ def _requeue(args: argparse.Namespace, found: Located, client: redis.Redis, want
     from protocol.keys import Keys
 
     if sum((bool(wanted), bool(args.reason), args.all)) != 1:
-        raise UserError("it is not said which seqs", todo="give SEQ ..., or --reason R, or --all: one of the three")
+        raise UserError("requeue needs one selection of seqs", todo="give one of SEQ ..., --reason R and --all")
     if any(not _SEQ.match(text) for text in wanted):
-        raise UserError("ids of entries cannot be requeued", todo="give seqs: foray dlq list shows them")
+        raise UserError("entry ids cannot be requeued", todo="give seqs; `foray dlq list` shows them")
     seen = take_snapshot(found.redis_url, found.run.id, found.directory)
     seqs = choose(seen, _fates(found, client), [int(text) for text in wanted], reason=args.reason)
     if seqs:
@@ -175,21 +177,21 @@ def _purge(args: argparse.Namespace, found: Located, client: redis.Redis, wanted
             "the learner is running and may be writing its file", todo="stop it first, or purge without --files"
         )
     held = sum("redis" in letter.kept for letter in letters), sum("file" in letter.kept for letter in letters)
-    told = f"{held[0]} letters in Redis" + (f" and {held[1]} in {found.directory}" if args.files else "")
+    told = f"{held[0]} dead letters in Redis" + (f" and {held[1]} in {found.directory}" if args.files else "")
     if not args.yes and any(held):
-        _confirm(f"forget {told}? The ledger is not touched. [yes/no] ")
+        _confirm(f"delete {told}? The ledger is not changed. [yes/no] ")
     removed = purge_stream(client, found.run.id, letters)
     lines = purge_file(found.directory, letters) if args.files else 0
     _tell(client, found, "purged", f"{removed} dead letters in Redis, {lines} in the learner's file")
     if args.json:
         print(_json({"run": found.run.id, "removed": removed, "removed_lines": lines}))
     else:
-        kept = "" if args.files else f"; the learner's file keeps {held[1]}"
-        print(f"{removed} letters removed from Redis" + (f", {lines} from the file" if args.files else kept))
+        kept = "" if args.files else f"; {held[1]} remain in the learner's file"
+        print(f"{removed} dead letters deleted from Redis" + (f", {lines} from the file" if args.files else kept))
 
 
 def _tell(client: redis.Redis, found: Located, kind: str, text: str) -> None:
-    """What a person did is part of the run's history."""
+    """Record a user action in the run's event log."""
     from socket import gethostname
 
     from protocol import events
@@ -201,13 +203,13 @@ def _tell(client: redis.Redis, found: Located, kind: str, text: str) -> None:
 
 def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
-        raise UserError("cannot ask whether to purge: no terminal", todo="add --yes")
+        raise UserError("cannot ask for confirmation: no terminal", todo="add --yes")
     if input(question).strip().lower() not in ("y", "yes"):
         raise UserError("nothing was purged")
 
 
 def _json(told: dict[str, Any]) -> str:
-    """Return one line of printable ASCII: json escapes all of a stranger's control characters but DEL."""
+    """Return one line of printable ASCII: json escapes all control characters except DEL."""
     return json.dumps(told).replace("\x7f", "\\u007f")
 
 

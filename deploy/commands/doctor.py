@@ -1,4 +1,4 @@
-"""Look for what would stop a run on this machine, or with this configuration, and how to fix it."""
+"""Check this machine, or a configuration on it, for problems that would stop a run, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from protocol.runtime.service_cli import add_config_arguments, config_and_overri
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray doctor`."""
     add_config_arguments(
-        parser, "a run's configuration; without it only the machine", "run.model=/models/qwen", secrets=True
+        parser, "a run's configuration; without it, check only the machine", "run.model=/models/qwen", secrets=True
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 when nothing would stop a run (warnings allowed), 1 otherwise."""
+    """Return 0 if nothing would stop a run (warnings allowed), else 1."""
     from deploy.config import load_config
     from deploy.doctor.run import examine
 

@@ -15,12 +15,12 @@ from protocol.errors import ForayError
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray down`."""
     parser.add_argument("run_dir", type=Path, nargs="?", help="run directory (default: the latest below ./runs)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="longest wait in seconds (default: 120)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="timeout in seconds (default: 120)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 when nothing runs there (any more); raises ForayError when the launcher does not end in time."""
+    """Return 0 when nothing runs there. Raises ForayError if the launcher does not end in time."""
     directory = require(args.run_dir)
     was_running = is_held(directory)
     if was_running:

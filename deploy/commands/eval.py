@@ -1,4 +1,4 @@
-"""Ask a running rollout server questions and score the answers, all at one version of the policy."""
+"""Evaluate the policy of a running rollout server on questions, all at one policy version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from protocol.messages import Question
 
 POLICY = ("run", "lineage_id", "model")
-"""What an episode says of the policy beside its version: another one must not come into the same mean."""
+"""Fields of an episode that identify the policy, besides its version: a mean must not mix policies."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,27 +30,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="use only the first LIMIT questions")
     parser.add_argument("--n", type=int, default=1, help="episodes per question (default: 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability")
-    parser.add_argument("--top-k", type=int, default=-1, help="draw from this many of the likeliest tokens (-1: all)")
-    parser.add_argument("--no-search", action="store_true", help="every search comes back empty: what does it know?")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="nucleus sampling: total probability of the tokens to sample from"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=-1, help="sample from this many of the most likely tokens (-1: all)"
+    )
+    parser.add_argument("--no-search", action="store_true", help="disable search: every search returns nothing")
     parser.add_argument("--concurrency", type=int, default=64, help="episodes in flight at once (default: 64)")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, help="longest wait in seconds for the next episode (default: 600)"
+        "--timeout", type=float, default=600.0, help="timeout in seconds for the next episode (default: 600)"
     )
-    parser.add_argument("--out", type=Path, help="write every episode here as it ends, one JSON object per line")
     parser.add_argument(
-        "--resume", action="store_true", help="keep what --out holds, and ask only the questions it does not answer"
+        "--out", type=Path, help="file for the episodes, one JSON object per line, written as each ends"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the episodes in --out and evaluate only the remaining questions"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.epilog = (
-        "All episodes are of one policy version, which the summary names. Engines keep that version meanwhile, so in a "
-        "run that trains, new weights wait until the evaluation ends (at most rollout.pin_max_s), unless engines of "
-        "role `eval` serve. Exit code 1: episodes failed, or a --resume or a lost connection mixed several versions."
+        "All episodes use one policy version, which the summary names. Engines keep that version meanwhile: in a run "
+        "that trains, new weights wait until the evaluation ends (at most rollout.pin_max_s), unless engines of role "
+        "`eval` serve it. Exit code 1: episodes failed, or a --resume or a lost connection mixed several versions."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 when every episode was scored at one version, 1 when some failed or versions are mixed."""
+    """Return 0 if every episode was scored at one version, 1 if some failed or versions are mixed."""
     from deploy.heartbeat import Pulse, beside
     from deploy.monitor.evaluate import evaluate
     from learner.data.questions import load_questions
@@ -58,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.questions.is_file():
         raise UserError(
             f"cannot read the questions {args.questions}",
-            why="there is no such file",
+            why="the file does not exist",
             todo="give --questions a file of JSON lines with `question` and `answers`",
         )
     questions = load_questions(args.questions).questions[: args.limit]
@@ -79,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         first = first or episode
         _refuse_another_policy(episode, first)
         ended += 1
-        episode |= how | texts[episode["question_id"]]  # in place: the score holds it too
+        episode |= how | texts[episode["question_id"]]  # in place: the score refers to the same dict
         if out is not None:
             print(json.dumps(episode, ensure_ascii=False), file=out, flush=True)
 
@@ -101,12 +107,12 @@ def run(args: argparse.Namespace) -> int:
         score = beside(work, lambda: pulse.beat(line))
     except ForayError:
         if out is not None and ended:
-            print(f"{args.out} holds {ended} more episodes: --resume goes on from there", file=sys.stderr)
+            print(f"{ended} more episodes are in {args.out}: continue with --resume", file=sys.stderr)
         raise
     finally:
         if out is not None:
             out.close()
-    if args.out is not None:  # in the order of the questions, each episode once; then what --limit left out
+    if args.out is not None:  # in the order of the questions, each episode once; then those beyond --limit
         _write(args.out, score.episodes + [e for e in done if e["question_id"] not in texts])
     return _report(score, {"url": url, "questions": len(questions)}, how, as_json=args.json)
 
@@ -139,43 +145,43 @@ def _report(score: EvalScore, what: dict[str, Any], how: dict[str, Any], *, as_j
             if name != ("version" if mixed else "versions"):
                 print(f"{name:<12} {f'{value:.4f}' if isinstance(value, float) else value}")
     if mixed:
-        told = "error: the score mixes several policy versions, so it is the score of none of them"
+        told = "error: the score mixes several policy versions and is valid for none of them"
         print(f"{told}: evaluate again without --resume", file=sys.stderr)
     if score.too_long:
-        told = f"warning: {score.too_long} episodes were not played, since their prompts are too long"
+        told = f"warning: {score.too_long} episodes were skipped because their prompts are too long"
         print(f"{told}: raise rollout.episode.max_context of the run to score them", file=sys.stderr)
     return 1 if score.failed or mixed else 0
 
 
 def _fresh(path: Path | None) -> list[Episode]:
-    """No episodes; raises UserError where `path` holds some that would be lost."""
+    """Return no episodes. Raises UserError if `path` already holds episodes."""
     if path is not None and path.is_file() and path.stat().st_size:
         raise UserError(
-            f"{path} exists already",
+            f"{path} already exists",
             why="it would be overwritten, and its episodes lost",
-            todo="go on with it (--resume), give another --out, or remove it",
+            todo="continue it with --resume, give another --out, or delete it",
         )
     return []
 
 
 def _refuse_another_policy(episode: Episode, first: Episode) -> None:
-    """Raises UserError when the server that played `episode` is not of the run and the model that played `first`."""
+    """Raise UserError if `episode` is of another run or model than `first`."""
     for name in POLICY:
         if episode.get(name) != first.get(name):
             raise UserError(
-                f"the earlier episodes are of another policy: {name} {first.get(name)}, now {episode.get(name)}",
-                why="versions are numbers within one run, so a mean over both would say nothing",
-                todo="ask the server that played them, or give another --out",
+                f"the earlier episodes are of another policy: {name} was {first.get(name)}, now {episode.get(name)}",
+                why="versions are numbers within one run, so a mean over both would be meaningless",
+                todo="evaluate on the same server as before, or give another --out",
             )
 
 
 def _earlier(path: Path | None, how: dict[str, Any], questions: Sequence[Question]) -> list[Episode]:
-    """Return the episodes in an --out; a last line that was not finished is left out.
+    """Return the episodes in an --out file, without an incomplete last line.
 
-    Raises UserError for those of other options, of another policy than the first, or of questions that were changed.
+    Raises UserError if they have other options, another policy than the first, or changed questions.
     """
     if path is None:
-        raise UserError("--resume needs --out", todo="name the file that the earlier evaluation wrote")
+        raise UserError("--resume needs --out", todo="give --out the file that the earlier evaluation wrote")
     asked = {question.id: (question.text, list(question.answers)) for question in questions}
     episodes: list[Episode] = []
     try:
@@ -191,7 +197,7 @@ def _earlier(path: Path | None, how: dict[str, Any], questions: Sequence[Questio
         except (ValueError, KeyError, TypeError):
             if number == len(lines):
                 break
-            raise UserError(f"line {number} of {path} is no episode", todo="give another --out") from None
+            raise UserError(f"line {number} of {path} is not an episode", todo="give another --out") from None
         if other:
             raise UserError(
                 f"{path} was written with {', '.join(f'{name} {value}' for name, value in other.items())}",
@@ -199,7 +205,7 @@ def _earlier(path: Path | None, how: dict[str, Any], questions: Sequence[Questio
             )
         if changed:
             raise UserError(
-                f"{path} was written with another text or other answers for the question {of!r}",
+                f"{path} has another text or other answers for the question {of!r}",
                 todo="give the same --questions, or another --out",
             )
         episodes.append(episode)
@@ -213,5 +219,7 @@ def _url(where: str) -> str:
     directory = require(Path(where))
     rollouts = read_record(directory).get("rollouts") or []
     if not rollouts:
-        raise UserError(f"{directory} names no rollout server", todo="give the server's URL instead (see its log)")
+        raise UserError(
+            f"no rollout server is recorded in {directory}", todo="give the server's URL, which is in its log"
+        )
     return str(rollouts[0])

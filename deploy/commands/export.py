@@ -1,7 +1,7 @@
-"""Write the policy of a checkpoint as a Hugging Face folder: weights, configuration, tokenizer.
+"""Write the policy of a checkpoint as a Hugging Face model: weights, configuration, tokenizer.
 
-`foray export runs/x OUT` takes the newest committed checkpoint, `foray export runs/x/checkpoints/step_50.e1 OUT` that
-one. Adapters are merged into the weights, or written by themselves in PEFT's layout with --adapter.
+`foray export runs/x OUT` uses the newest committed checkpoint, `foray export runs/x/checkpoints/step_50.e1 OUT` that
+one. LoRA adapters are merged into the weights, or with --adapter written separately in PEFT's layout.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray export`."""
     parser.add_argument("where", type=Path, help="run directory, or one of its checkpoints")
-    parser.add_argument("out", type=Path, help="directory to make")
-    parser.add_argument("--ema", action="store_true", help="the moving average instead of the policy itself")
-    parser.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's layout")
-    parser.add_argument("--config", type=Path, help="the run's configuration (default: what `foray up` kept of it)")
-    parser.add_argument("--model", type=Path, help="the model that the run began with (default: run.model)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights (default: the run's)")
+    parser.add_argument("out", type=Path, help="directory to create")
+    parser.add_argument("--ema", action="store_true", help="write the moving average instead of the policy")
+    parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapters, in PEFT's layout")
+    parser.add_argument("--config", type=Path, help="the run's configuration (default: the one that `foray up` saved)")
+    parser.add_argument("--model", type=Path, help="the model that the run started from (default: run.model)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of the weights (default: the run's)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 when the directory was written; raises UserError for what a person must correct."""
+    """Return 0 when the directory is written. Raises UserError for what the user must correct."""
     model, settings = _settings(args.where, args.config)
     model = args.model or model
     if model is None:
         raise UserError(
-            f"it is not known how the run of {args.where} was set up",
-            why="its directory holds no configuration (`foray up` leaves one there)",
-            todo="give --config FILE, or for a run with default settings of learner.model at least --model DIR",
+            f"cannot find the configuration of {args.where}",
+            why="its run directory has no resolved.yaml (`foray up` writes it)",
+            todo="give --config FILE, or at least --model DIR if learner.model has default settings",
         )
     if not (model / "config.json").is_file():
         raise UserError(
-            f"the model that the run began with is not at {model}",
-            why="frozen weights, configuration and tokenizer come from there",
-            todo="name the directory where it is now: --model DIR",
+            f"the model that the run started from is not at {model}",
+            why="frozen weights, configuration and tokenizer are copied from it",
+            todo="give its present directory with --model DIR",
         )
     if args.dtype:
         settings = settings.model_copy(update={"dtype": args.dtype})
@@ -63,7 +63,7 @@ def _settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSetti
     if config is not None:
         tree = read_tree(config)
     else:
-        # a checkpoint lies in RUN_DIR/checkpoints
+        # a checkpoint is in RUN_DIR/checkpoints
         directories = (where, where.resolve().parent.parent)
         found = next(((d, path) for d in directories if (path := configuration_of(d)) is not None), None)
         if found is None:

@@ -1,13 +1,13 @@
-"""Build a retriever's index, and look into one.
+"""Build, inspect, verify, search or size a search index.
 
-    foray index build --corpus FILE --out DIR [--index bm25] [k1=1.2 ...]    any corpus; a killed build goes on
-    foray index build --config run.yaml                     what the retrievers of that run will look for
-    foray index estimate --corpus FILE [--index faiss_hnsw] disk, memory and time; or --passages N, with no corpus
-    foray index info DIR                                    what it was built from, and how
-    foray index verify DIR [--full | --quick]               are its files whole, does it find its own passages
-    foray index search DIR "QUERY" ["QUERY" ...] [-k 3]     hits, best first
+    foray index build --corpus FILE --out DIR [--index bm25] [k1=1.2 ...]   build an index or resume its build
+    foray index build --config run.yaml                     build the index that the retrievers of a run need
+    foray index estimate --corpus FILE [--index faiss_hnsw] estimate disk, memory and time; --passages N needs no corpus
+    foray index info DIR                                    show the corpus and settings of an index
+    foray index verify DIR [--full | --quick]               check its files, and that it finds its own passages
+    foray index search DIR "QUERY" ["QUERY" ...] [-k 3]     print hits, best first
 
-Where DIR is expected, --config FILE takes it from that run. `--corpus synthetic:1000000` is seeded text.
+Instead of DIR, --config FILE uses the index of that run. `--corpus synthetic:1000000` generates text from a seed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def subcommands() -> dict[str, str]:
-    """Name -> help."""
+    """Return name -> help."""
     return {
-        "build": "Build the index of a corpus; a build that was killed goes on.",
-        "estimate": "Disk, memory and time of a build, without building.",
-        "info": "What an index was built from, and how.",
-        "verify": "Whether an index's files are whole and it finds its own passages.",
-        "search": "Search an index: hits, best first.",
+        "build": "Build the index of a corpus, or resume an interrupted build.",
+        "estimate": "Estimate disk, memory and time of a build.",
+        "info": "Show the corpus and the settings of an index.",
+        "verify": "Check the files of an index, and that it finds its own passages.",
+        "search": "Search an index and print hits, best first.",
     }
 
 
@@ -41,35 +41,35 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
     from retriever.indexing.cli import add_build_arguments, add_corpus_arguments
 
     parser.set_defaults(out=None, index=None)
-    parser.add_argument("--config", type=Path, help="take everything from this run's section `retriever`")
+    parser.add_argument("--config", type=Path, help="use the section `retriever` of this configuration")
     if action == "build":
         add_build_arguments(parser)
     elif action == "estimate":
         add_corpus_arguments(parser)
     else:
-        parser.add_argument("--corpus", help="the corpus, where it is no longer where the index was built from")
+        parser.add_argument("--corpus", help="the corpus, if it has moved since the index was built")
     if action != "build":
         parser.add_argument("--json", action="store_true", help="print JSON")
     if action == "estimate":
-        parser.add_argument("--passages", type=int, help="size of a corpus that is not there")
-        parser.add_argument("--dim", type=int, help="width of the vectors, where only the model knows it")
-        parser.add_argument("--encode-rate", type=float, help="passages/s of the encoder; timed otherwise")
+        parser.add_argument("--passages", type=int, help="number of passages, instead of a corpus")
+        parser.add_argument("--dim", type=int, help="dimension of the vectors, if only the model defines it")
+        parser.add_argument("--encode-rate", type=float, help="passages/s of the encoder (default: measured)")
     if action == "search":
         parser.add_argument("-k", type=int, default=3, help="hits per query (default: 3)")
     if action == "verify":
-        parser.add_argument("--full", action="store_true", help="look at every vector")
-        parser.add_argument("--quick", action="store_true", help="sizes, no checksums")
+        parser.add_argument("--full", action="store_true", help="check every vector")
+        parser.add_argument("--quick", action="store_true", help="check sizes only, no checksums")
     if action in ("search", "verify"):
-        # not positional: a query may hold a `=`
+        # not positional: a query may contain `=`
         parser.add_argument("--set", action="append", default=[], metavar="key=value",
                             help="another setting of the index, e.g. nprobe=64")  # fmt: skip
     words = {"build": "key=value", "estimate": "key=value", "search": "DIR QUERY"}.get(action, "DIR")
-    text = "settings of the index, e.g. k1=1.2; with --config retriever.corpus=... and the like"
+    text = "settings of the index, e.g. k1=1.2; with --config overrides, e.g. retriever.corpus=..."
     parser.add_argument("rest", nargs="*", metavar=words, help=text if words == "key=value" else "index directory")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 when it was done; raises UserError for what a person must correct."""
+    """Return 0 on success. Raises UserError for what the user must correct."""
     return _ACTIONS[args.action](args)
 
 
@@ -77,7 +77,7 @@ def _of_config(args: argparse.Namespace, overrides: list[str]) -> RetrieverSetti
     from deploy.config import load_config
 
     if args.corpus or args.out or args.index:
-        raise UserError("--config already says corpus, directory and kind", todo="override: retriever.corpus=...")
+        raise UserError("--config already sets corpus, directory and type", todo="override them: retriever.corpus=...")
     return load_config(args.config, overrides).retriever
 
 
@@ -88,7 +88,9 @@ def _build(args: argparse.Namespace) -> int:
         settings = _of_config(args, args.rest)
         corpus, out, index = str(settings.corpus), settings.index_path, settings.index
     elif args.corpus is None or args.out is None:
-        raise UserError("it is not said what to index", todo="give --corpus FILE and --out DIR, or --config FILE")
+        raise UserError(
+            "no corpus or no output directory is given", todo="give --corpus FILE and --out DIR, or --config FILE"
+        )
     else:
         corpus, out, index = args.corpus, args.out, index_settings(args.index, args.rest)
     build(args, corpus, out, index)
@@ -111,11 +113,11 @@ def _estimate(args: argparse.Namespace) -> int:
         dim = args.dim if args.dim is not None else dim_of(index)
         if dim is None:
             raise UserError(
-                "the width of the vectors is not known without the model", todo="give --dim, e.g. --dim 768"
+                "the dimension of the vectors is unknown without the model", todo="give --dim, e.g. --dim 768"
             )
         plan = make_plan(index, CorpusStats(args.passages, exact=True, converted=False), dim, args.encode_rate)
     elif corpus is None:
-        raise UserError("it is not said of what", todo="give --corpus FILE, --passages N or --config FILE")
+        raise UserError("no corpus is given", todo="give --corpus FILE, --passages N or --config FILE")
     else:
         plan = plan_build(read_input(corpus, args.format, args.words), index, args.encode_rate)
     if args.json:
@@ -127,18 +129,20 @@ def _estimate(args: argparse.Namespace) -> int:
 
 
 def _place(args: argparse.Namespace) -> tuple[Path, Path | None]:
-    """(directory of the index, configured corpus); takes the directory off the rest of the line."""
+    """Return (directory of the index, configured corpus); remove the directory from the remaining arguments."""
     if args.config is not None:
         settings = _of_config(args, [])
         return settings.index_path, settings.given_corpus
     if not args.rest:
-        raise UserError("it is not said which index", todo=f"foray index {args.action} DIR")
+        raise UserError("no index directory is given", todo=f"foray index {args.action} DIR")
     return Path(args.rest.pop(0)), None if args.corpus is None else Path(args.corpus)
 
 
 def _nothing_else(args: argparse.Namespace) -> None:
     if args.rest:
-        raise UserError(f"foray index {args.action} takes one directory", why="there is more: " + " ".join(args.rest))
+        raise UserError(
+            f"foray index {args.action} takes one directory", why="further arguments: " + " ".join(args.rest)
+        )
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -192,7 +196,7 @@ def _search(args: argparse.Namespace) -> int:
 
     directory, configured = _place(args)
     if not args.rest or args.k < 1:
-        raise UserError("nothing to search for", todo='foray index search DIR "QUERY" -k 3')
+        raise UserError("no query is given", todo='foray index search DIR "QUERY" -k 3')
     corpus = Corpus(corpus_of(directory, configured), directory)
     hits = open_index(settings_of(directory, _changes(args)), directory, threads=0).search(args.rest, args.k)
     for query, rows, scores in zip(args.rest, hits.rows.tolist(), hits.scores.tolist(), strict=True):

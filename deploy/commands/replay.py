@@ -1,4 +1,4 @@
-"""Print trained trajectories: what the policy wrote (trained on), and what it read (marked, not trained on)."""
+"""Print trained trajectories: what the policy wrote (trained), and what it read (marked, not trained)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray replay`."""
     parser.add_argument("run_dir", type=Path, nargs="?", help="run directory (default: the latest below ./runs)")
     parser.add_argument(
-        "--show", type=int, default=3, help="how many: the best of each of the last groups (default: 3)"
+        "--show",
+        type=int,
+        default=3,
+        help="number of groups: print the best trajectory of each of the last (default: 3)",
     )
-    parser.add_argument("--seq", type=int, help="of this seq instead: its best trajectories")
-    parser.add_argument("--all", action="store_true", help="every trajectory of the groups, not the best one")
+    parser.add_argument("--seq", type=int, help="print the best trajectory of this seq instead")
+    parser.add_argument("--all", action="store_true", help="print every trajectory of a group, not only the best one")
     parser.add_argument("--model", type=Path, help="directory with the tokenizer (default: the run's own)")
     parser.add_argument("--json", action="store_true", help="print one JSON array")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0; raises UserError when there is nothing to show."""
+    """Return 0. Raises UserError if there is nothing to show."""
     from deploy.monitor.replay_view import choose, render, to_json
     from deploy.monitor.snapshot import read_ledger_totals
     from learner.checkpoint.journal import read_journal
@@ -46,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     if not shown:
         where = f"no group of seq {args.seq}" if args.seq is not None else "no trained group"
         raise UserError(
-            f"{directory} holds {where}",
-            why="groups are written when they are trained (learner.journal)",
-            todo="wait for the first step, or see `foray status`",
+            f"{directory} has {where}",
+            why="the journal records groups when they are trained (learner.journal)",
+            todo="wait for the first step, or run `foray status`",
         )
     tokens = _tokens(directory, args.model, run)
     if args.json:
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(directory: Path) -> RunSettings | None:
-    """Return what the run was started with; None where it was started by hand, from a file elsewhere."""
+    """Return the run's settings; None if it was started manually, with a configuration elsewhere."""
     path = configuration_of(directory)
     return section(read_configuration(path, directory), "run", RunSettings) if path is not None else None
 
@@ -75,4 +78,4 @@ def _tokens(directory: Path, model: Path | None, run: RunSettings | None) -> Tra
     for candidate in candidates:
         if (candidate / "tokenizer.json").is_file():
             return load_tokenizer(candidate)
-    raise UserError(f"no tokenizer was found for {directory}", todo="name the model's directory: --model DIR")
+    raise UserError(f"no tokenizer found for {directory}", todo="give the model's directory with --model DIR")

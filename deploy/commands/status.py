@@ -1,4 +1,4 @@
-"""One look at a run: processes, engines, streams, ledger, and what is wrong with it."""
+"""Show a run's status: processes, engines, streams, ledger, and problems with suggested actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 when the run is healthy (or finished), 1 when something is wrong with it."""
+    """Return 0 if the run is healthy or finished, 1 if it has problems."""
     from deploy.monitor.status import look, problems, render, to_json
 
     found = locate(args)

@@ -1,7 +1,7 @@
-"""A live table of a run: throughput, lag, reward, engines, and who waits for whom.
+"""Show a run live: throughput, lag, reward, engines, and the bottleneck.
 
-In a terminal it refreshes in place until the run ends or Ctrl-C; into a pipe it prints one frame after the other. Of a
-run that has ended it shows the last figures.
+In a terminal it refreshes in place until the run ends or you press Ctrl-C; in a pipe it prints one frame after another.
+For a finished run it shows the last values.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray top`."""
     add_arguments(parser)
     parser.add_argument("--interval", type=float, default=1.0, help="refresh interval in seconds (default: 1)")
-    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Always 0; ends with the run, or by Ctrl-C."""
+    """Return 0 when the run ends or the user presses Ctrl-C."""
     frames = _frames(locate(args), max(0.1, args.interval))
     if args.once:
         print(next(frames).plain())
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _frames(found: Located, interval: float) -> Iterator[Frame]:
-    """Yield a frame a look, the last one of a run whose launcher has ended."""
+    """Yield one frame per refresh, until the launcher of the run has ended."""
     from deploy.launcher.run_dir import read_record
     from deploy.monitor.status import look
     from deploy.monitor.top import Looks, frame, read_searches
@@ -60,14 +60,14 @@ def _frames(found: Located, interval: float) -> Iterator[Frame]:
 
 
 def _live(frames: Iterator[Frame]) -> None:
-    """Frames in place, cut to the terminal; the last one stays on the screen."""
+    """Show the frames in place, cut to the size of the terminal; the last one stays."""
     last: Frame | None = None
     try:
         from rich.live import Live
         from rich.text import Text
     except ImportError:
         for last in frames:
-            # home, the frame, clear what was below: no flicker and no dependency
+            # cursor home, the frame, clear the rest: no flicker, no dependency
             print("\x1b[H\x1b[J" + last.fitted(*shutil.get_terminal_size()), flush=True)
         return
     with Live(auto_refresh=False, screen=True) as live:

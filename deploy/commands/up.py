@@ -1,7 +1,7 @@
-"""Start every process of a run on this machine, in order, and watch over them until the learner has finished.
+"""Start all processes of a run on this machine and monitor them until the learner has finished.
 
-One line a step says what the run does. The first failure ends the run and is shown with the end of its log; Ctrl-C
-stops everything in order. The same command, given again, goes on from the last checkpoint.
+Prints one line per step. The first failure ends the run and is shown with the end of its log. Ctrl-C stops all
+processes in order. Run the same command again to resume from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser, "YAML file with the sections run, rollout, engine, learner, ...", "run.steps=20", secrets=True
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved settings and processes, start nothing"
+        "--dry-run", action="store_true", help="print the resolved settings and the processes; start nothing"
     )
     parser.add_argument(
-        "--takeover", action="store_true", help="take the run id over from another run or learner in the same Redis"
+        "--takeover", action="store_true", help="replace another run or learner with the same run.id in this Redis"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end (progress on stderr)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the learner did its last step (or SIGTERM stopped the run), 1 when a process failed, 130 after Ctrl-C."""
+    """Return 0 after the last step (or a SIGTERM), 1 if a process failed, 130 after Ctrl-C."""
     path, overrides = config_and_overrides(args)
     if path is None:
         raise UserError(
-            "`foray up` needs a configuration", todo="foray init run.yaml writes one; foray demo needs none"
+            "`foray up` needs a configuration", todo="`foray init run.yaml` writes one; `foray demo` needs none"
         )
     config = load_config(path, overrides)
     if args.dry_run:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shown(override: str) -> str:
-    """Return an override without the password of a Redis URL: FORAY_REDIS_URL is the place for one."""
+    """Return an override without the password of a Redis URL, which belongs in FORAY_REDIS_URL."""
     key, equals, value = override.partition("=")
     return f"{key}{equals}{redacted(value) if key == 'run.redis_url' else value}"
 
@@ -68,7 +68,7 @@ def shown(override: str) -> str:
 def up(
     config: RunConfig, say: Callable[[str], None], *, again: str = "", takeover: bool = False
 ) -> tuple[int, dict[str, Any]]:
-    """(exit code, what is to be said of the run); prints a failure on stderr. `again`: the command that goes on."""
+    """Return (exit code, summary of the run); print a failure to stderr. `again`: the command that resumes the run."""
     from deploy.launcher.launcher import Launcher, RunStopped
     from deploy.launcher.process import ProcessFailed
     from deploy.launcher.run_dir import saved
@@ -102,7 +102,7 @@ def up(
 
 
 def print_plan(config: RunConfig, *, as_json: bool) -> None:
-    """What would be started, with which settings, and what would stop it; needs nothing that a run needs."""
+    """Print the processes and settings of a run, and what would stop it. Starts and requires nothing."""
     from deploy.doctor.run import preflight
     from deploy.launcher.addresses import preview, settle
     from deploy.launcher.plan import plan
@@ -122,7 +122,7 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     for spec in specs:
         print(f"#   {spec.name}: {shlex.join(spec.argv)}")
         print(f"#     log {spec.log}; ready when: {spec.ready}; restarts: {spec.restarts}")
-    print("# ports shown as 0 and a Redis shown as `redis-server` are chosen at the start")
+    print("# ports shown as 0 and a Redis shown as `redis-server` are chosen when the run starts")
     for finding in found:
         print(f"# {finding.verdict}: {finding.check}: {finding.detail}")
         for name, text in (("why", finding.why), (" do", finding.fix)):

@@ -1,4 +1,4 @@
-"""Print the versions of Foray, Python and the packages that decide how a run behaves."""
+"""Print the versions of Foray, Python and the packages that affect a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Always 0. Reads metadata only: no package is imported."""
+    """Return 0. Reads package metadata only, without imports."""
     found = versions()
     if args.json:
         print(json.dumps(found))
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Name -> version, "" where a package is not installed."""
+    """Return name -> version, "" if a package is not installed."""
     found = {"foray": foray_version(), "python": platform.python_version(), "platform": platform.platform()}
     for name in PACKAGES:
         try:

@@ -1,1 +1,1 @@
-"""The demo: a generated world, a tiny model and its warm start, and the run that teaches it to search."""
+"""The demo: a generated world, a tiny model with a warm start, and the run that trains it to search."""

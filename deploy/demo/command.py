@@ -1,8 +1,8 @@
-"""Teach a tiny model to search, on this machine, in minutes.
+"""Train a tiny model to search, on this machine, in minutes.
 
-A world of facts is generated, a 0.2M-parameter Qwen2 is warmed up until it knows the format but searches and copies
-badly, and GRPO trains it through the whole ring: Redis, retriever, engine, rollout server and learner as separate
-processes. Before and after, it is asked about another world, on which it was never trained.
+The demo generates a world of facts and gives a 0.2M-parameter Qwen2 a supervised warm start, which teaches the format
+and then adds bad search habits. GRPO removes them through the whole ring: Redis, retriever, engine, rollout server and
+learner as separate processes. Before and after, the model is evaluated on another world that is never trained on.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from typing import Any
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray demo`."""
-    parser.add_argument("--seed", type=int, default=0, help="of worlds, model, sampler (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed for the worlds, the model and the sampler (default: 0)"
+    )
     parser.add_argument("--dir", type=Path, help="run directory (default: runs/demo-SEED)")
-    parser.add_argument("--fresh", action="store_true", help="replace the demo that was trained in that directory")
+    parser.add_argument("--fresh", action="store_true", help="replace an existing demo in that directory")
     parser.add_argument(
         "--control",
         choices=["none", "shuffled-reward"],
         default="none",
-        help="shuffled-reward: the same run with rewards permuted among groups, which must not learn",
+        help="shuffled-reward: permute rewards among groups; this run must not learn",
     )
-    parser.add_argument("--model", type=Path, help="a warm-started model of an earlier demo, instead of a new one")
+    parser.add_argument("--model", type=Path, help="warm-started model of an earlier demo, to skip the warm start")
     parser.add_argument("--prepare-only", action="store_true", help="write worlds, model and demo.yaml, start nothing")
     parser.add_argument("--json", action="store_true", help="print summary.json at the end (progress on stderr)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. run.steps=40 launch.engines=2")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 when the demo ran to its end, 1 when a process failed, 130 after Ctrl-C."""
+    """Return 0 if the demo finished, 1 if a process failed, 130 after Ctrl-C."""
     from deploy.demo.run import DemoOptions, prepare, run_demo
     from deploy.launcher.launcher import RunStopped
     from deploy.launcher.process import ProcessFailed
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     )
     prepared = prepare(options, say)
     if args.prepare_only:
-        say(f"next: start each process with --config {prepared.config_path} (see the README)")
+        say(f"next: start each process with --config {prepared.config_path} (see README.md)")
         return 0
     try:
         summary = run_demo(prepared, began, say)
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         return failure.exit_code
     (directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(table(summary), file=out, flush=True)
-    print(f"\nmore of them: foray replay {directory} --show 3", file=out, flush=True)
+    print(f"\nmore examples: foray replay {directory} --show 3", file=out, flush=True)
     if args.json:
         print(json.dumps({k: v for k, v in summary.items() if k != "examples"}))
     return 0
@@ -76,7 +78,7 @@ ROWS = (("one-hop", "1hop_"), ("two-hop", "2hop_"), ("mean", ""))
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """Return the summary as a person reads it."""
+    """Return the summary as a table."""
     s = summary
     lines = [
         "",
@@ -89,8 +91,8 @@ def table(summary: Mapping[str, Any]) -> str:
         lines.append(f"{name:10}" + "".join(f"{cell:12.3f}" for cell in cells))
     lines += [
         "",
-        _row("with every search empty", f"{s['em_after_without_search']:.3f}"),
-        _row("searches a question", f"{s['searches_before']:.2f} before, {s['searches_after']:.2f} after"),
+        _row("with search disabled", f"{s['em_after_without_search']:.3f}"),
+        _row("searches per question", f"{s['searches_before']:.2f} before, {s['searches_after']:.2f} after"),
         _row("steps", f"{s['steps']}, {s['weight_updates']} weight updates loaded by running engines"),
         _row(
             "groups", f"{s['groups_published']} published, {s['groups_trained']} trained, {s['duplicates']} duplicates"

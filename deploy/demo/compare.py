@@ -1,9 +1,9 @@
-"""Run the demo under several settings from one warm start, and say how each learned.
+"""Run the demo with several settings from one warm start, and compare the results.
 
-The file names the variants: `name: [key=value, ...]`, each a list of overrides of the demo. Every variant is a whole
-demo (processes, Redis, held-out questions before and after) in its own folder, one after the other;
-the first one's warm start is shared. The value `last:NAME` is the last weights that variant NAME published.
-`foray curves DIR/* --plot FILE.svg` draws the curves.
+The file lists the variants as `name: [key=value, ...]`, with overrides of the demo. Each variant is a complete demo
+(processes, Redis, held-out questions before and after) in its own folder. They run one after another and share the
+warm start of the first. The value `last:NAME` is the last weights that variant NAME published.
+`foray curves DIR/* --plot FILE.svg` plots the curves.
 """
 
 from __future__ import annotations
@@ -25,27 +25,31 @@ from protocol.versions import PolicyVersion
 
 VARIANTS = Path(__file__).with_name("algorithms.yaml")
 GOAL = 0.8
-"""Exact match in training, as a mean of WINDOW steps, that a variant is expected to reach."""
+"""Exact match in training, averaged over WINDOW steps, that a variant should reach."""
 WINDOW = 10
 LAST = "last:"
-"""Before the name of a variant: its last weights."""
+"""Prefix of the name of a variant: its last weights."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `foray compare`."""
     text = "YAML file of variants (default: the algorithms); and overrides for all of them, e.g. run.steps=120"
     parser.add_argument("given", nargs="*", metavar="FILE | key=value", help=text)
-    parser.add_argument("--dir", type=Path, default=Path("runs/compare"), help="folder of the runs")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these variants alone")
-    parser.add_argument("--model", type=Path, help="a warm-started model of an earlier demo, instead of a new one")
-    parser.add_argument("--seed", type=int, default=0, help="of worlds, model, sampler (default: 0)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", dest="set", help="for all variants too")
-    parser.add_argument("--fresh", action="store_true", help="replace the runs that are there already")
+    parser.add_argument("--dir", type=Path, default=Path("runs/compare"), help="directory for the runs")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run only these variants")
+    parser.add_argument("--model", type=Path, help="warm-started model of an earlier demo, to skip the warm start")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed for the worlds, the model and the sampler (default: 0)"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="key=value", dest="set", help="further overrides for all variants"
+    )
+    parser.add_argument("--fresh", action="store_true", help="replace existing runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end (progress on stderr)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 when every variant ran to its end; the exit status of the first one that did not."""
+    """Return 0 if every variant finished, else the exit status of the first one that did not."""
     from deploy.demo.run import DemoOptions, prepare, run_demo
     from deploy.launcher.process import ProcessFailed
 
@@ -59,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     model = args.model
     for name, overrides in variants.items():
         began = time.monotonic()
-        print(f"--- {name}: {' '.join(overrides) or 'the demo as it is'}", file=out, flush=True)
+        print(f"--- {name}: {' '.join(overrides) or 'the demo without changes'}", file=out, flush=True)
 
         def say(line: str, began: float = began) -> None:
             print(f"{time.monotonic() - began:6.1f}s  {line}", file=out, flush=True)
@@ -84,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_variants(path: Path, only: list[str]) -> dict[str, list[str]]:
-    """name -> overrides. Raises UserError for a file of another shape and for a name that is not in it."""
+    """Return name -> overrides. Raises UserError for an invalid file or a name that it does not contain."""
     try:
         found = yaml.safe_load(path.read_text())
     except OSError as error:
         raise UserError(f"cannot read {path}", why=error.strerror or str(error)) from None
     if not isinstance(found, dict) or not all(isinstance(v, list) for v in found.values()):
-        raise UserError(f"{path} is no list of variants", todo="each line reads `name: [key=value, ...]`")
+        raise UserError(f"{path} is not a list of variants", todo="write each line as `name: [key=value, ...]`")
     missing = [name for name in only if name not in found]
     if missing:
         raise UserError(f"{path} has no variant {', '.join(missing)}", todo=f"choose among {', '.join(found)}")
@@ -98,8 +102,9 @@ def read_variants(path: Path, only: list[str]) -> dict[str, list[str]]:
 
 
 def with_weights(override: str, directory: Path) -> str:
-    """The override, with the folder of the last weights of variant NAME for a value `last:NAME`. Raises UserError where
-    that variant has not run in `directory`.
+    """Return the override, with the value `last:NAME` replaced by the folder of the last weights of variant NAME.
+
+    Raises UserError if that variant has not run in `directory`.
     """
     key, _, value = override.partition("=")
     if not value.startswith(LAST):
@@ -108,14 +113,14 @@ def with_weights(override: str, directory: Path) -> str:
     found = {v: p for p in (directory / name / "weights").glob("v*") if (v := PolicyVersion.parse(p.name[1:]))}
     if not found:
         raise UserError(
-            f"{key} is the last weights of variant {name}, and {directory / name} holds none",
+            f"{key} needs the last weights of variant {name}, and {directory / name} has none",
             todo=f"run that variant first: --only {name}, with the same --dir",
         )
     return f"{key}={found[max(found)].absolute()}"
 
 
 def row(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What the table says of one variant. reached: first step at which the mean of WINDOW steps was GOAL or more."""
+    """Return the table row of one variant. reached: first step at which the mean of WINDOW steps was at least GOAL."""
     curve = summary["curve"]
     means = [sum(curve[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(curve) + 1)]
     reached = next((i + WINDOW for i, mean in enumerate(means) if mean >= GOAL), None)
@@ -134,12 +139,14 @@ def row(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table for the terminal."""
+    """Return the table as text."""
     columns = ("reached", "em_last", "em_best", "held_out_after", "held_out_greedy", "without_search", "seconds")
     width = max(len(name) for name in rows) + 2
     lines = [" " * width + "".join(f"{column:>17}" for column in columns)]
     for name, values in rows.items():
         cells = ("never" if values[c] is None else str(values[c]) for c in columns)
         lines.append(f"{name:<{width}}" + "".join(f"{cell:>17}" for cell in cells))
-    lines.append(f"reached: first step with a mean exact match of {WINDOW} steps of {GOAL} or more, in training")
+    lines.append(
+        f"reached: first step at which exact match in training, averaged over {WINDOW} steps, is at least {GOAL}"
+    )
     return "\n".join(lines)

@@ -1,12 +1,12 @@
-"""What the demo's model is shown before reinforcement learning: drills, ideal and imperfect trajectories, as ids.
+"""Demonstrations for the demo's supervised warm start: drills, ideal and imperfect trajectories, as token ids.
 
-A good trajectory looks a fact up, quotes the evidence (`<think> elected mira tolan </think>`) and answers from the
-quote: that turns answering into plain copying. An imperfect one is well formed and wrong in one of the ways that
-reinforcement learning must cure: it guesses, asks for the wrong thing, reads the wrong fact or stops one hop early.
-Even then whatever it quotes is really there, so that imperfection never unlearns copying.
+A good trajectory looks up a fact, quotes the evidence (`<think> elected mira tolan </think>`) and answers from the
+quote, so that answering is plain copying. An imperfect one is well formed but has one of the errors that reinforcement
+learning must remove: it guesses, sends the wrong query, reads the wrong fact or stops one hop early. Even then its
+quotes are correct, so that imperfect demonstrations do not unlearn copying.
 
-Texts round a trajectory come from `rollout_server.environment.prompts.demo`, so that the ids equal those of the running
-system.
+Prompt and environment texts come from `rollout_server.environment.prompts.demo`, so that the ids equal those of the
+running system.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 POLICY_WEIGHT = 1.0
 ENVIRONMENT_WEIGHT = 0.1
-"""Loss weight of observations: names that recur inside them are further practice in copying."""
+"""Loss weight of observations: names that recur in them are further practice in copying."""
 
 
 @dataclass
 class Demonstration:
-    """Token ids with the weight that each token's prediction has in the loss (prompt tokens: 0).
+    """Token ids, with the loss weight of each token (prompt tokens: 0).
 
-    queries, evidence  where the words of each query and the values of each quote stand
+    queries, evidence  positions of the words of each query and of the values of each quote
     """
 
     ids: list[int] = field(default_factory=list)
@@ -46,29 +46,29 @@ class Demonstration:
         return slice(len(self.ids) - len(ids), len(self.ids))
 
     def prompt(self, question: str) -> None:
-        """The question, in the template's words."""
+        """Append the prompt with the question."""
         self._add(demo.PROMPT.format(question=question), 0.0)
 
     def policy(self, text: str) -> None:
-        """What the policy says."""
+        """Append text of the policy."""
         self._add(text, POLICY_WEIGHT)
 
     def search(self, query: str) -> None:
-        """The policy searches."""
+        """Append a search of the policy."""
         span = self._add(f"<search> {query} </search>", POLICY_WEIGHT)
         self.queries.append(slice(span.start + 1, span.stop - 1))
 
     def quote(self, fact: Fact) -> None:
-        """The policy quotes evidence: the verb and the value."""
+        """Append a quote of evidence: the verb and the value."""
         span = self._add(f"<think> {VERBS[fact.relation]} {fact.value} </think>", POLICY_WEIGHT)
         self.evidence.append(slice(span.start + 2, span.stop - 1))
 
     def answer(self, value: str) -> None:
-        """The policy answers."""
+        """Append the policy's answer."""
         self._add(f"<answer> {value} </answer>", POLICY_WEIGHT)
 
     def observation(self, world: World, names: Sequence[str]) -> None:
-        """The passages about `names`, as the environment shows them."""
+        """Append the passages about `names` as an observation of the environment."""
         passages = [demo.PASSAGE.format(title=name, text=world.text(name)) for name in names]
         text = demo.PASSAGE_SEPARATOR.join(passages) or demo.EMPTY_RESULT
         self._add(demo.OBSERVATION.format(passages=text), ENVIRONMENT_WEIGHT)
@@ -76,7 +76,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Scene:
-    """A world, its index, and the generator that everything random about a demonstration is drawn from."""
+    """A world, its index, and the random generator for demonstrations."""
 
     world: World
     lookup: Lookup
@@ -84,7 +84,7 @@ class Scene:
 
 
 def query(relation: str, name: str) -> str:
-    """Return what is put between the search tags to find a fact."""
+    """Return the search query for a fact."""
     return f"{relation} of {name}"
 
 
@@ -96,7 +96,7 @@ def _look_up(shown: Demonstration, scene: Scene, fact: Fact, topk: int) -> None:
 
 
 def _trajectory(scene: Scene, puzzle: Puzzle, facts: Sequence[Fact], topk: int) -> Demonstration:
-    """Looks up `facts` one after the other and answers with the last of them."""
+    """Look up `facts` in order and answer with the last one."""
     shown = Demonstration()
     shown.prompt(puzzle.question)
     shown.policy(f"<think> {THOUGHT} </think>")
@@ -107,12 +107,12 @@ def _trajectory(scene: Scene, puzzle: Puzzle, facts: Sequence[Fact], topk: int) 
 
 
 def ideal(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
-    """Looks up every fact of the chain, quotes each, answers with the last."""
+    """Look up every fact of the chain, quote each, answer with the last."""
     return _trajectory(scene, puzzle, puzzle.chain, topk)
 
 
 def guess(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
-    """Answers at once with some name of this world."""
+    """Answer immediately with a random name of this world."""
     shown = Demonstration()
     shown.prompt(puzzle.question)
     shown.policy(f"<think> {GUESS_THOUGHT} </think>")
@@ -126,12 +126,12 @@ def _other_fact(scene: Scene, fact: Fact) -> Fact:
 
 
 def wrong_query(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
-    """Asks for the subject's other relation, then quotes and answers faithfully what it found."""
+    """Query the subject's other relation, then quote and answer what was found."""
     return _trajectory(scene, puzzle, [_other_fact(scene, puzzle.chain[0])], topk)
 
 
 def wrong_fact(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
-    """Finds the right passage, but quotes and answers its other fact."""
+    """Find the right passage, but quote and answer its other fact."""
     shown = Demonstration()
     shown.prompt(puzzle.question)
     shown.policy(f"<think> {THOUGHT} </think>")
@@ -146,7 +146,7 @@ def wrong_fact(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
 
 
 def skipped_hop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
-    """Asks for the last relation of the first subject, which has none, and answers the first thing that it reads."""
+    """Query the last relation of the first subject, which has none, and answer the first value found."""
     shown = Demonstration()
     shown.prompt(puzzle.question)
     shown.policy(f"<think> {THOUGHT} </think>")
@@ -160,7 +160,7 @@ def skipped_hop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
 
 
 def early_stop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
-    """Does the first hop well and answers with what it found there."""
+    """Do the first hop correctly and answer with its value."""
     return _trajectory(scene, puzzle, puzzle.chain[:1], topk)
 
 
@@ -169,11 +169,11 @@ IMPERFECT: dict[int, tuple[tuple[Behaviour, float], ...]] = {
     1: ((ideal, 0.20), (guess, 0.50), (wrong_query, 0.15), (wrong_fact, 0.15)),
     2: ((ideal, 0.15), (guess, 0.50), (skipped_hop, 0.15), (early_stop, 0.20)),
 }
-"""Number of hops -> behaviours and their shares in the mix that the warm start ends on."""
+"""Number of hops -> behaviours and their shares in the final stage of the warm start."""
 
 
 def reading_drill(scene: Scene, asked: int = 5) -> Demonstration:
-    """Two or three passages, then questions about them with query, quote and answer: copying, densely packed."""
+    """Return two or three passages, then questions about them with query, quote and answer: practice in copying."""
     rng, world = scene.rng, scene.world
     shown = Demonstration()
     names = rng.sample(scene.lookup.names, rng.choice((2, 2, 3)))
@@ -192,14 +192,14 @@ def reading_drill(scene: Scene, asked: int = 5) -> Demonstration:
 
 
 def practice(scene: Scene, puzzles: dict[int, list[Puzzle]]) -> Demonstration:
-    """First stage: half drills, half ideal trajectories of one or two hops."""
+    """Return a demonstration of the first stage: half drills, half ideal trajectories of one or two hops."""
     if scene.rng.random() < 0.5:
         return reading_drill(scene)
     return ideal(scene, scene.rng.choice(puzzles[scene.rng.choice((1, 2))]), _topk(scene))
 
 
 def imperfect(scene: Scene, puzzles: dict[int, list[Puzzle]]) -> Demonstration:
-    """Second stage: well-formed trajectories, most of them wrong (`IMPERFECT`)."""
+    """Return a demonstration of the second stage: well formed, most of them wrong (`IMPERFECT`)."""
     hops = scene.rng.choice((1, 2))
     mix = IMPERFECT[hops]
     behaviour = scene.rng.choices([kind for kind, _ in mix], [share for _, share in mix])[0]
@@ -207,12 +207,12 @@ def imperfect(scene: Scene, puzzles: dict[int, list[Puzzle]]) -> Demonstration:
 
 
 def _topk(scene: Scene) -> int:
-    # A policy trained on one number of passages fails on any other, so the number varies round the ring's two.
+    # A policy trained with one number of passages fails with any other, so it varies around the ring's value of two.
     return scene.rng.choice((1, 2, 2, 2, 3))
 
 
 def collate(shown: Sequence[Demonstration]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids (int64) and weights (float32), both [n, longest], padded on the right with id 0 and weight 0."""
+    """Return ids (int64) and weights (float32), both [n, longest], right-padded with id 0 and weight 0."""
     import torch
 
     longest = max(len(one.ids) for one in shown)

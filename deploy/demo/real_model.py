@@ -1,9 +1,8 @@
-"""A small policy for real questions, made on the spot: no model hub, a few minutes on one core.
+"""Make a small policy for real questions, without a model hub, in a few minutes on one core.
 
-It is not a good reader, and is not meant to be. It has a byte-level BPE tokenizer trained on the corpus and a short
-supervised warm start on Search-R1's protocol, so that a whole run over real questions and real passages can be watched
-on a laptop: it writes well-formed turns and searches for words of the question. Point `run.model` at a real model to
-learn something.
+The model answers poorly; it only makes a whole run over real questions and passages possible on a laptop. It has a
+byte-level BPE tokenizer trained on the corpus and a short supervised warm start on Search-R1's protocol: it writes
+well-formed turns and searches for words of the question. For useful results set `run.model` to a real model.
 
     python -m deploy.demo.real_model --config runs/hotpotqa/resolved.yaml [--steps 400]
 """
@@ -35,17 +34,17 @@ WARM_UP_STEPS = 30
 SHOW_EVERY = 20
 DRILLED = 4
 DRILLS_PER_LESSON = 4
-"""One batch in this many is of whole episodes, the others are drills."""
+"""One in this many batches has whole episodes, the others are drills."""
 OBSERVATION_TOKENS = 96
 PRACTICE_SHARE = 0.5
-"""Share of demonstrations made from the corpus alone: there are thousands of titles and only hundreds of questions."""
+"""Share of demonstrations made from the corpus alone: there are thousands of titles but only hundreds of questions."""
 
 NAME = re.compile(r"(?:[A-Z0-9][\w'.\-]*)(?: (?:of|the|and|de|von|van|in)? ?[A-Z0-9][\w'.\-]*)*")
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A question, what to search for, what comes back, what to answer."""
+    """A demonstration: question, query, passages, answer."""
 
     question: str
     query: str
@@ -54,17 +53,17 @@ class Lesson:
 
 
 def salient(question: str, titles: Sequence[str] = ()) -> str:
-    """What to search for: a supporting title that the question names, else its longest run of capitalised words."""
+    """Return the query: a supporting title that the question names, else its longest run of capitalised words."""
     named = [title for title in titles if title.lower() in question.lower()]
     if named:
         return max(named, key=len)
-    # the first word is capitalised whatever it is
+    # the first word is always capitalised
     rest = question.split(" ", 1)[-1]
     return max(NAME.findall(rest), key=len, default=rest.rstrip("? "))
 
 
 def lessons(questions: Sequence[dict[str, Any]], corpus: dict[str, dict[str, str]], seed: int) -> Iterator[Lesson]:
-    """Endless demonstrations, half from questions with their gold passages, half from the corpus alone."""
+    """Yield demonstrations without end, half from questions with their gold passages, half from the corpus alone."""
     rng = random.Random(seed)
     everything = list(corpus.values())
     while True:
@@ -84,7 +83,7 @@ def lessons(questions: Sequence[dict[str, Any]], corpus: dict[str, dict[str, str
 
 
 def train_tokenizer(texts: Iterator[str], directory: Path) -> None:
-    """Byte-level BPE of VOCABULARY tokens in Hugging Face layout; the protocol's tags are plain text to it."""
+    """Train a byte-level BPE of VOCABULARY tokens, in Hugging Face layout; the protocol's tags are plain text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -105,7 +104,7 @@ def train_tokenizer(texts: Iterator[str], directory: Path) -> None:
 
 
 def new_model(seed: int, context: int) -> Qwen2ForCausalLM:
-    """Return a Qwen2 of 1.4 million parameters, a third of them embeddings, that can copy from the start."""
+    """Return a Qwen2 of 1.4 million parameters, a third of them embeddings, initialised to copy (`lay_copying`)."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -133,12 +132,12 @@ def new_model(seed: int, context: int) -> Qwen2ForCausalLM:
 
 
 def turn(query: str) -> str:
-    """Return what the policy writes to search for `query`."""
+    """Return the policy's turn that searches for `query`."""
     return f"<think> I should look for {query}. </think>\n<search> {query} </search>"
 
 
 def drill(environment: Environment, stream: Iterator[Lesson]) -> tuple[list[int], list[float]]:
-    """DRILLED questions in a row, each with the turn that searches: practice in copying, without the long prompt."""
+    """Return DRILLED questions, each with the turn that searches: practice in copying, without the long prompt."""
     ids: list[int] = []
     weights: list[float] = []
     for lesson in (next(stream) for _ in range(DRILLED)):
@@ -150,7 +149,7 @@ def drill(environment: Environment, stream: Iterator[Lesson]) -> tuple[list[int]
 
 
 def encode(environment: Environment, lesson: Lesson) -> tuple[list[int], list[float]]:
-    """(ids, weight of each token in the loss), made by the very code that will run the episodes."""
+    """Return (ids, loss weight of each token), made with the code that runs the episodes."""
     from protocol.search import Passage
 
     own = environment.tokenizer.encode_trusted
@@ -167,7 +166,7 @@ def encode(environment: Environment, lesson: Lesson) -> tuple[list[int], list[fl
 def warm_start(
     model: Qwen2ForCausalLM, environment: Environment, stream: Iterator[Lesson], steps: int, say: Callable[[str], None]
 ) -> None:
-    """`steps` supervised steps; after a short rise the learning rate falls linearly."""
+    """Train for `steps` supervised steps; after a short warm-up the learning rate decays linearly."""
     import torch
 
     optimizer = torch.optim.AdamW(
@@ -183,7 +182,7 @@ def warm_start(
         for group in optimizer.param_groups:
             group["lr"] = rate
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        wanted = weights > 0  # logits of the other tokens would be most of the work
+        wanted = weights > 0  # computing the other logits would take most of the time
         loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), ids[:, 1:][wanted])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -194,7 +193,7 @@ def warm_start(
 
 
 def prepare(config: RunConfig, steps: int, say: Callable[[str], None]) -> None:
-    """Write tokenizer and warm-started model to `run.model` (atomically: the directory appears when it is whole)."""
+    """Write tokenizer and warm-started model to `run.model`. The directory appears when it is complete."""
     import torch
 
     from learner.engine.accelerator import without_gpu
@@ -220,10 +219,10 @@ def prepare(config: RunConfig, steps: int, say: Callable[[str], None]) -> None:
 
 
 def main() -> None:
-    """Command line: see the module's text."""
+    """Run the command line: see the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m deploy.demo.real_model", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="a run's configuration")
-    parser.add_argument("--steps", type=int, default=400, help="of the warm start (default: 400)")
+    parser.add_argument("--config", type=Path, required=True, help="configuration of the run")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the warm start (default: 400)")
     options = parser.parse_args()
     from deploy.config import load_config
 

@@ -1,11 +1,11 @@
-"""The demo itself: prepare, start the ring, ask, train, ask again.
+"""The phases of the demo: prepare, start the ring, evaluate, train, evaluate again.
 
     two worlds, their passages, a warm-started model, a configuration
-    start redis, retriever, engine, rollout server -> ask the held-out questions (sampled, greedy)
-    start the learner -> its steps -> done -> wait until the engine holds the last version
-    -> ask again (sampled, greedy, and with every search empty) -> stop
+    start redis, retriever, engine, rollout server -> evaluate the held-out questions (sampled, greedy)
+    start the learner -> its steps -> done -> wait until the engine has loaded the last version
+    -> evaluate again (sampled, greedy, and with search disabled) -> stop
 
-Every question is asked through the running rollout server and engine, by the code that also makes training data.
+Evaluation uses the running rollout server and engine, with the code that also generates training data.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from protocol.runtime.config import read_tree
 CONFIG = Path(__file__).with_name("demo.yaml")
 CONFIG_COPY = "demo.yaml"
 MARKER = ".foray-demo"
-"""Only a directory with this file in it is ever removed."""
+"""Only a directory that contains this file may be removed."""
 HELD_OUT_SEED = 1_000_000
-"""Worlds from here on are never trained on."""
+"""Worlds with this seed and above are never trained on."""
 HELD_OUT_PER_HOPS = 128
 
 Say = Callable[[str], None]
@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the person chose."""
+    """Options of `foray demo`."""
 
     directory: Path
     seed: int
@@ -52,12 +52,12 @@ class DemoOptions:
     model: Path | None = None
     overrides: tuple[str, ...] = ()
     fresh: bool = False
-    """Replace a demo that was trained in the directory."""
+    """Replace an existing demo in the directory."""
 
 
 @dataclass(frozen=True)
 class PreparedDemo:
-    """Everything that `run_demo` needs. `seconds` by phase."""
+    """The input of `run_demo`. `seconds`: duration of each phase."""
 
     options: DemoOptions
     config: RunConfig
@@ -68,11 +68,10 @@ class PreparedDemo:
 
 
 def prepare(options: DemoOptions, say: Say) -> PreparedDemo:
-    """Make the run directory and fill it. Raises UserError when it holds something else, or a demo that was trained and
-    may not be replaced.
+    """Create and fill the run directory.
 
-    Two worlds share the index: the one whose questions are trained on, and the held-out one. No name of one occurs in
-    the other.
+    Two worlds share the index: the training world and the held-out world. They have no names in common. Raises
+    UserError if the directory holds something else, or a trained demo that may not be replaced.
     """
     directory = options.directory
     _clear(directory, fresh=options.fresh)
@@ -81,12 +80,12 @@ def prepare(options: DemoOptions, say: Say) -> PreparedDemo:
     tree = demo_tree(options)
     (directory / CONFIG_COPY).write_text(yaml.safe_dump(dict(tree), sort_keys=False))
     config = from_tree(tree)
-    say("[1/5] make two worlds of facts")
+    say("[1/5] generating two worlds of facts")
     began = time.monotonic()
     held_out = write_worlds(options.seed, directory / "world")
     worlds_s = time.monotonic() - began
-    say(f"run {config.run.id}: two worlds in {directory / 'world'}: one to train on, one to be asked about")
-    say("[2/5] warm start of the model: format and reading, by supervised training")
+    say(f"run {config.run.id}: two worlds in {directory / 'world'}: one for training, one for evaluation")
+    say("[2/5] warm start: supervised training on format and reading")
     began = time.monotonic()
     report = _model(options, config, say)
     seconds = {"worlds": worlds_s, "warm_start": time.monotonic() - began}
@@ -94,7 +93,7 @@ def prepare(options: DemoOptions, say: Say) -> PreparedDemo:
 
 
 def demo_tree(options: DemoOptions) -> dict[str, Any]:
-    """Return the demo's configuration with a run id, this run's paths and seed; overrides last."""
+    """Return the demo's configuration with this run's id, paths and seed, and the overrides."""
     directory = options.directory.absolute()
     chosen = [
         f"run.id={unique_id('demo')}",
@@ -109,7 +108,7 @@ def demo_tree(options: DemoOptions) -> dict[str, Any]:
 
 
 def write_worlds(seed: int, directory: Path) -> list[dict[str, Any]]:
-    """Write corpus, training questions and held-out questions; returns the latter, one-hop first."""
+    """Write corpus, training questions and held-out questions. Return the held-out questions, one-hop first."""
     import random
 
     train = World(seed)
@@ -127,10 +126,10 @@ def write_worlds(seed: int, directory: Path) -> list[dict[str, Any]]:
 
 
 def _model(options: DemoOptions, config: RunConfig, say: Say) -> dict[str, Any]:
-    """Return the warm-started model at `run.model`, new or copied; returns what is to be said of it."""
+    """Write the warm-started model to `run.model`, new or copied. Return its part of the summary."""
     if options.model is not None:
         if not (options.model / "model.safetensors").exists():
-            raise UserError(f"{options.model} holds no model.safetensors", todo="give the model folder of a demo")
+            raise UserError(f"{options.model} has no model.safetensors", todo="give the model folder of a demo")
         shutil.copytree(options.model, config.run.model)
         say(f"model: a copy of {options.model}")
         return {"copied_from": str(options.model)}
@@ -146,15 +145,17 @@ def _clear(directory: Path, *, fresh: bool) -> None:
     if not (directory / MARKER).exists():
         raise UserError(f"{directory} exists and is not a demo", todo="choose another --dir")
     if is_held(directory):
-        raise UserError(f"a demo is running in {directory}", todo=f"foray down {directory}, or another --dir")
+        raise UserError(
+            f"a demo is running in {directory}", todo=f"stop it with `foray down {directory}`, or choose another --dir"
+        )
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and not fresh:
         steps = len(metrics.read_text().splitlines())
         finished = (directory / "summary.json").exists() or read_record(directory).get("state") == "done"
-        go_on = "" if finished else f"go on with `foray up {directory / CONFIG_COPY}`; or "
+        go_on = "" if finished else f"resume it with `foray up {directory / CONFIG_COPY}`; or "
         raise UserError(
             f"{directory} holds a demo that {'has finished' if finished else 'was stopped'} ({steps} steps)",
-            todo=f"{go_on}replace it with --fresh, or take another --dir or --seed",
+            todo=f"{go_on}replace it with --fresh, or choose another --dir or --seed",
         )
     shutil.rmtree(directory)
 
@@ -164,18 +165,18 @@ SAMPLED, GREEDY = 1.0, 0.0
 
 
 def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
-    """Run all after the preparation and return the summary. Raises ProcessFailed or RunStopped as the launcher does."""
+    """Run all phases after the preparation and return the summary. Raises ProcessFailed or RunStopped."""
     seconds = dict(prepared.seconds)
     questions = [Question(id=q["id"], text=q["question"], answers=tuple(q["answers"])) for q in prepared.held_out]
     hops = [int(q["hops"]) for q in prepared.held_out]
     with Launcher(prepared.config, say=say, again=f"foray up {prepared.config_path}") as launcher:
         mark = time.monotonic()
-        say("[3/5] start the processes, and ask questions before the training")
+        say("[3/5] starting the processes, then evaluating before training")
         launcher.start("redis", "retriever", "engine", "rollout")
         seconds["start"] = time.monotonic() - mark
         mark = time.monotonic()
-        say(f"asking {len(questions)} questions about a world that is never trained on")
-        doing = f"asking {len(questions)} questions, sampled and greedy"
+        say(f"evaluating {len(questions)} questions about a world that is never trained on")
+        doing = f"evaluating {len(questions)} questions, sampled and greedy"
         before = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]), doing)
         say(describe("before", before, hops))
         seconds["ask_before"] = time.monotonic() - mark
@@ -185,8 +186,8 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
         launcher.wait()
         seconds["training"] = time.monotonic() - mark
         mark = time.monotonic()
-        say("[5/5] ask the same questions again, and once with search disabled")
-        seen = launcher.during(lambda: await_last_version(launcher), "waiting for the last weights in all engines")
+        say("[5/5] evaluating the same questions again, and once with search disabled")
+        seen = launcher.during(lambda: await_last_version(launcher), "waiting for all engines to load the last weights")
         after = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]), doing)
         blind = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED], search=False), doing)
         say(describe("after", after, hops))
@@ -205,7 +206,7 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
 def ask(
     url: str, questions: Sequence[Question], temperatures: Sequence[float], *, search: bool = True
 ) -> list[EvalScore]:
-    """Return one score for each temperature, asked at the same time so that all are about one version of the policy."""
+    """Return one score per temperature, evaluated concurrently so that all use one policy version."""
 
     def one(temperature: float) -> EvalScore:
         return evaluate(url, questions, temperature=temperature, search=search, concurrency=len(questions))
@@ -215,7 +216,7 @@ def ask(
 
 
 def await_last_version(launcher: Launcher) -> RunSnapshot:
-    """What Redis says once every ready engine holds the target version; raises ForayError when that takes too long."""
+    """Return the snapshot in which every ready engine holds the target version. Raises ForayError on a timeout."""
     deadline = time.monotonic() + LAST_VERSION_S
     while True:
         seen = take_snapshot(launcher.redis_url, launcher.config.run.id, launcher.directory)
@@ -224,35 +225,35 @@ def await_last_version(launcher: Launcher) -> RunSnapshot:
             return seen
         if time.monotonic() > deadline:
             states = ", ".join(f"{e.id} {e.state} {e.version.label} {e.detail}" for e in seen.engines) or "no engine"
-            raise ForayError(f"the engines do not hold the last version after {LAST_VERSION_S:.0f} s: {states}")
+            raise ForayError(f"the engines have not loaded the last version after {LAST_VERSION_S:.0f} s: {states}")
         time.sleep(0.2)
 
 
 def exact_match(score: EvalScore, hops: Sequence[int], wanted: int) -> float:
-    """Return the mean exact match of the questions of `hops` hops. An episode that failed counts as wrong."""
+    """Return the mean exact match of questions with `wanted` hops. A failed episode counts as wrong."""
     values = [float(e["rewards"].get("em", 0.0)) for e, h in zip(score.episodes, hops, strict=True) if h == wanted]
     return sum(values) / len(values)
 
 
 def both(score: EvalScore, hops: Sequence[int]) -> float:
-    """Return the mean of one- and two-hop exact match."""
+    """Return the mean of the one-hop and two-hop exact match."""
     return (exact_match(score, hops, 1) + exact_match(score, hops, 2)) / 2
 
 
 def describe(when: str, asked: Sequence[EvalScore], hops: Sequence[int]) -> str:
-    """Return one line for the terminal."""
+    """Return a line about the scores."""
     sampled, greedy = asked
     return (
         f"{when}: exact match {both(sampled, hops):.3f} sampled ({exact_match(sampled, hops, 1):.3f} one-hop, "
         f"{exact_match(sampled, hops, 2):.3f} two-hop), {both(greedy, hops):.3f} greedy, "
-        f"{sampled.mean('searches'):.2f} searches a question"
+        f"{sampled.mean('searches'):.2f} searches per question"
     )
 
 
 def scores(
     before: Sequence[EvalScore], after: Sequence[EvalScore], blind: Sequence[EvalScore], hops: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the part of the summary that is about answers."""
+    """Return the evaluation part of the summary."""
     found: dict[str, Any] = {"questions": len(hops)}
     for when, (sampled, greedy) in (("before", before), ("after", after)):
         found[f"em_{when}"] = round(both(sampled, hops), 4)
@@ -267,7 +268,7 @@ def scores(
 
 
 def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
-    """Return the part of the summary that is about the run: steps, delivery, lag, tokens."""
+    """Return the run part of the summary: steps, delivery, lag, tokens."""
     steps = [parse_record(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     ledger = read_ledger_totals(directory)
     rollouts, learner = seen.of("rollout"), seen.learner
@@ -289,7 +290,7 @@ def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
 
 
 def example(held_out: Sequence[dict[str, Any]], before: EvalScore, after: EvalScore) -> dict[str, Any]:
-    """Return the same question before and after: one that was missed and is now answered, two hops if there is one."""
+    """Return a question that was wrong before and is right now, with both answers; two hops if possible."""
     rows = list(zip(held_out, before.episodes, after.episodes, strict=True))
     cured = [r for r in rows if not r[1]["rewards"].get("em") and r[2]["rewards"].get("em")]
     question, was, now = max(cured or rows, key=lambda row: int(row[0]["hops"]))

@@ -1,10 +1,10 @@
-"""The demo's supervised warm start: the format and the skill of reading, then bad habits on top.
+"""The demo's supervised warm start: first format and reading, then bad habits.
 
     practice (drills, ideal trajectories) -> gate: does it quote the right evidence in a new world?
-      no: practise on, a chunk at a time                     yes: a short stage of imperfect trajectories -> save
+      no: practise another chunk                             yes: a short stage of imperfect trajectories -> save
 
-New worlds are drawn every few steps, so there is nothing to learn by heart. What comes out knows how to search and
-to read but, sampled, mostly guesses, asks for the wrong thing or stops early: what reinforcement learning is to cure.
+New worlds are drawn every few steps, so there is nothing to memorise. The resulting model can search and read but,
+sampled, mostly guesses, sends the wrong query or stops early. Reinforcement learning removes these habits.
 
     python -m deploy.demo.warmstart --out MODEL_DIR [--seed 0]
 """
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 
 
 GATE_WORLD = 2_000_000
-"""Seeds of the worlds that gates ask about start here; none is trained on."""
+"""First seed of the worlds for gates; none is trained on."""
 WORST_AT_LEAST = 0.90
 MEAN_AT_LEAST = 0.96
 
 
 @dataclass(frozen=True)
 class GateReport:
-    """Share of one-hop questions, by relation, whose evidence and whose query the model gets right word by word."""
+    """Share of one-hop questions, by relation, with exactly the right evidence and the right query."""
 
     evidence: dict[str, float]
     query: dict[str, float]
 
     @property
     def worst(self) -> float:
-        """Of all relations, evidence and query."""
+        """Return the lowest share over all relations, evidence and query."""
         return min(*self.evidence.values(), *self.query.values())
 
     @property
     def mean(self) -> float:
-        """Of the evidence."""
+        """Return the mean share of right evidence."""
         return sum(self.evidence.values()) / len(self.evidence)
 
     @property
     def passed(self) -> bool:
-        """Whether every relation is read and nearly every question read right."""
+        """Return whether every relation is read well and nearly every question is read right."""
         return self.worst >= WORST_AT_LEAST and self.mean >= MEAN_AT_LEAST
 
     def line(self) -> str:
@@ -67,11 +67,11 @@ class GateReport:
 
 
 def gate(model: Qwen2ForCausalLM, seed: int, asked: int = 32, topk: int = 2) -> GateReport:
-    """Ask about a fresh world, teacher-forced and greedy: `asked` questions of each relation, `topk` passages.
+    """Evaluate on a new world, teacher-forced and greedy: `asked` questions per relation, `topk` passages.
 
-    It is measured for each relation, because what fails is a single relation whose values the model recites from memory
-    instead of copying. Reinforcement learning cannot repair that: the right value is never sampled. Accuracy of the
-    answer says nothing here (the answer only copies the quote).
+    It is measured per relation, because the typical failure is a single relation whose values the model recites from
+    memory instead of copying. Reinforcement learning cannot repair that: the right value is never sampled. The accuracy
+    of the answer is not informative (the answer only copies the quote).
     """
     import torch
 
@@ -106,24 +106,24 @@ def gate(model: Qwen2ForCausalLM, seed: int, asked: int = 32, topk: int = 2) -> 
 SHARPNESS = 30.0
 """Squared amplitude of the previous-word head's score in each of its rotation frequencies."""
 GAIN = 1.5
-"""Amplitude of the match between the present word and a word before."""
+"""Amplitude of the match between the present word and an earlier word."""
 REPEAT = 1.5
-"""How strongly what was found is repeated, against a normalised state."""
+"""Strength with which the matched word is repeated, relative to a normalised state."""
 FAST, SLOW = 0.03, 0.012
-"""Rotary frequencies (radians a position): positions are told apart above FAST; below SLOW they hardly matter."""
+"""Rotary frequencies (radians per position): above FAST they separate positions, below SLOW they barely do."""
 INDUCTION_LAYERS = (1, 2)
 
 
 def lay_copying(model: Qwen2ForCausalLM, theta: float) -> None:
     """Overwrite embeddings, head 0 (and its queries' sibling) of layer 0 and head 0 of INDUCTION_LAYERS, in place.
 
-    A small transformer learns last to look a word up in its context and to continue as the context did. That takes two
-    attention heads in a row (Olsson et al. 2022, "In-context learning and induction heads"): one that brings each
-    position the word before it, and one that finds the position whose previous word is the present word, and repeats
-    what stands there. From random weights the pair appears after many hundreds of steps or, with an unlucky seed, not
-    at all. Initialised like this, the first head looks back sharply and the second has a slight lead; about a hundred
-    steps do the rest. All weights stay trainable. The first half of the hidden channels holds the present word, the
-    second half the previous word.
+    Looking up a word in the context and continuing as the context did is what a small transformer learns last. It takes
+    two attention heads in sequence (Olsson et al. 2022, "In-context learning and induction heads"): one that gives each
+    position the previous word, and one that finds the position whose previous word is the present word, and repeats the
+    word there. From random weights the pair forms after many hundreds of steps or, with an unlucky seed, not at all.
+    With this initialisation the first head attends sharply and the second has a small advantage; about a hundred steps
+    of training complete it. All weights stay trainable. The first half of the hidden channels holds the present word,
+    the second half the previous word.
 
     model  Qwen2 whose head_dim is half its hidden_size; theta is its rotary base.
     """
@@ -143,7 +143,7 @@ def lay_copying(model: Qwen2ForCausalLM, theta: float) -> None:
 
 
 def _previous_word(model: Qwen2ForCausalLM, frequency: Tensor, width: int) -> None:
-    """Head 0 of layer 0 attends one position back by its biases alone, head 1 (same keys) two back.
+    """Make head 0 of layer 0 attend one position back through its biases alone, head 1 (same keys) two back.
 
     With key bias a at angle 0 and query bias a at angle -d * frequency the rotary score of distance D is
     sum a^2 cos(frequency * (D - d)), highest at D = d.
@@ -171,7 +171,7 @@ def _previous_word(model: Qwen2ForCausalLM, frequency: Tensor, width: int) -> No
 
 
 def _induction(model: Qwen2ForCausalLM, layer: int, frequency: Tensor, width: int) -> None:
-    """Head 0 asks with the present word for a word before, in the channels that rotate too slowly to tell distance."""
+    """Make head 0 match the present word with earlier words, in channels that rotate too slowly to encode distance."""
     import torch
 
     attention = model.model.layers[layer].self_attn
@@ -192,7 +192,7 @@ CONTEXT = 512
 """Longest sequence in tokens; the demo's longest trajectory is about half of it."""
 
 THETA = 1e6
-"""Rotary base: with the usual 1e4 too few channels of a head are slow enough to match words at any distance."""
+"""Rotary base: with the usual 1e4, too few channels of a head are slow enough to match words at any distance."""
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -207,7 +207,7 @@ SHAPE: dict[str, Any] = {
 
 
 def new_model(seed: int) -> Qwen2ForCausalLM:
-    """Return a fresh Qwen2 of about 0.2 million parameters in float32, the same for the same seed."""
+    """Return a new Qwen2 of about 0.2 million parameters in float32, deterministic in `seed`."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -237,7 +237,7 @@ def save_model(model: Qwen2ForCausalLM, directory: Path) -> None:
     without_gpu()
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of less than a megabyte, in the middle of our own lines
+    disable_progress_bar()  # for less than a megabyte, between the lines of the demo
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, safe_serialization=True)
     save_tokenizer(directory)
@@ -246,7 +246,7 @@ def save_model(model: Qwen2ForCausalLM, directory: Path) -> None:
 Log = Callable[[str], None]
 Maker = Callable[[Scene, dict[int, list[Puzzle]]], Demonstration]
 PRACTICE_WORLD = 3_000_000
-"""Seeds of the worlds of the warm start begin here: neither the ring nor a gate ever uses them."""
+"""First seed of the worlds of the warm start: neither the ring nor a gate uses them."""
 WORLDS_PER_SEED = 10_000
 
 
@@ -258,9 +258,9 @@ class WarmStartFailed(ForayError):
 class WarmStartBudget:
     """How long to train. Steps are optimiser steps of `batch` demonstrations.
 
-    practice  steps before the gate is first looked at
-    chunk     steps between two looks
-    most      steps of practice after which the warm start is given up
+    practice  steps before the first gate
+    chunk     steps between gates
+    most      maximum steps of practice; then the warm start fails
     habits    steps of the imperfect mix
     """
 
@@ -277,7 +277,7 @@ class WarmStartBudget:
 
 @dataclass(frozen=True)
 class WarmStartReport:
-    """What a warm start took and how well its model reads. `gate` is taken after practice, `final` at the end."""
+    """Duration of a warm start and quality of its model. `gate`: after practice, `final`: at the end."""
 
     seed: int
     steps: int
@@ -289,13 +289,13 @@ class WarmStartReport:
     looks: int
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return a JSON object."""
         return asdict(self)
 
 
 @dataclass
 class _Course:
-    """A model in training, with everything random drawn from one generator. `beat` is told how far it is."""
+    """A model in training, with one random generator. `beat` receives the progress."""
 
     model: Qwen2ForCausalLM
     optimizer: torch.optim.Optimizer
@@ -308,7 +308,7 @@ class _Course:
     beat: Callable[[Callable[[], str]], None] = lambda line: None
 
     def deal(self) -> None:
-        """Take in a new world and drop the oldest."""
+        """Add a new world and drop the oldest."""
         world = World(self.first_world + self.dealt)
         self.dealt += 1
         scene = Scene(world, Lookup(world), self.rng)
@@ -316,7 +316,7 @@ class _Course:
         self.worlds = [*kept, (scene, {1: world.puzzles(1), 2: world.puzzles(2)})]
 
     def train(self, make: Maker, steps: int, rate: Callable[[int], float]) -> float:
-        """`steps` optimiser steps on what `make` makes, at learning rate `rate(step)`; returns the last loss."""
+        """Run `steps` optimiser steps on demonstrations of `make` at rate `rate(step)`. Return the last loss."""
         import torch
         from torch.nn import functional
 
@@ -341,7 +341,7 @@ class _Course:
 
     def _line(self, done: int, steps: int, seconds: float) -> str:
         left = seconds / done * (steps - done)
-        return f"warm start: step {self.steps}, {done} of {steps} of this stage, about {left:.0f} s left of it"
+        return f"warm start: step {self.steps}, {done} of {steps} in this stage, about {left:.0f} s left"
 
 
 def warm_start(
@@ -349,11 +349,11 @@ def warm_start(
 ) -> WarmStartReport:
     """Train a new model until it passes the gate, give it bad habits, write it to `out_dir` in Hugging Face layout.
 
-    threads  of torch while training. One, because a second gains little on matrices this small and, when its core is
-             busy with something else, makes each step wait for it: four times slower was seen. The result depends on
-             (seed, budget) and, in the last bits, on the number of threads.
+    threads  torch threads while training. Default one: a second gains little on such small matrices and, if its core is
+             busy, delays each step (measured: four times slower). The result depends on (seed, budget) and, in the
+             last bits, on the number of threads.
 
-    Raises WarmStartFailed when `budget.most` steps of practice do not suffice.
+    Raises WarmStartFailed if `budget.most` steps of practice do not suffice.
     """
     pulse, begun = Pulse(log), time.monotonic()
     log = pulse.say
@@ -397,7 +397,7 @@ def _course(seed: int, budget: WarmStartBudget) -> _Course:
 
 
 def _practise(course: _Course, seed: int, log: Log) -> tuple[GateReport, int]:
-    """Practise until the gate is passed; returns its report and how often it was looked at."""
+    """Practise until the gate is passed. Return its report and the number of attempts."""
     budget = course.budget
     peak, floor = budget.learning_rate, budget.learning_rate / 10
 
@@ -414,16 +414,20 @@ def _practise(course: _Course, seed: int, log: Log) -> tuple[GateReport, int]:
         if report.passed:
             return report, looks
         if course.steps >= budget.most:
-            raise WarmStartFailed(f"seed {seed}: the gate is not passed after {course.steps} steps: {report.line()}")
-        # up again to half the peak: what is stuck at the end of a decay stays stuck at its small rate
+            raise WarmStartFailed(
+                f"seed {seed}: the model does not pass the gate after {course.steps} steps: {report.line()}"
+            )
+        # back to half the peak: at the small rate at the end of the decay, a stuck model stays stuck
         loss = course.train(practice, budget.chunk, lambda step: peak / 2 * (1 - 0.5 * step / budget.chunk))
 
 
 def main() -> None:
-    """Command line: prints the gate table as it goes and where the model was written."""
+    """Run the command line: print the gate table and the path of the model."""
     parser = argparse.ArgumentParser(prog="python -m deploy.demo.warmstart", description="Warm start the demo's model.")
     parser.add_argument("--out", type=Path, required=True, help="directory for the model, in Hugging Face layout")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of everything shown")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed for the initial weights and the demonstrations"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
     options = parser.parse_args()
     report = warm_start(options.out, options.seed, print, threads=options.threads)

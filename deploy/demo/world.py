@@ -1,8 +1,8 @@
 """A generated world: persons, cities and companies, six facts about them, passages that state the facts, questions.
 
-All names are pairs from one pool of name words, whatever they name, and every world draws new ones. That is
-on purpose: a word then says nothing about the kind or the facts of what it names, so that a model can answer about a
-world it has not seen only by finding and copying, never from what it learned of another world.
+All names are pairs of words from one pool, for every kind of subject, and every world draws new ones. So a word carries
+no information about the kind or the facts of its subject. A model can answer questions about an unseen world only by
+finding and copying, not from memory of another world.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME_WORDS = (
     "krill", "lotus", "maple", "nettle", "onyx", "pebble", "quartz", "raven", "slate", "thorn", "upland", "violet",
 )
 # fmt: on
-"""Every name is two of these, in order."""
+"""Every name is an ordered pair of these."""
 
 RELATIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "person": (("birthplace", "city"), ("employer", "company")),
@@ -55,8 +55,8 @@ VERBS = {
     "seat": "occupies",
     "founder": "honours",
 }
-"""Relation -> how a passage states it: "kona vesta elected mira tolan". Never the word that a question uses for it:
-a word with one use is followed by one thing, which is what a model of this size can learn to copy in a minute."""
+"""Relation -> verb in a passage: "kona vesta elected mira tolan". It differs from the word in a question: a word with
+one use is always followed by one thing, which a model of this size can learn to copy in a minute."""
 
 TEXT = "{name} {first} {first_value} and {second} {second_value} ."
 """A passage's text: both facts about one subject."""
@@ -78,19 +78,19 @@ class Fact:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A question with the facts that answer it, in the order in which they must be looked up."""
+    """A question with the facts that answer it, in the order of the lookups."""
 
     question: str
     chain: tuple[Fact, ...]
 
     @property
     def answer(self) -> str:
-        """Value of the last fact."""
+        """Return the value of the last fact."""
         return self.chain[-1].value
 
 
 class World:
-    """Everything true in one world, a pure function of its arguments.
+    """The facts of one world, a pure function of its arguments.
 
     `avoid` holds names that must not occur (those of another world whose passages go into the same index).
     """
@@ -101,7 +101,7 @@ class World:
         self.seed = seed
         rng = random.Random(f"foray demo world {seed}")
         taken = {frozenset(name.split()) for name in avoid}
-        # BM25 does not see the order of words, so at most one of "kona vesta" and "vesta kona" may exist.
+        # BM25 ignores the order of words, so at most one of "kona vesta" and "vesta kona" may exist.
         pairs = [rng.sample(pair, 2) for pair in itertools.combinations(NAME_WORDS, 2) if frozenset(pair) not in taken]
         names = [" ".join(pair) for pair in rng.sample(pairs, persons + cities + companies)]
         self.members: dict[str, list[str]] = {
@@ -116,16 +116,16 @@ class World:
                 for name in members:
                     self.facts[name, relation] = rng.choice([v for v in self.members[value_kind] if v != name])
 
-        # A fact must be found by its verb, not by its place in the text.
+        # A fact must be found by its verb, not by its position in the text.
         self.flipped = frozenset(name for name in names if rng.random() < 0.5)
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all that exists here."""
+        """Return all names of this world."""
         return frozenset(self.kind_of)
 
     def text(self, name: str) -> str:
-        """Return what the passage about `name` says: its two facts, in an order drawn for it."""
+        """Return the text of the passage about `name`: its two facts, in random order."""
         (first, _), (second, _) = RELATIONS[self.kind_of[name]][:: -1 if name in self.flipped else 1]
         return TEXT.format(
             name=name,
@@ -136,19 +136,19 @@ class World:
         )
 
     def passage_id(self, name: str) -> str:
-        """Id of the passage about `name`, unique among worlds of different seeds."""
+        """Return the id of the passage about `name`, unique among worlds of different seeds."""
         return f"world{self.seed}:{name.replace(' ', '-')}"
 
     def passages(self) -> list[dict[str, str]]:
-        """The corpus, one passage a name: `{"id", "contents"}`; contents: the title in quotes, a newline, the text."""
+        """Return the corpus, one passage per name: `{"id", "contents"}`; contents: title in quotes, newline, text."""
         return [{"id": self.passage_id(n), "contents": f'"{n}"\n{self.text(n)}'} for n in self.kind_of]
 
     def fact(self, name: str, relation: str) -> Fact:
-        """Return the fact itself; KeyError when `name` has no such relation."""
+        """Return a fact. Raises KeyError if `name` has no such relation."""
         return Fact(name, relation, self.facts[name, relation])
 
     def puzzles(self, hops: Hops) -> list[Puzzle]:
-        """Every question of `hops` hops, in a fixed order, without two-hop chains that lead back to their start."""
+        """Return every question of `hops` hops in a fixed order, without two-hop chains that return to their start."""
         found = []
         for name, kind in self.kind_of.items():
             for relation, value_kind in RELATIONS[kind]:
@@ -164,7 +164,7 @@ class World:
         return found
 
     def questions(self, hops: Hops) -> list[dict[str, Any]]:
-        """`puzzles` as records `{"id", "question", "answers", "hops", "supporting_ids"}`."""
+        """Return `puzzles` as records `{"id", "question", "answers", "hops", "supporting_ids"}`."""
         return [
             {
                 "id": f"world{self.seed}:{hops}hop:{number}",
@@ -178,14 +178,14 @@ class World:
 
 
 def write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """One JSON object a line, UTF-8."""
+    """Write one JSON object per line, in UTF-8."""
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
 
 
 def write_world(seed: int, directory: Path, per_hops: int | None = None, avoid: frozenset[str] = frozenset()) -> World:
     """Write `corpus.jsonl` and `questions.jsonl` (one- and two-hop, shuffled) of `World(seed)` into `directory`.
 
-    per_hops  how many questions of each number of hops, drawn without replacement; None: all one-hop questions and as
+    per_hops  number of questions per number of hops, drawn without replacement; None: all one-hop questions and as
               many two-hop questions
     """
     world = World(seed, avoid=avoid)
@@ -206,11 +206,11 @@ STOPWORDS = frozenset(("of", "and", "."))
 
 
 class Lookup:
-    """Rank the passages of one world for a query by BM25, as the retriever does; remembers what it was asked.
+    """Rank the passages of one world for a query by BM25, as the retriever does. Results are cached.
 
     Scores are Lucene's BM25 (Robertson et al. 1995 with idf = ln(1 + (N - df + 0.5) / (df + 0.5))), k1 1.5, b 0.75, as
-    in bm25s. It is written out here because the warm start asks tens of thousands of single queries of worlds that live
-    for two steps: building a real index for each would cost more than the training.
+    in bm25s. It is implemented here because the warm start sends tens of thousands of single queries to worlds that
+    exist for two steps: building a real index for each would take longer than the training.
     """
 
     def __init__(self, world: World) -> None:
@@ -232,7 +232,7 @@ class Lookup:
         self._seen: dict[str, list[str]] = {}
 
     def top(self, query: str, topk: int) -> list[str]:
-        """Names whose passages score highest, best first; those that share no word with the query never appear."""
+        """Return the names with the highest scores, best first, without those that share no word with the query."""
         ranked = self._seen.get(query)
         if ranked is None:
             scores = sum((self._weights.get(word, self._nothing) for word in query.split()), start=self._nothing)
@@ -244,9 +244,9 @@ class Lookup:
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 THOUGHT = "i need to search"
-"""What a demonstration thinks before its first search."""
+"""Thought in a demonstration before its first search."""
 GUESS_THOUGHT = "i know the answer"
-"""What a demonstration thinks before it answers without having searched."""
+"""Thought in a demonstration before it answers without a search."""
 
 
 def _words_of(template: str) -> list[str]:
@@ -255,7 +255,7 @@ def _words_of(template: str) -> list[str]:
 
 @cache
 def words() -> tuple[str, ...]:
-    """Return every token in the order of its id: pad, eos, unknown, tags, grammar, names."""
+    """Return all tokens in the order of their ids: pad, eos, unknown, tags, grammar, names."""
     texts = (demo.PROMPT, demo.PASSAGE, demo.OBSERVATION, demo.EMPTY_RESULT, demo.INVALID, TEXT, ONE_HOP, TWO_HOP)
     grammar = [word for text in (*texts, THOUGHT, GUESS_THOUGHT) for word in _words_of(text)]
     every = (PAD, EOS, UNKNOWN, *demo.TAGS, *grammar, *RELATION_NAMES, *VERBS.values(), *NAME_WORDS)
@@ -264,28 +264,28 @@ def words() -> tuple[str, ...]:
 
 @cache
 def ids_of_words() -> dict[str, int]:
-    """Word -> id."""
+    """Return word -> id."""
     return {word: index for index, word in enumerate(words())}
 
 
 def encode(text: str) -> list[int]:
-    """Ids of a text of known words. KeyError for a word that the demo does not know."""
+    """Return the ids of a text. Raises KeyError for a word that is not in the vocabulary."""
     table = ids_of_words()
     return [table[word] for word in text.split()]
 
 
 def decode(ids: list[int]) -> str:
-    """Return the words, joined by blanks."""
+    """Return the words, joined by spaces."""
     table = words()
     return " ".join(table[index] for index in ids)
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`: a token a word, and one for each tag.
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`: one token per word and per tag.
 
-    A text is split at blanks, so tokens of a prompt, of the policy and of an observation never merge where they meet.
-    The tags are added tokens that are *not* special: they are recognised even when glued to a word, and decoding keeps
-    them, so that an engine finds its stop strings.
+    Text is split at spaces, so tokens of prompt, policy and observation never merge at their boundaries. The tags are
+    added tokens that are *not* special: they are recognised without spaces around them, and decoding keeps them, so
+    that an engine finds its stop strings.
     """
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
@@ -309,9 +309,9 @@ def save_tokenizer(directory: Path) -> None:
 
 
 def main() -> None:
-    """Command line: `python -m deploy.demo.world --seed 7 --out DIR`."""
+    """Run the command line: `python -m deploy.demo.world --seed 7 --out DIR`."""
     parser = argparse.ArgumentParser(prog="python -m deploy.demo.world", description="Write a generated world.")
-    parser.add_argument("--seed", type=int, default=0, help="which world")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the world")
     parser.add_argument("--out", type=Path, required=True, help="directory for corpus.jsonl and questions.jsonl")
     options = parser.parse_args()
     world = write_world(options.seed, options.out)

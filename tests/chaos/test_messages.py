@@ -99,7 +99,7 @@ def test_steps_that_are_not_finite_are_skipped_and_three_in_a_row_stop_the_learn
 def test_a_full_redis_is_waited_for_and_named(said: dict[str, str]) -> None:
     in_order(
         said["redis-full"],
-        r"no tasks are issued at the moment: Redis is full \(at its maxmemory\)",
+        r"no tasks are issued at the moment: Redis is full \(maxmemory reached\)",
         r"^problem:  Redis uses",
         r"^   do:    raise maxmemory",
         r"with room again it went on by itself",

@@ -75,7 +75,7 @@ def test_a_dry_run_prints_settings_and_processes_without_a_framework(tmp_path: P
         (["down", "{dir}/sub"], ["is not a run directory"]),
         (["replay", "{dir}/sub"], ["is not a run directory"]),
         (["eval", "{dir}", "--questions", "{dir}/none.jsonl"], ["cannot read the questions"]),
-        (["index", "build"], ["it is not said what to index", "--corpus FILE and --out DIR"]),
+        (["index", "build"], ["no corpus or no output directory is given", "--corpus FILE and --out DIR"]),
         (["init", "{dir}/hotpot.yaml"], ["exists already", "--force"]),
     ],
 )

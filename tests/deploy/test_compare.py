@@ -40,7 +40,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path)
     with pytest.raises(UserError, match="no variant c"):
         read_variants(path, ["c"])
     path.write_text("- a\n")
-    with pytest.raises(UserError, match="no list of variants"):
+    with pytest.raises(UserError, match="not a list of variants"):
         read_variants(path, [])
 
 

@@ -77,7 +77,7 @@ def test_a_run_of_an_earlier_version_is_read_under_the_present_names(
 
 def test_a_run_without_a_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curves", str(write_run(tmp_path / "a", []))]) == 0
-    assert "no step was trained yet" in capsys.readouterr().out
+    assert "no step has been trained yet" in capsys.readouterr().out
 
 
 def test_of_a_step_trained_twice_the_surviving_epoch_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_of_a_step_trained_twice_the_surviving_epoch_counts(tmp_path: Path, caps
 def test_two_runs_are_compared_at_equal_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", [0.1, 0.2, 0.3]), write_run(tmp_path / "b", [0.1, 0.6])
     assert main(["curves", str(a), str(b), "--every", "1"]) == 0
-    assert "widest apart at step 2: 0.400; at step 2, the last of all: 0.400" in capsys.readouterr().out
+    assert "largest difference 0.400 at step 2; at the last step 2: 0.400" in capsys.readouterr().out
 
 
 def test_a_misspelt_metric_is_answered_with_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,11 +168,11 @@ def test_dead_seqs_are_requeued_by_number_by_reason_or_all(run: Run, capsys: pyt
         (("requeue", "2"), "2 is trained"),
         (("requeue", "3", "6", "77"), "6 is filtered, 77 is open"),
         (("requeue", "--reason", "typo"), "no dead or stale seq has the reason 'typo'"),
-        (("requeue",), "it is not said which seqs"),
-        (("requeue", "3", "--all"), "it is not said which seqs"),
-        (("requeue", "17-0"), "ids of entries cannot be requeued"),
-        (("show", "77"), "there is no letter of 77"),
-        (("purge",), "cannot ask whether to purge"),
+        (("requeue",), "requeue needs one selection of seqs"),
+        (("requeue", "3", "--all"), "requeue needs one selection of seqs"),
+        (("requeue", "17-0"), "entry ids cannot be requeued"),
+        (("show", "77"), "no dead letter found for 77"),
+        (("purge",), "cannot ask for confirmation"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_what_to_do(
@@ -216,7 +216,7 @@ def test_a_purge_forgets_evidence_and_only_with_files_the_learners_record(
         run.letter(seq, reason)
     lines = (run.directory / "dead_letters.jsonl").read_text().splitlines()
     assert run.foray("purge", "--reason", "corrupt", "--yes") == 0
-    assert "2 letters removed from Redis; the learner's file keeps 2" in told(capsys)
+    assert "2 dead letters deleted from Redis; 2 remain in the learner's file" in told(capsys)
     assert run.client.xlen(KEYS.dlq) == 1
     assert (run.directory / "dead_letters.jsonl").read_text().splitlines() == lines
     run.client.hset(KEYS.lease, mapping={"epoch": 1, "token": "t"})
@@ -231,7 +231,7 @@ def test_a_purge_forgets_evidence_and_only_with_files_the_learners_record(
 
 def test_without_redis_it_says_so(tmp_path: Path, client: redis.Redis, capsys: pytest.CaptureFixture[str]) -> None:
     assert Run(tmp_path, "redis://127.0.0.1:1/0", client).foray("requeue", "3") == 2
-    assert "does not do it" in told(capsys)
+    assert "is not usable" in told(capsys)
 
 
 def test_letters_of_a_finished_run_are_read_from_its_directory(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

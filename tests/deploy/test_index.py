@@ -101,12 +101,12 @@ def test_what_is_too_large_is_refused_unless_forced(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["build"], "not said what to index"),
+        (["build"], "no corpus or no output directory"),
         (["build", "--corpus", "synthetic:9", "--out", "x", "--words", "0"], "at least one word"),
-        (["estimate"], "not said of what"),
-        (["info"], "not said which index"),
+        (["estimate"], "no corpus is given"),
+        (["info"], "no index directory is given"),
         (["info", "here", "there"], "takes one directory"),
-        (["search", "here"], "nothing to search for"),
+        (["search", "here"], "no query is given"),
         (["verify", "nowhere"], "not a built index"),
         (
             ["build", "--corpus", "synthetic:9", "--out", "x", "encoder.dims=3", "--index", "memory"],
@@ -129,4 +129,4 @@ def test_a_run_names_its_index(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["index", "search", "--config", str(config), "word7"]) == 0
     assert "(id 7)" in capsys.readouterr().out
     assert main(["index", "build", "--config", str(config), "--out", str(out)]) == 2
-    assert "--config already says" in capsys.readouterr().err
+    assert "--config already sets" in capsys.readouterr().err

@@ -66,11 +66,11 @@ def test_no_alias_hides_a_command() -> None:
         (["eval", "{dir}", "--questions", "{dir}/nope"], ["cannot read the questions", "--questions"]),
         (["index", "search", "{dir}", "q"], ["is not a built index", "foray index build --corpus"]),
         (["index", "serch", "{dir}", "q"], ["`foray index serch`", "did you mean 'search'?"]),
-        (["index"], ["needs a name", "build, estimate, info, verify, search"]),
+        (["index"], ["needs a subcommand", "build, estimate, info, verify, search"]),
         (["init", "{dir}/new.yaml", "--preset", "serch_r1_grpo"], ["--preset", "did you mean 'search_r1_grpo'?"]),
         (["bench", "rolout"], ["`foray bench rolout`", "did you mean 'rollout'?"]),
-        (["dlq", "lst"], ["there is no 'lst'", "did you mean 'list'?"]),
-        (["--log-level", "loud", "version"], ["'LOUD' is no level", "DEBUG"]),
+        (["dlq", "lst"], ["unknown value 'lst'", "did you mean 'list'?"]),
+        (["--log-level", "loud", "version"], ["unknown --log-level 'LOUD'", "DEBUG"]),
     ],
 )
 def test_the_advice_leads_to_what_exists(

@@ -89,7 +89,7 @@ def test_the_warm_start_says_how_far_it_is() -> None:
     course = _course(0, WarmStartBudget(batch=1))
     course.beat = Pulse(said.append, every_s=0).beat
     course.train(practice, 3, lambda step: 1e-3)
-    assert len(said) == 3 and said[1].startswith("warm start: step 2, 2 of 3 of this stage, about ")
+    assert len(said) == 3 and said[1].startswith("warm start: step 2, 2 of 3 in this stage, about ")
 
 
 @pytest.mark.slow

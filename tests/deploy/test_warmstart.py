@@ -66,7 +66,7 @@ def test_one_unread_relation_closes_the_gate() -> None:
 
 def test_a_budget_that_does_not_suffice_is_an_error_and_writes_no_model(tmp_path: Path) -> None:
     budget = WarmStartBudget(practice=2, chunk=1, most=3, habits=1, batch=2)
-    with pytest.raises(WarmStartFailed, match="gate is not passed after 3 steps"):
+    with pytest.raises(WarmStartFailed, match="does not pass the gate after 3 steps"):
         warm_start(tmp_path / "model", 0, quiet, budget)
     assert not (tmp_path / "model").exists()
 
