@@ -167,7 +167,9 @@ def test_an_old_key_is_answered_with_the_new_one() -> None:
     assert suggest("allow_unisolated", ("timeout_s",)) == "valid names: timeout_s"
 
 
-@pytest.mark.parametrize(("given", "expected"), [("top_k=1", "of a group equal"), ("top_k=0", "of a group equal"), ("top_p=0", "top_p")])
+@pytest.mark.parametrize(
+    ("given", "expected"), [("top_k=1", "of a group equal"), ("top_k=0", "of a group equal"), ("top_p=0", "top_p")]
+)
 def test_sampling_that_draws_nothing_is_refused(given: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         section(read_tree(None, [f"run.{given}"]), "run", RunSettings)
