@@ -76,7 +76,7 @@ def test_a_dry_run_prints_settings_and_processes_without_a_framework(tmp_path: P
         (["replay", "{dir}/sub"], ["is not a run directory"]),
         (["eval", "{dir}", "--questions", "{dir}/none.jsonl"], ["cannot read the questions"]),
         (["index", "build"], ["no corpus or no output directory is given", "--corpus FILE and --out DIR"]),
-        (["init", "{dir}/hotpot.yaml"], ["exists already", "--force"]),
+        (["init", "{dir}/hotpot.yaml"], ["already exists", "--force"]),
     ],
 )
 def test_a_mistake_answers_at_once_with_what_happened_and_what_to_do(

@@ -272,7 +272,7 @@ def test_a_file_of_episodes_is_not_overwritten(server: tuple[str, type[Answers]]
     assert command_run(server[0], tmp_path, out=out) == 0
     before = out.read_text()
     for url in (server[0], "http://127.0.0.1:1"):
-        with pytest.raises(UserError, match="exists already"):
+        with pytest.raises(UserError, match="already exists"):
             command_run(url, tmp_path, out=out)
     assert out.read_text() == before and len(server[1].asked) == 1
     with pytest.raises(UserError, match="no rollout server"):
