@@ -16,7 +16,7 @@ PEERS_STAMP := $(PEERS_VENV)/.installed
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
-.PHONY: setup demo test test-slow test-all sglang-env test-sglang test-peers mutants reliability figures page reference lint format lock sbom clean chaos simulate fuzz
+.PHONY: setup demo test test-slow test-all sglang-env test-sglang test-peers mutants reliability figures page reference docs lint format lock sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -100,6 +100,11 @@ reference: setup
 	for page in configuration metrics:observability presets; do \
 	  $(BIN)/python -m deploy.reference.$${page%:*} > $(VENV)/page.md && cp $(VENV)/page.md docs/$${page#*:}.md || exit 1; done
 
+# The pages as a site in site/, with every link checked. ARGS=--serve shows them at http://127.0.0.1:8000 while you write.
+docs: setup
+	@$(BIN)/python -c 'import mkdocs, material' 2>/dev/null || $(BIN)/python -m pip install --quiet -c requirements/cpu.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --strict)
+
 # Real processes under faults, at random, for MINUTES. CONTROL=1: without the delivery rules, which the judge must see.
 # MAXMEMORY_MB=8: with a Redis that is full again and again.
 MINUTES ?= 10
@@ -148,4 +153,4 @@ $(LOCK_STAMP): requirements/lock-tools.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(LOCK_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(LOCK_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis site

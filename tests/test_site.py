@@ -1,0 +1,79 @@
+"""The pages as a site: it builds with strict links where MkDocs is installed, and every anchor of a link exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+PAGES = sorted(name for name in TRACKED if name.endswith(".md") and not name.startswith((".github/", "docs/figures/")))
+_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)")
+
+
+def mkdocs() -> list[str]:
+    """Return the command, or skip the test: the extra `docs` is not part of a development environment."""
+    if importlib.util.find_spec("mkdocs") and importlib.util.find_spec("material"):
+        return [sys.executable, "-m", "mkdocs"]
+    found = shutil.which("mkdocs")
+    return [found] if found else pytest.skip("MkDocs is not installed: `make docs` installs it")
+
+
+def build(checkout: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [*mkdocs(), "build", "--strict", "--site-dir", str(out)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub and the site give to the headings of a page."""
+    outside_of_code = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+?)\s*$", outside_of_code, re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_anchor_of_a_link_exists(page: str) -> None:
+    here = ROOT / page
+    links = [(here.parent / path if path else here, anchor) for path, anchor in _LINK.findall(here.read_text())]
+    assert not [(str(path), anchor) for path, anchor in links if anchor not in anchors(path)]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+    site = {name.removeprefix("docs/") for name in PAGES} - {"README.md"} | {"index.md"}
+    assert listed == site
+
+
+def test_the_site_builds_and_asks_no_other_host(tmp_path: Path) -> None:
+    done = build(ROOT, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    of_others = re.compile(r"(?:src|<link[^>]+href)=\"(https?://[^\"]+)")
+    loaded = {url for page in pages for url in of_others.findall(page.read_text())}
+    assert not loaded
+    assert 'href="docs/' not in (tmp_path / "site" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("broken", ["no_such_page.md", "glossary.md#no-such-heading"])
+def test_a_broken_link_fails_the_build(tmp_path: Path, broken: str) -> None:
+    mkdocs()
+    checkout = tmp_path / "checkout"
+    for name in [name for name in TRACKED if name.startswith(("docs/", "examples/")) or name.endswith((".md", ".yml"))]:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    subprocess.run(["git", "init", "-q", "."], cwd=checkout, check=True)
+    subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
+    with (checkout / "docs" / "tools.md").open("a") as page:
+        page.write(f"\n[x]({broken})\n")
+    done = build(checkout, tmp_path / "site")
+    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
+    assert done.returncode != 0 and "tools.md" in warning and broken in warning
