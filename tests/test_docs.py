@@ -12,7 +12,7 @@ import pytest
 
 from deploy.monitor.status import BUCKETS
 from protocol.messages import NodeState, Owner, Status
-from tests.support import settings_keys
+from tests.support.settings_keys import every_key
 
 ROOT = Path(__file__).parent.parent
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -90,7 +90,7 @@ def test_every_setting_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     if page == COMING_FROM:
         text = "\n".join(line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| "))
-    known = settings_keys.keys()
+    known = every_key()
     assert not {key for key in keys_of(text) if key not in known and not _FREE.match(key)}
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from deploy.reference.configuration import document
-from tests.support.settings_keys import keys
+from tests.support.settings_keys import every_key
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -21,7 +21,7 @@ def test_the_page_has_every_setting() -> None:
     # fields that types share, and groups that occur again, are listed once
     lists = re.findall(r"^As in `\w+`: (.*)\.$", text, re.M)
     short = {name.rpartition(".")[2] for name in named} | {name for names in lists for name in names.split("`")}
-    missing = {key for key in keys() if "." in key and key not in named and key.rpartition(".")[2] not in short}
+    missing = {key for key in every_key() if "." in key and key not in named and key.rpartition(".")[2] not in short}
     assert len(named) > 400 and not missing
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from deploy.config import RunConfig
 
 
-def keys(kind: Any = RunConfig, path: str = "") -> set[str]:
+def every_key(kind: Any = RunConfig, path: str = "") -> set[str]:
     """Return the dotted keys below `kind`; those of a list's items are without an index."""
     return set(_walk(kind, path))
 

@@ -1,0 +1,51 @@
+"""The shell blocks of README, quickstart and extending, run as they stand, in order, beside a finished run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import main as foray
+from deploy.demo.warmstart import new_model, save_model
+from tests.support.shell_blocks import shell_blocks
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("run.steps=2", "run.groups_per_step=2", "run.group_size=4", "learner.checkpoint_every=2")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `runs/demo-0`: a run of two steps."""
+    folder = tmp_path_factory.mktemp("pages")
+    save_model(new_model(0), folder / "model")
+    run_dir = folder / "runs" / "demo-0"
+    assert foray(["demo", "--prepare-only", "--dir", str(run_dir), "--model", str(folder / "model"), *SMALL]) == 0
+    up = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")]
+    done = subprocess.run(up, cwd=folder, timeout=200, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/extending.md"])
+def test_the_blocks_of_a_page_run(finished: Path, tmp_path: Path, page: str) -> None:
+    shutil.copytree(finished / "runs", tmp_path / "runs", symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
+    blocks = [block for block in shell_blocks(ROOT / page) if not block.needs]
+    assert blocks
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for block in blocks:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

@@ -1,0 +1,74 @@
+"""Every command in a page is one that `foray` understands, and the first pages say what each block needs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from tests.support.settings_keys import every_key
+from tests.support.shell_blocks import foray_commands, other_blocks, shell_blocks
+
+ROOT = Path(__file__).parent.parent
+LISTED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+FIRST_PAGES = ("README.md", "docs/quickstart.md", "docs/extending.md")
+PAGES = [name for name in LISTED.stdout.split() if name != "CHANGELOG.md"]
+
+
+@cache
+def help_of(*verb: str) -> str:
+    """Return what `foray VERB --help` prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        cli.main([*verb, "--help"])
+    return said.getvalue()
+
+
+@cache
+def subcommands(verb: str) -> frozenset[str]:
+    known = re.search(r"NAME \(each has --help\):\n((?:  .+\n?)+)", help_of(verb))
+    return frozenset(line.split()[0] for line in known[1].splitlines()) if known else frozenset()
+
+
+def mistakes(words: list[str]) -> list[str]:
+    """Return what of `foray WORDS` does not exist: command, subcommand, flags, settings."""
+    verb, *rest = words
+    if verb not in cli.VERBS:
+        return [verb]
+    names = [word for word in rest if word in subcommands(verb)]
+    if subcommands(verb) and not names and "NAME" not in rest:
+        return [f"{verb} without a subcommand"]
+    known = help_of(verb, *names[:1])
+    flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    wrong = [
+        flag for flag in flags if not re.search(rf"{flag}(?![\w-])", known) and flag not in ("--log-level", "--verbose")
+    ]
+    keys = {word.partition("=")[0] for word in rest if re.match(r"[a-z]+\.[\w.]+=", word)}
+    short = {key.partition(".")[2] for key in every_key()}
+    index = {key.removeprefix("retriever.index.") for key in every_key()}
+    return wrong + [key for key in keys if key not in every_key() | short | index]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_foray_command_of_a_page_exists(page: str) -> None:
+    text = "\n".join([*(block.text for block in shell_blocks(ROOT / page)), other_blocks(ROOT / page)])
+    assert not {" ".join(words): wrong for words in foray_commands(text) if (wrong := mistakes(words))}
+
+
+@pytest.mark.parametrize("page", FIRST_PAGES)
+def test_commands_of_the_first_pages_are_in_shell_blocks(page: str) -> None:
+    """What is in no block of this kind is neither run nor marked."""
+    assert not re.findall(r"^(?:foray|make|python|pip|\.venv/bin/\w+) .+$", other_blocks(ROOT / page), re.M)
+    assert shell_blocks(ROOT / page)
+
+
+@pytest.mark.parametrize("line", ["foray upp x", "foray up --dry", "foray up x run.stepz=1", "foray index"])
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    (words,) = foray_commands(line)
+    assert mistakes(words)
