@@ -42,7 +42,9 @@ def mistakes(words: list[str]) -> list[str]:
     if verb not in cli.VERBS:
         return [verb]
     names = [word for word in rest if word in subcommands(verb)]
-    if subcommands(verb) and not names and "NAME" not in rest:
+    if subcommands(verb) and "NAME" in rest:
+        return []
+    if subcommands(verb) and not names:
         return [f"{verb} without a subcommand"]
     known = help_of(verb, *names[:1])
     flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
