@@ -115,7 +115,7 @@ ROWS: dict[int, Row] = {
     47: Row("port taken", "named, with the way out", "exit code 2, foray doctor"),
     48: Row("rollouts faster than L", "the credit gate holds; Q stays bounded", "wait credit"),
     49: Row("L faster than rollouts", "waits without spinning and without an end", "wait data"),
-    50: Row("end of the run", "nothing is in flight, nobody waits for a version that will not come", "state done"),
+    50: Row("end of the run", "nothing is in flight, no process waits for a version that will not come", "state done"),
     51: Row(
         "another run on the same Redis", "keys carry the run; foreign messages are refused", "dead letter: foreign_run"
     ),
