@@ -1,1 +1,1 @@
-"""Dead letters of a run: what they were, what became of their seqs, and which may be requeued."""
+"""Dead letters of a run: read, show, requeue and purge them."""

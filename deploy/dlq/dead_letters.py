@@ -1,16 +1,16 @@
-"""Dead letters: entries that could not be used, as evidence for people, and what became of their seqs.
+"""Dead letters: entries that could not be used, kept for inspection, and the state of their seqs.
 
 Both writers use one format (`learner/delivery/consumer.py`, `rollout_server/dispatch/publisher.py`):
 
-    id      the entry it was: of the stream of trajectory groups, or of tasks (reasons that begin with `task_`)
-    seq     which seq the entry was of, 0 where not even that could be read
-    reason  one word, as in `protocol/errors.py`; detail: what exactly was wrong
-    from    who found it: "learner", or the id of a rollout server
-    h, b    header and body as they came, cut to a bound
+    id      id of the entry, in the stream of trajectory groups or of tasks (reasons that begin with `task_`)
+    seq     seq of the entry, 0 if it could not be read
+    reason  one word, as in `protocol/errors.py`; detail: the exact error
+    from    process that found it: "learner", or the id of a rollout server
+    h, b    header and body as received, truncated
 
-The stream in Redis holds the newest of both writers; `dead_letters.jsonl` in the run directory holds the learner's,
-`h` and `b` in base64, and `dead_letters.jsonl.1` those before them (`learner/delivery/dead_letters.py` bounds both).
-Neither says what was done about a seq: that is in the ledger.
+The stream in Redis holds the newest of both writers. `dead_letters.jsonl` in the run directory holds the learner's,
+with `h` and `b` in base64, and `dead_letters.jsonl.1` older ones (`learner/delivery/dead_letters.py` bounds both).
+The state of a seq is in the ledger, not here.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 FILES = ("dead_letters.jsonl.1", "dead_letters.jsonl")
 PAGE = 20
-"""Letters read from Redis at once: a letter may take two MiB."""
+"""Dead letters per read from Redis: each may take 2 MiB."""
 SHOWN = 20
-"""Most seqs that a message names."""
+"""Maximum number of seqs named in a message."""
 LONGEST_LINE = 8 << 20
 
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """One letter. `kept`: where it lies ("redis", "file"); `stream_id`: its own id in the dead-letter stream."""
+    """One dead letter. `kept`: where it is stored ("redis", "file"); `stream_id`: its id in the dead-letter stream."""
 
     id: str
     seq: int
@@ -58,26 +58,26 @@ class DeadLetter:
 
     @property
     def at(self) -> float:
-        """When the entry came, in seconds since 1970 by Redis' clock: an id begins with it. 0 when it says nothing."""
+        """Return when the entry was added, in seconds since 1970 on the Redis clock (from its id); 0 if unknown."""
         milliseconds = self.id.partition("-")[0]
         return int(milliseconds) / 1000 if milliseconds.isdecimal() and len(milliseconds) < 16 else 0.0
 
 
 @dataclass(frozen=True)
 class Fates:
-    """What the last checkpoint's ledger says of seqs, and which of them a person has asked to be tried again."""
+    """Outcomes of seqs in the ledger of the last checkpoint, and the seqs that a user has requeued."""
 
     ledger: Ledger | None
     requeued: frozenset[int] = frozenset()
 
     @cached_property
     def dead(self) -> dict[int, str]:
-        """seq -> reason, of those that were given up."""
+        """Return seq -> reason, of dead seqs."""
         return {seq: reason for seq, (outcome, reason) in self._noted.items() if outcome is Outcome.DEAD}
 
     @cached_property
     def reopenable(self) -> dict[int, str]:
-        """seq -> reason, of those that may be tried again: nothing was learned from them."""
+        """Return seq -> reason, of seqs that may be requeued: they were not trained on."""
         return {seq: reason for seq, (outcome, reason) in self._noted.items() if outcome in REOPENABLE}
 
     @cached_property
@@ -86,7 +86,7 @@ class Fates:
         return {seq: (outcome, reason) for seq, outcome, reason in notes}
 
     def of(self, seq: int) -> str:
-        """Return one word: dead, stale, filtered, trained, requeued, open (will be tried again) or unknown."""
+        """Return one word: dead, stale, filtered, trained, requeued, open (in flight or to be reissued) or unknown."""
         if not seq or self.ledger is None:
             return "unknown"
         if seq in self.requeued:
@@ -97,27 +97,27 @@ class Fates:
 
 
 def read_letters(client: redis.Redis | None, run: str, run_dir: Path, *, bodies: bool = True) -> list[DeadLetter]:
-    """Return every letter once, the oldest first; without a client those of the file.
+    """Return each dead letter once, the oldest first; without a client, those in the file.
 
-    `bodies` False leaves `header` and `body` empty: there may be gigabytes.
+    `bodies` False leaves `header` and `body` empty: they may take gigabytes.
     """
     filed = {_key(letter): letter for name in FILES for letter in _of_file(run_dir / name, bodies)}
     found = []
     for letter in _of_stream(client, Keys(run).dlq, bodies) if client is not None else ():
         twin = filed.pop(_key(letter), None)
-        # the file has more of the bytes
+        # the file keeps more bytes of each
         found.append(replace(twin, kept=("redis", "file"), stream_id=letter.stream_id) if twin else letter)
     return sorted([*found, *filed.values()], key=lambda letter: (letter.at, letter.id))
 
 
 def purge_stream(client: redis.Redis, run: str, letters: Iterable[DeadLetter]) -> int:
-    """Removes these letters from the stream; how many were there."""
+    """Delete these dead letters from the stream and return their number."""
     ids = [letter.stream_id for letter in letters if letter.stream_id]
     return sum(int(client.xdel(Keys(run).dlq, *ids[i : i + 500])) for i in range(0, len(ids), 500))
 
 
 def purge_file(run_dir: Path, letters: Iterable[DeadLetter]) -> int:
-    """Removes these letters from the files, by rename; how many lines. For a run whose learner does not write."""
+    """Delete these dead letters from the files and return the number of lines. The learner must not be running."""
     gone = {_key(letter) for letter in letters}
     return sum(_purge(run_dir / name, gone) for name in FILES if (run_dir / name).exists())
 
@@ -184,7 +184,7 @@ def _of_file(path: Path, bodies: bool) -> Iterator[DeadLetter]:
 
 
 def _parsed(line: str, bodies: bool) -> DeadLetter | None:
-    """Return None for what is no letter: a line that a crash cut short."""
+    """Return None for an invalid line, such as one truncated by a crash."""
     try:
         facts: Any = json.loads(line)
         if not isinstance(facts, dict):
@@ -202,44 +202,44 @@ def _seq(text: str) -> int:
 
 
 def choose(seen: RunSnapshot, fates: Fates, seqs: Sequence[int], *, reason: str = "") -> list[int]:
-    """Return the seqs to requeue, ascending: `seqs`, or every dead or stale one with `reason`, or every dead one.
+    """Return the seqs to requeue, ascending: `seqs`, or all dead or stale ones with `reason`, or all dead ones.
 
-    Requeues nothing: the learner does that (`Keys.requeue`).
-    Raises UserError when the run is over, when there is no ledger to look at, or when a named seq is neither.
+    Changes nothing: the learner requeues them (`Keys.requeue`).
+    Raises UserError if the run is done, if there is no checkpoint, or if one of `seqs` is neither dead nor stale.
     """
     if seen.is_done:
         raise UserError(
-            "the run is done: nothing would try them again",
-            todo="make it longer first (raise run.steps and start the learner again), then requeue",
+            "the run is done, so no seq can be retried",
+            todo="extend the run first (raise run.steps and start the learner again), then requeue",
         )
     if fates.ledger is None:
         raise UserError(
-            "no checkpoint says yet which seqs are dead", todo="wait for the first one (learner.checkpoint_every)"
+            "there is no checkpoint yet, so no seq is recorded as dead", todo="wait for one (learner.checkpoint_every)"
         )
     lost = fates.reopenable
     if not seqs:
         chosen = [seq for seq, why in lost.items() if why == reason] if reason else list(fates.dead)
         if reason and not chosen:
             known = ", ".join(sorted({escape_untrusted(why) for why in lost.values()})) or "none at all"
-            raise UserError(f"no dead or stale seq has the reason {reason!r}", why=f"reasons there are: {known}")
+            raise UserError(f"no dead or stale seq has the reason {reason!r}", why=f"recorded reasons: {known}")
     else:
         chosen = list(seqs)
         if wrong := [seq for seq in chosen if seq not in lost]:
             told = ", ".join(f"{seq} is {fates.of(seq)}" for seq in wrong[:SHOWN])
             raise UserError(
-                f"only dead and stale seqs can be requeued, by the last checkpoint: {told}",
-                why="one that is open is being tried anyway, and one that is trained must not be trained twice",
-                todo="foray dlq list shows which are dead; one that died just now waits for the next checkpoint",
+                f"only seqs that are dead or stale in the last checkpoint can be requeued: {told}",
+                why="an open seq is in progress, and a trained one must not be trained twice",
+                todo="`foray dlq list` shows the dead ones; the next checkpoint records seqs that have just failed",
             )
     return sorted({seq for seq in chosen if seq not in fates.requeued})
 
 
 def outlook(seen: RunSnapshot, seqs: Sequence[int]) -> str:
-    """Return what will happen, in a sentence or two."""
+    """Return a message about what happens next."""
     if not seqs:
-        return "nothing to requeue: what is dead was requeued already"
+        return "nothing to requeue: all dead seqs are requeued already"
     some = ", ".join(map(str, seqs[:SHOWN])) + (", ..." if len(seqs) > SHOWN else "")
-    then = "opens them again in its ledger and issues them again; until they end they count as in flight"
+    then = "reopens them in its ledger and reissues their tasks; until they end they count as in flight"
     if seen.learner is None:
-        return f"{len(seqs)} seqs requeued: {some}\nNo learner reports. When one starts it {then}."
+        return f"{len(seqs)} seqs requeued: {some}\nNo learner is running. When one starts, it {then}."
     return f"{len(seqs)} seqs requeued: {some}\nThe learner {then}."

@@ -1,4 +1,4 @@
-"""What `foray dlq list` and `foray dlq show` print. Pure. Every word of a stranger goes through `escape_untrusted`."""
+"""Render the output of `foray dlq list` and `foray dlq show`. Pure. Untrusted text passes `escape_untrusted`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.header import check_body, read_header
 
-COLUMNS = ("seq", "fate", "reason", "found by", "when (UTC)", "entry", "detail")
+COLUMNS = ("seq", "state", "reason", "found by", "when (UTC)", "entry", "detail")
 
 
 def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") -> list[str]:
-    """Return a table with a line for each letter, and one for each dead seq of which there is none."""
+    """Return a table with one line per dead letter, and one per dead seq without a dead letter."""
     silent = _silent(letters, fates, reason)
     if not letters and not silent:
-        return ["no dead letters, and no seq was given up"]
+        return ["no dead letters and no failed seqs"]
     rows = [
         TableRow(
             str(letter.seq or "-"),
@@ -38,7 +38,7 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
         for letter in letters
     ]
     rows += [
-        TableRow(str(seq), (fates.of(seq), escape_untrusted(why, 32), "ledger", "-", "-", "given up; no letter"))
+        TableRow(str(seq), (fates.of(seq), escape_untrusted(why, 32), "ledger", "-", "-", "failed; no dead letter"))
         for seq, why in silent.items()
     ]
     reasons = Counter(letter.reason for letter in letters)
@@ -47,13 +47,13 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
     recorded = ", ".join(f"{number} {escape_untrusted(why, 32)}" for why, number in dead.most_common()) or "none"
     return [
         *(line.rstrip() for line in table(COLUMNS, rows)),
-        f"{len(letters)} letters: {counted}",
+        f"{len(letters)} dead letters: {counted}",
         f"{sum(dead.values())} seqs recorded as dead: {recorded}",
     ]
 
 
 def page(letter: DeadLetter, fates: Fates, *, most: int) -> list[str]:
-    """Everything about one letter."""
+    """Return one dead letter in full."""
     lines = [
         f"entry {escape_untrusted(letter.id)} of seq {letter.seq or 'unknown'} ({fates.of(letter.seq)}), "
         f"{_when(letter.at)}",
@@ -72,7 +72,7 @@ def page(letter: DeadLetter, fates: Fates, *, most: int) -> list[str]:
 
 
 def read_facts(letter: DeadLetter) -> tuple[dict[str, Any], dict[str, str]]:
-    """(fields of the header, where it can be read; what reading header and body says)."""
+    """Return (fields of the header if readable, results of decoding header and body)."""
     facts: dict[str, Any] = {}
     said: dict[str, str] = {}
     if letter.header:
@@ -84,7 +84,7 @@ def read_facts(letter: DeadLetter) -> tuple[dict[str, Any], dict[str, str]]:
             said["checked"] = f"{error.reason}: {error}"
     if letter.body:
         try:
-            said["body"] = f"reads as a {type(decode(letter.body)).__name__}"
+            said["body"] = f"decodes as a {type(decode(letter.body)).__name__}"
         except ProtocolError as error:
             said["body"] = f"{error.reason}: {error}"
     return facts, said
@@ -93,7 +93,7 @@ def read_facts(letter: DeadLetter) -> tuple[dict[str, Any], dict[str, str]]:
 def as_json(
     run: str, letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "", bodies: bool = False
 ) -> dict[str, Any]:
-    """Return the letters as JSON values, for programs: bytes in base64, text as it came (JSON escapes it)."""
+    """Return the dead letters as JSON values: bytes in base64, text unchanged (JSON escapes it)."""
     told = []
     for letter in letters:
         row: dict[str, Any] = {
@@ -110,7 +110,7 @@ def as_json(
 
 
 def _silent(letters: Sequence[DeadLetter], fates: Fates, reason: str) -> dict[int, str]:
-    """Dead seqs without a letter: a rollout server gave them up, and said why."""
+    """Return dead seqs without a dead letter: a rollout server reported that they failed, with a reason."""
     there = {letter.seq for letter in letters}
     return {seq: why for seq, why in fates.dead.items() if seq not in there and reason in ("", why)}
 

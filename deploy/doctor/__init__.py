@@ -1,1 +1,1 @@
-"""The checks of `foray doctor` and `foray up`: what would stop a run, each with its fix."""
+"""The checks of `foray doctor` and `foray up`: problems that would stop a run, each with a fix."""

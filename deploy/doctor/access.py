@@ -1,4 +1,4 @@
-"""Services that listen beyond this machine without a token, and tokens that are none."""
+"""Check for services that would listen beyond loopback without a token, and for invalid tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocol.runtime.http.auth import is_loopback, read_access
 
 
 def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Yield one finding for each service that would be refused at its start; one for all where none would."""
+    """Yield one finding per service that would refuse to start; one for all if none would."""
     hosts = {"rollout": ("rollout.host", config.rollout.host)}
     if config.num_retrievers:
         hosts["retriever"] = ("retriever.host", config.retriever.host)
@@ -26,15 +26,17 @@ def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterato
         try:
             access = read_access(read_env(config.launch.secrets, role) if config.launch.secrets else environ)
         except UserError as error:
-            found.append(Finding(f"tokens of the {role}", "fail", f"{error.what}: {error.why}", error.todo))
+            found.append(Finding(f"{role} tokens", "fail", f"{error.what}: {error.why}", error.todo))
             continue
         if access.open and not is_loopback(host):
-            detail = f"{setting} = {host} opens it to the network, and no token is set: it would refuse to start"
+            detail = f"{setting} = {host} exposes the {role} to the network without a token: it would refuse to start"
             todo = f"foray init run.yaml --secure (then launch.secrets), or {setting}=127.0.0.1"
-            todo += ", or no endpoint: learner.metrics_port=null" if role == "learner" else ""
+            todo += ", or disable it: learner.metrics_port=null" if role == "learner" else ""
             found.append(Finding("access", "fail", detail, todo))
     if found:
         yield from found
         return
     far = [setting for setting, host in hosts.values() if not is_loopback(host)]
-    yield Finding("access", "ok", f"{', '.join(far)} ask for tokens" if far else "every service is on loopback only")
+    yield Finding(
+        "access", "ok", f"tokens protect: {', '.join(far)}" if far else "all services listen on loopback only"
+    )

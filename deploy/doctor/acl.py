@@ -1,7 +1,7 @@
-"""Whether a user of Redis may do what its role needs, and no more: asked of Redis itself, without doing any of it.
+"""Check that a Redis user has the permissions that its role needs, and no others, without executing a command.
 
-Inside MULTI a command is checked and queued, and DISCARD forgets all of them: so every right can be tried, FLUSHALL
-included, and nothing happens. The commands inside a function are tried one by one.
+Inside MULTI, Redis checks and queues a command, and DISCARD drops the queue: so every permission can be tested, even
+FLUSHALL, without effect. The commands inside a function are tested one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SERVICES: tuple[RedisRole, ...] = ("learner", "rollout", "node")
 
 
 def needs(run: str) -> Mapping[RedisRole, Sequence[Command]]:
-    """For each role, commands that stand for all it does."""
+    """Return, for each role, commands that represent all that it does."""
     k = Keys(run)
     return {
         "learner": _learner(k),
@@ -120,39 +120,41 @@ TOO_MUCH: Sequence[Command] = (
 
 
 def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]:
-    """Findings about the user of `url`; its role is `role`, or its name, or else it serves every process of the run."""
+    """Check the user of `url`. Its role is `role`, or its name, or it serves every process of the run."""
     import redis
 
     name = parse_redis_url(url).username or "default"
     named = role or next((known for known in REDIS_ROLES if known == name), None)
     if named == "admin":
-        yield Finding("redis user", "ok", "the admin: for people, no process should run as it")
+        yield Finding("redis user", "ok", "admin: for users, no process should use it")
         return
     client = connect(url, timeout_s=ANSWER_S)
     try:
         missing = _refused(client, [c for part in ([named] if named else SERVICES) for c in needs(run)[part]])
         beyond = [command for command in TOO_MUCH if command not in _refused(client, TOO_MUCH)]
     except (redis.RedisError, OSError) as error:
-        todo = f"`foray init --secure` writes users that can be checked ({type(error).__name__}: {error})"
-        yield Finding(f"redis user {name}", "warn", "its rights cannot be tried: MULTI is refused", todo)
+        todo = f"`foray init --secure` creates users that can be checked ({type(error).__name__}: {error})"
+        yield Finding(f"redis user {name}", "warn", "cannot check its permissions: Redis refuses MULTI", todo)
         return
     finally:
         client.close()
     wanted = f"{cli(url)} ACL SETUSER {name} {rules(run, named or 'learner')}"
     if missing:
         words = ", ".join(" ".join(command[:2]) for command in missing[:4]) + (" ..." if len(missing) > 4 else "")
-        detail = f"as {named or 'the user of every process'} it must, and may not: {words}"
+        detail = f"lacks permissions that {named or 'the processes'} need: {words}"
         yield Finding(f"redis user {name}", "fail", detail, wanted)
     elif beyond and not (name == "default" and parse_redis_url(url).is_loopback):
         words = ", ".join(" ".join(command[:2]) for command in beyond)
-        todo = wanted if named else "foray init run.yaml --secure makes a user for each role; launch.secrets uses them"
-        yield Finding(f"redis user {name}", "warn", f"it may do more than it needs: {words}", todo)
+        todo = wanted if named else "`foray init run.yaml --secure` creates a user per role; launch.secrets uses them"
+        yield Finding(f"redis user {name}", "warn", f"has more permissions than it needs: {words}", todo)
     else:
-        yield Finding(f"redis user {name}", "ok", "may do what it needs" + (", and everything else" if beyond else ""))
+        yield Finding(
+            f"redis user {name}", "ok", "has the permissions it needs" + (", and all others" if beyond else "")
+        )
 
 
 def _refused(client: redis.Redis, commands: Sequence[Command]) -> list[Command]:
-    """Return those of `commands` that the user of `client` may not send. None of them is carried out."""
+    """Return those of `commands` that the user of `client` may not send. None is executed."""
     import redis
 
     pool: Any = client.connection_pool
@@ -168,11 +170,11 @@ def _refused(client: redis.Redis, commands: Sequence[Command]) -> list[Command]:
             except redis.exceptions.NoPermissionError:
                 refused.append(command)
             except redis.ResponseError:
-                pass  # it may, and something else is wrong with it: this server does not know it, or is full
+                pass  # permitted, but it fails otherwise: the server does not know it, or is full
         connection.send_command("DISCARD")
         connection.read_response()
     finally:
-        # were DISCARD lost, closing forgets the queue as well
+        # closing the connection drops the queue too, if DISCARD fails
         connection.disconnect()
         pool.release(connection)
     return refused

@@ -1,4 +1,4 @@
-"""The files that a run begins with, opened and not only looked for: model, corpus, the first questions."""
+"""Check the input files of a run by reading them: model, corpus, the first questions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocol.errors import UserError
 from protocol.runtime.torch_safety import refuse_pickled
 
 ROWS = 100
-"""Questions and passages that are read: a wrong format shows in the first ones."""
+"""Number of questions and passages to read: a wrong format shows in the first ones."""
 MODEL_FILES = "give a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json): run.model=..."
 TO_LINES = (
     "import json, pyarrow.parquet as p; t = p.read_table({path!r}, columns={columns}); "
@@ -32,15 +32,15 @@ def files(config: RunConfig) -> Iterator[Finding]:
 
 
 def awaits_preparation(config: RunConfig) -> bool:
-    """Return whether `launch.prepare` runs before anything else, and makes the model."""
+    """Return whether `launch.prepare` will create the model before any process starts."""
     return bool(config.launch.prepare) and not config.run.model.exists()
 
 
 def model(config: RunConfig) -> Finding:
-    """Return the directory of the initial policy."""
+    """Check the directory of the initial policy."""
     directory = config.run.model
     if awaits_preparation(config):
-        return Finding("run.model", "ok", f"{directory} will be made by launch.prepare")
+        return Finding("run.model", "ok", f"launch.prepare will create {directory}")
     try:
         facts = json.loads((directory / "config.json").read_bytes())
         refuse_pickled(directory)
@@ -48,22 +48,22 @@ def model(config: RunConfig) -> Finding:
     except OSError as error:
         return Finding("run.model", "fail", f"no model in {directory}: {error.strerror}", MODEL_FILES)
     except (ValueError, RecursionError) as error:
-        return Finding("run.model", "fail", f"a file of the model in {directory} is damaged", MODEL_FILES, str(error))
+        return Finding("run.model", "fail", f"a file of the model in {directory} is corrupt", MODEL_FILES, str(error))
     except UserError as error:
         return Finding.of("run.model", error)
     if not isinstance(facts, dict) or not shards:
-        what = "config.json is no object" if shards else "it holds no weights (*.safetensors)"
+        what = "config.json is not a JSON object" if shards else "it contains no weights (*.safetensors)"
         return Finding("run.model", "fail", f"no model in {directory}: {what}", MODEL_FILES)
     for shard in shards:
         if why := _damage(shard):
-            return Finding("run.model", "fail", f"{shard} is no whole safetensors file", "copy it again", why)
+            return Finding("run.model", "fail", f"{shard} is not a complete safetensors file", "copy it again", why)
     return Finding(
         "run.model", "ok", f"{directory}: {facts.get('model_type', 'model')}, {len(shards)} file(s) of weights"
     )
 
 
 def _shards(directory: Path) -> list[Path]:
-    """Return the weight files: those that an index names, else those that are there."""
+    """Return the weight files: those in the safetensors index, else those in the directory."""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(directory.glob("*.safetensors"))
@@ -75,7 +75,7 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _damage(shard: Path) -> str:
-    """Return what is wrong with a file of weights, "" when it is whole (or cannot be judged here)."""
+    """Return what is wrong with a weight file, "" if it is complete (or cannot be checked here)."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -90,7 +90,7 @@ def _damage(shard: Path) -> str:
 
 
 def _corpus(config: RunConfig) -> Finding:
-    """Return the first passages, read by the reader that the index builder uses."""
+    """Check the first passages of the corpus, with the reader of the index builder."""
     from retriever.corpus.manifest import corpus_of
     from retriever.indexing.input import first_passages, refuse_large
 
@@ -104,7 +104,7 @@ def _corpus(config: RunConfig) -> Finding:
         if not built:
             refuse_large(settings)
     except ImportError as error:
-        detail, fix = f"{corpus} cannot be read here", "pip install 'foray[retriever]'"
+        detail, fix = f"{corpus} cannot be read in this environment", "pip install 'foray[retriever]'"
         return Finding("retriever.corpus", "fail", detail, fix, str(error))
     except UserError as error:
         return Finding.of("retriever.index_dir" if settings.needed_corpus is None else "retriever.corpus", error)
@@ -121,7 +121,7 @@ def _questions(path: Path) -> Finding:
 
 
 def _with_columns(path: Path, found: Finding) -> Finding:
-    """`found` with what the Parquet file holds, and the command that converts it where its columns have the names."""
+    """Return `found` with the columns of the Parquet file, and a command that converts it if they have known names."""
     try:
         from retriever.corpus.formats.base import columns_of
 
@@ -139,7 +139,7 @@ def _with_columns(path: Path, found: Finding) -> Finding:
 
 
 def _unless_prepared(config: RunConfig, path: Path | None, found: Finding) -> Finding:
-    """Return `found`, as a warning if the file is missing and `launch.prepare` may make it."""
+    """Return `found`, as a warning if the file is missing and `launch.prepare` may create it."""
     if found.verdict == "fail" and path is not None and not path.exists() and awaits_preparation(config):
-        return Finding(found.check, "warn", f"{path} is not there yet", "nothing, if launch.prepare makes it")
+        return Finding(found.check, "warn", f"{path} does not exist yet", "nothing, if launch.prepare creates it")
     return found

@@ -1,6 +1,6 @@
-"""Whether engine and learner can run the model: judged by its config.json, the installed packages and the devices.
+"""Check that engine and learner can run the model, from its config.json, the installed packages and the devices.
 
-Neither torch nor transformers is imported: `foray up` asks all of this before it starts a process.
+Neither torch nor transformers is imported: `foray up` runs these checks before it starts a process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rollout_server.cpu_engine.model.config import read_model_config
 from rollout_server.node.config import CpuEngine, SglangEngine
 
 CPU_PARAMETERS = 50_000_000
-"""Largest model for the embedded engine: it serves tests and demos, a larger one would take minutes for an answer."""
-ON_SGLANG = "serve it with SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
+"""Maximum parameters for the CPU engine, made for tests and demos: a larger model would take minutes per answer."""
+ON_SGLANG = "use SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
 NOT_FACTS = (TypeError, ValueError, AttributeError, ArithmeticError)
-"""What values of other types than a model's lead to."""
+"""Exceptions caused by config.json values of unexpected types."""
 PROBE = (
     "import importlib.metadata as m, importlib.util as u\n"
     "print('no' if u.find_spec('sglang') is None else m.version('sglang'))"
@@ -37,7 +37,7 @@ PROBE_S = 30.0
 
 
 def engine(config: RunConfig) -> Iterator[Finding]:
-    """Check the engine that is started here: that it exists, and serves the model at the length of episodes."""
+    """Check the engine that this run starts: that it is installed, and can serve the model at the length of episodes."""
     kind = config.engine.kind
     if not config.launch.engines:
         return
@@ -45,7 +45,7 @@ def engine(config: RunConfig) -> Iterator[Finding]:
         yield _sglang(kind)
     facts = read_facts(config.run.model)
     if not facts:
-        return  # that there is no model is said elsewhere
+        return  # another check reports a missing model
     if isinstance(kind, CpuEngine):
         yield _cpu(config.run.model)
     try:
@@ -55,7 +55,7 @@ def engine(config: RunConfig) -> Iterator[Finding]:
 
 
 def learner(config: RunConfig) -> Iterator[Finding]:
-    """The learner that is started here: whether it trains such a model and such groups, its transport, its trackers."""
+    """Check the learner that this run starts: model, group size, weight transport, trackers."""
     if not config.launch.learner:
         return
     try:
@@ -74,7 +74,10 @@ def learner(config: RunConfig) -> Iterator[Finding]:
     for tracker in config.learner.trackers:
         absent = [name for name in tracker.modules if importlib.util.find_spec(name) is None]
         if absent:
-            why, todo = f"not installed: {', '.join(absent)}", f"pip install {tracker.type}, or leave it out"
+            why, todo = (
+                f"not installed: {', '.join(absent)}",
+                f"pip install {tracker.type}, or remove it from learner.trackers",
+            )
             yield Finding("learner.trackers", "fail", f"{tracker.type} cannot be used", todo, why)
         else:
             yield Finding("learner.trackers", "ok", tracker.type)
@@ -85,8 +88,10 @@ def _reward_parts(config: RunConfig) -> Iterator[Finding]:
     parts = algorithm.parts if isinstance(algorithm, GroupSettings) else {}
     known = [reward.key for reward in config.rollout.episode.rewards]
     if unknown := sorted(set(parts) - set(known)):
-        detail = f"no reward of rollout.episode.rewards is {' or '.join(unknown)}"
-        yield Finding("learner.algorithm.parts", "fail", detail, f"name some of {', '.join(known)}, or add the reward")
+        detail = f"rollout.episode.rewards has no reward named {' or '.join(unknown)}"
+        yield Finding(
+            "learner.algorithm.parts", "fail", detail, f"use names among {', '.join(known)}, or add the reward"
+        )
 
 
 def _output_layers(config: RunConfig) -> Iterator[Finding]:
@@ -95,7 +100,7 @@ def _output_layers(config: RunConfig) -> Iterator[Finding]:
         return
     if model.fp32_lm_head != kind.fp32_lm_head:
         pair = f"learner.model.fp32_lm_head is {model.fp32_lm_head}, engine.kind.fp32_lm_head {kind.fp32_lm_head}"
-        why = "one side rounds its logits to bfloat16: log-probs differ by 0.013 nats in the mean, at lag 0 too"
+        why = "one side rounds its logits to bfloat16: log-probs differ by 0.013 nats on average, even at lag 0"
         yield Finding("fp32_lm_head", "warn", pair.lower(), "set both to true", why)
 
 
@@ -105,14 +110,14 @@ def _sampling(run: RunSettings) -> Iterator[Finding]:
     given = [
         f"run.{name} = {value}" for name, value in (("top_p", run.top_p), ("top_k", run.top_k)) if value not in (1, -1)
     ]
-    detail = f"{' and '.join(given)}: rollouts draw from a part of the distribution that the loss takes whole"
-    why = "ratios stay right (both sides score the whole), but the gradient is biased and the policy narrows"
-    todo = 'run.top_p=1 run.top_k=-1, unless a recipe asks for it (docs/algorithms.md, "What the sampler leaves out")'
+    detail = f"{' and '.join(given)}: rollouts sample from a truncated distribution, the loss uses the full one"
+    why = "importance ratios stay correct, but the gradient is biased and the policy's entropy falls"
+    todo = 'run.top_p=1 run.top_k=-1, unless a recipe needs it (docs/algorithms.md, "What the sampler leaves out")'
     yield Finding("sampling", "warn", detail, todo, why)
 
 
 def read_facts(model: Path) -> dict[str, Any]:
-    """Return the model's config.json, {} where there is none that is an object."""
+    """Return the model's config.json, {} if it is missing or not an object."""
     try:
         found = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -124,18 +129,18 @@ def _cpu(model: Path) -> Finding:
     try:
         parameters = read_model_config(model).parameters
     except UserError as error:
-        detail = f"the CPU engine (engine.kind.type cpu) cannot serve {model}"
+        detail = f"the CPU engine (engine.kind.type=cpu) cannot serve {model}"
         why = f"{error.what}{': ' if error.why else ''}{error.why}"
         return Finding("engine", "fail", detail, f"{ON_SGLANG}, or {error.todo or 'use another model'}", why)
     size = f"{model} has {parameters / 1e6:,.1f} million parameters"
     if parameters > CPU_PARAMETERS:
-        why = f"engine.kind.type is cpu, the embedded engine for models of up to {CPU_PARAMETERS / 1e6:.0f} million"
-        return Finding("engine", "fail", f"{size}, too many for the CPU engine", ON_SGLANG, why)
-    return Finding("engine", "ok", f"the CPU engine serves it: {size}")
+        why = f"engine.kind.type is cpu, the engine for tests and demos, up to {CPU_PARAMETERS / 1e6:.0f} million"
+        return Finding("engine", "fail", f"{size}: too large for the CPU engine", ON_SGLANG, why)
+    return Finding("engine", "ok", f"the CPU engine can serve it: {size}")
 
 
 def _sglang(kind: SglangEngine) -> Finding:
-    """Asks the interpreter of the engine's environment, which may be another than ours."""
+    """Check for SGLang in the engine's Python environment, which may differ from this one."""
     from rollout_server.node.process import MAKE_ENVIRONMENT, environment, interpreter, launcher
 
     try:
@@ -154,27 +159,37 @@ def _sglang(kind: SglangEngine) -> Finding:
     except UserError as error:
         return Finding.of("engine", error)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("engine", "fail", f"{kind.python} is no interpreter that runs", MAKE_ENVIRONMENT, str(error))
+        return Finding("engine", "fail", f"cannot run the interpreter {kind.python}", MAKE_ENVIRONMENT, str(error))
     answer = asked.stdout.strip()
     if asked.returncode or answer == "no":
-        last = asked.stderr.strip().rpartition("\n")[2] if asked.returncode else f"{python} finds no package sglang"
+        last = (
+            asked.stderr.strip().rpartition("\n")[2]
+            if asked.returncode
+            else f"{python} cannot import the package sglang"
+        )
         todo = f"{MAKE_ENVIRONMENT}; or install the extra [engine] there"
-        return Finding("engine", "fail", "engine.kind.type is sglang, and there is no SGLang", todo, last)
-    return Finding("engine", "ok", f"SGLang {answer} of {python}")
+        return Finding("engine", "fail", "engine.kind.type is sglang, but SGLang is not installed", todo, last)
+    return Finding("engine", "ok", f"SGLang {answer} in {python}")
 
 
 def _context(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Check that the longest episode fits into the positions that the model knows."""
+    """Check that the longest episode fits into the model's maximum context."""
     scaled = not isinstance(config.engine.kind, CpuEngine)
     wanted, limit = config.rollout.episode.max_context, _positions(facts, scaled=scaled)
     if limit and wanted > limit:
-        detail = f"rollout.episode.max_context = {wanted} is more than the {limit} positions of {config.run.model}"
-        why = "the engine would refuse, or cut off, every longer trajectory"
-        yield Finding("max_context", "fail", detail, f"rollout.episode.max_context={limit}, or a model of more", why)
+        detail = f"rollout.episode.max_context = {wanted} exceeds the {limit} positions of {config.run.model}"
+        why = "the engine would reject or truncate longer trajectories"
+        yield Finding(
+            "max_context",
+            "fail",
+            detail,
+            f"set rollout.episode.max_context={limit}, or use a model with a longer context",
+            why,
+        )
 
 
 def _positions(facts: dict[str, Any], *, scaled: bool) -> int:
-    """The longest context, `scaled` as SGLang does by the rotary settings; 0 where the configuration does not say."""
+    """Return the maximum context, `scaled` by the rotary settings as in SGLang; 0 if config.json has none."""
     text = facts["text_config"] if isinstance(facts.get("text_config"), dict) else facts
     limit = text.get("max_position_embeddings")
     scaling = text.get("rope_scaling") or text.get("rope_parameters")
@@ -187,30 +202,30 @@ def _positions(facts: dict[str, Any], *, scaled: bool) -> int:
 
 
 def _trainable(config: RunConfig, facts: dict[str, Any]) -> Finding:
-    """Return what the learner says at its load of the model, as far as config.json tells it."""
+    """Check whether the learner supports the model, as far as config.json shows."""
     try:
         given = SimpleNamespace(**({"is_encoder_decoder": False, "model_type": "model"} | facts))
         if given.model_type.startswith("qwen") and not facts.get("use_sliding_window"):
-            given.sliding_window = None  # written in its file, and without effect
+            given.sliding_window = None  # set in config.json, but without effect
         packed = bool(config.learner.batch.row_tokens)
         refuse_settings(config.run.model, given, config.learner.model.attention, packed=packed)
     except UserError as error:
         return Finding.of("learner", error)
     except NOT_FACTS as error:
         return _unusable(config.run.model, error)
-    return Finding("learner", "ok", f"trains a {given.model_type} model")
+    return Finding("learner", "ok", f"supports a {given.model_type} model")
 
 
 def _unusable(model: Path, error: Exception) -> Finding:
     detail, why = f"{model / 'config.json'} does not describe a model", f"{type(error).__name__}: {error}"
-    return Finding("config.json", "fail", detail, "take the model's directory whole, from where it was published", why)
+    return Finding("config.json", "fail", detail, "download the complete model directory again", why)
 
 
 def _nccl(config: RunConfig) -> Finding:
     todo = "learner.publish.backend=gloo, or 'learner.publish={type: disk}'"
     if config.launch.engines and isinstance(config.engine.kind, CpuEngine):
-        why = "the CPU engine receives weights over gloo only"
-        return Finding("learner.publish", "fail", "backend is nccl, and engine.kind.type is cpu", todo, why)
+        why = "the CPU engine supports only gloo for weight transfer"
+        return Finding("learner.publish", "fail", "the backend is nccl, but engine.kind.type is cpu", todo, why)
     if reason := without_cuda():
-        return Finding("learner.publish", "fail", "backend is nccl, and there is no CUDA device", todo, reason)
-    return Finding("learner.publish", "ok", "nccl, with a CUDA device")
+        return Finding("learner.publish", "fail", "the backend is nccl, but no CUDA device was found", todo, reason)
+    return Finding("learner.publish", "ok", "nccl, a CUDA device was found")

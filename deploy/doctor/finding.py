@@ -1,4 +1,4 @@
-"""What a check of `foray doctor` gives: one thing that was checked, the verdict, and how to fix it."""
+"""The result of one check of `foray doctor`: what was checked, the verdict, and a fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `fix` is empty when it is in order, a command where one does it."""
+    """The result of one check. `fix`: what to do, a command if possible; empty if the check passed."""
 
     check: str
     verdict: Verdict
@@ -23,16 +23,16 @@ class Finding:
 
     @classmethod
     def of(cls, check: str, error: UserError, verdict: Verdict = "fail") -> Finding:
-        """Return what a process would end with, found before it starts."""
+        """Return the finding for an error that a process would exit with."""
         return cls(check, verdict, error.what, error.todo, error.why)
 
     def error(self) -> UserError:
-        """As an error."""
+        """Return the finding as a UserError."""
         return UserError(f"{self.check}: {self.detail}", why=self.why, todo=self.fix)
 
 
 class NotReady(UserError):
-    """Findings that would stop a run: nothing has been started."""
+    """Findings that would stop a run. Nothing has been started."""
 
     def __init__(self, failed: Sequence[Finding]) -> None:
         first = failed[0].error()
@@ -40,5 +40,5 @@ class NotReady(UserError):
         self.failed = tuple(failed)
 
     def render(self) -> str:
-        """All of them, not only the first."""
+        """Return all findings, not only the first."""
         return "\n".join([*(finding.error().render() for finding in self.failed), "nothing was started"])

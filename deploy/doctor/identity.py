@@ -1,4 +1,4 @@
-"""Whether what Redis holds under run.id is the run in run.dir: asked as a learner does, and nothing is written."""
+"""Check that the run in Redis with this run.id is the run in run.dir, as a learner does, without writing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from protocol.run_meta import LINEAGE_FILE, lineage_id_in
 
 CHECK = "run.id"
 NEW = "new"
-"""Stands for the lineage id that a learner would make: Redis cannot know it yet."""
+"""Placeholder for the lineage id that a learner would create: Redis cannot contain it yet."""
 
 
 def lineage(url: str, config: RunConfig) -> Iterator[Finding]:
-    """Yield a finding where another run has the name, one that is ok where none has."""
+    """Yield a failure if another run has this id, else an ok."""
     run = config.run.model_copy(update={"redis_url": url})
     try:
         ours = lineage_id_in((run.dir / LINEAGE_FILE).read_text()) or NEW
@@ -28,10 +28,10 @@ def lineage(url: str, config: RunConfig) -> Iterator[Finding]:
     try:
         refusal = foreign_run_error(store, run, ours, IssueReservation(run.checkpoint_dir / "epochs"))
     except (ForayError, OSError):
-        return  # whether Redis answers, and whom, is said elsewhere
+        return  # other checks report whether Redis answers this user
     finally:
         store.close()
     if refusal is None:
-        yield Finding(CHECK, "ok", f"no other run is called {run.id} there")
+        yield Finding(CHECK, "ok", f"no other run in this Redis has the id {run.id}")
     else:
         yield Finding.of(CHECK, refusal)

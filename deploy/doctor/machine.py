@@ -1,4 +1,4 @@
-"""This machine: what is installed, which ports are taken and by whom, whether the disk holds the checkpoints."""
+"""Check this machine: installed packages, ports, disk space for checkpoints, sandbox, permissions of secrets."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NEEDED = {
 }
 EXTRAS = {"protocol": "", "rollout server": "[rollout]", "learner": "[learner]", "retriever": "[retriever]"}
 SPARE_DISK = 2.0
-"""The weights being written, and one more version, beyond what is kept."""
+"""Published versions on disk beyond those kept: the one being written and one more."""
 
 
 def packages(config: RunConfig | None = None) -> Iterator[Finding]:
-    """Check which processes can run in this environment, and so whether those that `config` starts here can."""
+    """Check which processes this environment can run, including those that `config` starts."""
     launch = config.launch if config is not None else None
     starts = {"protocol": True}
     if launch is not None:
@@ -39,16 +39,16 @@ def packages(config: RunConfig | None = None) -> Iterator[Finding]:
     for process, names in NEEDED.items():
         absent = [name for name in names if importlib.util.find_spec(name) is None]
         if absent:
-            # The processes may live in separate environments: only what is started here must be in this one.
+            # Processes may run in separate environments: only those started here must be installed in this one.
             verdict: Verdict = "fail" if starts.get(process) else "warn"
             todo = f"pip install 'foray{EXTRAS[process]}' in the environment that runs it"
-            yield Finding(f"packages of the {process}", verdict, f"not installed: {', '.join(absent)}", todo)
+            yield Finding(f"{process} packages", verdict, f"not installed: {', '.join(absent)}", todo)
         else:
-            yield Finding(f"packages of the {process}", "ok", ", ".join(names))
+            yield Finding(f"{process} packages", "ok", ", ".join(names))
 
 
 def machine() -> Iterator[Finding]:
-    """Describe this machine, for a bug report."""
+    """Describe this machine for a bug report."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     python = ".".join(str(part) for part in sys.version_info[:3])
@@ -56,30 +56,30 @@ def machine() -> Iterator[Finding]:
 
 
 def usable(config: RunConfig) -> Finding:
-    """Return whether the run directory can be made and written: tried beside it, with a directory that goes at once."""
+    """Check that the run directory can be created and written, with a temporary directory next to it."""
     wanted = config.run.dir.absolute()
     place = _nearest(wanted)
-    todo = "run.dir=DIR, a directory that you may write to"
+    todo = "set run.dir=DIR to a directory that you can write to"
     if not place.is_dir():
-        return Finding("run.dir", "fail", f"{config.run.dir} cannot be used: {place} is no directory", todo)
+        return Finding("run.dir", "fail", f"{config.run.dir} is not usable: {place} is not a directory", todo)
     try:
         with tempfile.TemporaryDirectory(prefix=".foray-", dir=place):
             pass
     except OSError as error:
-        detail = f"{config.run.dir} cannot be used: {place} cannot be written to"
+        detail = f"{config.run.dir} is not usable: {place} is not writable"
         return Finding("run.dir", "fail", detail, todo, error.strerror or str(error))
-    return Finding("run.dir", "ok", f"{config.run.dir} can be written to")
+    return Finding("run.dir", "ok", f"{config.run.dir} is writable")
 
 
 def _nearest(path: Path) -> Path:
-    """`path`, or the nearest one above it that exists."""
+    """Return `path` or its nearest existing parent."""
     while not os.path.exists(path):
         path = path.parent
     return path
 
 
 def ports(config: RunConfig) -> Iterator[Finding]:
-    """Ports that were asked for, with who holds those that are taken."""
+    """Check that the configured ports are free, and name the processes that use them."""
     wanted = {}
     if config.launch.rollouts:
         wanted["rollout.port"] = (config.rollout.host, config.rollout.port)
@@ -98,22 +98,24 @@ def ports(config: RunConfig) -> Iterator[Finding]:
         found = port_owner(port)
         busy.append(f"{name} = {port}" + (f" by process {found.pid} ({found.name})" if found else f" on {host}"))
         fixes.append(
-            (f"kill {found.pid}, or " if found else "stop what listens there, or ") + f"{name}=0 (a free port)"
+            (f"kill {found.pid}, or " if found else "stop what listens there, or ") + f"set {name}=0 (a free port)"
         )
-    yield Finding("ports", "fail", f"taken: {', '.join(busy)}", "; ".join(fixes))
+    yield Finding("ports", "fail", f"in use: {', '.join(busy)}", "; ".join(fixes))
 
 
 def disk(config: RunConfig) -> Iterator[Finding]:
-    """Room for the checkpoints that are kept, the one being written, and the published versions."""
+    """Check disk space for the kept checkpoints, the one being written, and the published versions."""
     weights = sum(path.stat().st_size for path in config.run.model.glob("*.safetensors"))
     if not weights or not config.launch.learner:
-        return  # the model's size is not known, or the learner writes on another host
+        return  # the model's size is unknown, or the learner writes on another host
     place = _nearest(config.run.dir.absolute())
     free = shutil.disk_usage(place).free
     kept = config.learner.keep_checkpoints
     publish = config.learner.publish
     copies = 0 if publish.type == "adapter" else publish.keep_versions + SPARE_DISK
-    if not config.learner.model.lora.rank:  # float32 weights and two moments in each checkpoint; adapters are small
+    if (
+        not config.learner.model.lora.rank
+    ):  # each checkpoint has float32 weights and two moments; LoRA adapters are small
         copies += 3 * (kept + 1)
     held = sum(_size(path) for path in (config.run.weights_dir, config.run.checkpoint_dir))
     needed = max(int(weights * copies) - held, 0) + (1 << 28)
@@ -126,7 +128,7 @@ def disk(config: RunConfig) -> Iterator[Finding]:
 
 
 def sandbox(config: RunConfig) -> Iterator[Finding]:
-    """Check that programs of the tool `python` can be run isolated, by running one."""
+    """Check that the sandbox of the tool `python` works, by running a program in it."""
     for settings in config.rollout.episode.tools if config.launch.rollouts else ():
         if isinstance(settings, PythonSettings):
             try:
@@ -134,10 +136,8 @@ def sandbox(config: RunConfig) -> Iterator[Finding]:
             except UserError as error:
                 yield Finding.of("tool python", error)
             except SandboxError as error:
-                todo = (
-                    "start the sandbox service, correct `sandbox.url`, or leave the tool out of rollout.episode.tools"
-                )
-                yield Finding("tool python", "fail", "the sandbox runs no program", todo, str(error))
+                todo = "start the sandbox service, correct `sandbox.url`, or remove the tool from rollout.episode.tools"
+                yield Finding("tool python", "fail", "the sandbox cannot run programs", todo, str(error))
             else:
                 yield Finding(
                     "tool python", "ok", f"a sandbox of type {settings.sandbox.type} computes 6 * 7 = {output}"
@@ -153,30 +153,30 @@ async def _run_program(settings: PythonSettings) -> str:
 
 
 def secrets(config: RunConfig, path: Path | None) -> Iterator[Finding]:
-    """Whether files with secrets in them are for their owner only. `path`: the configuration file, if there is one."""
+    """Check that files with secrets are readable by their owner only. `path`: the configuration file, if any."""
     directory = config.launch.secrets
     if directory is not None and directory.is_dir():
         open_ = [p for p in (directory, *sorted(directory.iterdir())) if p.stat().st_mode & 0o077]
         if open_:
             names = ", ".join(str(p) for p in open_[:4]) + (" ..." if len(open_) > 4 else "")
-            yield Finding("secrets", "fail", f"others may read {names}", f"chmod -R go= {directory}")
+            yield Finding("secrets", "fail", f"other users can read {names}", f"chmod -R go= {directory}")
         else:
-            yield Finding("secrets", "ok", f"{directory} is for its owner only")
+            yield Finding("secrets", "ok", f"only the owner can read {directory}")
     elif directory is not None:
-        todo = "foray init run.yaml --secure, or leave launch.secrets out"
-        yield Finding("secrets", "fail", f"launch.secrets = {directory} is no directory", todo)
+        todo = "run `foray init run.yaml --secure`, or remove launch.secrets"
+        yield Finding("secrets", "fail", f"launch.secrets = {directory} is not a directory", todo)
     from protocol.runtime.redis.url import parse_redis_url
 
     if config.run.redis_url and parse_redis_url(config.run.redis_url).password:
         where = f" in {path}" if path else ""
-        todo = "export FORAY_REDIS_URL=... in the environment of each process, and leave run.redis_url empty"
+        todo = "export FORAY_REDIS_URL in the environment of each process, and leave run.redis_url empty"
         yield Finding(
-            "redis password", "warn", f"run.redis_url{where} holds a password, and is copied to run.dir", todo
+            "redis password", "warn", f"run.redis_url{where} contains a password, and is copied to run.dir", todo
         )
 
 
 def _size(directory: Path) -> int:
-    """Return the bytes of all files. One that a learner deletes meanwhile counts as none."""
+    """Return the size of all files in bytes. A file that the learner deletes meanwhile counts as 0."""
     size = 0
     for folder, _, names in os.walk(directory):
         for name in names:

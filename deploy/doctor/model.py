@@ -1,4 +1,4 @@
-"""The model's words: one tokenizer everywhere, a vocabulary that fits the model, and no code in its directory."""
+"""Check that all processes use one tokenizer, that it matches the model, and that no remote code would run."""
 
 from __future__ import annotations
 
@@ -19,43 +19,41 @@ from protocol.messages import EngineInfo
 from protocol.run_meta import parse_run_meta, tokenizer_digest
 from rollout_server.node.config import SglangEngine
 
-RUN_TOKENIZER, ENGINE_TOKENIZER = "tokenizer of the run", "tokenizer of the engines"
+RUN_TOKENIZER, ENGINE_TOKENIZER = "run tokenizer", "engine tokenizer"
 MODEL_FLAGS = ("--tokenizer-path", "--model-path", "--model")
 
 
 def tokenizer(config: RunConfig) -> Iterator[Finding]:
-    """Compare the tokenizer of run.model with the model's config and the directory that SGLang gets."""
+    """Compare the tokenizer of run.model with the model's config and the directory in SGLang's arguments."""
     model = config.run.model
     if not (model / "config.json").is_file():
-        return  # that it is missing is said elsewhere
+        return  # another check reports a missing model
     try:
         spec = json.loads((model / "tokenizer.json").read_bytes())
         largest = _largest_id(spec)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        told = getattr(error, "strerror", None) or f"it is no tokenizer: {type(error).__name__}"
-        todo = "take the model's directory whole: config.json, model.safetensors, tokenizer.json"
+        told = getattr(error, "strerror", None) or f"not a valid tokenizer: {type(error).__name__}"
+        todo = "copy the complete model directory: config.json, model.safetensors, tokenizer.json"
         yield Finding("tokenizer", "fail", f"{model / 'tokenizer.json'}: {told}", todo)
         return
     size = _vocabulary(model)
     if size is not None and largest >= size:
-        detail = (
-            f"its largest id is {largest}, and the model in {model} has {size} words: engines would refuse or crash"
-        )
-        yield Finding("tokenizer", "fail", detail, "take tokenizer.json and config.json from one and the same model")
+        detail = f"its largest id is {largest}, but the model in {model} has {size} rows: engines would refuse or crash"
+        yield Finding("tokenizer", "fail", detail, "use tokenizer.json and config.json of the same model")
         return
     ours = tokenizer_digest((model / "tokenizer.json").read_bytes())
     for flag, other in _told(config):
         theirs = tokenizer_digest(_bytes(other / "tokenizer.json"))
         if theirs != ours:
-            detail = f"SGLang is told {flag} {other} ({theirs[:12] or 'none'}), run.model has {ours[:12]}"
-            todo = f"take {flag} out of engine.kind.args: nodes pass run.model on"
+            detail = f"SGLang has {flag} {other} ({theirs[:12] or 'none'}), run.model has {ours[:12]}"
+            todo = f"remove {flag} from engine.kind.args: nodes pass run.model to SGLang"
             yield Finding("tokenizer", "fail", detail, todo)
             return
     yield Finding("tokenizer", "ok", f"{ours[:12]}, ids to {largest}" + (f" of {size}" if size is not None else ""))
 
 
 def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
-    """The tokenizers of the engines that are registered now, and of the run's learner, beside that of run.model."""
+    """Compare the tokenizers of the registered engines and of the run's learner with that of run.model."""
     import redis
 
     keys, client = Keys(config.run.id), connect(url, timeout_s=ANSWER_S)
@@ -64,10 +62,10 @@ def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
         raws: list[Any] = [client.hget(keys.engine(name.decode()), "b") for name in names]
         meta: Any = client.hgetall(keys.meta)
     except (redis.RedisError, OSError):
-        return  # whether it answers, and whom, is said elsewhere
+        return  # other checks report whether Redis answers this user
     finally:
         client.close()
-    engines, todo = list(_engines(raws)), "give all processes of a run the same run.model"
+    engines, todo = list(_engines(raws)), "set the same run.model for all processes of a run"
     ours = _fingerprint(config.run.model) if engines else ""
     for engine in engines:
         if ours and engine.tokenizer and engine.tokenizer != ours:
@@ -80,25 +78,25 @@ def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
 
 
 def teacher(config: RunConfig) -> Iterator[Finding]:
-    """Another model as reference: whether its ids mean what the policy's do. It may have more, but no fewer."""
+    """Check that the token ids of a separate reference model match the policy's. It may have more ids, not fewer."""
     other, model = config.learner.reference.model, config.run.model
     if not config.launch.learner or not config.learner.algorithm.kl.coefficient or other is None:
         return
     theirs, ours = _vocabulary(other), _vocabulary(model)
-    todo = "set learner.reference.model to a model of the policy's family, with as many ids or more"
+    todo = "set learner.reference.model to a model of the policy's family with at least as many token ids"
     if theirs is not None and ours is not None and theirs < ours:
         detail = f"{other} has {theirs} ids, {model} has {ours}: the learner would refuse it"
         yield Finding("learner.reference.model", "fail", detail, todo)
     elif (words := _words(other)) and (known := _words(model)):
         differ = [word for word, number in known.items() if words.get(word) != number]
         if differ:
-            detail = f"{len(differ)} tokens of {model} have another id in {other}, {differ[0]!r} for one"
-            why = "the divergence would be between probabilities of different tokens"
+            detail = f"{len(differ)} tokens of {model} have another id in {other}, for example {differ[0]!r}"
+            why = "the KL divergence would compare probabilities of different tokens"
             yield Finding("learner.reference.model", "fail", detail, todo, why)
 
 
 def _words(model: Path) -> dict[str, int]:
-    """Token -> id, of tokenizer.json; {} where there is none that says so."""
+    """Return token -> id from tokenizer.json, {} if it is missing or invalid."""
     try:
         spec = json.loads((model / "tokenizer.json").read_bytes())
         words = spec["model"]["vocab"]
@@ -109,19 +107,19 @@ def _words(model: Path) -> dict[str, int]:
 
 
 def remote_code(config: RunConfig) -> Iterator[Finding]:
-    """Models that bring code along, and engines that are told to run it."""
+    """Check for models that contain code, and for engines configured to run it."""
     kind = config.engine.kind
     if isinstance(kind, SglangEngine) and any(word.startswith("--trust-remote-code") for word in kind.args):
         detail = "engine.kind.args has --trust-remote-code: code in the model's directory runs on every engine"
-        todo = "take it out, unless you wrote or read that code; Foray itself never runs any"
+        todo = "remove it, unless you trust that code; Foray itself never runs any"
         yield Finding("remote code", "warn", detail, todo)
         return
     brought = read_facts(config.run.model).get("auto_map")
     if brought:
-        detail = f"{config.run.model} brings code of its own (auto_map), which Foray does not run: it cannot be loaded"
-        yield Finding("remote code", "fail", detail, "take a model that transformers knows by itself")
+        detail = f"{config.run.model} needs its own code (auto_map), which Foray does not run: it cannot be loaded"
+        yield Finding("remote code", "fail", detail, "use a model that transformers supports directly")
     else:
-        yield Finding("remote code", "ok", "none is run")
+        yield Finding("remote code", "ok", "not used")
 
 
 def _told(config: RunConfig) -> Iterator[tuple[str, Path]]:
@@ -152,7 +150,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _fingerprint(model: Path) -> str:
-    """As nodes compute it; "" where this environment cannot."""
+    """Return the digest as nodes compute it, "" if this environment cannot."""
     try:
         from rollout_server.environment.tokenizer import load_tokenizer
 
@@ -167,4 +165,4 @@ def _engines(raws: list[Any]) -> Iterator[EngineInfo]:
             if raw is not None:
                 yield decode_as(EngineInfo, raw)
         except ProtocolError:
-            continue  # of another version of Foray: `foray status` says so
+            continue  # written by another version of Foray: `foray status` reports it

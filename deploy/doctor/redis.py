@@ -1,4 +1,4 @@
-"""The Redis of a run: whether it answers, what would make it lose work in flight, and whether its clock is ours."""
+"""Check the Redis of a run: whether it answers, whether it could lose work in flight, and its clock."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     import redis
 
 BYTES_PER_TOKEN = 8 * 1.25
-"""4 for the id, 4 for the log-prob, and what Redis adds: 266 kB packed are 331 kB there (measured)."""
+"""4 for the id, 4 for the log-prob, and Redis' overhead: 266 kB of messages take 331 kB (measured)."""
 MOST_SKEW_S = 1.0
 ANSWER_S = 3.0
-"""Longest wait for an answer: a Redis that is slower than that stalls a run."""
+"""Timeout for an answer, in seconds: a slower Redis would stall a run."""
 FULL = 0.98
-"""Share of maxmemory from which there is no room for a task."""
+"""Share of maxmemory above which there is no room for a task."""
 FIXED_IN = (8, 6, 3)
-"""First Redis without CVE-2026-23479 (a use after free behind blocking reads, since 7.2.0)."""
+"""First Redis without CVE-2026-23479 (a use after free in blocking reads, since 7.2.0)."""
 
 
 def program() -> Iterator[Finding]:
-    """Check that there is a server for `foray up` to start."""
+    """Check that a server program for `foray up` is installed."""
     try:
         server = find_server()
     except UserError as error:
@@ -41,7 +41,7 @@ def program() -> Iterator[Finding]:
 
 
 def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Everything about the server at `url`, or why it cannot be asked."""
+    """Check the server at `url`, or report why it cannot be checked."""
     import redis
 
     client = connect(url, timeout_s=ANSWER_S)
@@ -52,8 +52,8 @@ def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) 
         try:
             info: dict[str, Any] = client.info()
         except redis.exceptions.NoPermissionError:
-            todo = "run `foray doctor` with the URL of the viewer or the admin in FORAY_REDIS_URL"
-            yield Finding("redis", "warn", f"{redacted(url)} answers, but tells this user nothing of itself", todo)
+            todo = "run `foray doctor` with the viewer's or admin's URL in FORAY_REDIS_URL"
+            yield Finding("redis", "warn", f"{redacted(url)} answers, but this user may not call INFO", todo)
             return
         yield from _version(url, info)
         yield from _room(client, url, config.run.id, info)
@@ -65,35 +65,35 @@ def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) 
 
 
 def memory_needed(config: RunConfig) -> int:
-    """Most bytes of trajectory groups in Redis: (max_lag + 1 + K) * B groups, K the steps between checkpoints.
+    """Return the maximum bytes of groups in Redis: (max_lag + 1 + K) * B groups, with K steps between checkpoints.
 
-    Each group is taken at its longest: G trajectories of `max_context` tokens.
+    Each group counts with its maximum length: G trajectories of `max_context` tokens.
     """
     groups = (config.run.max_lag + 1 + config.learner.checkpoint_every) * config.run.groups_per_step
     return int(groups * config.run.group_size * config.rollout.episode.max_context * BYTES_PER_TOKEN)
 
 
 def memory(needed: int, limit: int, setting: str, todo: str = "") -> Finding:
-    """Return whether `limit` (0: none) bytes hold what a run may have in flight."""
-    detail = f"at most {needed / 2**20:.0f} MiB of groups in flight and until the next checkpoint"
+    """Check that `limit` bytes (0: no limit) suffice for the groups that a run may have in flight."""
+    detail = f"needs up to {needed / 2**20:.0f} MiB for groups in flight and until the next checkpoint"
     if limit == 0:
-        return Finding("redis memory", "warn", f"{detail}; no limit is set: the kernel may end it instead", todo)
+        return Finding("redis memory", "warn", f"{detail}; maxmemory is not set, so the kernel may kill Redis", todo)
     detail += f", the limit is {limit / 2**20:.0f} MiB"
     if needed > limit:
-        todo = f"raise {setting}, or lower learner.checkpoint_every (a full Redis pauses the rollouts, nothing is lost)"
+        todo = f"raise {setting}, or lower learner.checkpoint_every (a full Redis pauses rollouts, nothing is lost)"
         return Finding("redis memory", "warn", detail, todo)
     return Finding("redis memory", "ok", detail)
 
 
 def skew(client: redis.Redis, clock: Callable[[], float] = time.time) -> Finding:
-    """Return how far the clock of Redis is from this machine's, to within half of a round trip."""
+    """Check the offset between the clocks of Redis and this machine, to within half a round trip."""
     before = clock()
     seconds, micros = client.time()
     after = clock()
     off, unsure = seconds + micros / 1e6 - (before + after) / 2, (after - before) / 2
-    detail = f"the clock of Redis is {abs(off):.3f} s {'ahead of' if off > 0 else 'behind'} ours (to {unsure:.3f} s)"
+    detail = f"Redis is {abs(off):.3f} s {'ahead of' if off > 0 else 'behind'} this machine (+/- {unsure:.3f} s)"
     if abs(off) - unsure > MOST_SKEW_S:
-        detail += "; leases are counted by Redis alone and not affected, times in logs and metrics are"
+        detail += "; leases use the Redis clock only, but times in logs and metrics differ"
         return Finding("clock", "warn", detail, "on both hosts: timedatectl set-ntp true (or chronyc makestep)")
     return Finding("clock", "ok", detail)
 
@@ -102,16 +102,16 @@ def _transport(url: str) -> Iterator[Finding]:
     where = parse_redis_url(url)
     hosts = ", ".join(host for host, _ in where.hosts)
     if where.is_loopback:
-        yield Finding("redis transport", "ok", "nothing leaves this machine")
+        yield Finding("redis transport", "ok", "loopback or unix socket")
     elif where.tls is None:
-        detail = f"passwords and trajectories go to {hosts} as they are: no TLS"
+        detail = f"passwords and trajectories go to {hosts} unencrypted: no TLS"
         todo = f"foray init run.yaml --secure --hosts {hosts.replace(', ', ',')}; then rediss:// with its ca.pem"
         yield Finding("redis transport", "warn", detail, todo)
     elif not where.verifies:
-        detail = f"TLS to {hosts}, but the certificate is not checked: anyone between may read along"
-        yield Finding("redis transport", "warn", detail, "leave ssl_cert_reqs and ssl_check_hostname out of the URL")
+        detail = f"TLS to {hosts}, but the certificate is not verified: a man in the middle could read the traffic"
+        yield Finding("redis transport", "warn", detail, "remove ssl_cert_reqs and ssl_check_hostname from the URL")
     else:
-        yield Finding("redis transport", "ok", f"TLS to {hosts}, the certificate is checked")
+        yield Finding("redis transport", "ok", f"TLS to {hosts}, certificate verified")
 
 
 def _version(url: str, info: dict[str, Any]) -> Iterator[Finding]:
@@ -119,14 +119,14 @@ def _version(url: str, info: dict[str, Any]) -> Iterator[Finding]:
     product, version = ("Valkey", str(valkey)) if valkey else ("Redis", str(info.get("redis_version", "0")))
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     detail = f"{product} {version} at {redacted(url)}"
-    newest = "apt-get install --only-upgrade redis-server, or any Redis from 8.6.3 on, or Valkey"
+    newest = "apt-get install --only-upgrade redis-server, or install Redis 8.6.3 or newer, or Valkey"
     if numbers < OLDEST:
         todo = f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer: {newest}"
-        yield Finding("redis", "fail", f"{detail}: older than {OLDEST[0]}.{OLDEST[1]}, it has no functions", todo)
+        yield Finding("redis", "fail", f"{detail}: versions before {OLDEST[0]}.{OLDEST[1]} have no functions", todo)
     elif product == "Redis" and (7, 2) <= numbers < FIXED_IN:
         yield Finding("redis", "warn", f"{detail} has CVE-2026-23479 (use after free, blocked clients)", newest)
     elif product == "Redis" and numbers < (7, 2):
-        detail += ": CVE-2025-49844 (Lua) unless its distribution has fixed that, which the number does not tell"
+        detail += ": has CVE-2025-49844 (Lua) unless the distribution backported the fix"
         yield Finding("redis", "ok", detail)
     else:
         yield Finding("redis", "ok", detail)
@@ -138,38 +138,40 @@ def _settings(url: str, info: dict[str, Any], needed: int) -> Iterator[Finding]:
     yield Finding.of("redis policy", evicts) if evicts else Finding("redis policy", "ok", policy)
     room = max(256, needed * 2 >> 20)
     limit = f"{cli(url)} CONFIG SET maxmemory {room}mb"
-    yield memory(needed, int(info.get("maxmemory", 0)), "maxmemory of the Redis", limit)
+    yield memory(needed, int(info.get("maxmemory", 0)), "its maxmemory", limit)
     if info.get("role", "master") != "master":
-        todo = f"name the primary ({info.get('master_host')}:{info.get('master_port')}), or its Sentinels"
-        yield Finding("redis role", "fail", "this is a replica: it takes no writes", todo)
+        todo = f"use the primary ({info.get('master_host')}:{info.get('master_port')}), or its Sentinels"
+        yield Finding("redis role", "fail", "the server is a replica and refuses writes", todo)
     if not int(info.get("aof_enabled", 0)):
-        detail = (
-            "appendonly is off: a restart loses all work in flight (it is generated again; nothing trained is lost)"
-        )
+        detail = "appendonly is off: a restart loses the work in flight, which is then generated again"
         yield Finding("redis persistence", "warn", detail, f"{cli(url)} CONFIG SET appendonly yes")
     elif str(info.get("aof_last_write_status", "ok")) != "ok":
-        todo = "free space on the disk of its `dir`: it writes again by itself"
-        yield Finding("redis persistence", "fail", "it cannot write its append-only file, and refuses writes", todo)
+        todo = "free space on the disk of its `dir`; it then resumes by itself"
+        yield Finding(
+            "redis persistence", "fail", "Redis cannot write its append-only file, so it refuses writes", todo
+        )
     else:
         yield Finding("redis persistence", "ok", "append-only file")
 
 
 def _room(client: redis.Redis, url: str, run: str, info: dict[str, Any]) -> Iterator[Finding]:
-    """Check that a Redis with a memory limit still takes writes. What fills it may be this very run."""
+    """Check that a Redis with a memory limit still accepts writes. This run may be what fills it."""
     limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
     if not limit or used < FULL * limit:
         return
-    detail = f"Redis is full: {used / 2**20:.0f} of {limit / 2**20:.0f} MiB are used"
+    detail = f"Redis is full: {used / 2**20:.0f} of {limit / 2**20:.0f} MiB used"
     if client.exists(Keys(run).traj):
-        todo = "start the learner: it makes room as it trains; or raise maxmemory"
-        yield Finding("redis room", "warn", detail, todo, "it holds this run, whose groups may be what fills it")
+        todo = "start the learner, which frees memory as it trains; or raise maxmemory"
+        yield Finding("redis room", "warn", detail, todo, "it contains this run, whose groups may fill it")
     else:
-        todo = f"{cli(url)} CONFIG SET maxmemory {limit * 2 >> 20}mb, or remove what others keep there"
-        yield Finding("redis room", "fail", detail, todo, "it would refuse the tasks of a new run, and all would wait")
+        todo = f"{cli(url)} CONFIG SET maxmemory {limit * 2 >> 20}mb, or delete the data of other programs in it"
+        yield Finding(
+            "redis room", "fail", detail, todo, "it would refuse the tasks of a new run, and all processes would wait"
+        )
 
 
 def _away(url: str, error: Exception) -> Finding:
-    """Stopped, not there, or not for us: what can be told from here."""
+    """Return the reason why Redis cannot be used: stopped, not running, or access denied."""
     import redis
 
     where, told = parse_redis_url(url), f"{type(error).__name__}: {error}"
@@ -188,8 +190,8 @@ def _away(url: str, error: Exception) -> Finding:
         todo = "set -a; . secrets/learner.env (of `foray init --secure`), or put user and password into FORAY_REDIS_URL"
         return Finding("redis", "fail", f"{redacted(url)} refuses the login: {told}", todo)
     if isinstance(error, redis.TimeoutError):
-        detail = f"{redacted(url)} takes connections and does not answer within {ANSWER_S:g} s: stopped, or very busy"
-        todo = f"kill -CONT {found.pid}, or start it again" if found else "look at its host: kill -CONT its process"
+        detail = f"{redacted(url)} accepts connections but does not answer within {ANSWER_S:g} s: stopped, or very busy"
+        todo = f"kill -CONT {found.pid}, or start it again" if found else "on its host: kill -CONT its process"
         return Finding("redis", "fail", detail, todo)
     start = "start it (redis-server secrets/redis.conf, or foray redis --dir DIR)"
     todo = f"{start}, correct run.redis_url or FORAY_REDIS_URL, or leave both empty"

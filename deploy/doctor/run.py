@@ -1,6 +1,6 @@
-"""Checks of this machine and of a configuration: what would stop a run, or make it stall later. Nothing is changed.
+"""Run all checks of this machine and of a configuration: problems that would stop or stall a run. Read-only.
 
-Each check gives findings; a finding that is not `ok` says how to fix it, by a command where one does.
+Each check yields findings. A finding that is not `ok` has a fix, a command if possible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def examine(
     environ: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.time,
 ) -> list[Finding]:
-    """Return every finding: of this machine, and of `config` (read from `path`) where one is given."""
+    """Return all findings about this machine, and about `config` (read from `path`) if given."""
     found = [*machine.machine(), *machine.packages(config)]
     if config is None:
         return [*found, *redis.program()]
@@ -34,13 +34,13 @@ def examine(
 
 
 def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """What `foray up` looks at before it starts a process: all that could end the run later. Takes about a second."""
+    """Return the findings that `foray up` needs before it starts a process. Takes about a second."""
     found = [*machine.packages(config), *machine.secrets(config, None)]
     return [*found, *_before_start(config, environ, time.time)]
 
 
 def inputs(config: RunConfig) -> list[Finding]:
-    """Findings that rest on files, and so may be others once `launch.prepare` has run."""
+    """Return the findings about files, which `launch.prepare` may change."""
     return [
         *data.files(config),
         *model.tokenizer(config),
@@ -85,6 +85,6 @@ def _redis(config: RunConfig, environ: Mapping[str, str], clock: Callable[[], fl
         yield from acl.user(url, config.run.id)
     yield from model.fleet(url, config)
     if config.launch.learner:
-        from deploy.doctor.identity import lineage  # imports redis, as nothing else here does before it is needed
+        from deploy.doctor.identity import lineage  # imports redis, so only when needed
 
         yield from lineage(url, config)

@@ -94,7 +94,7 @@ async def test_letters_of_both_writers_are_listed_once_with_what_became_of_their
         "-": ["unknown", "task_corrupt", "r1"],
         "4": ["dead", "engine", "ledger"],
     }
-    assert lines[-1] == "2 seqs recorded as dead: 2 engine" and lines[-2].startswith("4 letters: ")
+    assert lines[-1] == "2 seqs recorded as dead: 2 engine" and lines[-2].startswith("4 dead letters: ")
     assert run.foray("list", "--reason", "corrupt", "--json") == 0
     (letter,) = json.loads(told(capsys))["letters"]
     assert (letter["seq"], letter["fate"], letter["kept"]) == (2, "trained", ["redis", "file"])
@@ -144,7 +144,7 @@ def test_a_file_that_a_crash_cut_and_older_letters_are_still_read(run: Run, caps
 def test_dead_seqs_are_requeued_by_number_by_reason_or_all(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.checkpoint(trained=(1, 2), dead=(3, 4, 9), stale=(5,))
     assert run.foray("requeue", "4") == 0
-    assert "1 seqs requeued: 4" in (text := told(capsys)) and "No learner reports" in text
+    assert "1 seqs requeued: 4" in (text := told(capsys)) and "No learner is running" in text
     assert run.client.smembers(KEYS.requeue) == {b"4"}
     ((_, event),) = run.client.xrange(KEYS.events)
     assert (event[b"process"], event[b"kind"], event[b"text"]) == (b"operator", b"requeue-asked", b"1 seqs: 4")
@@ -155,7 +155,7 @@ def test_dead_seqs_are_requeued_by_number_by_reason_or_all(run: Run, capsys: pyt
     run.client.set(KEYS.metrics("learner", "0"), encode(snapshot))
     run.client.zadd(KEYS.processes, {"learner:0": run.client.time()[0] + 60})
     assert run.foray("requeue", "--all") == 0
-    assert "requeued: 3\nThe learner opens them again" in told(capsys)
+    assert "requeued: 3\nThe learner reopens them" in told(capsys)
     assert run.client.smembers(KEYS.requeue) == {b"3", b"4", b"9"}
     assert run.foray("requeue", "5") == 0, "a stale one too, when it is named"
     assert run.client.sismember(KEYS.requeue, "5") and told(capsys)
@@ -195,7 +195,7 @@ def test_a_run_that_is_done_takes_nothing_back(run: Run, capsys: pytest.CaptureF
 
 
 def test_before_the_first_checkpoint_nothing_is_known_to_be_dead(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.foray("requeue", "1") == 2 and "no checkpoint says yet" in told(capsys)
+    assert run.foray("requeue", "1") == 2 and "there is no checkpoint yet" in told(capsys)
 
 
 def test_a_wrong_password_is_no_end_of_the_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

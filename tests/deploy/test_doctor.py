@@ -72,7 +72,7 @@ def test_memory_is_the_bound_of_the_design_and_is_compared_with_the_limit(run_fi
 def test_parts_that_no_reward_brings_are_refused(run_files: Path) -> None:
     assert "learner.algorithm.parts" not in findings(run_files, "learner.algorithm.parts={em: 1.0}")
     found = findings(run_files, "learner.algorithm.parts={em: 1.0, format: 0.2}")["learner.algorithm.parts"]
-    assert (found.verdict, found.detail) == ("fail", "no reward of rollout.episode.rewards is format")
+    assert (found.verdict, found.detail) == ("fail", "rollout.episode.rewards has no reward named format")
 
 
 def test_a_teacher_has_the_ids_of_the_policy_or_more(run_files: Path, tmp_path: Path) -> None:

@@ -292,26 +292,26 @@ METRICS = ("learner.metrics_host=0.0.0.0", "learner.metrics_port=9100")
 
 FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
     # what is wrong: how it is made, name of the finding, verdict, words, whether the mend is carried out
-    "evicting policy": (setting("maxmemory-policy", "allkeys-lru"), "redis policy", "fail", "throw away work", True),
-    "leases evicted": (setting("maxmemory-policy", "volatile-ttl"), "redis policy", "fail", "throw away leases", True),
-    "no memory limit": (setting("maxmemory", "0"), "redis memory", "warn", "no limit is set", True),
+    "evicting policy": (setting("maxmemory-policy", "allkeys-lru"), "redis policy", "fail", "delete work", True),
+    "leases evicted": (setting("maxmemory-policy", "volatile-ttl"), "redis policy", "fail", "delete leases", True),
+    "no memory limit": (setting("maxmemory", "0"), "redis memory", "warn", "maxmemory is not set", True),
     "limit too small": (told("run.groups_per_step=512"), "redis memory", "warn", "the limit is 64 MiB", False),
     "no persistence": (setting("appendonly", "no"), "redis persistence", "warn", "appendonly is off", True),
     "stopped": (stopped, "redis", "fail", "is stopped (SIGSTOP)", True),
     "not there": (nobody_there, "redis", "fail", "no Redis answers", False),
     "wrong password": (wrong_password, "redis", "fail", "refuses the login", False),
-    "replica": (replica, "redis role", "fail", "it takes no writes", False),
-    "clock": (slow_clock, "clock", "warn", " s ahead of ours", False),
+    "replica": (replica, "redis role", "fail", "refuses writes", False),
+    "clock": (slow_clock, "clock", "warn", " s ahead of this machine", False),
     "may too little": (user("learner", TOO_LITTLE), "redis user learner", "fail", "FUNCTION LOAD", True),
     "may too much": (user("rollout", "~* +@all"), "redis user rollout", "warn", "FLUSHALL", True),
     "other run's keys": (user("node", EVERY_KEY), "redis user node", "warn", "GET {another-run}", True),
     "port taken": (taken, "ports", "fail", "(python", True),
     "disk too small": (small_disk, "disk", "fail", "+ 1 checkpoints", False),
     "vocabulary": (written("model/config.json", '{"vocab_size": 4}'), "tokenizer", "fail", "largest id is 7", False),
-    "no tokenizer": (written("model/tokenizer.json", "[1, 2"), "tokenizer", "fail", "no tokenizer", False),
+    "no tokenizer": (written("model/tokenizer.json", "[1, 2"), "tokenizer", "fail", "not a valid tokenizer", False),
     "SGLang's tokenizer": (other_for_sglang, "tokenizer", "fail", "--tokenizer-path", False),
-    "an engine's tokenizer": (registered(tokenizer="a" * 64), "tokenizer of the engines", "fail", "e1 has aaaa", False),
-    "the learner's tokenizer": (other_learner, "tokenizer of the run", "fail", "has cccccccccccc", False),
+    "an engine's tokenizer": (registered(tokenizer="a" * 64), "engine tokenizer", "fail", "e1 has aaaa", False),
+    "the learner's tokenizer": (other_learner, "run tokenizer", "fail", "has cccccccccccc", False),
     "another run": (other_run, "run.id", "fail", "lineage dddddddd, host far, run.dir /runs/theirs", False),
     "remote code": (told(TRUSTING), "remote code", "warn", "runs on every engine", False),
     "code in the model": (written("model/config.json", WITH_CODE), "remote code", "fail", "auto_map", False),
@@ -319,9 +319,9 @@ FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
     "open retriever": (told("retriever.host=0.0.0.0"), "access", "fail", "retriever.host", False),
     "open engine": (told("engine.host=10.0.0.5"), "access", "fail", "engine.host", False),
     "open metrics": (told(*METRICS), "access", "fail", "learner.metrics_host", False),
-    "weak token": (told(FORAY_NODE_TOKEN="short"), "tokens of the rollout", "fail", "too weak", False),
-    "secrets in the open": (open_secrets, "secrets", "fail", "others may read", True),
-    "password in the file": (password_in_file, "redis password", "warn", "holds a password", False),
+    "weak token": (told(FORAY_NODE_TOKEN="short"), "rollout tokens", "fail", "too weak", False),
+    "secrets in the open": (open_secrets, "secrets", "fail", "other users can read", True),
+    "password in the file": (password_in_file, "redis password", "warn", "contains a password", False),
 }  # fmt: skip
 
 
@@ -370,9 +370,9 @@ def test_a_strong_token_opens_a_service_to_the_network(world: World) -> None:
 @pytest.mark.parametrize(
     ("info", "verdict", "words"),
     [
-        ({"redis_version": "6.2.14"}, "fail", "older than 7.0"),
+        ({"redis_version": "6.2.14"}, "fail", "versions before 7.0"),
         ({"redis_version": "7.4.1"}, "warn", "CVE-2026-23479"),
-        ({"redis_version": "7.0.15"}, "ok", "unless its distribution"),
+        ({"redis_version": "7.0.15"}, "ok", "unless the distribution"),
         ({"redis_version": "8.6.3"}, "ok", "Redis 8.6.3"),
         ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, "ok", "Valkey 9.1.2"),
     ],
@@ -395,10 +395,10 @@ def _without_valkey(info: dict[str, Any]) -> dict[str, Any]:
     ("url", "verdict", "words"),
     [
         ("redis://10.0.0.5:6379/0", "warn", "no TLS"),
-        ("rediss://10.0.0.5:6379/0?ssl_cert_reqs=none", "warn", "not checked"),
-        ("rediss://redis.example:6379/0", "ok", "the certificate is checked"),
-        ("redis+sentinel://127.0.0.1:1/main", "ok", "nothing leaves"),
-        ("unix:///x.sock", "ok", "nothing leaves"),
+        ("rediss://10.0.0.5:6379/0?ssl_cert_reqs=none", "warn", "not verified"),
+        ("rediss://redis.example:6379/0", "ok", "certificate verified"),
+        ("redis+sentinel://127.0.0.1:1/main", "ok", "loopback"),
+        ("unix:///x.sock", "ok", "loopback"),
     ],
 )
 def test_what_goes_over_a_network_in_the_clear_is_named(url: str, verdict: str, words: str) -> None:

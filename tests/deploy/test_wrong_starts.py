@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "a 3B model on the CPU engine": (
         holds("model/config.json", QWEN_3B),
-        ["3,085.7 million parameters, too many for the CPU engine", "up to 50 million", "engine.kind={type: sglang}"],
+        ["3,085.7 million parameters: too large for the CPU engine", "up to 50 million", "engine.kind={type: sglang}"],
     ),
     "stablelm on the CPU engine": (
         holds("model/config.json", SMALL),
@@ -211,18 +211,18 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         served_elsewhere(CAPPED),
         ["caps its attention scores", "learner.model.attention to eager"],
     ),
-    "weights that are cut off": (half_a_model, ["no whole safetensors file", "copy it again"]),
+    "weights that are cut off": (half_a_model, ["not a complete safetensors file", "copy it again"]),
     "max_context over the model's": (
         told("rollout.episode.max_context=8192"),
-        ["max_context = 8192 is more than the 4096 positions", "rollout.episode.max_context=4096"],
+        ["max_context = 8192 exceeds the 4096 positions", "rollout.episode.max_context=4096"],
     ),
     "a tracker that is not installed": (
         no_tracker,
         ["wandb cannot be used", "not installed: wandb", "pip install wandb"],
     ),
-    "an evicting Redis": (evicting, ["evicts keys", "throw away work in flight", "maxmemory-policy noeviction"]),
+    "an evicting Redis": (evicting, ["evicts keys", "delete work in flight", "maxmemory-policy noeviction"]),
     "no Redis there": (told("run.redis_url=redis://127.0.0.1:1/0"), ["no Redis answers at redis://127.0.0.1:1/0"]),
-    "a run.dir below a file": (no_directory, ["run.dir", "file is no directory", "run.dir=DIR"]),
+    "a run.dir below a file": (no_directory, ["run.dir", "file is not a directory", "run.dir=DIR"]),
     "a run.dir where nothing can be written": (told("run.dir=/proc/foray"), ["run.dir", "/proc", "run.dir=DIR"]),
     "no interpreter of the engine": (
         told("engine.kind={type: sglang, python: /nowhere/python}"),
@@ -230,15 +230,15 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "an interpreter without SGLang": (
         bare_python,
-        ["there is no SGLang", "finds no package sglang", "make sglang-env"],
+        ["SGLang is not installed", "cannot import the package sglang", "make sglang-env"],
     ),
     "nccl to a CPU engine": (
         told("learner.publish={type: distributed, backend: nccl}"),
-        ["backend is nccl", "gloo only", "learner.publish.backend=gloo"],
+        ["backend is nccl", "only gloo", "learner.publish.backend=gloo"],
     ),
     "nccl without CUDA": (
         no_cuda,
-        ["there is no CUDA device", "learner.publish.backend=gloo"],
+        ["no CUDA device was found", "learner.publish.backend=gloo"],
     ),
     "a second run of one id": (
         another_run,
@@ -315,7 +315,7 @@ def test_all_that_is_wrong_is_said_at_once(start: Start, capsys: pytest.CaptureF
     bare_python(start)
     assert main(["up", *start.argv]) == EXIT_USER
     said = capsys.readouterr().err
-    assert said.count("error: ") == 2 and "Parquet" in said and "no SGLang" in said
+    assert said.count("error: ") == 2 and "Parquet" in said and "SGLang is not installed" in said
 
 
 def test_the_command_that_is_offered_for_parquet_converts_it(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
