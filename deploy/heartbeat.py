@@ -1,4 +1,4 @@
-"""Progress lines: what a command waits for, after `every_s` seconds of silence."""
+"""Progress lines: report what a command waits for after `every_s` seconds without output."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ EVERY_S, LOOK_S = 5.0, 0.05
 
 
 class Pulse:
-    """`say` passes lines on; `beat` says what goes on when nothing was said for `every_s` seconds."""
+    """Print lines with `say`; `beat` prints a progress line after `every_s` seconds without one."""
 
     def __init__(self, say: Say, *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._every_s, self._clock = say, every_s, clock
         self._said = clock()
 
     def say(self, line: str) -> None:
-        """One line for a person, at once."""
+        """Print one line immediately."""
         self._said = self._clock()
         self._say(line)
 
     def beat(self, line: Callable[[], str], *, every_s: float | None = None) -> None:
-        """`line()`, if it is time for one. Call it in every turn of a loop that waits."""
+        """Print `line()` if it is time for one. Call this in every iteration of a waiting loop."""
         if self._clock() - self._said >= (self._every_s if every_s is None else every_s):
             self.say(line())
 
 
 def beside(work: Callable[[], T], look: Callable[[], None]) -> T:
-    """The result of `work`, which runs in a thread while `look` is called now and then; raises what either raises."""
+    """Run `work` in a thread, call `look` periodically, and return the result. Raises what either raises."""
     result: list[T] = []
     failure: list[BaseException] = []
 

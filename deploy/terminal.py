@@ -1,8 +1,8 @@
 """Untrusted text and bytes, escaped for a terminal. Pure.
 
-A dead letter may come from anyone. Control characters could move the cursor, change
-the title or, in some terminals, type commands; marks that turn the direction of writing make a line say another thing
-than it holds. So nothing but printable characters goes out, and what is replaced can be told from what was there.
+A dead letter may come from any client. Control characters could move the cursor, change the title or, in some
+terminals, type commands, and marks that reverse the direction of writing disguise text. So only printable characters
+are output, and escapes are unambiguous.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 def escape_untrusted(text: str, most: int = 200) -> str:
-    r"""`text` on one line, cut at `most`: what is not printable as \xNN, \uNNNN or \UNNNNNNNN, a backslash doubled."""
+    r"""Return `text` on one line, cut at `most`, with non-printable characters as \xNN, \uNNNN or \UNNNNNNNN."""
     shown = "".join(_escaped(c) for c in text[:most])
     return shown if len(text) <= most else f"{shown}... ({len(text)} characters)"
 
@@ -28,7 +28,7 @@ def _escaped(character: str) -> str:
 
 
 def hexdump(raw: bytes, most: int = 256) -> Iterator[str]:
-    """`raw` as a hex dump: offset, 16 bytes, and the same as ASCII where that is printable."""
+    """Yield a hex dump of `raw`: offset, 16 bytes, and their printable ASCII characters."""
     for start in range(0, min(len(raw), most), 16):
         row = raw[start : min(start + 16, most)]
         text = "".join(chr(b) if 0x20 <= b < 0x7F else "." for b in row)

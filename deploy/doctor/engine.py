@@ -25,7 +25,7 @@ from rollout_server.cpu_engine.model.config import read_model_config
 from rollout_server.node.config import CpuEngine, SglangEngine
 
 CPU_PARAMETERS = 50_000_000
-"""Maximum parameters for the CPU engine, made for tests and demos: a larger model would take minutes per answer."""
+"""Maximum parameters for the CPU engine, made for tests and demos: a larger model takes minutes per answer."""
 ON_SGLANG = "use SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
 NOT_FACTS = (TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions caused by config.json values of unexpected types."""
@@ -37,7 +37,7 @@ PROBE_S = 30.0
 
 
 def engine(config: RunConfig) -> Iterator[Finding]:
-    """Check the engine that this run starts: that it is installed, and can serve the model at the length of episodes."""
+    """Check the engine that this run starts: that it is installed and can serve the model and the episodes."""
     kind = config.engine.kind
     if not config.launch.engines:
         return

@@ -1,1 +1,1 @@
-"""From a configuration to the running processes of a run: plan, addresses, run directory, supervision."""
+"""Start and supervise the processes of a run: plan, addresses, run directory, supervisor."""

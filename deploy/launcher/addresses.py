@@ -1,4 +1,4 @@
-"""Decide where everything listens, once a run, and write that into the configuration the processes read."""
+"""Choose the addresses of all services, once per run, and write them to the configuration of the processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def anchored(config: M) -> M:
-    """`config` with every path absolute, so that it means the same from any directory.
+    """Return `config` with absolute paths, so that it is valid from any directory.
 
-    A path that only Foray's checkout has (`engine.kind.launcher`) stays: nodes look for it there.
+    A path that exists only in Foray's checkout (`engine.kind.launcher`) is kept: nodes search for it there.
     """
     values = {name: _anchored(value) for name, value in config}
     return type(config).model_construct(_fields_set=set(config.model_fields_set), **values)
@@ -47,13 +47,13 @@ def _anchored(value: Any) -> Any:
 
 
 ANY = ("0.0.0.0", "::", "")
-"""Hosts that mean "every interface": others on this machine are told the loopback address."""
+"""Hosts that mean "every interface": processes on this machine get the loopback address instead."""
 
 
 def choose(
     config: RunConfig, *, environ: Mapping[str, str] = os.environ, port: Callable[[], int] = free_port
 ) -> Addresses:
-    """Where the processes of `config` shall listen; `port` gives a free one. Raises UserError without a Redis."""
+    """Choose the addresses of the processes; `port` returns a free port. Raises UserError without a Redis."""
     url, server = _redis(config, environ)
     first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
     for service, count, given in (
@@ -70,7 +70,7 @@ def choose(
 
 
 def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Addresses:
-    """Return what `choose` would decide, without looking for a Redis or a port: those that are chosen late are 0."""
+    """Return the addresses like `choose`, without searching for a Redis or a port; ports chosen later are 0."""
     url = "" if config.launch.redis == "own" else config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
     first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
     return Addresses(
@@ -83,7 +83,7 @@ def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Ad
 
 
 def dated(config: RunConfig, resolved: Path) -> RunConfig:
-    """`config` with `run.date`: its own, else that of an earlier start of the run (`resolved`), else today's in UTC."""
+    """Return `config` with `run.date`: as set, else that of an earlier start (`resolved`), else today (UTC)."""
     if config.run.date is not None:
         return config
     try:
@@ -94,18 +94,18 @@ def dated(config: RunConfig, resolved: Path) -> RunConfig:
 
 
 def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
-    """`config` with the addresses in it, and all paths absolute.
+    """Return `config` with the addresses and with absolute paths.
 
-    A Redis URL from the environment may hold a password: it stays out.
+    A Redis URL from the environment is not included, because it may contain a password.
     """
     config = anchored(config)
     launch: dict[str, Any] = {"retrievers": len(addresses.retrievers)}
     update: dict[str, Settings] = {}
     if addresses.server is not None:
-        # so that `foray up` of the resolved file starts it again
+        # so that `foray up` with the resolved file starts it again
         launch["redis"] = "own"
     if config.launch.secrets is not None or _holds_password(config.run.redis_url):
-        # each process has the URL with its login from the environment: a setting would overrule it, and be written down
+        # each process gets URL and login from the environment: a setting would override it, and be written to a file
         update["run"] = config.run.model_copy(update={"redis_url": ""})
     elif addresses.server is not None:
         update["run"] = config.run.model_copy(update={"redis_url": addresses.redis_url})
@@ -125,14 +125,14 @@ def _holds_password(url: str) -> bool:
 
 
 def seen_from_here(config: RunConfig, place: str) -> str:
-    """Return the URL by which the launcher and viewers reach the Redis at `place`."""
+    """Return the URL that the launcher and viewers use for the Redis at `place`."""
     return redis_url_for(config.launch.secrets, "viewer", place) if config.launch.secrets else place
 
 
 def choose_redis(config: RunConfig, environ: Mapping[str, str]) -> str:
-    """Return the URL of a Redis that runs already; "" where `foray up` starts its own. Raises UserError without one.
+    """Return the URL of the configured Redis; "" if `foray up` starts one. Raises UserError if it is missing.
 
-    With `launch.secrets` it is a place, without a login: each role has its own.
+    With `launch.secrets` the URL has no login: each role has its own.
     """
     wanted, secrets = config.launch.redis, config.launch.secrets
     url = config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
@@ -140,7 +140,7 @@ def choose_redis(config: RunConfig, environ: Mapping[str, str]) -> str:
         url = redis_url_for(secrets, "viewer", "")
     if wanted == "configured" and not url:
         raise UserError(
-            "launch.redis is `configured`, but no Redis is configured",
+            "launch.redis is `configured`, but no Redis URL is set",
             todo=f"set run.redis_url or the environment variable {REDIS_URL_VARIABLE}, or launch.redis=auto",
         )
     if wanted == "own" or not url:

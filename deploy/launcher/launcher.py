@@ -1,11 +1,11 @@
-"""All processes of a run on one machine: start them in order, watch, stop them in order.
+"""Start all processes of a run on one machine in order, monitor them, stop them in order.
 
     with Launcher(load(Path("run.yaml"))) as launcher:
         launcher.start()                      # or start("redis", "retriever", ...), then the rest later
-        score = launcher.during(evaluate)     # anything that takes time, with the processes watched meanwhile
-        launcher.wait()                       # until the learner has done its last step
+        score = launcher.during(evaluate)     # any long call; the processes are monitored meanwhile
+        launcher.wait()                       # until the learner has finished its last step
 
-No thread watches in the background: `wait`, `during` and `check` do. Whatever ends the `with` block stops everything.
+There is no background thread: `wait`, `during` and `check` monitor the processes. Leaving the `with` block stops all.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from protocol.runtime.redis.url import redacted
 
 T = TypeVar("T")
 STEP_S = 30.0
-"""A step may take longer than other things before a line says what the learner does."""
+"""Seconds without output before a progress line while the learner trains: a step may take long."""
 STAGES = (("redis",), ("retriever",), ("engine", "rollout", "learner"))
-"""Kinds that start together: later stages may need the earlier ones, within a stage all find each other."""
+"""Kinds that start together: a stage may need the earlier ones; within a stage the order does not matter."""
 
 
 class RunStopped(ForayError):
-    """A person (or `foray down`) asked the run to end. `number` is the signal."""
+    """The user (or `foray down`) stopped the run. `number` is the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -57,11 +57,11 @@ class RunStopped(ForayError):
 
 
 REPLACED_BY_TAKEOVER = (CHECK, RUN_TOKENIZER, ENGINE_TOKENIZER)
-"""Checks of state in Redis that --takeover deletes: they do not stop the run that takes over."""
+"""Checks of state in Redis that --takeover deletes: they do not stop a run that takes over."""
 
 
 class Launcher:
-    """One run. `say` gets the lines a person should see; `again` is the command that goes on with the run."""
+    """One run. `say` receives the lines for the user; `again` is the command that resumes the run."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class Launcher:
         self._steps = StepTail(config.run.dir / "metrics.jsonl")
 
     def __enter__(self) -> Launcher:
-        """Take the run directory and prepare the run: raises NotReady for what would stop it, before anything starts.
+        """Lock the run directory and prepare the run. Raises NotReady, before anything starts, if it cannot run.
 
-        Finds a Redis, chooses addresses, writes resolved.yaml, and makes the model if need be.
+        Finds a Redis, chooses addresses, writes resolved.yaml, and creates the model if necessary.
         """
         self._require([usable(self._given)])
         self._exits.enter_context(hold(self.directory))
@@ -100,7 +100,7 @@ class Launcher:
     def _prepare(self) -> None:
         found = preflight(self._given)
         self._require([f for f in found if f.check not in REPLACED_BY_TAKEOVER or not self._takeover])
-        if self._given.launch.learner:  # elsewhere the run directory may be on another disk than the learner's
+        if self._given.launch.learner:  # without a learner here, its run directory may be on another disk
             ensure_lineage_id(self._given.run)
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
@@ -129,23 +129,23 @@ class Launcher:
 
     @property
     def redis_url(self) -> str:
-        """Where Redis is, for one who looks (with `launch.secrets`, as the viewer)."""
+        """Return the Redis URL for monitoring (with `launch.secrets`, as the viewer)."""
         return self._redis_url
 
     @property
     def rollout_urls(self) -> tuple[str, ...]:
-        """Base URLs of the rollout servers (`POST /v1/episodes`)."""
+        """Return the base URLs of the rollout servers (`POST /v1/episodes`)."""
         return self.addresses.rollouts
 
     @property
     def last_step(self) -> dict[str, Any]:
-        """The learner's newest line of metrics.jsonl, {} before the first."""
+        """Return the newest line of metrics.jsonl, {} before the first."""
         return self._steps.last
 
     def start(self, *kinds: str) -> None:
-        """Start the processes of `kinds` (default: all) that do not run yet, and wait until they are ready.
+        """Start the processes of `kinds` (default: all) that are not running, and wait until they are ready.
 
-        Raises ProcessFailed when one dies or is not ready within launch.ready_s.
+        Raises ProcessFailed if one dies or is not ready within launch.ready_s.
         """
         for stage in STAGES:
             chosen = [s for s in self.specs if s.kind in stage and s.kind in (kinds or KINDS)]
@@ -160,7 +160,7 @@ class Launcher:
         self._record()
 
     def check(self) -> None:
-        """One look: restart what may be restarted, print the learner's new steps. Raises ProcessFailed or Stopped."""
+        """Restart processes that died and may be restarted; print new steps. Raises ProcessFailed or RunStopped."""
         before = {name: child.pid for name, child in self.supervisor.children.items()}
         self.supervisor.check()
         for record in self._steps.read():
@@ -169,16 +169,16 @@ class Launcher:
             self._record()
 
     def wait(self) -> None:
-        """Until the learner has ended with code 0 (without a learner: until stopped)."""
+        """Wait until the learner has exited with code 0 (without a learner: until stopped)."""
         while not ("learner" in self.supervisor.children and self.supervisor.ended("learner")):
             self.check()
             if learner := self.supervisor.children.get("learner"):
-                self._pulse.beat(lambda: learner.waiting_line("to do its next step"), every_s=STEP_S)
+                self._pulse.beat(lambda: learner.waiting_line("to finish its next step"), every_s=STEP_S)
             time.sleep(POLL_S * 2)
         self.check()
 
     def during(self, work: Callable[[], T], doing: str = "working") -> T:
-        """The result of `work`, which runs in a thread while the processes are watched; raises what it raises."""
+        """Run `work` in a thread, monitor the processes meanwhile, and return the result. Raises what it raises."""
         begun = time.monotonic()
 
         def look() -> None:
@@ -188,7 +188,7 @@ class Launcher:
         return beside(work, look)
 
     def stop(self, state: str = "stopped") -> None:
-        """Stop everything that was started, in order; may be called twice."""
+        """Stop all started processes in order. Idempotent."""
         self._state = "stopping"
         try:
             self._record()
@@ -198,7 +198,7 @@ class Launcher:
         self._record()
 
     def run_until_done(self) -> None:
-        """Start everything, wait for the learner's last step, stop everything."""
+        """Start all processes, wait for the learner's last step, stop all."""
         with self:
             self.start()
             self.wait()
@@ -213,7 +213,7 @@ class Launcher:
             self._exits.close()
 
     def _require(self, findings: Sequence[Finding]) -> None:
-        """Say the warnings; raise NotReady where something would stop the run."""
+        """Report warnings; raise NotReady if a finding would stop the run."""
         for finding in findings:
             if finding.verdict == "warn":
                 self._say(f"warning: {finding.check}: {finding.detail}; {finding.fix}")
@@ -233,7 +233,7 @@ class Launcher:
             try:
                 while child.poll() is None:
                     self._raise_if_stopped()
-                    self._pulse.beat(lambda child=child: child.waiting_line("to end"))  # type: ignore[misc]
+                    self._pulse.beat(lambda child=child: child.waiting_line("to finish"))  # type: ignore[misc]
                     time.sleep(POLL_S)
             finally:
                 child.kill()
@@ -242,7 +242,7 @@ class Launcher:
                 raise child.failed(f"exited with code {child.poll()}")
 
     def _catch_signals(self) -> None:
-        """Ctrl-C and SIGTERM become `RunStopped` at the next look; a second one shortens the stop to a kill."""
+        """Raise `RunStopped` at the next check after Ctrl-C or SIGTERM; a second signal kills the processes."""
         if threading.current_thread() is not threading.main_thread():
             return
 

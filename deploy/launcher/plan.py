@@ -1,7 +1,7 @@
-"""Which processes a run is made of: a pure function from the configuration to process specs.
+"""The processes of a run: a pure function from the configuration to process specs.
 
-Nothing is started here, no port is chosen and no file is read, so `foray up --dry-run` can print the plan of a
-machine that has none of it installed. Every process reads the same resolved file and is told apart by overrides.
+It starts nothing, chooses no port and reads no file, so `foray up --dry-run` works without the packages of the
+processes. Every process reads the same resolved file; overrides distinguish them.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from protocol.redaction import is_secret_name
 from protocol.settings import REDIS_URL_VARIABLE
 
 KINDS = ("redis", "retriever", "engine", "rollout", "learner")
-"""Start order. A later kind may need an earlier one; engines, rollout servers and the learner find each other."""
+"""Start order. A kind may need earlier ones; engines, rollout servers and the learner may start in any order."""
 
 DRAIN_S = 2
 
 
 class Ready(StrEnum):
-    """How it is judged that a process may be relied on."""
+    """Condition for a process to be ready."""
 
     PING = "answers PING"
-    HTTP = "GET /ready is 200"
-    ALIVE = "GET /health is 200"
+    HTTP = "GET /ready returns 200"
+    ALIVE = "GET /health returns 200"
     ENGINE = "registered in Redis as ready"
     RUNNING = "running"
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to be started.
+    """One process to start.
 
     name      unique in the run, and the name of its log file
     kind      one of KINDS
     argv      command line
-    env       variables on top of the launcher's own
-    hidden    variables of the launcher's own that this process does not get
-    log       file that takes its stdout and stderr
-    ready     how readiness is judged, with `url` where that needs an address
-    restarts  how often it is started again after it died; 0: its death ends the run
+    env       environment variables added to the launcher's
+    hidden    environment variables of the launcher that this process does not inherit
+    log       file for its stdout and stderr
+    ready     readiness condition; `url` if it needs an address
+    restarts  maximum number of restarts after it died; 0: its death ends the run
     """
 
     name: str
@@ -58,7 +58,7 @@ class ProcessSpec:
     hidden: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `--dry-run --json` and run.json. Secrets stay out, and a Redis URL, which may hold one."""
+        """Return plain values for `--dry-run --json` and run.json, without secrets and without the Redis URL."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -77,13 +77,13 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the processes listen. Chosen once a run: a restarted process comes back where the others look for it.
+    """Addresses of the processes. Chosen once per run, so that a restarted process keeps its address.
 
-    redis_url   an outer Redis or our own
-    server      program of our own Redis, None where an outer one is used
-    retrievers  base URLs, one a retriever
-    rollouts    base URLs, one a rollout server
-    learner     base URL of the learner's metrics, "" without one
+    redis_url   the configured Redis, or the one that the launcher starts
+    server      program of the Redis that the launcher starts, None for a configured one
+    retrievers  base URL of each retriever
+    rollouts    base URL of each rollout server
+    learner     base URL of the learner's metrics, "" without them
     """
 
     redis_url: str
@@ -102,10 +102,10 @@ def plan(
     read_secrets: bool = True,
     takeover: bool = False,
 ) -> list[ProcessSpec]:
-    """Return the processes of `config`, in start order; `resolved` is the YAML file that each of them will read.
+    """Return the processes of `config` in start order; `resolved` is the YAML file that each of them reads.
 
-    With `launch.secrets` each gets what is in the file of its role (UserError where one is missing), unless the plan is
-    only to be shown (`read_secrets` False).
+    With `launch.secrets` each process gets the variables in the file of its role, unless `read_secrets` is False (to
+    show the plan only). Raises UserError if such a file is missing.
     """
     launch, run = config.launch, config.run
     threads = {name: str(launch.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
@@ -136,7 +136,7 @@ def plan(
             f"rollout.port={_port(url)}",
             *_drain("rollout", config.rollout.model_fields_set),
         )
-        # not /ready: that needs a published version, and evaluations may come before the learner
+        # not /ready: that needs a published version, and evaluations may precede the learner
         specs.append(process(name, "rollout", "rollout_server", *extra, ready=Ready.ALIVE, url=url))
     if launch.learner:
         extra = ("--takeover",) if takeover else ()
@@ -158,7 +158,7 @@ def _redis(config: RunConfig, addresses: Addresses) -> ProcessSpec:
 
 
 def _drain(section: str, given: set[str]) -> tuple[str, ...]:
-    # The launcher stops all processes together: work handed over at that time has no taker.
+    # The launcher stops all processes together: no other server would take over work in flight.
     return () if "drain_s" in given else (f"{section}.drain_s={DRAIN_S}",)
 
 

@@ -1,8 +1,8 @@
-"""One process that the launcher started: spawn, look, stop. Exactly these processes are ever signalled.
+"""One process that the launcher started: spawn, poll, stop. The launcher signals only these processes.
 
-Each child leads its own session, so that a Ctrl-C in the terminal reaches only the launcher (which then stops
-everything in order), and a signal to its group reaches what it started itself. The kernel sends the child SIGTERM
-when the launcher dies without a word (SIGKILL), so none is left behind.
+Each child leads its own session: Ctrl-C in the terminal reaches only the launcher (which then stops everything in
+order), and a signal to the child's group reaches its own children. If the launcher is killed (SIGKILL), the kernel
+sends SIGTERM to the child, so no process is left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (INFO )?")
 
 
 class ProcessFailed(ForayError):
-    """A process of the run died, or was not ready in time, and that ended the run. `code` is its exit code."""
+    """A process died or was not ready in time, which ended the run. `code` is its exit code."""
 
     def __init__(self, name: str, what: str, *, code: int | None, log: Path, tail: str) -> None:
         super().__init__(f"{name} {what}")
@@ -34,17 +34,17 @@ class ProcessFailed(ForayError):
 
     @property
     def exit_code(self) -> int:
-        """What the command ends with: a user error (2) and a fenced learner (75) keep their code, the rest is 1."""
+        """Return the exit code of the command: that of a user error (2) or a fenced learner (75), else 1."""
         return self.code if self.code in (2, 75) else 1
 
     def render(self) -> str:
-        """Return what happened, the end of the process's log, and where the rest is."""
+        """Return what happened, the end of the process's log, and the path of the log."""
         indented = "\n".join(f"  | {line}" for line in self.tail.splitlines()) or "  | (its log is empty)"
         return f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}"
 
 
 class ManagedProcess:
-    """A running (or ended) process of `spec`. Spawn it from a thread that lives as long as the run does."""
+    """A running or ended process of `spec`. Spawn it in a thread that lives as long as the run."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
@@ -65,14 +65,14 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, also the id of its group."""
+        """Return the process id, which is also the id of its group."""
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """Exit code (minus the signal's number where one killed it), None while it runs.
+        """Return the exit code (the negative signal number if a signal killed it), None while it runs.
 
-        What an ended process left in its group (the engine of a node that was killed) is killed before the process
-        is reaped: until then its id, and so its group's, cannot belong to anybody else.
+        Processes left in the group of an ended process (the engine of a killed node) are killed before it is reaped:
+        until then no other process can have its id, or the id of its group.
         """
         if self._popen.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -81,12 +81,12 @@ class ManagedProcess:
         return self._popen.poll()
 
     def terminate(self) -> None:
-        """Ask it, and only it, to stop: it stops what it started itself."""
+        """Send SIGTERM to this process only: it stops its own children."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End its whole group at once."""
+        """Kill its whole group immediately."""
         if self.poll() is None:
             self._signal_group(signal.SIGKILL)
 
@@ -100,14 +100,14 @@ class ManagedProcess:
         return True
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """Return the last lines that this process, not an earlier one of the same name, wrote to its log."""
+        """Return the last log lines of this process, not of an earlier one with the same name."""
         with self.spec.log.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - 64 * 1024))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
     def waiting_line(self, until: str = "", *, since: float = 0.0) -> str:
-        """`waiting for engine-1 (registered in Redis as ready), 12 s; its log: ...`"""
+        """Return a line such as `waiting for engine-1 (registered in Redis as ready), 12 s; its log: ...`."""
         seconds = time.monotonic() - (since or self.spawned)
         last = next((line for line in reversed(self.tail().splitlines()) if line.strip()), "")
         log = f"; its log: {escape_untrusted(_STAMP.sub('', last.strip()), 100)}" if last else ""
@@ -126,7 +126,7 @@ class ManagedProcess:
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process ended, in words: `exited with code 1`, `was killed by SIGKILL`."""
+    """Return how a process ended: `exited with code 1`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -139,7 +139,7 @@ def _die_with_parent(parent: int) -> Callable[[], None]:
     libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:
-        # Between fork and exec: nothing here may allocate locks. The library was loaded before the fork.
+        # Runs between fork and exec: do not allocate locks. The library was loaded before the fork.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)

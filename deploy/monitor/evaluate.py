@@ -1,7 +1,7 @@
-"""Score questions through a running rollout server (`POST /v1/episodes`), at one version of the policy.
+"""Evaluate questions on a running rollout server (`POST /v1/episodes`), at one policy version.
 
-All questions go in one streamed request, so the server holds one version for all of them. It generates with the
-engines of the run and scores with the run's own rewards; nothing of it is trained on.
+All questions are in one streamed request, so the server uses one version for all of them. It generates with the
+engines of the run and scores with the run's rewards; the episodes are not trained on.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from protocol.runtime.http.auth import variable
 
 Episode = dict[str, Any]
 RECONNECTS = 5
-"""Connections in a row that may fail without having answered a question."""
+"""Maximum number of consecutive connections that fail without a completed episode."""
 RECONNECT_S = 1.0
-"""Pause before the first of them; each one after it is twice as long."""
+"""Sleep before the first retry, in seconds; it doubles with each retry."""
 
 
 class Dropped(ForayError):
-    """The connection ended before all episodes had come."""
+    """The connection ended before all episodes arrived."""
 
 
 class NoServer(UserError):
-    """No server listens there."""
+    """No server listens at the URL."""
 
 
 @dataclass
 class EvalScore:
-    """What came back. `means`: reward name -> mean over the episodes that voted."""
+    """The episodes of an evaluation and their means."""
 
     episodes: list[Episode] = field(default_factory=list)
 
     @property
     def valid(self) -> list[Episode]:
-        """Episodes that the policy ended itself; the others say nothing about it."""
+        """Return the episodes that the policy itself ended; the others carry no information about it."""
         return [e for e in self.episodes if not (is_failed(e) or is_too_long(e))]
 
     @property
     def failed(self) -> int:
-        """Episodes that ended for reasons of infrastructure."""
+        """Return the number of episodes that the infrastructure ended."""
         return sum(map(is_failed, self.episodes))
 
     @property
     def too_long(self) -> int:
-        """Episodes whose prompt leaves the policy no room: the server's settings cannot play them."""
+        """Return the number of episodes whose prompt leaves no room for an answer with the server's settings."""
         return sum(map(is_too_long, self.episodes))
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean of each reward over the episodes that the policy ended itself and that have it, as the server's `em`."""
+        """Return the mean of each reward over the valid episodes that have it, like the server's `em`."""
         found: dict[str, list[float]] = {}
         for episode in self.valid:
             for name, value in episode.get("rewards", {}).items():
@@ -67,27 +67,27 @@ class EvalScore:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Episodes that count by the policy version that sampled them: more than one version is a mixture."""
+        """Return policy version -> number of valid episodes; several versions make the score invalid."""
         return dict(sorted(Counter(str(e.get("version", "")) for e in self.valid).items()))
 
     def mean(self, name: str) -> float:
-        """Return the mean of a number of each episode (`searches`, `turns`)."""
+        """Return the mean of a field of the episodes (`searches`, `turns`)."""
         values = [float(e.get(name, 0.0)) for e in self.episodes]
         return sum(values) / len(values) if values else 0.0
 
 
 def is_failed(episode: Episode) -> bool:
-    """Whether an episode ended for reasons of infrastructure, so that it may end otherwise when it is asked again."""
+    """Return whether the infrastructure ended the episode, so that a retry may succeed."""
     return episode.get("status") in ("failed", "stale") and not is_too_long(episode)
 
 
 def is_too_long(episode: Episode) -> bool:
-    """Return whether the prompt left no room to answer: it will not the next time either."""
+    """Return whether the prompt left no room for an answer; a retry would not help."""
     return episode.get("cause") == "prompt_too_long"
 
 
 def answered(questions: Sequence[Question], episodes: Sequence[Episode], n: int) -> list[Episode]:
-    """Return those of `episodes` whose question needs no asking any more: it has `n` of them and none has failed."""
+    """Return the `episodes` of questions that are complete: `n` episodes, none of them failed."""
     wanted = {question.id for question in questions}
     found = {(e["question_id"], e["index"]): e for e in episodes if e["question_id"] in wanted and not is_failed(e)}
     counts = Counter(question for question, _ in found)
@@ -108,23 +108,23 @@ def evaluate(
     done: Sequence[Episode] = (),
     each: Callable[[Episode], None] = lambda episode: None,
 ) -> EvalScore:
-    """Return the score of `questions`, `n` episodes each, from the rollout server at `url`; in their order.
+    """Evaluate `questions`, `n` episodes each, on the rollout server at `url`. Return the score, in their order.
 
     temperature  0 is greedy
-    top_p, top_k  draw from the likeliest tokens: those that make up top_p, at most top_k (-1: any number)
-    search       False: every search comes back empty (what the policy knows by itself)
-    concurrency  episodes in flight at once
-    timeout_s    longest wait for the next episode to end
-    done         episodes of an earlier call: questions that they answer are not asked again
+    top_p, top_k  sample from the most likely tokens: those with total probability top_p, at most top_k (-1: any number)
+    search       False: every search returns nothing
+    concurrency  maximum episodes in flight
+    timeout_s    timeout for the next episode
+    done         episodes of an earlier call, whose questions are not evaluated again
     each         called with each episode as it ends
-    Questions of a connection that breaks are asked again, except those that were answered; the versions say whether the
-    policy changed meanwhile. Raises UserError when no server answers at `url`, ForayError when the server refuses or
-    cannot hold the version, Dropped when connections keep breaking.
+    After a lost connection the remaining questions are sent again; the versions show whether the policy changed
+    meanwhile. Raises UserError if no server answers at `url`, ForayError if the server refuses or cannot hold the
+    version, Dropped if connections keep breaking.
     """
     ids = Counter(question.id for question in questions)
     if twice := [id_ for id_, count in ids.items() if count > 1]:
         raise UserError(
-            f"{len(twice)} ids stand for several questions, the first is {twice[0]!r}", todo="make them unique"
+            f"{len(twice)} question ids are not unique, for example {twice[0]!r}", todo="give each question its own id"
         )
     episodes = answered(questions, done, n)
     how = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": top_k, "search": search}
@@ -154,7 +154,7 @@ def evaluate(
 
 
 def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeout_s: float) -> Iterator[Episode]:
-    """Episodes as they end, in one request that holds one version. Raises what `evaluate` raises."""
+    """Yield episodes as they end, from one request at one version. Raises what `evaluate` raises."""
     url = f"{url.rstrip('/')}/v1/episodes"
     asked = [{"id": q.id, "question": q.text, "answers": list(q.answers)} for q in questions]
     body = how | {"questions": asked, "pin": True, "stream": True}
@@ -165,7 +165,9 @@ def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeou
         detail = error.read(2000).decode(errors="replace").strip()
         if error.code in (401, 403):
             raise UserError(
-                f"{url} answered {error.code}", why=detail, todo=f"export {variable('operator')} as the server has it"
+                f"{url} answered {error.code}",
+                why=detail,
+                todo=f"export {variable('operator')} with the server's token",
             ) from None
         raise ForayError(f"{url} answered {error.code}: {detail}") from None
     except TimeoutError:
@@ -179,7 +181,7 @@ def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeou
 
 
 def _events(response: http.client.HTTPResponse, url: str) -> Iterator[Episode]:
-    """The episodes of server-sent events. Raises ForayError for `event: error`, Dropped without `event: summary`."""
+    """Yield the episodes of server-sent events. Raises ForayError for `event: error`, Dropped without a summary."""
     kind = ""
     for line in response:
         name, _, value = line.decode().rstrip("\n").partition(": ")

@@ -1,4 +1,4 @@
-"""HTTP requests of the `foray` command to a run's services: our token goes along, and no further than there."""
+"""HTTP requests of the `foray` command to a run's services. The token is never sent to a redirect target."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class _StayHere(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
     ) -> None:
-        """Refuse: our services do not redirect, and a process in their place must not send the token elsewhere."""
+        """Refuse redirects: Foray's services send none, and another process in their place could collect the token."""
 
 
 _opener = urllib.request.build_opener(_StayHere)
 
 
 def ask(url: str, *roles: Role, body: bytes | None = None, timeout_s: float) -> HTTPResponse:
-    """Return the answer of `url`, to be closed; POST of JSON with a `body`, else GET. Raises urllib's errors.
+    """Return the response of `url`, which the caller closes. POST JSON if there is a `body`, else GET.
 
-    roles  whose token goes along: of the first one that this process has a token of (`protocol.runtime.http.auth`)
+    roles  send the token of the first role that this process has one for (`protocol.runtime.http.auth`)
     """
     headers = read_access(os.environ).headers(*roles) | ({"Content-Type": "application/json"} if body else {})
     return cast(HTTPResponse, _opener.open(urllib.request.Request(url, data=body, headers=headers), timeout=timeout_s))

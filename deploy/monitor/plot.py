@@ -1,4 +1,4 @@
-"""Curves as a picture: the same bytes for the same numbers, so that a page in the repository can carry it."""
+"""Plot curves. The same values give the same bytes, so that plots in the repository change only with their data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 FORMATS = (".svg", ".png")
 RC: Any = {
-    # names of clip paths and markers come from this instead of a random number
+    # makes the names of clip paths and markers deterministic
     "svg.hashsalt": "foray",
-    # text stays text: smaller, readable by a search, and free of this machine's fonts
+    # keep text as text: smaller, searchable, and independent of this machine's fonts
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -33,12 +33,14 @@ def plot_curves(
     every: int,
     baselines: Mapping[str, float],
 ) -> None:
-    """Writes an SVG or PNG of {label: {step: value}}, with a horizontal line for each of `baselines`.
+    """Write an SVG or PNG of {label: {step: value}}, with a horizontal line for each of `baselines`.
 
-    Raises UserError when matplotlib is not installed, or for another kind of file.
+    Raises UserError if matplotlib is not installed, or for another file type.
     """
     if path.suffix not in FORMATS:
-        raise UserError(f"cannot plot to {path}", why="the file's name says its format", todo="end it in .svg or .png")
+        raise UserError(
+            f"cannot plot to {path}", why="the suffix selects the format", todo="use the suffix .svg or .png"
+        )
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -52,7 +54,7 @@ def plot_curves(
         axes.set_xlabel("step")
         axes.set_ylabel(metric if every == 1 else f"{metric}, mean of {every} steps")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # no date and no version, which would differ from one day to the next
+        # no date and no version, which would change between runs
         figure.savefig(path, dpi=120, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else {})
 
 

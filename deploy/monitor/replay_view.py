@@ -1,8 +1,8 @@
-"""Trajectories from the journal as a person reads them: who wrote what, what was trained on, which version wrote it.
+"""Render trajectories from the journal as text: owner, training mask and policy version of each part.
 
-Every line that the policy did not write carries its owner in front (`│env│`, `│prompt│`), so that the loss mask is
-visible in a terminal without colours, in a file and in a mail. Texts come from models and from the web: control
-characters are made visible, because a terminal would obey them.
+Lines that the policy did not write have their owner as a prefix (`│env│`, `│prompt│`), so that the loss mask is visible
+without colours, for example in a file. Texts come from models and from the web: control characters are replaced,
+because a terminal would interpret them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True)
 class Shown:
-    """One trajectory to be printed: the `index`-th of its group, which was trained in step `step`.
+    """One trajectory to print: the `index`-th of its group, trained in step `step`.
 
-    max_lag: the run's; tokens of an older version were masked. None: not known, nothing is said about it.
+    max_lag: the run's bound; tokens of an older version were masked. None: unknown, and not shown.
     """
 
     group: TrajectoryGroup
@@ -38,22 +38,22 @@ class Shown:
 
     @property
     def trajectory(self) -> Trajectory:
-        """The trajectory."""
+        """Return the trajectory."""
         return self.group.trajectories[self.index]
 
     def lag(self, span: VersionSpan) -> int:
-        """Steps between the version that wrote the span and the one it trained: step n trains version n - 1."""
+        """Return the steps between the version that sampled the span and the one trained (n - 1 in step n)."""
         return lag(self.step - 1, span.version)
 
 
 def choose(
     entries: Iterable[Any], *, show: int, seq: int | None = None, every: bool = False, max_lag: int | None = None
 ) -> list[Shown]:
-    """Return what to print of the journal's entries (objects with `step`, `epoch` and `group`).
+    """Select the trajectories to print from the journal's entries (objects with `step`, `epoch` and `group`).
 
-    seq given     that group, as often as it was trained (once, if the promise holds)
-    otherwise     the last `show` groups, oldest first; of each the trajectory of the highest reward (the first one
-                  with most searches among equals), or all of them with `every`
+    seq given     that group, each time it was trained (exactly once unless there is a bug)
+    otherwise     the last `show` groups, oldest first: the trajectory with the highest reward (of equals, the first
+                  with most searches), or all with `every`
     """
     last: deque[Any] = deque(maxlen=None if seq is not None else max(1, show))
     last.extend(entry for entry in entries if seq is None or entry.group.seq == seq)
@@ -116,7 +116,7 @@ def _label(segment: Segment, turn: int, shown: Shown) -> str:
 
 
 def _version(span: VersionSpan, shown: Shown) -> str:
-    """`1.4 (lag 2)`, and how many tokens were left out of the training because that was too old."""
+    """Return `1.4 (lag 2)`, and the number of tokens masked because that version was too old."""
     behind = shown.lag(span)
     masked = ""
     if shown.max_lag is not None and behind > shown.max_lag:
@@ -125,7 +125,7 @@ def _version(span: VersionSpan, shown: Shown) -> str:
 
 
 def to_json(shown: Shown, tokens: TrajectoryTokenizer) -> dict[str, Any]:
-    """Return the same for programs; texts as they are."""
+    """Return the trajectory as JSON values, with texts unchanged."""
     group, trajectory = shown.group, shown.trajectory
     return {
         "seq": group.seq,
@@ -163,7 +163,7 @@ def to_json(shown: Shown, tokens: TrajectoryTokenizer) -> dict[str, Any]:
 
 
 def visible(text: str, *, newline: bool = False) -> str:
-    """`text` without control or format characters (U+FFFD instead); line breaks stay with `newline`."""
+    """Return `text` with control and format characters replaced by U+FFFD; `newline` keeps line breaks."""
     kept = []
     for char in text:
         if char == "\n":

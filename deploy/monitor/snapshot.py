@@ -1,7 +1,7 @@
-"""One look at a run: what its processes say of themselves, what is in the streams, what the ledger says.
+"""A snapshot of a run: reports of its processes, lengths of the streams, totals of the ledger. Read-only.
 
-Everything comes from Redis and the run directory, in one round trip, so `foray status`, `foray top` and the dashboard
-show the same thing and work on any host that reaches both. Nothing here is written.
+All data come from Redis, in one round trip, and from the run directory. `foray status` and `foray top` show the same
+values and work on any host that reaches both.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=Message)
 LETTERS, EVENTS = 20, 5
-"""How many of the newest are looked at: a dead letter may be large."""
+"""Number of newest dead letters to read: they may be large."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Entries of a stream: `waiting` were not read yet, `held` were read and not acknowledged."""
+    """Entries of a stream: `waiting` have not been read, `held` have been read but not acknowledged."""
 
     waiting: int = 0
     held: int = 0
 
     @property
     def total(self) -> int:
-        """Entries that are not acknowledged."""
+        """Return the number of entries that are not acknowledged."""
         return self.waiting + self.held
 
 
 @dataclass(frozen=True)
 class LedgerTotals:
-    """The ledger of the last checkpoint: the durable truth, a few steps behind the learner's own.
+    """The ledger of the last checkpoint: durable, and a few steps behind the learner.
 
-    lineage: first version of each learner start, which tells the steps that a crash rolled back.
+    lineage: first version of each learner start, which shows the steps that a crash rolled back.
     """
 
     step: int
@@ -57,17 +57,17 @@ class LedgerTotals:
     counts: dict[str, int]
     lineage: tuple[PolicyVersion, ...] = ()
     tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens of what was decided: "generated", and how many in each bucket. {}: not counted."""
+    """Tokens with a recorded outcome: "generated", and the number per outcome. {}: not counted."""
 
     @property
     def closes(self) -> bool:
-        """Whether the outcomes add up to the number of settled seqs."""
+        """Return whether the outcomes add up to the number of settled seqs."""
         return sum(self.counts.values()) == self.settled
 
 
 @dataclass(frozen=True)
 class RunEvent:
-    """One line of the run's history (`protocol/events.py`). `at`: seconds since 1970 by Redis' clock."""
+    """One entry of the run's event log (`protocol/events.py`). `at`: seconds since 1970 on the Redis clock."""
 
     at: float
     process: str
@@ -78,7 +78,7 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run at one moment. `error` says why Redis could not be asked, "" when it could; `todo` what to do about it."""
+    """A run at one moment. `error`: why Redis could not be read, "" if it could; `todo`: what to do about it."""
 
     run: str
     redis_url: str
@@ -96,79 +96,79 @@ class RunSnapshot:
     traj: Stream = Stream()
     dead_letters: int = 0
     letters: tuple[tuple[float, str], ...] = ()
-    """(when, reason) of the newest LETTERS dead letters, the newest first."""
+    """(time, reason) of the newest LETTERS dead letters, the newest first."""
     events: tuple[RunEvent, ...] = ()
     """The newest EVENTS, the oldest first."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens of attempts that ended, as Redis' functions counted them: published, rejected. (The name that the learner
-    gave these counts lies beside them.)"""
+    """Tokens of finished attempts, counted by the Redis functions: published, rejected. (Next to them is the name that
+    the learner gave these counts.)"""
     memory: int = 0
     max_memory: int = 0
     totals: LedgerTotals | None = None
     unreadable: tuple[str, ...] = field(default=())
     stopped: bool = False
-    """A person stopped the run, and it goes on with the command `again`."""
+    """The user stopped the run; the command `again` resumes it."""
     again: str = ""
     launch: str = ""
-    """State of the launcher by run.json: starting, running, stopping, stopped, done, failed. "": started by hand."""
+    """State of the launcher in run.json: starting, running, stopping, stopped, done, failed. "": started manually."""
     launcher_lives: bool = False
     awaits_learner: bool = False
-    """The launcher has yet to start the learner, or has just done so."""
+    """The launcher has not started the learner yet, or has just done so."""
     trains: bool = True
-    """Whether the run is to have a learner. False: its model is only served and evaluated."""
+    """Whether the run has a learner. False: its model is only served and evaluated."""
     steps: int = 0
-    """Steps of the run by its configuration."""
+    """Number of steps in the run's configuration."""
     history: RunHistory = field(default_factory=RunHistory)
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """Numbers of the newest step: the learner's own, or when it reports no more those of `metrics.jsonl`."""
+        """Return the values of the newest step, from the learner or, if it does not report, from `metrics.jsonl`."""
         return self.learner.values if self.learner else {"steps": float(self.steps), **self.history.last}
 
     @property
     def only_serves(self) -> bool:
-        """Whether no learner belongs to the run: none is to be started, and none has ever held its lease."""
+        """Return whether the run has no learner: none will be started, and none has ever held its lease."""
         return not self.trains and not self.learner_epoch
 
     @property
     def evaluations(self) -> int:
-        """Requests for episodes that go on."""
+        """Return the number of evaluation requests in progress."""
         return int(sum(p.values.get("evaluations", 0.0) for p in self.of("rollout")))
 
     @property
     def pinned_evaluations(self) -> int:
-        """Those among them for which engines that train put off new weights."""
+        """Return the number of evaluations for which training engines delay new weights."""
         return int(sum(p.values.get("pinned_evaluations", 0.0) for p in self.of("rollout")))
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step, at the pace of the recent ones; None while nothing trains or no step was done."""
+        """Return the estimated seconds to the last step; None while nothing trains or before the first step."""
         if self.learner is None or self.is_done or not self.history.step_s:
             return None
         return max(0.0, self.figures.get("steps", 0.0) - self.figures.get("step", 0.0)) * self.history.step_s
 
     @property
     def is_over(self) -> bool:
-        """Whether the launcher has ended, so that nothing more is to be seen."""
+        """Return whether the launcher has ended, so that nothing changes any more."""
         return self.launch in ("done", "stopped", "failed") and not self.launcher_lives and self.learner is None
 
     def of(self, process: str) -> tuple[MetricsSnapshot, ...]:
-        """Snapshots of all processes of one kind: learner, rollout or node."""
+        """Return the snapshots of all processes of one kind: learner, rollout or node."""
         return tuple(p for p in self.processes if p.process == process)
 
     @property
     def learner(self) -> MetricsSnapshot | None:
-        """The learner's snapshot."""
+        """Return the learner's snapshot."""
         return next(iter(self.of("learner")), None)
 
     @property
     def is_done(self) -> bool:
-        """Whether the learner has finished the run."""
+        """Return whether the learner has finished the run."""
         return self.target_state == "done"
 
 
 def take_snapshot(redis_url: str, run: str, run_dir: Path | None = None, *, timeout_s: float = 3.0) -> RunSnapshot:
-    """Look at run `run`; never raises for a Redis that is away or a message that cannot be read: it says so."""
+    """Return a snapshot of `run`. If Redis is down or a message is unreadable, the snapshot reports it."""
     import redis
 
     totals = read_ledger_totals(run_dir) if run_dir is not None else None
@@ -184,7 +184,7 @@ def take_snapshot(redis_url: str, run: str, run_dir: Path | None = None, *, time
 
 
 def read_ledger_totals(run_dir: Path) -> LedgerTotals | None:
-    """The ledger of the checkpoint that CURRENT names, None before the first. Raises ForayError when it is broken."""
+    """Return the ledger totals of the checkpoint in CURRENT, None before the first. Raises ForayError if invalid."""
     manifest = _manifest(run_dir)
     if manifest is None:
         return None
@@ -197,7 +197,7 @@ def read_ledger_totals(run_dir: Path) -> LedgerTotals | None:
 
 
 def read_ledger(run_dir: Path) -> Ledger | None:
-    """Return the whole ledger of that checkpoint; likewise."""
+    """Return the complete ledger of that checkpoint, with the same errors."""
     manifest = _manifest(run_dir)
     return Ledger.from_state(manifest["ledger"]) if manifest is not None else None
 
@@ -208,7 +208,7 @@ def _manifest(run_dir: Path) -> dict[str, Any] | None:
         path = root / (root / "CURRENT").read_text().strip() / "manifest.json"
         text = path.read_text()
     except FileNotFoundError:
-        # none yet, or one that was replaced between the two reads
+        # no checkpoint yet, or it was replaced between the two reads
         return None
     try:
         manifest: dict[str, Any] = json.loads(text)
@@ -273,7 +273,7 @@ def _look(client: redis.Redis, url: str, run: str, totals: LedgerTotals | None) 
 
 def _time(entry_id: bytes) -> float:
     milliseconds = entry_id.partition(b"-")[0]
-    return int(milliseconds) / 1000 if len(milliseconds) < 16 else 0.0  # clients may choose ids
+    return int(milliseconds) / 1000 if len(milliseconds) < 16 else 0.0  # clients can choose ids
 
 
 def _living(client: redis.Redis, key: str, now: float) -> list[str]:
@@ -297,7 +297,7 @@ def _read_all(kind: type[M], names: list[str], raws: list[Any], unreadable: list
 
 
 def _stream(client: redis.Redis, key: str, group: str) -> Stream | None:
-    """Return None where the stream or its group does not exist (the learner makes both)."""
+    """Return None if the stream or its group does not exist (the learner creates both)."""
     import redis
 
     try:
@@ -306,7 +306,7 @@ def _stream(client: redis.Redis, key: str, group: str) -> Stream | None:
         return None
     for entry in groups:
         if entry["name"] == group.encode():
-            # Redis cannot always tell the lag (after deletions in the middle); what is there and not held then counts.
+            # After deletions in the middle Redis does not report the lag; then count entries that are not held.
             lag = entry.get("lag")
             held = int(entry["pending"])
             return Stream(int(lag) if lag is not None else max(0, client.xlen(key) - held), held)

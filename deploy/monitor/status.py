@@ -1,6 +1,6 @@
-"""What a snapshot means: token balance, states, problems with what to do about them, and the page that is printed.
+"""Interpret a snapshot: token balance, run state, problems with suggested actions, and the page of `foray status`.
 
-Pure but for `look`.
+Pure except `look`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rollout_server.search.base import NO_SUCH_PATH
 
 BUCKETS = ("trained", "masked", "filtered", "stale", "failed", "duplicate", "in_flight")
 GROWING = 3
-"""Dead letters within WINDOW_S that are more than an accident."""
+"""Number of dead letters within WINDOW_S that is a problem."""
 WINDOW_S = 60.0
 SPOOLING_S = 5.0
-"""A group that has waited this long for Redis waits for more than a reply."""
+"""A group that has waited longer than this for Redis, in seconds, is a problem."""
 LATE = 3
-"""A checkpoint is old when its age is this many times the expected one."""
+"""A checkpoint is old if its age exceeds the expected age by this factor."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that keeps the run from going on (or from going well), and the way out."""
+    """Something that stops or degrades the run, and what to do about it."""
 
     what: str
     todo: str
@@ -38,10 +38,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class TokenBalance:
-    """Where every token went that reached the learner.
+    """Outcome of every token that reached the learner.
 
-    rejected    of attempts that gave way to another one
-    redis_lost  published and never received, less what was received and forgotten, across restarts of Redis
+    rejected    tokens of attempts that were retried
+    redis_lost  tokens published but never received, minus those received but no longer counted, across Redis restarts
     """
 
     generated: int
@@ -51,39 +51,39 @@ class TokenBalance:
 
     @property
     def closes(self) -> bool:
-        """Whether every token is accounted for."""
+        """Return whether every token is accounted for."""
         return self.generated == sum(self.parts.values())
 
     def line(self) -> str:
-        """`generated 10 = trained 6 + masked 0 + ... + in flight 4 (closes)`"""
+        """Return `generated 10 = trained 6 + masked 0 + ... + in flight 4 (consistent)`."""
         total = sum(self.parts.values())
         parts = " + ".join(f"{name.replace('_', ' ')} {number}" for name, number in self.parts.items())
-        verdict = "closes" if self.closes else f"DOES NOT CLOSE: {abs(self.generated - total)} "
+        verdict = "consistent" if self.closes else f"INCONSISTENT: {abs(self.generated - total)} "
         if not self.closes:
-            verdict += "are missing" if total < self.generated else "too many"
-        more = f"; {self.rejected} more in attempts that were tried again" if self.rejected else ""
+            verdict += "missing" if total < self.generated else "too many"
+        more = f"; {self.rejected} more in retried attempts" if self.rejected else ""
         if self.redis_lost:
-            what = "published and not received" if self.redis_lost > 0 else "received and no longer in Redis' count"
+            what = "published but not received" if self.redis_lost > 0 else "received but no longer counted by Redis"
             more += f"; {abs(self.redis_lost)} {what}, since Redis lost state"
         return f"generated {self.generated} {'=' if self.closes else '!='} {parts} ({verdict}){more}"
 
 
 def token_balance(seen: RunSnapshot) -> TokenBalance | None:
-    """Return the learner's own balance, else that of the last checkpoint; None where neither counts tokens."""
+    """Return the learner's balance, else that of the last checkpoint; None if neither counts tokens."""
     values, rejected = (seen.learner.values if seen.learner is not None else {}), seen.tokens.get("rejected", 0)
     if "tokens_generated_total" in values:
         parts = {name: int(values.get(f"token_accounting_{name}", 0)) for name in BUCKETS}
         lost = int(values.get("token_accounting_redis_lost", 0))
         return TokenBalance(int(values["tokens_generated_total"]), parts, rejected, lost)
     if seen.learner is None and seen.totals is not None and seen.totals.tokens:
-        # what was not decided then is not in it: it comes again
+        # it does not include what was undecided then: that is delivered again
         parts = {name: seen.totals.tokens.get(name, 0) for name in BUCKETS}
         return TokenBalance(seen.totals.tokens["generated"], parts, rejected)
     return None
 
 
 def letters_line(seen: RunSnapshot) -> str:
-    """`37 (of the last 20: 12 corrupt, 8 foreign_run)`"""
+    """Return `37 (of the last 20: 12 corrupt, 8 foreign_run)`."""
     if not seen.letters:
         return str(seen.dead_letters)
     reasons = Counter(reason for _, reason in seen.letters)
@@ -103,16 +103,18 @@ def event_lines(seen: RunSnapshot) -> list[str]:
 
 
 def delivery_problems(seen: RunSnapshot) -> list[Problem]:
-    """Return what is wrong with delivery, while the run goes on."""
+    """Return the problems with delivery in a run in progress."""
     return [*of_tokens(seen), *_of_letters(seen), *_of_learner(seen), *_of_spools(seen)]
 
 
 def of_tokens(seen: RunSnapshot) -> list[Problem]:
-    """Return a problem if tokens are unaccounted for, also in a run that is over."""
+    """Return a problem if tokens are unaccounted for, also in a finished run."""
     balance = token_balance(seen)
     if balance is None or balance.closes:
         return []
-    return [Problem(f"tokens do not close: {balance.line()}", "this is a bug: keep the run directory and report it")]
+    return [
+        Problem(f"token accounting failed: {balance.line()}", "this is a bug: keep the run directory and report it")
+    ]
 
 
 def _of_letters(seen: RunSnapshot) -> list[Problem]:
@@ -122,8 +124,8 @@ def _of_letters(seen: RunSnapshot) -> list[Problem]:
     told = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in Counter(fresh).most_common())
     return [
         Problem(
-            f"dead letters keep coming: {told} within the last minute",
-            "foray dlq list, then foray dlq show SEQ, says what they hold and who sent them",
+            f"new dead letters: {told} within the last minute",
+            "inspect them with `foray dlq list`, then `foray dlq show SEQ`",
         )
     ]
 
@@ -135,23 +137,23 @@ def _of_learner(seen: RunSnapshot) -> list[Problem]:
     found, values = [], learner.values
     epoch = int(values.get("epoch", seen.learner_epoch))
     if epoch < seen.learner_epoch:
-        what = f"the learner that reports is of epoch {epoch} and fenced: epoch {seen.learner_epoch} has taken over"
-        found.append(Problem(what, "it ends with code 75 by itself; look for the one that took over, and keep one"))
+        what = f"a learner of epoch {epoch} is still running, but epoch {seen.learner_epoch} has taken over the lease"
+        found.append(Problem(what, "it exits with code 75 by itself; make sure that only one learner is started"))
     elif not seen.lease_ms:
         found.append(
             Problem(
-                "the learner's lease has lapsed: another one may take its place",
-                "it takes it again when it reaches Redis; if this stays, it hangs: see its log",
+                "the learner's lease has expired: another learner may take over",
+                "the learner re-acquires it when it reaches Redis; if this persists, it is stuck: check its log",
             )
         )
     if failures := int(values.get("checkpoint_failures", 0)):
         found.append(
             Problem(
-                f"{failures} checkpoints in a row could not be written; the last is of step "
+                f"the last {failures} checkpoints could not be written; the newest is of step "
                 f"{int(values.get('checkpoint_step', 0))}: "
                 f"{escape_untrusted(learner.text.get('checkpoint_error', ''), 300)}",
-                "make room on the disk below run.dir; training goes on meanwhile, after 3 failures without new tasks, "
-                "and the next try is made by itself",
+                "free space on the disk of run.dir; training continues meanwhile, after 3 failures without new tasks, "
+                "and the learner retries by itself",
             )
         )
     every = int(values.get("checkpoint_every", 0))
@@ -159,8 +161,8 @@ def _of_learner(seen: RunSnapshot) -> list[Problem]:
     if every and behind > LATE * every:
         found.append(
             Problem(
-                f"the last checkpoint is {behind} steps old, it should be at most {every}",
-                "see the learner's log: nothing that was trained since is acknowledged, and Redis fills up",
+                f"the last checkpoint is {behind} steps old, expected at most {every}",
+                "check the learner's log: groups trained since then are not acknowledged, and Redis fills up",
             )
         )
     return found
@@ -170,8 +172,8 @@ def _of_spools(seen: RunSnapshot) -> list[Problem]:
     return [
         Problem(
             f"rollout server {p.id} cannot publish: {int(p.values['spooled_groups'])} groups "
-            f"({p.values.get('spooled_bytes', 0) / 2**20:.1f} MiB) wait for Redis, the first for {age:.0f} s",
-            "see its log: Redis is full, away or slow for it; it takes no more work at rollout.spool_groups",
+            f"({p.values.get('spooled_bytes', 0) / 2**20:.1f} MiB) wait for Redis, the oldest for {age:.0f} s",
+            "check its log: Redis is full, down or slow; at rollout.spool_groups it stops leasing tasks",
         )
         for p in seen.of("rollout")
         if (age := p.values.get("spool_age_s", 0.0)) > SPOOLING_S and p.values.get("spooled_groups", 0)
@@ -180,9 +182,9 @@ def _of_spools(seen: RunSnapshot) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Conservation:
-    """Where every issued seq is. issued = settled (by outcome) + in flight, by seq; `closes` says whether it adds up.
+    """Conservation by seq: issued = settled (by outcome) + in flight. `closes`: whether it adds up.
 
-    source  "learner" (live) or "checkpoint" (durable, a few steps behind) or "" when there is neither
+    source  "learner" (live), "checkpoint" (durable, a few steps behind), or "" if there is neither
     """
 
     source: str
@@ -195,11 +197,11 @@ class Conservation:
 
     @property
     def closes(self) -> bool:
-        """Whether every issued seq is accounted for."""
+        """Return whether every issued seq is accounted for."""
         return self.issued == self.trained + self.filtered + self.stale + self.dead + self.in_flight
 
     def line(self) -> str:
-        """`issued 480 = trained 470 + filtered 0 + stale 0 + dead 0 + in flight 10`"""
+        """Return `issued 480 = trained 470 + filtered 0 + stale 0 + dead 0 + in flight 10`."""
         sign = "=" if self.closes else "!="
         return (
             f"issued {self.issued} {sign} trained {self.trained} + filtered {self.filtered} + stale {self.stale} "
@@ -208,7 +210,7 @@ class Conservation:
 
 
 def conservation(seen: RunSnapshot) -> Conservation:
-    """Return the balance by seq: from the learner while it lives, else from the last checkpoint and the streams."""
+    """Return the balance by seq, from the learner if it reports, else from the last checkpoint and the streams."""
     learner = seen.learner
     if learner is not None and "issued" in learner.values:
         value = {name: int(learner.values.get(name, 0)) for name in ("issued", *_OUTCOMES, "in_flight")}
@@ -217,7 +219,7 @@ def conservation(seen: RunSnapshot) -> Conservation:
         return Conservation("", seen.issued, 0, 0, 0, 0, seen.tasks.total + seen.traj.total)
     counts = {name: seen.totals.counts.get(name, 0) for name in _OUTCOMES}
     issued = max(seen.issued, seen.totals.settled)
-    # Without a learner nothing more is known of a seq that is not settled than that it will be issued again.
+    # Without a learner, every seq that is not settled will be issued again.
     return Conservation("checkpoint", issued, **counts, in_flight=issued - seen.totals.settled)
 
 
@@ -225,11 +227,11 @@ _OUTCOMES = ("trained", "filtered", "stale", "dead")
 
 
 STARTING_S = 60.0
-"""A learner that was started so lately may not report yet: it imports, and reads its checkpoint."""
+"""Grace period for a starting learner, in seconds: it imports packages and reads its checkpoint."""
 
 
 def look(found: Located) -> RunSnapshot:
-    """Take a snapshot of a run from Redis, run.json as it is now, and `metrics.jsonl`."""
+    """Take a snapshot of a run from Redis, run.json and `metrics.jsonl`."""
     record = read_record(found.directory)
     seen = take_snapshot(found.redis_url, found.run.id, found.directory)
     seen = with_record(seen, record, alive=is_held(found.directory))
@@ -237,9 +239,9 @@ def look(found: Located) -> RunSnapshot:
 
 
 def with_record(seen: RunSnapshot, record: Mapping[str, Any], *, alive: bool = False) -> RunSnapshot:
-    """`seen` with what run.json says. A run whose launcher has ended it is no run whose Redis is away.
+    """Return `seen` with the state from run.json. After a regular end, a Redis that is down is not a problem.
 
-    alive  whether the launcher lives: what a dead one wrote last is no state of the run
+    alive  whether the launcher is running: the last state of a dead launcher is not the state of the run
     """
     launch, again = str(record.get("state", "")), str(record.get("again", ""))
     started = [p for p in record.get("processes", ()) if p.get("kind") == "learner"]
@@ -261,48 +263,49 @@ def with_record(seen: RunSnapshot, record: Mapping[str, Any], *, alive: bool = F
 
 
 def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
-    """Return what is wrong, the worst first; nothing for a run that goes well or has been finished."""
+    """Return the problems, the worst first; none for a healthy or finished run."""
     if seen.todo:
         return [Problem(seen.error, seen.todo)]
     now = state(seen)
     if seen.stopped:
         return of_tokens(seen)
     if now == "failed":
-        todo = f"its logs say why; fix that, then continue with: {seen.again or 'the command that started the run'}"
+        todo = f"fix the error in its logs, then resume with: {seen.again or 'the command that started the run'}"
         return [Problem("the run has failed", todo), *of_tokens(seen)]
     if now == "stopping" or (now == "preparing" and seen.launch == "starting"):
-        return []  # processes come and go, and the launcher watches them
+        return []  # the launcher is starting or stopping processes, and monitors them
     if seen.error:
-        todo = "start the run (again) with `foray up`: it goes on from its checkpoint"
+        todo = "start the run with `foray up`: it resumes from its checkpoint"
         return [Problem(f"Redis does not answer: {seen.error}", todo)]
     found = [
-        Problem(f"a message cannot be read: {text}", "are all processes of one version?") for text in seen.unreadable
+        Problem(f"unreadable message: {text}", "run the same Foray version in all processes")
+        for text in seen.unreadable
     ]
     totals = conservation(seen)
     if seen.is_done:
         if not totals.closes or totals.in_flight:
             found.append(
-                Problem(f"the run is over but {totals.line()}", "start the learner again: it settles the rest")
+                Problem(f"the run is done, but {totals.line()}", "start the learner again: it settles the rest")
             )
         return found + of_tokens(seen)
     if seen.max_memory and seen.memory > 0.9 * seen.max_memory:
         found.append(
             Problem(
                 f"Redis uses {seen.memory / 2**20:.0f} of {seen.max_memory / 2**20:.0f} MiB",
-                "raise maxmemory, or lower learner.checkpoint_every: what was trained stays until the checkpoint",
+                "raise maxmemory, or lower learner.checkpoint_every: groups stay in Redis until the next checkpoint",
             )
         )
     if seen.learner is None and not seen.only_serves and not seen.awaits_learner:
-        held = f"; its lease lasts {seen.lease_ms / 1000:.0f} s more" if seen.lease_ms else ""
-        found.append(Problem(f"no learner reports{held}", "start it again: it goes on from its checkpoint"))
+        held = f"; its lease expires in {seen.lease_ms / 1000:.0f} s" if seen.lease_ms else ""
+        found.append(Problem(f"no learner is running{held}", "start it again: it resumes from its checkpoint"))
     if not seen.of("rollout"):
-        found.append(Problem("no rollout server reports", "start one: python -m rollout_server --config ..."))
+        found.append(Problem("no rollout server is running", "start one: foray rollout --config ..."))
     for p in seen.of("rollout"):
         if outage := p.text.get("search_outage"):
             found.append(_no_retriever(p.id, outage))
     for p in seen.processes:
         if refusal := p.text.get("redis_refusal"):
-            todo = "the process waits and tries again; find out who writes to this run's keys (SECURITY.md)"
+            todo = "the process retries; find out which program writes to this run's keys (SECURITY.md)"
             found.append(Problem(f"Redis refuses {p.process} {p.id}: {refusal}", todo))
     found += _engine_problems(seen, max_lag)
     found += delivery_problems(seen)
@@ -312,20 +315,20 @@ def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
 def _no_retriever(rollout: str, outage: str) -> Problem:
     """outage: each address with its cause (`rollout_server/search/base.py`)."""
     if any(cause in outage for cause in NO_SUCH_PATH):
-        what = f"rollout server {rollout} sends searches where no retriever is, and leases no task: {outage}"
+        what = f"the search address of rollout server {rollout} is wrong, so it leases no tasks: {outage}"
         return Problem(what, "correct rollout.search.urls (base addresses) or rollout.search.dialect, and restart it")
-    todo = "start the retriever again: searches wait for it (rollout.search.outage_wait_s), then they fail"
-    return Problem(f"rollout server {rollout} finds no retriever: {outage}", todo)
+    todo = "start the retriever again: searches wait for rollout.search.outage_wait_s, then they fail"
+    return Problem(f"rollout server {rollout} has no healthy retriever: {outage}", todo)
 
 
 def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
     if not seen.engines:
-        return [Problem("no engine is registered", "start one: python -m rollout_server.node --config ...")]
+        return [Problem("no engine is registered", "start one: foray engine --config ...")]
     found = [
         Problem(
             f"engine {e.id} is {e.state}: {e.detail or 'no reason given'}",
-            "it gets no requests; its node loads the target whole, or restarts it, and only then it serves again. "
-            "If that does not help, the reason is in the log of the node and of the engine",
+            "it gets no requests until its node has loaded the complete target version, or restarted the engine. "
+            "If it does not recover, check the logs of the node and of the engine",
         )
         for e in seen.engines
         if e.state in (NodeState.QUARANTINED, NodeState.SUSPECT)
@@ -335,14 +338,14 @@ def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
     if target is not None:
         usable = [e for e in usable if e.epoch == target.epoch and target.step - e.step <= max_lag]
     moving = any(e.state in (NodeState.JOINING, NodeState.SYNCING, NodeState.LOADING) for e in seen.engines)
-    if not usable and not moving and not seen.pinned_evaluations:  # for which it keeps its version
+    if not usable and not moving and not seen.pinned_evaluations:  # a pinned evaluation keeps an older version
         label = target.version.label if target is not None else "any version"
-        found.append(Problem(f"no engine is ready at {label}", "see the logs of the nodes"))
+        found.append(Problem(f"no engine is ready at {label}", "check the logs of the nodes"))
     return found
 
 
 def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
-    """Return the page as JSON values, for programs. Stable: names are added, never changed."""
+    """Return the page as JSON values. Stable: names are added, never changed."""
     wrong, totals = problems(seen, max_lag=max_lag), conservation(seen)
     return {
         "run": seen.run,
@@ -379,8 +382,8 @@ def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
 
 
 def state(seen: RunSnapshot) -> str:
-    """One word. What the learner says: starting, training. Without one: preparing (it is to come), serving (none is to
-    come), evaluating, waiting (none comes). And stopping, stopped (by a person), done, failed, down.
+    """Return the state in one word. With a learner: starting, training. Without one: preparing (it will start), serving
+    (the run has none), evaluating, waiting (it does not run). Also stopping, stopped (by the user), done, failed, down.
     """
     if seen.stopped:
         return "stopped"
@@ -402,7 +405,7 @@ def state(seen: RunSnapshot) -> str:
 
 
 def step_line(seen: RunSnapshot) -> str:
-    """`step 14 of 60, 3.9 s per step, about 3 min to go`; what is not known is left out."""
+    """Return `step 14 of 60, 3.9 s per step, about 3 min to go`, without unknown parts."""
     figures = seen.figures
     line = f"step {figures.get('step', 0):.0f} of {figures.get('steps', 0):.0f}"
     if seen.history.step_s:
@@ -411,7 +414,7 @@ def step_line(seen: RunSnapshot) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a duration for a person: `45 s`, `12 min`, `2 h 5 min`."""
+    """Format a duration: `45 s`, `12 min`, `2 h 5 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -457,20 +460,20 @@ def render(seen: RunSnapshot, *, max_lag: int) -> str:
     if balance := token_balance(seen):
         lines.append(f"tokens    {balance.line()}")
     if seen.totals:
-        verdict = "closes" if seen.totals.closes else "DOES NOT CLOSE"
+        verdict = "consistent" if seen.totals.closes else "INCONSISTENT"
         lines.append(
             f"checkpoint step {seen.totals.step}, epoch {seen.totals.epoch}: {seen.totals.settled} settled, {verdict}"
         )
     lines += [f"event     {line}" for line in event_lines(seen)]
     if seen.stopped:
-        lines.append(f"next      {seen.again or 'the command that started the run'} goes on from the checkpoint")
+        lines.append(f"next      resume from the checkpoint with {seen.again or 'the command that started the run'}")
     for problem in wrong:
         lines += [f"problem:  {problem.what}", f"   do:    {problem.todo}"]
     return "\n".join(lines)
 
 
 def _weights_line(v: Mapping[str, float]) -> str:
-    """How the last version went to the engines, phase by phase, and how versions went since the learner's start."""
+    """Return the phases of the last weight transfer, and the transfers since the learner's start."""
     phases = ("gather", "prepare", "transfer", "verify", "commit", "disk")
     seconds = {phase: v.get(f"publish_{phase}_s", 0.0) for phase in phases}
     told = ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items() if s) or "nothing yet"

@@ -1,8 +1,8 @@
-"""The live table of a run: one frame from one observation, with rates from the change since the frame before. Pure
-but for reading the retrievers' `/metrics`.
+"""The live table of a run: a frame is made from one snapshot, with rates relative to an earlier one. Pure except for
+reading the retrievers' `/metrics`.
 
-"Who waits for whom" is the point: every process counts the seconds it stood waiting, by cause. The share of the last
-seconds says which part of the ring is the bottleneck.
+Every process counts the seconds it waits, by cause. The shares of the last seconds show which part of the ring is the
+bottleneck.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ IN_WORDS = {
     ("learner", "checkpoint"): "the learner waits while it writes a checkpoint",
     ("learner", "redis"): "the learner waits for Redis",
     ("learner", "compute"): "the learner computes: training is the bottleneck",
-    ("rollout", "credit"): "rollout servers wait for tasks: the learner is the bottleneck (max_lag bounds them)",
+    ("rollout", "credit"): "rollout servers wait for tasks: the learner is the bottleneck (at the max_lag bound)",
     ("rollout", "learner"): "rollout servers wait for the learner to start",
     ("rollout", "engine"): "rollout servers wait for engines",
-    ("rollout", "window"): "turns wait for a place at an engine: generation is the bottleneck",
+    ("rollout", "window"): "turns wait for a slot at an engine: generation is the bottleneck",
     ("rollout", "retriever"): "rollout servers wait for the retriever",
-    ("rollout", "backlog"): "rollout servers lease nothing: turns wait for engines",
+    ("rollout", "backlog"): "rollout servers lease no tasks: turns wait for engines",
     ("rollout", "redis"): "rollout servers wait for Redis",
-    ("node", "eval"): "engines wait with new weights for an evaluation to end",
+    ("node", "eval"): "engines delay new weights until an evaluation ends",
 }
 WINDOW_S = 10.0
 _METRIC = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)")
@@ -40,7 +40,7 @@ _METRIC = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)")
 
 @dataclass(frozen=True)
 class TableRow:
-    """One line of a table: a name and its cells, as they are printed."""
+    """One line of a table: a name and its cells as printed."""
 
     name: str
     cells: tuple[str, ...]
@@ -48,7 +48,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Frame:
-    """Everything one look shows, as text."""
+    """The content of one refresh, as text."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -57,7 +57,7 @@ class Frame:
     problems: tuple[str, ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Lines, each with the name of its part, in the order of importance: a small terminal shows the first ones."""
+        """Return the lines, each with the name of its part, most important first: a small terminal shows these."""
         width = max(len(name) for name, _ in self.facts)
         parts = {
             "problems": [f"  problem: {text}" for text in self.problems],
@@ -77,8 +77,8 @@ class Frame:
         return "\n".join(text for _, text in self.rows())
 
     def fitted(self, width: int, height: int) -> str:
-        """Return the frame in a terminal of `columns` and `lines`: long lines are continued below, and what has no room
-        is named in the last line.
+        """Return the frame for a terminal of `width` and `height`: long lines are wrapped, and the last line names the
+        parts that do not fit.
         """
         rows = [(part, piece) for part, line in self.rows() for piece in _wrapped(line, width)]
         if len(rows) <= height:
@@ -90,7 +90,7 @@ class Frame:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """`line` in pieces of at most `width` columns, the later ones indented."""
+    """Wrap `line` to at most `width` columns, with continuation lines indented."""
     return textwrap.wrap(line, max(width, 20), subsequent_indent="      ", replace_whitespace=False) or [""]
 
 
@@ -98,14 +98,14 @@ ENGINE_COLUMNS = ("engine", "state", "version", "running", "waiting", "tok/s", "
 
 
 def table(columns: tuple[str, ...], rows: Iterable[TableRow]) -> list[str]:
-    """Aligned lines: the header, then a line a row."""
+    """Return aligned lines: the header, then one line per row."""
     cells = [columns, *((row.name, *row.cells) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return ["  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
 
 
 def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
-    """Return what to show of `seen`; `before` is an earlier look, for the shares of the time between."""
+    """Return the frame of `seen`; `before` is an earlier snapshot, for rates and shares."""
     rollouts, values = seen.of("rollout"), seen.figures
     facts = [
         ("step", f"{step_line(seen).removeprefix('step ')}, weights {_weights(seen)}"),
@@ -155,22 +155,22 @@ def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, 
         for e in seen.engines
     )
     wrong = tuple(f"{p.what} -> {p.todo}" for p in problems(seen, max_lag=max_lag))
-    waits = (waits_in_words(seen, before) or ["nothing of 5 % or more"]) if seen.processes else []
+    waits = (waits_in_words(seen, before) or ["no wait of 5 % or more"]) if seen.processes else []
     return Frame(f"run {seen.run}: {state(seen)}", tuple(facts), engines, tuple(waits), wrong)
 
 
 def waits_in_words(seen: RunSnapshot, before: RunSnapshot | None) -> list[str]:
-    """Sentences with the share of time each kind of process stood waiting, the largest first; below 5 % is left out.
+    """Return sentences with the share of time that each kind of process waits, the largest first, from 5 % up.
 
-    The share is of the time between the two looks (of the whole life of a process that was not there before), as a
-    mean over the processes of a kind. Waits are counted as they pass and by the clock of the uptime, so none can pass
-    100 %; a process that waits for two things at once has both.
+    The share is of the time between the two snapshots (or since the start of a new process), averaged over the
+    processes of a kind. Waits are counted as they pass and with the clock of the uptime, so a share cannot exceed
+    100 %; a process that waits for two things at once counts for both.
     """
     earlier = {(p.process, p.id): p for p in before.processes} if before else {}
     shares: dict[tuple[str, str], list[float]] = {}
     for now in seen.processes:
         old = earlier.get((now.process, now.id))
-        # a process that was restarted under its name counts from zero again
+        # a restarted process with the same name counts from zero again
         old = old if old is not None and old.uptime_s < now.uptime_s else None
         seconds = now.uptime_s - (old.uptime_s if old else 0.0)
         for cause, total in now.waits.items():
@@ -182,7 +182,7 @@ def waits_in_words(seen: RunSnapshot, before: RunSnapshot | None) -> list[str]:
 
 
 def read_searches(urls: Iterable[str], *, timeout_s: float = 0.5) -> dict[str, float]:
-    """Sums of the retrievers' own counters by name; a retriever that does not answer is left out."""
+    """Return sums of the retrievers' counters by name, without retrievers that do not answer."""
     totals: dict[str, float] = {}
     for url in urls:
         try:
@@ -198,13 +198,13 @@ def read_searches(urls: Iterable[str], *, timeout_s: float = 0.5) -> dict[str, f
 
 
 class Looks:
-    """The looks of the last WINDOW_S seconds: snapshots come once a second, and one step may take several."""
+    """The snapshots of the last WINDOW_S seconds: one per second, and a step may take several."""
 
     def __init__(self) -> None:
         self._looks: deque[RunSnapshot] = deque()
 
     def before(self, seen: RunSnapshot) -> RunSnapshot | None:
-        """The look to compare `seen` with: the newest that is WINDOW_S old, else the oldest; None for the first."""
+        """Return the snapshot to compare `seen` with: the newest that is WINDOW_S old, else the oldest."""
         if seen.now:
             self._looks.append(seen)
         while len(self._looks) > 1 and self._looks[1].now <= seen.now - WINDOW_S:
@@ -219,7 +219,7 @@ def _weights(seen: RunSnapshot) -> str:
 
 
 def _tokens_line(seen: RunSnapshot) -> str:
-    """Throughput now; of a run without processes its mean over the last steps."""
+    """Return the present throughput, or for a run without processes its mean over the last steps."""
     rollouts, history = seen.of("rollout"), seen.history
     generated = sum(p.values.get("tokens_generated_per_s", 0.0) for p in rollouts) if rollouts else None
     trained = seen.learner.values.get("tokens_trained_per_s", 0.0) if seen.learner else None

@@ -1,1 +1,1 @@
-"""Pages that are generated from the code: settings, metrics, presets beside their sources."""
+"""Pages generated from the code: settings, metrics, presets with their sources."""

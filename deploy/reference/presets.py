@@ -1,4 +1,4 @@
-"""The table of presets: every value beside its source's, from `deploy/reference/preset_sources.yaml`.
+"""Generate docs/presets.md: every preset value with that of its source, from `preset_sources.yaml`.
 
     python -m deploy.reference.presets > docs/presets.md
 
@@ -19,15 +19,15 @@ HEAD = """# Presets
 
 <!-- made by `python -m deploy.reference.presets > docs/presets.md` -->
 
-`foray init run.yaml --preset NAME` starts from a published recipe. Every value stands here beside the one of its
-source, read at the commit named below; a test holds the presets to this page. `=`: the same value. "(default)": the
-script says nothing, and the configuration of its project counts.
+`foray init run.yaml --preset NAME` starts from a published recipe. This page lists every value with that of its source,
+read at the commit named below; a test checks the presets against it. `=`: the same value. "(default)": the script does
+not set it, and the default of its project applies.
 """
 
 
 @dataclass(frozen=True)
 class PresetValue:
-    """One value of some presets: ours, the source's in the same unit, where that stands, and why they differ."""
+    """One value of some presets: Foray's, the source's in the same unit, its location, and why they differ."""
 
     setting: str
     presets: tuple[str, ...]
@@ -38,13 +38,13 @@ class PresetValue:
 
     @property
     def equal(self) -> bool:
-        """Whether the preset does as its source."""
+        """Return whether the preset has the value of its source."""
         return bool(self.here == self.there)
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """One thing that no setting says."""
+    """A behaviour that no setting controls."""
 
     what: str
     presets: tuple[str, ...]
@@ -56,8 +56,8 @@ class Behaviour:
 
 @dataclass(frozen=True)
 class Table:
-    """The file. `ours`: settings, or what they begin with, that have no counterpart in a source; `inert`: settings that
-    nothing reads in a preset without a row for them."""
+    """The file. `ours`: settings (or their prefixes) without a counterpart in a source; `inert`: settings that have no
+    effect in a preset without a row for them."""
 
     sources: Mapping[str, str]
     rows: tuple[PresetValue, ...]
@@ -66,12 +66,12 @@ class Table:
     inert: frozenset[str]
 
     def of(self, preset: str) -> list[PresetValue]:
-        """Rows of one preset."""
+        """Return the rows of one preset."""
         return [row for row in self.rows if preset in row.presets]
 
 
 def read_table(path: Path = TABLE) -> Table:
-    """Return the table in `path`. Raises KeyError for a name of a preset or group that is not there."""
+    """Return the table in `path`. Raises KeyError for an unknown preset or group."""
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     sources, groups = tree["sources"], tree["groups"]
 
@@ -89,7 +89,7 @@ def read_table(path: Path = TABLE) -> Table:
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of everything in a tree of settings; a list is one value."""
+    """Yield (dotted path, value) for every value in a tree of settings; a list is one value."""
     for name, value in tree.items():
         where = f"{path}.{name}" if path else name
         if isinstance(value, Mapping):
@@ -114,8 +114,8 @@ def page(table: Table) -> str:
         cells = (f"`{row.setting}`", _names(table, row.presets), _value(row.here), there, row.source, row.why)
         out.append(_line(cells))
     ours = ", ".join(f"`{name}`" for name in table.ours)
-    out += ["", f"Settings without a counterpart, which change how a run is laid out: {ours}.", ""]
-    out += ["## What no setting says", "", "| what | presets | source | here | why |", "|---|---|---|---|---|"]
+    out += ["", f"Settings of Foray without a counterpart: {ours}.", ""]
+    out += ["## Behaviour without a setting", "", "| what | presets | source | here | why |", "|---|---|---|---|---|"]
     for item in table.behaviour:
         why = item.why if item.equal else f"differs: {item.why}"
         out.append(_line((item.what, _names(table, item.presets), item.there, item.here, why)))

@@ -1,4 +1,4 @@
-"""A configuration file with every setting, its default and its description, made from the settings classes."""
+"""Generate a configuration file with every setting, its default and its description, from the settings classes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from protocol.runtime.field_docs import descriptions
 
 WIDTH = 110
 HEAD = """\
-# A run of Foray. Every setting is here with its default, commented out: take the `#` away (of the lines above it that
-# end in a colon too) from what you change. Start it with `foray up THIS_FILE`; any value can be overridden there:
-# `foray up THIS_FILE run.steps=20`. A path may begin with ${NAME}/, which `foray up` reads from the environment.
-# Secrets never belong in here.
+# A Foray run. Every setting is listed with its default, commented out. To change one, remove its `#`, and the `#` of
+# the lines above it that end in a colon. Start the run with `foray up THIS_FILE`; override values there, for example
+# `foray up THIS_FILE run.steps=20`. A path may begin with ${NAME}/, an environment variable that `foray up` reads.
+# Do not put secrets into this file.
 """
 
 
 def document(config: RunConfig | None = None) -> str:
-    """YAML that reads back as `config` (default: all defaults), with each field's description above it.
+    """Return YAML that reads back as `config` (default: all defaults), with each field's description above it.
 
-    What `config` sets itself is written as it is, defaults are commented out: a default that is written down would
-    count as a wish (a port that was asked for, a retriever that runs already).
+    Values that `config` sets are written, defaults are commented out: a written default would count as set by the user
+    (a requested port, an existing retriever).
     """
     given = config or RunConfig()
     lines = [HEAD]
@@ -46,7 +46,7 @@ def _fields(settings: BaseModel, indent: str, *, commented: bool = False) -> Ite
             yield f"{mark}{indent}{name}:"
             yield from _fields(value, indent + "  ", commented=off)
         else:
-            # JSON is YAML, and keeps text that looks like a number as text
+            # JSON is valid YAML, and quotes text that looks like a number
             yield f"{mark}{indent}{name}: {json.dumps(plain[name], ensure_ascii=False)}"
 
 

@@ -1,1 +1,1 @@
-"""Secrets of a run: tokens, Redis users, certificates, and the environment of each role."""
+"""Secrets of a run: tokens, Redis users, certificates, and environment files per role."""

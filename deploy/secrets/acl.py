@@ -1,8 +1,8 @@
-"""Users of Redis by role, and what each may do: no more than its code does. Pure.
+"""Redis users by role, with the permissions that their code needs and no others. Pure.
 
-A function runs with the rights of who calls it, so what it does inside is granted here too: FCALL opens nothing by
-itself. Each group of keys has its own commands (selectors, Redis 7.0), all below the run's own prefix. A rollout server
-may append to the trajectory stream, so it can forge or suppress any group of the run: SECURITY.md says what follows.
+A function runs with the caller's permissions, so the commands inside it are granted here too; FCALL alone grants
+nothing. Each group of keys has its own commands (selectors, Redis 7.0), all below the run's prefix. A rollout server
+may append to the trajectory stream, so it can forge or suppress any group of the run: see SECURITY.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RedisRole = Literal["learner", "rollout", "node", "viewer", "operator", "admin"]
 REDIS_ROLES: tuple[RedisRole, ...] = get_args(RedisRole)
 
 EVERYBODY = "+ping +hello +auth +select +time +multi +exec +discard +client|setname +client|getname"
-"""Handshake, clock, transactions (each command in one is checked by itself)."""
+"""Handshake, clock, transactions (Redis checks each command in a transaction separately)."""
 _SWEPT = "+zadd +zrem +zremrangebyscore"
 _LOOK = (
     "(%R~{run}:* +get +hget +hgetall +hmget +exists +pttl +zrange +zrangebyscore +smembers +scard +sismember +xlen "
@@ -25,7 +25,7 @@ _LOOK = (
 )
 
 GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
-    # owns every key of its run; alone loads the functions, which all runs on a server share
+    # owns every key of its run; the only role that loads the functions, which all runs on a server share
     "learner": (
         "+function|load +function|list +info",
         "(~{run}:* +fcall +@stream +@hash +@string +@set +@sortedset +exists +del +pexpire +pttl)",
@@ -59,25 +59,25 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
     ),
     "viewer": ("+info", _LOOK),
     "operator": ("+info", _LOOK, "(~{run}:requeue +sadd +srem)", "(~{run}:dlq +xdel)", "(~{run}:events +xadd)"),
-    # for people: settings of the server, repairs. No process of a run has it.
+    # for users: server settings and repairs. No process of a run has it.
     "admin": ("~* &* +@all",),
 }
 
 
 def users_acl(run: str, passwords: Mapping[RedisRole, str]) -> str:
-    """Return the text of an ACL file (`aclfile`): a user for each role, the default one off; hashes, no passwords."""
+    """Return an ACL file (`aclfile`): a user per role with a password hash, and the default user off."""
     lines = ["user default off resetkeys resetchannels -@all"]
     return "\n".join([*lines, *(user_line(run, role, passwords[role]) for role in REDIS_ROLES)]) + "\n"
 
 
 def user_line(run: str, role: RedisRole, password: str) -> str:
-    """Return the line of one user. `run` must be a run id: it becomes part of patterns."""
+    """Return the line of one user. `run` must be a valid run id: it becomes part of key patterns."""
     assert RUN_ID.match(run), run
     return f"user {role} on #{hashlib.sha256(password.encode()).hexdigest()} {rules(run, role)}"
 
 
 def rules(run: str, role: RedisRole) -> str:
-    """Return what `role` may do, in the words of ACL SETUSER."""
+    """Return the permissions of `role` in the syntax of ACL SETUSER."""
     grants = " ".join(GRANTS[role]).replace("{run}", f"{{{run}}}")
     first = f"resetkeys resetchannels -@all {EVERYBODY}" if role != "admin" else "resetkeys resetchannels -@all"
     return f"{first} {grants}"

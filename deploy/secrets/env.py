@@ -1,7 +1,7 @@
-"""Which secrets each process gets: `secrets/ROLE.env`, and how `foray up` hands them out. No file but its own is read.
+"""The secrets of each process, in `secrets/ROLE.env`, and how `foray up` distributes them.
 
-A line is `NAME=value`, without quotes or blanks, so that a shell (`set -a; . FILE`), systemd (`EnvironmentFile=`) and
-containers (`--env-file`) read the same file.
+A line is `NAME=value`, without quotes or spaces, so that a shell (`set -a; . FILE`), systemd (`EnvironmentFile=`) and
+containers (`--env-file`) can read the same file.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ROLE_OF_KIND: Mapping[str, str] = {
     "rollout": "rollout",
     "learner": "learner",
 }
-"""Kind of process -> name of its file. Redis itself gets the ACL file and nothing in its environment."""
+"""Kind of process -> name of its file. Redis gets the ACL file and no environment variables."""
 _NAMES = (*(variable(role) for role in ROLES), RUN_KEY_VARIABLE)
 SECRET_VARIABLES = (REDIS_URL_VARIABLE, *_NAMES, *(f"{name}_FILE" for name in _NAMES))
-"""Variables that a process with its own environment file must not inherit."""
+"""Variables that a process with an environment file must not inherit."""
 _LINE = re.compile(r"([A-Z_][A-Z0-9_]*)=([^\s'\"\\]*)")
 
 
 def read_env(directory: Path, role: str) -> dict[str, str]:
-    """Return the variables in `ROLE.env`. Raises UserError when it is not there, or not such a file."""
+    """Return the variables in `ROLE.env`. Raises UserError if it is missing or invalid."""
     path = directory / f"{role}.env"
     try:
         text = path.read_text()
@@ -47,14 +47,16 @@ def read_env(directory: Path, role: str) -> dict[str, str]:
             continue
         matched = _LINE.fullmatch(line)
         if matched is None:
-            raise UserError(f"{path}, line {number}, is not NAME=value", todo="no quotes, no blanks, no `export`")
+            raise UserError(
+                f"{path}, line {number}, is not NAME=value", todo="write no quotes, no spaces and no `export`"
+            )
         found[matched[1]] = matched[2]
     remember_environment(found)
     return found
 
 
 def env_of(directory: Path, kind: str, place: str) -> dict[str, str]:
-    """What a process of `kind` gets; `place` is where Redis really is ("": where the file says). {} for Redis."""
+    """Return the variables for a process of `kind`; `place`: actual Redis URL ("": as in the file). {} for Redis."""
     role = ROLE_OF_KIND.get(kind)
     if role is None:
         return {}
@@ -65,7 +67,7 @@ def env_of(directory: Path, kind: str, place: str) -> dict[str, str]:
 
 
 def redis_url_for(directory: Path, role: str, place: str) -> str:
-    """Return the URL by which `role` reaches the Redis at `place` ("": where its file says)."""
+    """Return the URL with the login of `role` for the Redis at `place` ("": as in its file)."""
     url = read_env(directory, role).get(REDIS_URL_VARIABLE, "")
     if not url:
         raise UserError(f"{directory / role}.env has no {REDIS_URL_VARIABLE}")
@@ -73,6 +75,6 @@ def redis_url_for(directory: Path, role: str, place: str) -> str:
 
 
 def login_at(place: str, url: str) -> str:
-    """`place` with the user and password of `url`."""
+    """Return `place` with the user and password of `url`."""
     login = parse_redis_url(url)
     return with_login(place, login.username or "", login.password or "")

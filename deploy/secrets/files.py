@@ -1,8 +1,8 @@
-"""What `foray init --secure` writes: a directory of secrets, each file for one reader, and what to do with each.
+"""Write the directory of secrets of `foray init --secure`: one file per reader, and how to use each.
 
-users.acl redis.conf ca.pem redis.crt redis.key      for the host of Redis (ca.pem goes to every host)
+users.acl redis.conf ca.pem redis.crt redis.key      for the Redis host (ca.pem: for every host)
 learner.env rollout.env node.env retriever.env       for the processes of the run
-viewer.env operator.env admin.env                    for people: to look, to act, to repair the Redis
+viewer.env operator.env admin.env                    for users: to monitor, to operate, to repair Redis
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocol.settings import REDIS_URL_VARIABLE
 
 LOCAL = ("localhost", "127.0.0.1")
 CONFIG = """\
-# A Redis for run {run}, with TLS, users of least privilege and no memory that it may evict.
+# A Redis for run {run}, with TLS, users with least privilege, and no eviction.
 # Start it as the owner of these files: redis-server {directory}/redis.conf
 {listen}
 {tls}aclfile {directory}/users.acl
@@ -50,12 +50,12 @@ TOKENS_OF: Mapping[str, tuple[Role, ...]] = {
     "operator": ("operator",),
     "admin": (),
 }
-"""A service knows the tokens of all that may call it; a person has one."""
+"""A service has the tokens of all roles that may call it; a user has one token."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written, and what to do with it."""
+    """A written file, and how to use it."""
 
     path: Path
     use: str
@@ -63,7 +63,7 @@ class Written:
 
 @dataclass(frozen=True)
 class RedisEndpoint:
-    """Where the Redis of the run will be. `hosts[0]` is the name in the URLs, all are in the certificate."""
+    """Address of the run's Redis. `hosts[0]` is the name in the URLs, all hosts are in the certificate."""
 
     hosts: tuple[str, ...] = LOCAL
     port: int = 6379
@@ -71,26 +71,26 @@ class RedisEndpoint:
     maxmemory_mb: int = 1024
 
     def url(self, user: str, password: str, directory: Path) -> str:
-        """Return the URL by which `user` reaches it."""
+        """Return the URL with the login of `user`."""
         host = f"[{self.hosts[0]}]" if ":" in self.hosts[0] else self.hosts[0]
         scheme, query = ("rediss", f"?ssl_ca_certs={directory / 'ca.pem'}") if self.tls else ("redis", "")
         return f"{scheme}://{user}:{password}@{host}:{self.port}/0{query}"
 
 
 def write_secrets(directory: Path, run: str, place: RedisEndpoint, *, force: bool) -> list[Written]:
-    """Write new secrets for run `run`. Raises UserError when `directory` holds some already, unless `force`."""
+    """Write new secrets for `run`. Raises UserError if `directory` already contains some, unless `force`."""
     directory = directory.absolute()
     if any(not (char.isalnum() or char in "/._-+@,=") for char in str(directory)):
         raise UserError(
-            f"{directory} cannot hold the secrets",
-            why="its name is part of files that a shell, systemd and Redis read, each with other rules for quoting",
-            todo="take a path of letters, digits and ._-",
+            f"{directory} cannot be used for secrets",
+            why="its name is part of files for a shell, systemd and Redis, which have different quoting rules",
+            todo="use a path of letters, digits and ._-",
         )
     if directory.exists() and any(directory.iterdir()) and not force:
         raise UserError(
             f"{directory} is not empty",
-            why="new secrets would lock out every process that has the old ones",
-            todo="take another directory with --secrets, or --force to replace them",
+            why="new secrets would lock out processes that have the old ones",
+            todo="choose another directory with --secrets, or replace them with --force",
         )
     texts = {**_redis(directory, run, place), **_roles(directory, run, place)}
     uses = _uses(directory)
@@ -104,7 +104,7 @@ def write_secrets(directory: Path, run: str, place: RedisEndpoint, *, force: boo
 
 def _redis(directory: Path, run: str, place: RedisEndpoint) -> dict[str, str]:
     local = all(is_loopback(host) for host in place.hosts)
-    listen = "bind 127.0.0.1 -::1" if local else "# every interface: the password and TLS keep the door\nbind * -::*"
+    listen = "bind 127.0.0.1 -::1" if local else "# all interfaces, protected by passwords and TLS\nbind * -::*"
     tls = TLS_LINES.format(port=place.port, directory=directory) if place.tls else f"port {place.port}\n"
     values = {"run": run, "directory": directory, "listen": listen, "tls": tls, "maxmemory_mb": place.maxmemory_mb}
     texts = {"redis.conf": CONFIG.format(**values)}
@@ -131,23 +131,23 @@ def _roles(directory: Path, run: str, place: RedisEndpoint) -> dict[str, str]:
 def _uses(directory: Path) -> dict[str, str]:
     source = f"set -a; . {directory}/"
     return {
-        "redis.conf": f"on the host of Redis: redis-server {directory}/redis.conf (TLS needs a server built with it)",
-        "ca.pem": "on every host, at this path: the authority that Redis' certificate is checked against",
-        "redis.crt": "on the host of Redis only",
-        "redis.key": "on the host of Redis only",
-        "users.acl": "on the host of Redis only: its users by role, as hashes",
-        "learner.env": f"to the learner's host: `{source}learner.env`, then `foray learner`",
-        "rollout.env": f"to hosts of rollout servers: `{source}rollout.env`, then `foray rollout`",
-        "node.env": f"to hosts of engines: `{source}node.env`, then `foray engine`",
-        "retriever.env": f"to hosts of retrievers: `{source}retriever.env`, then `foray retriever`",
+        "redis.conf": f"on the Redis host: redis-server {directory}/redis.conf (TLS needs a server built with it)",
+        "ca.pem": "on every host, at this path: the authority that verifies Redis' certificate",
+        "redis.crt": "on the Redis host only",
+        "redis.key": "on the Redis host only",
+        "users.acl": "on the Redis host only: users by role, with password hashes",
+        "learner.env": f"on the learner's host: `{source}learner.env`, then `foray learner`",
+        "rollout.env": f"on hosts of rollout servers: `{source}rollout.env`, then `foray rollout`",
+        "node.env": f"on hosts of engines: `{source}node.env`, then `foray engine`",
+        "retriever.env": f"on hosts of retrievers: `{source}retriever.env`, then `foray retriever`",
         "viewer.env": f"for viewers: `{source}viewer.env`, then `foray status` or `foray top`",
         "operator.env": f"for operators: `{source}operator.env`, then `foray eval` or `foray dlq requeue`",
-        "admin.env": "to administer the Redis itself; no process of the run needs it",
+        "admin.env": "to administer Redis; no process of the run needs it",
     }
 
 
 def _write(path: Path, text: str) -> None:
-    # never, for a moment, readable by others; a file that is replaced may have had another mode
+    # never readable by others, not even briefly; a replaced file may have had another mode
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)

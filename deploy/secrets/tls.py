@@ -1,7 +1,7 @@
-"""A certificate for a Redis of one's own, and the authority that signed it, made on the spot.
+"""Create a certificate for a Redis server, and the authority that signs it.
 
-The authority signs this one certificate and its key is never written down: no second one can be made in its name. More
-hosts, or an expired certificate, mean a new pair (`foray init --secure --force`).
+The authority signs only this certificate, and its key is not stored, so it cannot sign another one. For more hosts, or
+an expired certificate, create a new pair (`foray init --secure --force`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
 DAYS = 825
-"""Days that the certificates are good for."""
+"""Validity of the certificates, in days."""
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM texts: the authority, the server's certificate, its key."""
+    """PEM texts: the authority, the server's certificate and its key."""
 
     ca: str
     certificate: str
@@ -32,7 +32,7 @@ class Certificates:
 
 
 def make_certificates(name: str, hosts: Sequence[str]) -> Certificates:
-    """A new authority and a certificate for `hosts` (names and addresses). Raises UserError without `cryptography`."""
+    """Create an authority and a certificate for `hosts` (names, addresses). Raises UserError without `cryptography`."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -59,7 +59,7 @@ def make_certificates(name: str, hosts: Sequence[str]) -> Certificates:
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(own.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
-        # a replica is a client of its primary, by the same certificate
+        # a replica is a client of its primary, with the same certificate
         .add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
         )

@@ -112,8 +112,9 @@ def test_a_full_disk_is_named_and_says_what_goes_on_and_what_does_not(said: dict
         said["disk-full"],
         r"checkpoint step_4\.e1 could not be written: .*(No space left|too large).*; the checkpoint of step 3 stays",
         r"3 checkpoints failed: no more tasks are issued until one succeeds\. Make room in runs/demo",
-        r"^problem:  \d+ checkpoints in a row could not be written; the last is of step 3: .*(No space left|too large)",
-        r"^   do:    make room on the disk below run\.dir",
+        r"^problem:  the last \d+ checkpoints could not be written; the newest is of step 3: "
+        r".*(No space left|too large)",
+        r"^   do:    free space on the disk of run\.dir",
         r"^error: the weights of version 1\.4 could not be written",
         r"^  why: they were not announced: engines stay at the version before",
         r"^   do: make room below runs/demo and start again",

@@ -137,7 +137,7 @@ def test_what_cannot_be_plotted_is_said(
 ) -> None:
     run = str(write_run(tmp_path / "a", [0.1]))
     assert main(["curves", run, "--plot", str(tmp_path / "a.gif")]) == 2
-    assert "end it in .svg or .png" in capsys.readouterr().err
+    assert "use the suffix .svg or .png" in capsys.readouterr().err
     assert main(["curves", run, "--plot", str(tmp_path / "a.svg"), "--baseline", "0.8"]) == 0
     assert main(["curves", run, "--plot", str(tmp_path / "a.svg"), "--baseline", "high"]) == 2
     monkeypatch.setitem(sys.modules, "matplotlib", None)

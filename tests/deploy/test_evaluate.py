@@ -156,7 +156,7 @@ def test_an_evaluation_whose_version_was_lost_is_an_error(server: tuple[str, typ
 
 
 def test_two_questions_of_one_id_are_refused(server: tuple[str, type[Answers]]) -> None:
-    with pytest.raises(UserError, match="stand for several questions"):
+    with pytest.raises(UserError, match="are not unique"):
         evaluate(server[0], [QUESTIONS[0], QUESTIONS[0]])
 
 

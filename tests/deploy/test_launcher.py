@@ -194,7 +194,7 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(run_files: Path
             lambda: started.check() is None and order(run_files).count("start rollout_server.node") == 2, "it is back"
         )
         assert read_record(run_files / "run")["restarts"] == {"engine-1": 1}
-    assert any("engine-1 was killed by SIGKILL: starting it again (1 of 3)" in line for line in said)
+    assert any("engine-1 was killed by SIGKILL: restarting it (1 of 3)" in line for line in said)
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_a_learner_that_is_killed_while_the_run_waits_for_it_comes_back_and_fini
         wait_until(lambda: child.poll() is not None, "it is dead")
         started.wait()
     assert order(run_files).count("start learner") == 2 and "end learner" in order(run_files)
-    assert any("learner was killed by SIGKILL: starting it again (1 of 1)" in line for line in said)
+    assert any("learner was killed by SIGKILL: restarting it (1 of 1)" in line for line in said)
 
 
 def test_a_second_launcher_in_the_same_directory_is_refused_with_what_to_do(run_files: Path) -> None:
@@ -290,7 +290,7 @@ def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.Cap
         assert process.stdout is not None
         said = process.stdout.read()
         assert "stopped after" in said and "no checkpoint was written yet" in said
-        assert "go on from the start with: foray up run.yaml" in said
+        assert "resume from the start with: foray up run.yaml" in said
     out = capsys.readouterr().out
     assert "stopped" in out and "foray up run.yaml" in out
     assert down.run(_down(run_files / "run")) == 0

@@ -110,7 +110,7 @@ def test_a_resolved_file_starts_the_same_again(tmp_path: Path) -> None:
 
 
 def test_insisting_on_a_configured_redis_without_one_is_an_error() -> None:
-    with pytest.raises(UserError, match="no Redis is configured"):
+    with pytest.raises(UserError, match="no Redis URL is set"):
         choose(load_config(None, ["launch.redis=configured"]), environ={})
 
 

@@ -72,7 +72,7 @@ def test_start_and_stop_say_what_they_wait_for(tmp_path: Path, children: list[Ma
     children.append(supervisor.spawn(process(tmp_path, "learner", SLOW)))
     supervisor.await_ready(["learner"])
     assert any(
-        line.startswith("waiting for learner (GET /ready is 200), ") and r"its log: 3 of 9 passages\x1b[2J" in line
+        line.startswith("waiting for learner (GET /ready returns 200), ") and r"its log: 3 of 9 passages\x1b[2J" in line
         for line in said
     ), said
     said.clear()

@@ -119,15 +119,15 @@ def test_books_that_do_not_add_up_are_shown_as_such(client: redis.Redis, look: C
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (lambda c: c.zrem(KEYS.processes, "learner:l"), "no learner reports"),
-        (lambda c: c.zrem(KEYS.processes, "rollout:rollout-1"), "no rollout server reports"),
+        (lambda c: c.zrem(KEYS.processes, "learner:l"), "no learner is running"),
+        (lambda c: c.zrem(KEYS.processes, "rollout:rollout-1"), "no rollout server is running"),
         (lambda c: c.delete(KEYS.engines), "no engine is registered"),
         (
             lambda c: engine(c, "engine-1", state=NodeState.QUARANTINED, detail="digest"),
             "engine-1 is quarantined: digest",
         ),
         (lambda c: engine(c, "engine-1", step=9), "no engine is ready at 1.12"),
-        (lambda c: c.hset(KEYS.engine("engine-1"), "b", b"\x00"), "a message cannot be read: engine-1"),
+        (lambda c: c.hset(KEYS.engine("engine-1"), "b", b"\x00"), "unreadable message: engine-1"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_to_do(
@@ -162,7 +162,7 @@ def test_a_run_that_a_person_stopped_is_stopped_and_not_ill(tmp_path: Path) -> N
     for seen in (away, with_record(RunSnapshot("test", "redis://x"), {"state": "stopped", "again": again})):
         assert problems(seen, max_lag=2) == []
         page = render(seen, max_lag=2)
-        assert "run test: stopped, healthy" in page and f"{again} goes on from the checkpoint" in page
+        assert "run test: stopped, healthy" in page and f"resume from the checkpoint with {again}" in page
 
 
 def test_without_a_learner_the_checkpoint_keeps_the_books(
@@ -189,10 +189,10 @@ def test_without_a_learner_the_law_by_token_is_the_checkpoints(
     client.zrem(KEYS.processes, "learner:l")
     client.hset(KEYS.target, "state", "done")
     line = "generated 30 = trained 20 + masked 0 + filtered 0 + stale 10 + failed 0 + duplicate 0 + in flight 0"
-    assert f"{line} (closes)" in render(look(), max_lag=2)
+    assert f"{line} (consistent)" in render(look(), max_lag=2)
     law["buckets"]["stale"] = 11
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": law}))
-    assert any("tokens do not close" in p.what and "1 too many" in p.what for p in problems(look(), max_lag=2))
+    assert any("token accounting failed" in p.what and "1 too many" in p.what for p in problems(look(), max_lag=2))
 
 
 def test_a_broken_manifest_is_an_error_and_a_missing_one_is_none(tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_the_law_by_token_dead_letters_and_events_are_shown(
     page = render(seen, max_lag=2)
     assert (
         "tokens    generated 100 = trained 60 + masked 5 + filtered 10 + stale 4 + failed 3 + duplicate 8 "
-        "+ in flight 10 (closes); 12 more in attempts that were tried again; "
-        "7 received and no longer in Redis' count, since Redis lost state\n" in page
+        "+ in flight 10 (consistent); 12 more in retried attempts; "
+        "7 received but no longer counted by Redis, since Redis lost state\n" in page
     )
     assert r"dead letters 2 (1 \x1b[2J, 1 corrupt)" in page and "\x1b" not in page
     lines = [line for line in page.splitlines() if line.startswith("event ")]
@@ -268,33 +268,33 @@ def test_the_law_by_token_dead_letters_and_events_are_shown(
     assert told["tokens"]["closes"] is True and told["tokens"]["rejected"] == 12
     assert [e["text"][:8] for e in told["events"]] == [f"number {n}" for n in range(2, 7)]
     assert [letter["reason"] for letter in told["letters"]] == ["\x1b[2J", "corrupt"]
-    assert "+ in flight 10 (closes)" in frame(seen, None, {}, max_lag=2).plain()
+    assert "+ in flight 10 (consistent)" in frame(seen, None, {}, max_lag=2).plain()
 
 
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (lambda c: bury(c, "corrupt", "corrupt", "foreign_run"), "dead letters keep coming: 2 corrupt, 1 foreign_run"),
-        (lambda c: c.set(KEYS.epoch, 8), "of epoch 7 and fenced: epoch 8 has taken over"),
-        (lambda c: c.delete(KEYS.lease), "the learner's lease has lapsed"),
+        (lambda c: bury(c, "corrupt", "corrupt", "foreign_run"), "new dead letters: 2 corrupt, 1 foreign_run"),
+        (lambda c: c.set(KEYS.epoch, 8), "of epoch 7 is still running, but epoch 8 has taken over"),
+        (lambda c: c.delete(KEYS.lease), "the learner's lease has expired"),
         (
             lambda c: report(c, "learner", "l", values=LEARNER | LAW | {"token_accounting_stale": 1.0}),
-            "tokens do not close: generated 100 != trained 60 + masked 5 + filtered 10 + stale 1 + failed 3 "
-            "+ duplicate 8 + in flight 10 (DOES NOT CLOSE: 3 are missing)",
+            "token accounting failed: generated 100 != trained 60 + masked 5 + filtered 10 + stale 1 + failed 3 "
+            "+ duplicate 8 + in flight 10 (INCONSISTENT: 3 missing)",
         ),
         (
             lambda c: report(c, "learner", "l", values=LEARNER | {"checkpoint_failures": 2.0, "checkpoint_step": 4.0}),
-            "2 checkpoints in a row could not be written; the last is of step 4",
+            "the last 2 checkpoints could not be written; the newest is of step 4",
         ),
         (
             lambda c: report(c, "learner", "l", values=LEARNER | {"checkpoint_every": 3.0, "checkpoint_step": 2.0}),
-            "the last checkpoint is 10 steps old, it should be at most 3",
+            "the last checkpoint is 10 steps old, expected at most 3",
         ),
         (
             lambda c: report(
                 c, "rollout", "r", values={"spooled_groups": 3.0, "spooled_bytes": 2.0**20, "spool_age_s": 9.0}
             ),
-            "rollout server r cannot publish: 3 groups (1.0 MiB) wait for Redis, the first for 9 s",
+            "rollout server r cannot publish: 3 groups (1.0 MiB) wait for Redis, the oldest for 9 s",
         ),
         (lambda c: c.config_set("maxmemory", "1"), "Redis uses"),
     ],
@@ -345,7 +345,7 @@ def test_a_rollout_server_that_finds_no_retriever_is_a_problem_with_its_reason(
     assert not problems(look(), max_lag=2)
     report(client, "rollout", "rollout-1", text={"search_outage": "unreachable at http://h:1"})
     (problem,) = problems(look(), max_lag=2)
-    assert "rollout-1 finds no retriever: unreachable at http://h:1" in problem.what and "start" in problem.todo
+    assert "rollout-1 has no healthy retriever: unreachable at http://h:1" in problem.what and "start" in problem.todo
 
 
 def test_a_wrong_address_of_the_retriever_is_called_wrong(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:

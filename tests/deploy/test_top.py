@@ -190,7 +190,7 @@ def test_a_history_is_of_one_epoch_and_survives_a_line_that_was_cut(tmp_path: Pa
         (IDLE, {"state": "running"}, True, "preparing", ""),
         (IDLE, {"state": "running", "trains": False}, True, "serving", ""),
         (replace(IDLE, processes=(EVALUATES,)), {"trains": False}, False, "evaluating", ""),
-        (IDLE, {}, False, "waiting", "no learner reports"),
+        (IDLE, {}, False, "waiting", "no learner is running"),
         (replace(IDLE, processes=(EVALUATES,)), {"state": "running"}, True, "evaluating", ""),
         (replace(IDLE, processes=(EVALUATES,), target_state="done"), {"state": "running"}, True, "evaluating", ""),
         (TRAINING, {"state": "running"}, True, "training", ""),
@@ -202,7 +202,7 @@ def test_a_history_is_of_one_epoch_and_survives_a_line_that_was_cut(tmp_path: Pa
         ),
         (
             replace(TRAINING, processes=(snapshot("rollout"),)),
-            SPAWNED | {"updated": 1.0}, True, "waiting", "no learner reports",
+            SPAWNED | {"updated": 1.0}, True, "waiting", "no learner is running",
         ),
         (
             replace(TRAINING, processes=(snapshot("rollout"),)),

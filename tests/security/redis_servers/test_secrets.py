@@ -115,7 +115,7 @@ def test_nothing_is_overwritten_unless_it_is_asked_for(written: Path, capsys: py
     mine = config.read_text() + "# mine\n"
     config.write_text(mine)
     assert main(["init", str(config), "--secure"]) == 2
-    assert "lock out every process" in capsys.readouterr().err
+    assert "lock out processes" in capsys.readouterr().err
     assert (written / "learner.env").read_text() == before
     assert main(["init", str(config), "--secure", "--force"]) == 0
     assert (written / "learner.env").read_text() != before and config.read_text() == mine, "the run's file stays"
@@ -126,7 +126,7 @@ def test_a_place_that_shells_and_redis_read_differently_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init", str(tmp_path / "with blank" / "r.yaml"), "--secure"]) == 2
-    assert "cannot hold the secrets" in capsys.readouterr().err and not (tmp_path / "with blank").exists()
+    assert "cannot be used for secrets" in capsys.readouterr().err and not (tmp_path / "with blank").exists()
 
 
 def test_each_process_gets_its_own_and_nothing_is_written_down(written: Path) -> None:
