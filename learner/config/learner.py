@@ -217,8 +217,8 @@ class LearnerSettings(TrainerSettings):
     @property
     def filtering(self) -> FilterSettings:
         """Return `filter`, or filtering by the whole reward if only the algorithm enables it."""
-        asked = self.algorithm.filter and not self.filter.metric
-        return self.filter.model_copy(update={"metric": "reward"}) if asked else self.filter
+        enabled = self.algorithm.filter and not self.filter.metric
+        return self.filter.model_copy(update={"metric": "reward"}) if enabled else self.filter
 
     @model_validator(mode="after")
     def _mix_needs_a_journal(self) -> LearnerSettings:

@@ -100,12 +100,12 @@ class StreamConsumer:
             id_ = self._backlog[0]
             # Deliveries beyond our own attempts (a reply may get lost) are those that crashed a learner.
             self._tries[id_] += 1
-            handed, fields = self._store.redeliver(id_)
+            deliveries, fields = self._store.redeliver(id_)
             if fields is not None and id_ not in self._delivery.unacked:
                 with self._delivery.lock:
                     self._delivery.counters.redelivered += 1
-                if handed - self._tries[id_] >= DELIVERIES:
-                    self._poisoned(id_, fields, handed - self._tries[id_])
+                if deliveries - self._tries[id_] >= DELIVERIES:
+                    self._poisoned(id_, fields, deliveries - self._tries[id_])
                 else:
                     self.ingest(id_, fields)
                     self._store.reset_deliveries(id_)

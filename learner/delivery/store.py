@@ -285,8 +285,8 @@ class RunStore(AccountingStore):
             pipe.xpending_range(self.keys.traj, TRAJ_GROUP, id_, id_, 1)
             pipe.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_])
             pending, claimed = pipe.execute()
-        handed = int(pending[0]["times_delivered"]) + 1 if pending else 1
-        return handed, claimed[0][1] if claimed else None
+        deliveries = int(pending[0]["times_delivered"]) + 1 if pending else 1
+        return deliveries, claimed[0][1] if claimed else None
 
     def reset_deliveries(self, id_: bytes) -> None:
         """Reset the delivery count of an entry that was read successfully."""

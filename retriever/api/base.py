@@ -158,14 +158,14 @@ def _checked(service: RetrieverState, kind: type[Body], raw: bytes) -> Body:
     return body
 
 
-def _hits(service: RetrieverState, asked: int) -> int:
-    """Return `asked`, or the whole corpus if that is smaller. Raises ApiError 400 beyond `max_topk`."""
+def _hits(service: RetrieverState, requested: int) -> int:
+    """Return `requested`, or the whole corpus if that is smaller. Raises ApiError 400 beyond `max_topk`."""
     most, passages = service.settings.max_topk, service.num_passages
-    if asked <= most:
-        return asked
+    if requested <= most:
+        return requested
     if passages is not None and passages <= most:
         return max(1, passages)
-    raise ApiError(400, f"{asked} hits per query exceed retriever.max_topk = {most}")
+    raise ApiError(400, f"{requested} hits per query exceed retriever.max_topk = {most}")
 
 
 async def search_outcomes(

@@ -357,20 +357,20 @@ def _refuse_contradictions(settings: TransformerEncoderSettings, folder: ModelFo
         )
 
 
-def _length(name: str, asked: int | None, folder: ModelFolder, usual: int) -> int:
+def _length(name: str, requested: int | None, folder: ModelFolder, usual: int) -> int:
     limit = folder.positions
-    if asked is None:
-        asked = folder.max_tokens or usual
-        return min(asked, limit) if limit else asked
-    if limit and asked > limit:
+    if requested is None:
+        requested = folder.max_tokens or usual
+        return min(requested, limit) if limit else requested
+    if limit and requested > limit:
         raise UserError(
-            f"encoder.{name} = {asked} exceeds the positions of the model in {folder.path}",
+            f"encoder.{name} = {requested} exceeds the positions of the model in {folder.path}",
             why=f"its config.json allows {limit} tokens",
             todo=f"set encoder.{name} to {limit} or less",
         )
-    return asked
+    return requested
 
 
-def _first(asked: T | None, said: T | None, usual: T) -> T:
+def _first(requested: T | None, said: T | None, usual: T) -> T:
     """Return the first that is not None."""
-    return asked if asked is not None else said if said is not None else usual
+    return requested if requested is not None else said if said is not None else usual

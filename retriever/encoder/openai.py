@@ -70,10 +70,10 @@ class OpenAIEncoder:
     def _ask(self, texts: list[str]) -> Vectors:
         """Send one request, with retries; return its vectors."""
         settings = self._settings
-        asked: dict[str, Any] = {"model": settings.model, "input": texts, "encoding_format": "float"}
+        payload: dict[str, Any] = {"model": settings.model, "input": texts, "encoding_format": "float"}
         if settings.send_dimensions:
-            asked["dimensions"] = settings.dim
-        body = json.dumps(asked).encode()
+            payload["dimensions"] = settings.dim
+        body = json.dumps(payload).encode()
         for attempt in range(settings.retries + 1):
             wait = min(settings.backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1)
             try:

@@ -264,27 +264,27 @@ def load_tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
 
-def choose_device(asked: str) -> torch.device:
+def choose_device(requested: str) -> torch.device:
     """Return the device; `auto` is a GPU if there is one. Raises UserError for a device that is not available."""
-    if asked == "auto":
+    if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"device {asked!r} is not available",
+            f"device {requested!r} is not available",
             why=str(error).splitlines()[0],
             todo="set device to auto, cpu or cuda:0",
         ) from None
     return device
 
 
-def choose_dtype(asked: str, device: torch.device, config: Any) -> torch.dtype:
+def choose_dtype(requested: str, device: torch.device, config: Any) -> torch.dtype:
     """Return the dtype. `auto` is float32 on a CPU. On a GPU it is float16, whose vectors are eight times finer than
     bfloat16's, except for models trained in bfloat16, which may overflow in float16."""
-    if asked != "auto":
-        return DTYPES[asked]
+    if requested != "auto":
+        return DTYPES[requested]
     if device.type != "cuda":
         return torch.float32
     wide = config.model_type in _WIDE or getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16")

@@ -155,7 +155,7 @@ def plan_shards(
     return [share for share in shards if share.stop > share.start]
 
 
-def choose_devices(asked: Sequence[int], *, supported: bool, visible: int) -> tuple[int, ...]:
+def choose_devices(requested: Sequence[int], *, supported: bool, visible: int) -> tuple[int, ...]:
     """Return the CUDA ordinals to use: the requested ones, or all. Raises UserError if that is not possible."""
     on_cpu = "or search on the CPU: set index.type=faiss_flat, or remove index.devices"
     if not supported:
@@ -168,7 +168,7 @@ def choose_devices(asked: Sequence[int], *, supported: bool, visible: int) -> tu
         raise UserError(
             "no GPU is visible", why="CUDA finds none", todo=f"check nvidia-smi and CUDA_VISIBLE_DEVICES, {on_cpu}"
         )
-    devices = tuple(asked) or tuple(range(visible))
+    devices = tuple(requested) or tuple(range(visible))
     if len(set(devices)) < len(devices):
         raise UserError(f"index.devices names a GPU twice: {list(devices)}")
     if wrong := [device for device in devices if not 0 <= device < visible]:
@@ -180,10 +180,10 @@ def choose_devices(asked: Sequence[int], *, supported: bool, visible: int) -> tu
     return devices
 
 
-def visible_devices(asked: Sequence[int]) -> tuple[int, ...]:
+def visible_devices(requested: Sequence[int]) -> tuple[int, ...]:
     """Return the requested GPUs, or all. Raises UserError if this FAISS or this machine has none."""
     supported = hasattr(faiss, "StandardGpuResources")
-    return choose_devices(asked, supported=supported, visible=faiss.get_num_gpus() if supported else 0)
+    return choose_devices(requested, supported=supported, visible=faiss.get_num_gpus() if supported else 0)
 
 
 def free_bytes(device: int) -> int | None:

@@ -109,11 +109,11 @@ class SearchMemory:
             memory = self._runs[run] = RunMemory(self._dim, self._settings.max_entries)
         self._runs.move_to_end(run)
         before = len(memory)
-        gone = memory.add(entry)
-        if len(memory) > before or gone:
+        evicted = memory.add(entry)
+        if len(memory) > before or evicted:
             for document in entry.answer.documents:
                 self._documents.setdefault(document_id(document), []).append(document)
-        for old in gone:
+        for old in evicted:
             self._drop_documents(old)
         self._evict(run)
 
@@ -202,7 +202,7 @@ class RunMemory:
 
     def add(self, entry: MemoryEntry) -> list[MemoryEntry]:
         """Add an entry as the most recently used; return the evicted ones."""
-        gone: list[MemoryEntry] = []
+        evicted: list[MemoryEntry] = []
         known = self._order.pop(entry.query, None)
         if known is not None:
             old = self._slots[known]
@@ -210,18 +210,18 @@ class RunMemory:
             if old.k > entry.k:
                 self._order[entry.query] = known
                 return []
-            gone.append(self._clear(known))
+            evicted.append(self._clear(known))
             slot = known
         elif len(self._order) < self._max_entries:
             slot = self._free_slot()
         else:
             slot = self._order.pop(next(iter(self._order)))
-            gone.append(self._clear(slot))
+            evicted.append(self._clear(slot))
         self._clock += 1
         self._vectors[slot], self._slots[slot], self._ages[slot] = entry.vector, entry, self._clock
         self._order[entry.query] = slot
         self.num_bytes += entry.num_bytes
-        return gone
+        return evicted
 
     def pop_oldest(self) -> MemoryEntry:
         """Evict the least recently used entry. There must be one."""
