@@ -37,7 +37,7 @@ class MixSettings(Settings):
 
     share: float = Field(default=0.0, ge=0, le=4)
     """Groups mixed into a batch, as a share of `run.groups_per_step`. They are drawn by `run.seed` and the step, from
-    groups at most `run.max_lag` steps newer than the version that began them. 0: none."""
+    groups whose first version is at most `run.max_lag` steps old. 0: none."""
 
 
 class ReplaySettings(Settings):

@@ -169,7 +169,7 @@ def half_a_model(start: Start) -> None:
 
 WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     # what is wrong: how it is made, what the first error says, word by word
-    "parquet questions": (parquet, ["are a Parquet file", "question, golden_answers", "pyarrow.parquet"]),
+    "parquet questions": (parquet, ["is a Parquet file", "question, golden_answers", "pyarrow.parquet"]),
     "a JSON array of questions": (
         holds("questions.jsonl", [SEARCH_R1]),
         ["learner.questions", "one JSON array", "jq -c '.[]'"],
