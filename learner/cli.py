@@ -1,6 +1,6 @@
 """`python -m learner --config FILE [learner.checkpoint_every=5 ...]`: parse, then train.
 
-Nothing heavy is imported before the settings have been read: `--help` and a misspelt key answer at once.
+Heavy imports follow after the settings are read, so that `--help` and errors in keys appear immediately.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from protocol.settings import RunSettings
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") -> int:
-    """Run the learner; return the exit status.
+    """Run the learner and return the exit status.
 
-    0 at the end of the run or after SIGTERM, 1 when the accounting is not consistent or the weights are not finite,
-    2 when something needs a person, 75 when another learner took over.
+    0 at the end of the run or after SIGTERM, 1 if the accounting is inconsistent or the weights are not finite, 2 for
+    an error that you must fix, 75 if another learner took over.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Train the policy on the trajectory groups that arrive in Redis, and publish its weights.",
-        epilog="Started again with the same command, it goes on from its last checkpoint. On several GPUs: "
+        epilog="Run the same command again to resume from the last checkpoint. On several GPUs: "
         "torchrun --nproc-per-node N -m learner ..., or deepspeed --module learner ...",
     )
     add_config_arguments(parser, "YAML file; the sections `run` and `learner` are read", "learner.checkpoint_every=5")
-    parser.add_argument("--takeover", action="store_true", help="take the run from a learner that still holds it")
+    parser.add_argument("--takeover", action="store_true", help="take over the run from a learner that still holds it")
     parser.add_argument(
         "--trust-checkpoint",
         action="store_true",
-        help="go on from a checkpoint that is not signed with the run's key (FORAY_RUN_KEY, or run.dir/run.key)",
+        help="resume from a checkpoint that is not signed with the run's key (FORAY_RUN_KEY, or run.dir/run.key)",
     )
     parser.add_argument("--replay", type=Path, metavar="DIR", help="train from the journal of this run, without Redis")
     parser.add_argument("--rebatch", action="store_true", help="with --replay: form new batches of its groups")
-    # what the deepspeed launcher adds; the environment says it too
+    # added by the deepspeed launcher; the environment has the same value
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     rank, size = ranks()
     prefix = f"[rank {rank}] " if size > 1 else ""
@@ -66,7 +66,7 @@ def _serve(args: argparse.Namespace, tree: SettingsTree, *, prefix: str) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        todo = "make room below run.dir and start again: nothing is lost"
+        todo = "free disk space for run.dir and start again: nothing is lost"
         raise UserError(f"the disk is full: {error}", todo=todo) from None
 
 
@@ -89,11 +89,12 @@ def _train(args: argparse.Namespace, tree: SettingsTree) -> int:
 
 
 def fenced(error: Fenced) -> UserError:
-    """Return what a person reads of a learner that was replaced."""
+    """Return the error message of a learner that was replaced."""
     return UserError(
         f"fenced: {error}",
-        why="its lease had lapsed (it was stopped, or Redis was out of its reach, for longer than learner.lease_s) or "
+        why="its lease lapsed (the process was suspended, or could not reach Redis, for longer than learner.lease_s) "
+        "or "
         "--takeover was used; since then it has written nothing that counts: no checkpoint, no weights that engines "
         "load, no acknowledgement",
-        todo="nothing, if the other learner is the one that should train; else stop that one and start this again",
+        todo="nothing, if the other learner should train; otherwise stop that one and start this one again",
     )

@@ -1,4 +1,4 @@
-"""Everything that the training loop works with, in one object."""
+"""The training loop's dependencies in one object."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class LearnerContext:
-    """Built by `learner.main.build_context`, in this order; each member knows only those above it.
+    """Built by `learner.main.build_context`, in this order; each member depends only on those above it.
 
-    errors              what a background thread could not repair
-    group_filter        which groups are left out
-    replay_buffer       which groups are trained again
-    reader, maintainer  the two background threads: entries in, and everything that must happen on time
+    errors              first error that a background thread could not handle
+    group_filter        groups to skip
+    replay_buffer       groups to train again
+    reader, maintainer  the two background threads: reading entries, and periodic tasks
     """
 
     run: RunSettings
@@ -69,7 +69,7 @@ class LearnerContext:
     metrics_server: ThreadedServer | None
 
     def close(self) -> None:
-        """Stop the threads and close files and connections. Leaves the lease as it is."""
+        """Stop the threads and close files and connections. Does not release the lease."""
         self.reader.stop()
         self.maintainer.stop()
         files = (self.publisher, self.journal, self.skipped_journal, self.reporter, self.engine, self.store)
@@ -78,11 +78,11 @@ class LearnerContext:
                 part.close()
 
     def report_metrics(self) -> None:
-        """Publish the final metrics; a Redis that refuses them is no reason to fail at the end."""
+        """Publish the final metrics; a failure is only logged."""
         try:
             self.maintenance.report()
         except (RedisUnavailable, StateLost) as error:
-            log.warning("the last metrics were not published: %s", error)
+            log.warning("could not publish the final metrics: %s", error)
 
     def report_step(
         self,
@@ -93,7 +93,7 @@ class LearnerContext:
         now_step: int,
         replayed: int,
     ) -> None:
-        """Report the step that `delivery` counted last (`StepReporter.step`). replayed: groups trained once more."""
+        """Report the step that `delivery` counted last (`StepReporter.step`). replayed: groups trained again."""
         more = {**self.publisher.facts(), **self.delivery.filtered_counts(), "replayed_groups": replayed}
         epoch = self.lease.epoch
         self.reporter.step(self.delivery.step, groups, report, lap, now_step=now_step, epoch=epoch, more=more)

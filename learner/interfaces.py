@@ -1,6 +1,6 @@
-"""What the training loop needs of the computing half: any optimiser of any policy will do.
+"""The training loop's interface to training: any optimiser of any policy that implements it.
 
-`learner.trainer.trainer.Trainer` is the real one (torch, DeepSpeed); tests bring a tiny one.
+`learner.trainer.trainer.Trainer` is the real implementation (torch, DeepSpeed); tests use a tiny one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     import torch
 
 NO_TOKENS = "no tokens"
-"""`StepReport.reason` of a batch in which nothing is left to train on."""
+"""`StepReport.reason` of a batch without trainable tokens."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimiser step did.
+    """Report of one optimiser step.
 
     loss            of the batch, before the update (of the last epoch)
-    grad_norm       before clipping; not finite when `skipped` for that reason, 0 when nothing was trained
-    skipped         the weights are as before, for the `reason` NO_TOKENS or "not finite"
-    metrics         means over the trained tokens and maxima, with the statistics of the batch
-    tokens_trained  tokens with a share in the loss, 0 when skipped
+    grad_norm       before clipping; not finite if `skipped` for that reason, 0 if nothing was trained
+    skipped         the weights are unchanged, for the `reason` NO_TOKENS or "not finite"
+    metrics         means over the trained tokens, maxima, and statistics of the batch
+    tokens_trained  tokens with a share in the loss, 0 if skipped
     seconds         wall time
     """
 
@@ -45,12 +45,12 @@ class TrainEngine(Protocol):
 
     @property
     def algorithm(self) -> AdvantageEstimator:
-        """What `build_batch` asks for advantages."""
+        """Return the estimator that `build_batch` uses for advantages."""
         ...
 
     @property
     def model_files(self) -> Sequence[Path]:
-        """Configuration and tokenizer of the policy."""
+        """Return the configuration and tokenizer files of the policy."""
         ...
 
     def train(self, batch: Batch) -> StepReport:
@@ -58,7 +58,7 @@ class TrainEngine(Protocol):
         ...
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, a new tensor on `device`, "cpu" or "cuda") of the policy as it is now."""
+        """Yield (Hugging Face name, a new tensor on `device`, "cpu" or "cuda") of the current policy."""
         ...
 
     def save_state(self, directory: Path) -> None:
@@ -66,7 +66,7 @@ class TrainEngine(Protocol):
         ...
 
     def load_state(self, directory: Path) -> None:
-        """Restore them, bit for bit."""
+        """Restore what `save_state` wrote, bit for bit."""
         ...
 
     def close(self) -> None: ...

@@ -4,8 +4,8 @@
                                                                    \\-> every K steps: checkpoint -> acknowledge
 
 It consumes buffered groups and produces policy versions. It waits for groups (`data`), and for Redis when it must
-announce or acknowledge; the reader thread unblocks it. Whatever kills it, the next start with the same command goes on
-from the last checkpoint, and no seq is trained twice in the lineage that survives.
+announce or acknowledge; the reader thread unblocks it. After any crash the same command resumes from the last
+checkpoint, and no seq is trained twice in the surviving lineage.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 STARVING_S = 2.0
-"""Without a batch for this long, the learner checks whether a checkpoint would let more groups come."""
+"""Seconds without a batch after which the learner checks whether a checkpoint would free space in Redis."""
 
 
 def batch_for_step(
@@ -50,9 +50,9 @@ def batch_for_step(
     *,
     more_lag: int = 0,
 ) -> Batch:
-    """Build the batch of these groups: facts from `conditions`, decisions from the settings.
+    """Build the batch of these groups: recorded inputs from `conditions`, the rest from the settings.
 
-    more_lag  steps by which tokens may be older than `run.max_lag` (a replay that forms other batches)
+    more_lag  steps by which tokens may exceed `run.max_lag` (a replay that forms other batches)
     """
     return build_batch(
         groups,
@@ -66,7 +66,7 @@ def batch_for_step(
 
 
 class TrainingLoop:
-    """Runs to the last step, or until `stopping()`. Everything here happens in the training thread.
+    """Runs to the last step, or until `stopping()`. All of it runs in the training thread.
 
     lineage      first version of each learner start
     policy_step  optimiser steps in the weights; one ahead of `delivery.step` between an update and its commit
@@ -83,11 +83,11 @@ class TrainingLoop:
         self._timer = StepTimer(ctx.meter)
         self._best_effort = BestEffort()
         self._refusals: int | None = None
-        """Writes that Redis had refused at the last look. Those before the first look may be days old."""
+        """Number of writes that Redis had refused at the last check. Those before the first check may be days old."""
         ctx.meter.set(checkpoint_step=ctx.delivery.step, checkpoint_every=ctx.settings.checkpoint_every)
 
     def run(self) -> None:
-        """Acknowledge what the checkpoint decided, announce the weights, let tasks be issued, and train."""
+        """Acknowledge what the checkpoint decided, announce the weights, enable issuing, and train."""
         ctx, retry = self.ctx, self.recovery.retry_until_available
         retry(self._acknowledge_rest)
         retry(self.announce)
@@ -122,7 +122,7 @@ class TrainingLoop:
         self._guard.trained()
         ctx.group_filter.stepped()
         self.policy_step += 1
-        self._append_to_journal(entries, conditions)  # before it is published: a replay must know the step
+        self._append_to_journal(entries, conditions)  # before publishing: a replay needs the step
         ctx.replay_buffer.add(self.policy_step, groups)
         self._publish()
         split = token_split(batch, everything, len(groups))
@@ -134,7 +134,7 @@ class TrainingLoop:
         return True
 
     def _draw_replayed(self, groups: list[TrajectoryGroup]) -> list[ReplayedGroup]:
-        # A replayed group that is not finite would spoil every batch: after a skipped one there are none.
+        # A non-finite replayed group would spoil every batch: draw none after a skipped batch.
         return [] if self._guard.skipped else self.ctx.replay_buffer.sample(self.policy_step, groups)
 
     def _conditions(self, groups: list[TrajectoryGroup], replayed: list[ReplayedGroup]) -> BatchConditions:
@@ -155,40 +155,40 @@ class TrainingLoop:
             ctx.journal.append(self.policy_step, ctx.lease.epoch, sealed, conditions)
         except OSError as error:
             raise UserError(
-                f"step {self.policy_step} could not be written to the journal: {error}",
-                why="a run whose journal has a gap could not be replayed or resumed as it was",
-                todo=f"make room below {ctx.run.dir} (learner.journal_max_gb bounds it) and start again",
+                f"cannot write step {self.policy_step} to the journal: {error}",
+                why="a run with a gap in its journal can be neither replayed nor resumed exactly",
+                todo=f"free disk space for {ctx.run.dir} (learner.journal_max_gb limits the journal) and start again",
             ) from error
 
     def _skip(self, entries: list[StreamEntry], report: StepReport) -> None:
-        """Settle the seqs of a batch that was not trained. Raises UserError after too many that were not finite."""
+        """Settle the seqs of a batch that was not trained. Raises UserError after too many non-finite ones."""
         ctx, seqs = self.ctx, [e.seq for e in entries]
         what = report.reason if report.reason == NO_TOKENS else f"its loss or a gradient is {report.reason}"
-        log.warning("the batch of seqs %s was not trained, and the policy has not moved: %s", seqs, what)
+        log.warning("skipped the batch of seqs %s, the policy is unchanged: %s", seqs, what)
         if report.reason == NO_TOKENS:
-            # Nothing to learn from, and no fault: too old, or ended by failing engines and searches.
+            # No trainable tokens, not an error: too old, or ended by failing engines and searches.
             ctx.delivery.settle(seqs, Outcome.STALE, "no_tokens", tokens=_sampled(entries))
         else:
             self._keep_skipped(entries)
             ctx.delivery.settle(seqs, Outcome.DEAD, "nonfinite", tokens=_sampled(entries))
-            ctx.event_log.emit("skipped", f"a batch of {len(seqs)} seqs was not trained: {what}")
+            ctx.event_log.emit("skipped", f"skipped a batch of {len(seqs)} seqs: {what}")
             ctx.delivery.counters.skipped_steps += 1
             self._guard.skip(what.replace("its", "their", 1))
         ctx.maintenance.wake.set()
 
     def _keep_skipped(self, entries: list[StreamEntry]) -> None:
-        """Keep the batch so that the step can be repeated. A full disk is no reason to stop for it."""
+        """Save the batch so that the step can be repeated. A failed write is only logged."""
         ctx = self.ctx
         try:
             sealed = ((e.raw_header, e.raw_body) for e in entries)
             ctx.skipped_journal.append(self.policy_step + 1, ctx.lease.epoch, sealed)
         except OSError as error:
-            log.error("the skipped batch could not be kept in %s: %s", ctx.run.dir / "skipped", error)
+            log.error("could not save the skipped batch in %s: %s", ctx.run.dir / "skipped", error)
 
     # --- groups ---
 
     def _next_entries(self) -> list[StreamEntry]:
-        """Wait for the next batch of groups; [] when the run is stopping. Repairs what background threads report."""
+        """Wait for the next batch of groups; [] if the run is stopping. Handles errors of background threads."""
         ctx, run = self.ctx, self.ctx.run
         max_lag = run.max_lag if ctx.settings.on_stale == "drop" else None
         reminded = starving_since = time.monotonic()
@@ -212,7 +212,7 @@ class TrainingLoop:
         return []
 
     def _make_room_in_redis(self) -> None:
-        """Write a checkpoint if Redis may be full of groups that are trained: only then can they be acknowledged."""
+        """Write a checkpoint if Redis may be full of trained groups, which can only be acknowledged after it."""
         ctx = self.ctx
         refusals = ctx.store.refusals()
         full = self._refusals is not None and refusals > self._refusals
@@ -220,21 +220,21 @@ class TrainingLoop:
         overdue = time.monotonic() - self._checkpoint_time >= ctx.settings.checkpoint_s
         if (full or overdue) and ctx.delivery.has_uncommitted():
             if full:
-                log.warning("Redis is full and no batch comes: a checkpoint now, which makes room in it")
+                log.warning("Redis is full and no batch arrives: writing a checkpoint to free space in Redis")
             self.checkpoint()
         elif full:
             self._best_effort(self._trim_diagnostics)
 
     def _trim_diagnostics(self) -> None:
         if removed := self.ctx.store.trim_diagnostics():
-            log.warning("Redis is full: %d of the oldest dead letters and events in it are removed", removed)
+            log.warning("Redis is full: removed its %d oldest dead letters and events", removed)
 
     # --- weights ---
 
     def announce(self, state: str = "ready") -> None:
-        """Publish the policy as it is, unless that is done, and make it the engines' target.
+        """Publish the current policy, unless done already, and make it the engines' target.
 
-        Raises UserError if the weights are refused or cannot be written, RedisUnavailable, StateLost, Fenced.
+        Raises UserError if the weights are rejected or cannot be written, RedisUnavailable, StateLost, Fenced.
         """
         ctx = self.ctx
         version = PolicyVersion(ctx.lease.epoch, self.policy_step)
@@ -244,19 +244,21 @@ class TrainingLoop:
                 self._update = ctx.publisher.publish(version, weights)
             ctx.publisher.announce(self._update, state)
         except BadWeights as error:
-            ctx.event_log.emit("weights-refused", f"{version.label} was not published: {error}")
+            ctx.event_log.emit("weights-refused", f"{version.label} was rejected: {error}")
             raise UserError(
-                f"the weights of version {version.label} were not published: {error}",
-                why="engines would answer with noise, and the run would learn from it; they stay at the version before",
-                todo=f"start again: it goes on from the checkpoint of step {self._checkpoint_step}; if it comes back, "
-                "lower learner.optim.lr (a jump that is meant: raise learner.publish.max_norm_jump)",
+                f"the weights of version {version.label} were rejected: {error}",
+                why="engines would generate noise, and the run would train on it; the engines keep the previous "
+                "version",
+                todo=f"start again: it resumes from the checkpoint of step {self._checkpoint_step}. If the error "
+                "returns, "
+                "lower learner.optim.lr (or raise learner.publish.max_norm_jump if the jump is intended)",
             ) from error
         except OSError as error:
-            ctx.event_log.emit("weights-refused", f"{version.label} could not be written: {error}")
+            ctx.event_log.emit("weights-refused", f"could not write {version.label}: {error}")
             raise UserError(
-                f"the weights of version {version.label} could not be written: {error}",
-                why="they were not announced: engines stay at the version before, which is whole",
-                todo=f"make room below {ctx.run.dir} and start again: it goes on from the last checkpoint",
+                f"cannot write the weights of version {version.label}: {error}",
+                why="they were not announced: the engines keep the previous version, which is complete",
+                todo=f"free disk space for {ctx.run.dir} and start again: it resumes from the last checkpoint",
             ) from error
         self.recovery.must_announce = False
         ctx.publisher.collect(in_use(ctx.store.engines()))
@@ -266,12 +268,12 @@ class TrainingLoop:
             try:
                 self.recovery.retry_until_available(self.announce)
             except (RedisUnavailable, StateLost) as error:
-                # The run is stopping. The step is done all the same: a checkpoint will have it, and the next start
-                # announces what it has.
-                log.warning("version %d is announced by the next start: %s", self.policy_step, error)
+                # The run is stopping, but the step is done: a checkpoint will contain it, and the next start
+                # announces its version.
+                log.warning("version %d will be announced at the next start: %s", self.policy_step, error)
 
     def _announce_if_forgotten(self) -> None:
-        """Announce again if Redis lost its last second, and with it the target and nothing else."""
+        """Announce again if Redis lost its last second, and with it only the target."""
         if self._update is not None and self.ctx.store.announced() != self._update.version:
             self.announce()
 
@@ -288,7 +290,7 @@ class TrainingLoop:
             self.checkpoint()
 
     def checkpoint(self) -> bool:
-        """Commit a checkpoint, then acknowledge. Return False if the disk refused it: training may go on without."""
+        """Commit a checkpoint, then acknowledge. Return False if it could not be written: training may continue."""
         ctx = self.ctx
         if ctx.checkpoints.committed(ctx.delivery.step, ctx.lease.epoch) and not ctx.delivery.has_uncommitted():
             return True
@@ -321,11 +323,11 @@ class TrainingLoop:
         return True
 
     def _acknowledge_rest(self) -> None:
-        """Acknowledge what the loaded checkpoint had decided and its writer could not acknowledge any more."""
+        """Acknowledge entries that the loaded checkpoint had decided but its writer did not acknowledge."""
         ctx = self.ctx
         ids = list(ctx.delivery.unacked)
         if pending := ctx.store.ack(ids):
-            log.info("%d entries that the checkpoint had decided are acknowledged now", pending)
+            log.info("acknowledged %d entries that the checkpoint had decided", pending)
             ctx.delivery.counters.redelivered += pending
         ctx.delivery.mark_acknowledged(ids)
 

@@ -54,7 +54,7 @@ from protocol.versions import PolicyVersion
 log = logging.getLogger(__name__)
 
 REDIS_PATIENCE_S = 30.0
-"""How long a start waits for Redis."""
+"""Seconds that a start waits for Redis."""
 
 T = TypeVar("T")
 MakeEngine = Callable[[RunSettings, LearnerSettings], TrainEngine]
@@ -78,9 +78,9 @@ def serve(
 ) -> int:
     """Train to the end of the run, or until SIGTERM or SIGINT; 0 in both cases.
 
-    takeover          take the run from a learner that still holds it, or that is of another lineage
-    trust_checkpoint  go on from a checkpoint that was not signed with the run's key
-    Raises UserError, Fenced when another learner took over, ForayError when the accounting is not consistent.
+    takeover          take over the run from a learner that still holds it or has another lineage
+    trust_checkpoint  resume from a checkpoint that is not signed with the run's key
+    Raises UserError, Fenced if another learner took over, ForayError if the accounting is inconsistent.
     """
     sampler = Sampler(load_questions(settings.questions), run.seed)
     lineage_id = ensure_lineage_id(run)
@@ -103,8 +103,8 @@ def serve(
             if takeover:
                 meta = run_meta(run, sampler, lineage_id).fields()
                 if taken := _reach(store, lambda: take_over(store, run, lineage_id, reserved, meta)):
-                    EventLog(store).emit("takeover", f"what Redis held was deleted: {taken}")
-            elif reserved.highest() is None:  # issued by an older Foray: adopted once, later starts find it on disk
+                    EventLog(store).emit("takeover", f"deleted the run's state in Redis: {taken}")
+            elif reserved.highest() is None:  # issued by an older Foray: adopted once, later starts read it from disk
                 reserved.reserve(_reach(store, store.issued), lease.epoch)
             ctx, lineage = build_context(run, settings, sampler, store, checkpoints, lease, make_engine)
             _train(ctx, TrainingLoop(ctx, lineage, stop.is_set), stop)
@@ -112,7 +112,7 @@ def serve(
             EventLog(store).emit("fenced", str(error))
             raise
         except BaseException:
-            stop.deferred = True  # a second signal must not break off the tidying up
+            stop.deferred = True  # a second signal must not interrupt the shutdown
             lease.release()
             raise
         finally:
@@ -122,7 +122,7 @@ def serve(
 
 @dataclass(frozen=True)
 class DeliveryServices:
-    """What tasks and groups go through on their way."""
+    """Services that issue tasks and receive groups."""
 
     event_log: EventLog
     group_filter: GroupFilter
@@ -142,7 +142,7 @@ def build_delivery(
     meter: Meter,
     checkpoint: Checkpoint | None,
 ) -> DeliveryServices:
-    """Build the services around a state that was restored from `checkpoint`, where there is one."""
+    """Build the services around the delivery state, restored from `checkpoint` if there is one."""
     event_log, reserved = EventLog(store), IssueReservation(lease.epochs_dir)
     group_filter = GroupFilter(settings.filtering, run.groups_per_step)
     consumer = StreamConsumer(
@@ -185,7 +185,7 @@ def build_context(
     lease: LearnerLease,
     make_engine: MakeEngine,
 ) -> tuple[LearnerContext, list[PolicyVersion]]:
-    """Build everything with the state of the last checkpoint; return it and the lineage.
+    """Build all parts with the state of the last checkpoint; return the context and the lineage.
 
     The maintenance thread renews the lease from here on.
     """
@@ -240,7 +240,7 @@ def build_context(
 def resumed_engine(
     make_engine: MakeEngine, run: RunSettings, settings: LearnerSettings, checkpoint: Checkpoint | None
 ) -> TrainEngine:
-    """Build the train engine with the state of `checkpoint`, or with the initial weights where there is none."""
+    """Build the train engine with the state of `checkpoint`, or with the initial weights if there is none."""
     engine = make_engine(run, settings)
     if checkpoint is not None:
         engine.load_state(checkpoint.path / STATE)
@@ -251,7 +251,7 @@ def resumed_engine(
 def _metrics_server(
     run: RunSettings, settings: LearnerSettings, meter: Meter, snapshot: Callable[[], MetricsSnapshot]
 ) -> ThreadedServer | None:
-    """Serve `/metrics` and write its address to the log and, as `metrics_url`, to the snapshots."""
+    """Serve `/metrics`, and write its address to the log and, as `metrics_url`, to the snapshots."""
     if settings.metrics_port is None:
         return None
     page = metrics_page(run.id, snapshot, meter.histograms)
@@ -267,32 +267,32 @@ def _restore(delivery: DeliveryState, checkpoint: Checkpoint, run: RunSettings, 
     facts = checkpoint.facts
     if "replay" in facts:
         raise UserError(
-            f"the checkpoint {checkpoint.path} is of a replay, which knows nothing of seqs",
-            todo="give the run a run.dir of its own, and the replay's exported weights as run.model",
+            f"the checkpoint {checkpoint.path} is from a replay and has no delivery state",
+            todo="set another run.dir for the run, and run.model to the replay's exported weights",
         )
     if facts["run"] != run.id:
         raise UserError(
-            f"the checkpoint {checkpoint.path} is of run {facts['run']!r}, not of {run.id!r}",
-            why="its seqs would be taken for ours",
-            todo="give each run a run.dir of its own",
+            f"the checkpoint {checkpoint.path} belongs to run {facts['run']!r}, not to {run.id!r}",
+            why="its seqs would be mistaken for this run's",
+            todo="set another run.dir for each run",
         )
     if facts["sampler"] != sampler.fingerprint:
         raise UserError(
-            "the questions or run.seed are not those the run began with",
-            why="seq n would mean another question than the one that was trained",
+            "the questions or run.seed differ from those that the run started with",
+            why="seq n would refer to another question than the one that was trained",
             todo="restore them, or start a new run with another run.id and run.dir",
         )
     delivery.restore(facts)
     if delivery.step > run.steps:
         todo = "raise run.steps"
-        raise UserError(f"run.steps is {run.steps} and the checkpoint has {delivery.step} steps", todo=todo)
+        raise UserError(f"run.steps is {run.steps}, but the checkpoint is at step {delivery.step}", todo=todo)
     log.info("resuming from %s", checkpoint.path)
 
 
 def _replay_buffer(
     run: RunSettings, settings: LearnerSettings, step: int, lineage: list[PolicyVersion]
 ) -> ReplayBuffer:
-    """Build the buffer as it was when the checkpoint of `step` was written: the journal has what was trained."""
+    """Build the buffer as of the checkpoint of `step`, from the journal."""
     count = replay_count(settings.replay_mix.share, run.groups_per_step)
     if not count:
         return ReplayBuffer(0, run.max_lag, run.seed)
@@ -310,7 +310,7 @@ def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> N
         loop.run()
         if stop.is_set():
             _interrupt(loop)
-            log.info("stopped at step %d; the same command goes on from there", ctx.delivery.step)
+            log.info("stopped at step %d; run the same command to continue", ctx.delivery.step)
         else:
             _finish(ctx, loop)
             ctx.meter.set_text(state="done")
@@ -325,30 +325,30 @@ def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> N
 
 
 def _interrupt(loop: TrainingLoop) -> None:
-    """Write a checkpoint before the end of the run, so that nothing has to be done twice."""
+    """Write a checkpoint before the end of the run, so that no step has to be repeated."""
     try:
         loop.checkpoint()
     except RedisUnavailable as error:
-        log.warning("Redis is away; what is trained will be acknowledged after the next start: %s", error)
+        log.warning("Redis is unavailable; trained groups will be acknowledged after the next start: %s", error)
 
 
 def _finish(ctx: LearnerContext, loop: TrainingLoop) -> None:
-    """Write the last checkpoint and announce the end. Raises ForayError if the accounting is not consistent."""
+    """Write the last checkpoint and announce the end. Raises ForayError if the accounting is inconsistent."""
     retry = loop.recovery.retry_until_available
-    ctx.reader.stop()  # from here on only this thread changes the delivery state
+    ctx.reader.stop()  # from here only this thread changes the delivery state
     ctx.issuer.enabled.clear()
     with ctx.delivery.lock:
-        # The maintenance thread may have seen the issuer enabled, and be about to honour a request.
+        # The maintenance thread may have seen the issuer enabled, and may still honour a request.
         ctx.delivery.finished = True
         excess = ctx.delivery.in_flight()
     if excess and (ctx.lease.epoch > 1 or ctx.delivery.counters.requeued):
-        # Issued by a predecessor to make up for seqs that it had settled and the checkpoint does not know, or issued
-        # again on request: the steps were done without them.
-        log.info("%d seqs are left over and will not be trained", len(excess))
+        # Issued by a predecessor to replace seqs that it had settled but the checkpoint does not contain, or issued
+        # again on request: the steps were completed without them.
+        log.info("%d surplus seqs will not be trained", len(excess))
         ctx.delivery.settle(excess, Outcome.FILTERED, "excess", tokens=ctx.consumer.drain())
         ctx.delivery.counters.excess += len(excess)
     if ctx.delivery.has_uncommitted() and not loop.checkpoint():
-        raise UserError("the last checkpoint could not be written", todo="make room on the disk and start again")
+        raise UserError("could not write the last checkpoint", todo="free disk space and start again")
     retry(lambda: loop.announce("done"))
     if problem := retry(ctx.audit.problem):
         ctx.event_log.emit("inconsistent", f"the accounting is not consistent: {problem}")
@@ -358,7 +358,7 @@ def _finish(ctx: LearnerContext, loop: TrainingLoop) -> None:
 
 
 def _eviction_error(store: RunStore, url: str) -> UserError | None:
-    """Return the error for a Redis that would evict keys of the run."""
+    """Return the error for a Redis that may evict keys of the run."""
     policy = store.eviction_policy()
     if not policy:
         log.warning("%s", unknown_policy(url))
@@ -368,19 +368,19 @@ def _eviction_error(store: RunStore, url: str) -> UserError | None:
 
 def _unreachable(store: RunStore, error: Exception) -> UserError:
     if not isinstance(error, RedisFull):
-        return UserError(f"cannot reach Redis at {store.url}", why=str(error), todo="start it, or set run.redis_url")
+        return UserError(f"cannot reach Redis at {store.url}", why=str(error), todo="start Redis, or set run.redis_url")
     return UserError(
-        f"the Redis at {store.url} is full: it takes neither the functions nor the streams of this run",
-        why=f"it answers: {error}. Nothing is lost",
-        todo="raise its maxmemory (CONFIG SET maxmemory 2gb; launch.redis_maxmemory_mb for one of our own), or remove "
-        "what else it holds, then start again: it goes on from the checkpoint",
+        f"the Redis at {store.url} is full: it refuses the functions and streams of this run",
+        why=f"Redis answers: {error}. Nothing is lost",
+        todo="raise its maxmemory (CONFIG SET maxmemory 2gb; launch.redis_maxmemory_mb for one that Foray starts), "
+        "or remove other data from it, then start again: the run resumes from the checkpoint",
     )
 
 
 def _reach(store: RunStore, call: Callable[[], T]) -> T:
-    """Repeat `call` until Redis answers, and create what it has lost. Raises UserError after REDIS_PATIENCE_S.
+    """Repeat `call` until Redis answers, recreating lost state. Raises UserError after REDIS_PATIENCE_S.
 
-    `call` may be made again after a reply that never came.
+    `call` may be repeated after a lost reply.
     """
     deadline, already_logged = 0.0, False
     while True:

@@ -1,4 +1,4 @@
-"""What the training thread does when Redis goes away, loses its state, or the disk refuses a checkpoint."""
+"""Recovery of the training thread: Redis is unavailable or loses state, or a checkpoint cannot be written."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 RETRY_CHECKPOINT_S = 10.0
 FAILED_CHECKPOINTS = 3
-"""After this many failures in a row no more tasks are issued: what is trained cannot be acknowledged, and Redis would
+"""Consecutive failures after which no more tasks are issued: trained groups cannot be acknowledged, and Redis would
 fill up."""
 
 
 class Recovery:
     """Retries Redis calls and repairs the run's state in Redis. All calls come from the training thread.
 
-    on_new_epoch    called after a lapsed lease was acquired again
+    on_new_epoch    called after a lapsed lease was reacquired
     must_announce   the weights have to be announced (again): set at the start and by each repair
     """
 
@@ -35,9 +35,9 @@ class Recovery:
         self.must_announce = True
 
     def retry_until_available(self, call: Callable[[], T]) -> T:
-        """Repeat `call` until Redis answers, and repair lost state and a lapsed lease in between.
+        """Repeat `call` until Redis answers, repairing lost state and a lapsed lease in between.
 
-        Raises RedisUnavailable or StateLost if the run is stopping meanwhile, and Fenced when another learner holds
+        Raises RedisUnavailable or StateLost if the run is stopping meanwhile, and Fenced if another learner holds
         the lease.
         """
         pause = FIRST_PAUSE_S
@@ -56,14 +56,14 @@ class Recovery:
                 self._repair(error)
 
     def repair_if_needed(self) -> None:
-        """Repair what a background thread reported. Raises its error if only a person can help."""
+        """Repair what a background thread reported. Raises its error if it cannot be repaired automatically."""
         try:
             self._ctx.errors.raise_if_set()
         except (StateLost, Fenced) as error:
             self._repair(error)
 
     def _repair(self, error: Exception) -> None:
-        """Create lost streams and functions, reacquire the lease, and count again what was issued."""
+        """Create lost streams and functions, reacquire the lease, and recount issued seqs."""
         ctx = self._ctx
         log.warning("repairing the run in Redis: %s", error)
         self.must_announce = True
@@ -77,7 +77,7 @@ class Recovery:
                 ctx.issuer.recount()
                 ctx.audit.repaired(str(error), epoch=ctx.lease.epoch, lost=lost, lapsed=lapsed)
                 break
-            except (RedisUnavailable, StateLost):  # lost again meanwhile
+            except (RedisUnavailable, StateLost):  # lost again
                 if self._stopping():
                     raise
                 time.sleep(0.5)
@@ -87,7 +87,7 @@ class Recovery:
 
 
 class CheckpointRetry:
-    """Counts checkpoints that failed in a row, paces the retries, and stops the issuing of tasks after too many."""
+    """Counts checkpoints that failed in a row, spaces the retries, and stops the issuing of tasks after too many."""
 
     def __init__(self, ctx: LearnerContext) -> None:
         self._ctx = ctx
@@ -95,32 +95,32 @@ class CheckpointRetry:
 
     @property
     def due(self) -> bool:
-        """Whether the last checkpoint failed and the next try may be made."""
+        """Return whether the last checkpoint failed and a retry is due."""
         return self.failures > 0 and time.monotonic() > self._failed_at + RETRY_CHECKPOINT_S
 
     def failed(self, error: Exception, in_force: int) -> None:
-        """Record a failure. in_force: step of the checkpoint that stays valid."""
+        """Record a failure. in_force: step of the current checkpoint."""
         ctx = self._ctx
         self.failures += 1
         self._failed_at = time.monotonic()
-        log.error("%s; the checkpoint of step %d stays in force", error, in_force)
+        log.error("%s; the checkpoint of step %d remains current", error, in_force)
         ctx.event_log.emit("checkpoint-failed", str(error))
         ctx.meter.set(checkpoint_failures=self.failures)
         ctx.meter.set_text(checkpoint_error=str(error))
         if self.failures == FAILED_CHECKPOINTS:
             log.error(
-                "%d checkpoints failed: no more tasks are issued until one succeeds. Make room in %s: then it goes on",
+                "%d checkpoints failed: issuing tasks is paused until one succeeds. Free disk space in %s to continue",
                 self.failures, ctx.run.dir,
             )  # fmt: skip
         if self.failures >= FAILED_CHECKPOINTS:
             ctx.issuer.enabled.clear()
 
     def succeeded(self, name: str) -> None:
-        """Record that the checkpoint `name` was written: tasks may be issued again."""
+        """Record that the checkpoint `name` was written: enable issuing tasks."""
         ctx = self._ctx
         if self.failures:
             log.info("checkpoints can be written again")
-            ctx.event_log.emit("checkpoint-again", f"{name} was written, after {self.failures} failures")
+            ctx.event_log.emit("checkpoint-again", f"{name} was written after {self.failures} failures")
         self.failures = 0
         ctx.meter.set(checkpoint_failures=0)
         ctx.meter.set_text(checkpoint_error="")
@@ -128,7 +128,7 @@ class CheckpointRetry:
 
 
 class NonFiniteGuard:
-    """Counts batches in a row that were skipped because a number was not finite.
+    """Counts batches in a row that were skipped because a value was not finite.
 
     max_skipped  raise UserError at this many
     kept_in      where the skipped batches are kept, for the error message
@@ -148,8 +148,10 @@ class NonFiniteGuard:
         if self.skipped >= self._max:
             raise UserError(
                 f"{self.skipped} batches in a row were not trained: {reason}",
-                why="the policy has diverged, or the data is broken. None of them has moved the weights: the last "
-                "checkpoint and the engines hold what was there before",
-                todo=f"look at {self._kept_in}, where they are kept; lower learner.optim.lr, and start again: it goes "
-                "on from the last checkpoint",
+                why="the policy has diverged, or the data is broken. None of these batches changed the weights: the "
+                "last "
+                "checkpoint and the engines have the previous ones",
+                todo=f"inspect the skipped batches in {self._kept_in}; lower learner.optim.lr, and start again: it "
+                "resumes "
+                "from the last checkpoint",
             )

@@ -1,1 +1,1 @@
-"""The search service: an index and a corpus behind HTTP. It knows nothing of reinforcement learning."""
+"""The search service: an index and a corpus behind HTTP. It is independent of reinforcement learning."""

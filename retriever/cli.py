@@ -1,6 +1,6 @@
 """`python -m retriever --config FILE [retriever.port=8001 ...]`: parse, then serve.
 
-Nothing heavy is imported before the settings have been read: `--help` and a misspelt key answer at once.
+Heavy imports follow after the settings are read, so that `--help` and errors in keys appear immediately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from retriever.config import RetrieverSettings
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m retriever") -> int:
-    """Exit status: 0 after SIGTERM or SIGINT, 2 when the settings, the corpus or the index need a person."""
+    """Return the exit status: 0 after SIGTERM or SIGINT, 2 for an error in the settings, the corpus or the index."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Serve a corpus and its index, or an online engine, over HTTP: Search-R1's POST /retrieve, "
@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m retriever"
 
 
 def _serve(args: argparse.Namespace, tree: SettingsTree) -> None:
-    # FAISS's and torch's threads wait for each other by spinning unless told otherwise when their libraries are loaded:
-    # where anything else runs on the cores, a search by two threads took 8 times the processor time of one (measured)
+    # FAISS's and torch's threads wait for each other by spinning unless configured otherwise before their libraries are
+    # loaded: with other load on the cores, a search by two threads took 8 times the CPU time of one (measured)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     settings = section(tree, "retriever", RetrieverSettings)
     from retriever.server import serve

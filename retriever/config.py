@@ -19,82 +19,81 @@ class RetrieverSettings(Settings):
     """Section `retriever` of the tree."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any but loopback needs a token: FORAY_NODE_TOKEN in the environment (SECURITY.md)."""
+    """Address to listen on. Addresses other than loopback need a token: FORAY_NODE_TOKEN in the environment
+    (SECURITY.md)."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """0: a free port, named by the log line and by `--port-file`."""
+    """Port; 0: a free port, reported in the log and by `--port-file`."""
     corpus: Path = Path("corpus.jsonl")
-    """One JSON object a line with at least `id` and `contents` (Search-R1's and FlashRAG's corpus format). May be left
-    out where `index_dir` is given: a built index knows its corpus."""
+    """Corpus file: one JSON object per line with at least `id` and `contents` (Search-R1's and FlashRAG's format).
+    Optional if `index_dir` is set: a built index knows its corpus."""
     index_dir: Path | None = None
-    """Directory of the built index. None: beside the corpus, named after it and the type of the index."""
+    """Directory of the built index. null: beside the corpus, named after it and the type of the index."""
     index: IndexSettings = Field(default_factory=Bm25Settings)
-    """Which index, and how it was (or will be) built. May be left out where `index_dir` names a built one."""
+    """Type and build settings of the index. Optional if `index_dir` is a built index."""
     rerank: RerankSettings | None = None
-    """A model that reads the index's best hits again, together with the query, and reorders them. null: none."""
+    """Reranker: a model that reads the best hits together with the query and reorders them. null: none."""
     fields: tuple[str, ...] | None = None
-    """What documents carry beside `id` and `contents` (`url`, `source`, ..). null: all that the corpus has."""
+    """Fields to return besides `id` and `contents` (`url`, `source`, ..). null: all fields of the corpus."""
     online: OnlineSettings | None = None
-    """An online search engine that is asked in place of an index: then no corpus and no index are opened."""
+    """Online search engine instead of an index; then no corpus or index is opened."""
     memory: SearchMemorySettings | None = None
-    """What is remembered of the searches of a run, for requests that name one. null: nothing."""
+    """Memory of a run's earlier searches, for requests that name a run. null: off."""
     topk: int = Field(default=3, ge=1)
-    """Hits a query when the request names no `topk`, or 0."""
+    """Hits per query if the request sets no `topk`, or 0."""
     max_topk: int = Field(default=MAX_TOPK, ge=1)
-    """Most hits a query. Above it requests are answered 400 where the corpus has more passages than this, and with the
-    whole corpus else."""
+    """Maximum hits per query. Larger requests are refused with 400, or get the whole corpus if it has no more passages
+    than this."""
     window_ms: float = Field(default=5.0, ge=0, le=1000)
-    """Longest wait for more queries before a batch is searched."""
+    """Maximum wait for more queries before a batch is searched, in milliseconds."""
     max_batch: int = Field(default=512, ge=1)
-    """Most queries in one batch."""
+    """Maximum queries per batch."""
     embed_batch: int = Field(default=64, ge=1)
-    """Most texts of `/v1/embeddings` in one call of the encoder: searches wait for no longer call than that."""
+    """Maximum texts of `/v1/embeddings` per call of the encoder, which limits the delay of searches."""
     queue_limit: int = Field(default=8192, ge=1)
-    """Queries and texts waiting or being searched beyond which requests are answered as `overload` says."""
+    """Maximum queries and texts queued or in progress; further requests are handled as set by `overload`."""
     overload: Literal["refuse", "wait"] = "refuse"
-    """What happens to a request when the queue is full. `refuse`: 429 with Retry-After at once, which Foray's rollout
-    servers take as the sign to ask less. `wait`: it waits up to `overload_wait_s` for its turn, then 503: for clients
-    that do not try again after 429 (verl, SkyRL), or never (Search-R1)."""
+    """Handling of requests when the queue is full. `refuse`: 429 with Retry-After immediately, on which Foray's rollout
+    servers reduce their concurrency. `wait`: wait up to `overload_wait_s`, then 503: for clients that do not retry
+    after 429 (verl, SkyRL), or never retry (Search-R1)."""
     overload_wait_s: float = Field(default=20.0, gt=0, le=3600)
-    """Longest wait of `overload: wait` (s). Below the client's timeout: verl's and SkyRL's are 30 s."""
+    """Maximum wait of `overload: wait`, in seconds. Keep it below the client's timeout (verl, SkyRL: 30 s)."""
     cache_mb: float = Field(default=64.0, ge=0)
-    """Memory for answers already given, in MiB of passage text. 0 switches the cache off."""
+    """Size of the result cache, in MiB of passage text. 0: off."""
     threads: int = Field(default=0, ge=0)
-    """Threads of one FAISS search; 0: one a core. Take 1 where engines or the learner share the machine."""
+    """Threads per FAISS search; 0: one per core. Use 1 if engines or the learner share the machine."""
     build_limit_mb: float = Field(default=64.0, ge=0)
-    """A missing index is built at the start when the corpus is no larger than this (MiB); larger ones are refused."""
+    """Build a missing index at start if the corpus is at most this large, in MiB; otherwise refuse to start."""
     verify_corpus: bool = True
-    """Compare the corpus's SHA-256 with the manifest at the start; switch off for tens of GB (the size is compared)."""
+    """Compare the corpus's SHA-256 with the manifest at start; false, e.g. for tens of GB: compare only the size."""
     max_body_mb: float = Field(default=16.0, gt=0)
-    """Largest request body (MiB); beyond it 413. Four such bodies are held at once, of all requests together; each
-    until its request is answered."""
+    """Maximum request body, in MiB; larger ones get 413. All requests together may hold four such bodies in memory,
+    each until its response is sent."""
     max_hits: int = Field(default=200_000, ge=1)
-    """Most hits that one request may ask for, queries times `topk`; beyond it 400."""
+    """Maximum hits per request, queries times `topk`; larger requests get 400."""
 
     @model_validator(mode="after")
     def _default_fits(self) -> Self:
         for name in ("max_topk", "max_hits"):
             if self.topk > (most := getattr(self, name)):
-                raise ValueError(
-                    f"topk = {self.topk} is more than {name} = {most}: every default request would be refused"
-                )
+                raise ValueError(f"topk = {self.topk} exceeds {name} = {most}: every default request would be refused")
         return self
 
     @property
     def index_path(self) -> Path:
-        """Where the built index is, or will be."""
+        """Return the directory of the index, built or not."""
         return self.index_dir or self.corpus.with_name(f"{self.corpus.name}.{self.index.type}.index")
 
     @property
     def given_corpus(self) -> Path | None:
-        """The corpus, unless it is left to a built index to name it."""
+        """Return the configured corpus, None if a built index provides it."""
         return None if self.index_dir is not None and "corpus" not in self.model_fields_set else self.corpus
 
     @property
     def given_index(self) -> IndexSettings | None:
-        """The index's settings, unless they are left to a built index's manifest."""
+        """Return the configured index settings, None if a built index's manifest provides them."""
         return None if self.index_dir is not None and "index" not in self.model_fields_set else self.index
 
     @property
     def needed_corpus(self) -> Path | None:
-        """The file without which there is nothing to serve, None where an index or an online engine needs none."""
+        """Return the required corpus file, None if an index or an online engine needs none."""
         return self.given_corpus if self.online is None else None

@@ -1,4 +1,4 @@
-"""Counters of one service, in a registry of their own, for `GET /metrics`."""
+"""Metrics of one service, in a separate registry, for `GET /metrics`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from prometheus_client.registry import Collector
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROVIDER = {
-    "requests": "Requests sent to the online engine, each attempt by itself.",
+    "requests": "Requests sent to the online engine, counting each attempt.",
     "cost": "Cost of those requests, in the unit of `cost_per_request`.",
-    "retries": "Attempts at the online engine after a request's first.",
+    "retries": "Retries of requests to the online engine.",
     "answered": "Queries that the online engine answered.",
     "failed": "Queries that the online engine did not answer.",
     "replayed": "Queries answered from recordings.",
     "recorded": "Replies that were recorded.",
-    "unrecorded": "Replies and pages that the disk did not take.",
+    "unrecorded": "Replies and pages that could not be written to disk.",
     "pages": "Pages fetched for the hits of the online engine.",
     "pages_failed": "Pages that could not be fetched.",
 }
-"""Of each total of an online engine (`retriever.backends.web.backend`)."""
+"""Descriptions of an online engine's totals (`retriever.backends.web.backend`)."""
 
-# else each series comes a second time, with the time of its creation
+# otherwise each series appears again with its time of creation
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -57,37 +57,35 @@ class Metrics:
             return Histogram(f"foray_retriever_{name}", text, buckets=buckets, registry=registry)
 
         self.queries = counter("queries", "Queries in requests that were accepted.")
-        self.blank = counter(
-            "blank_queries", "Queries without any text: they are answered with no hits, and not searched."
-        )
+        self.blank = counter("blank_queries", "Queries without text, answered with no hits without a search.")
         self.cached = counter("cache_hits", "Queries answered from the cache.")
         self.shared = counter("deduplicated", "Queries that joined an equal one already waiting or being searched.")
-        self.searched = counter("searched", "Queries that the back-end answered.")
-        self.calls = counter("index_calls", "Calls of the back-end.")
+        self.searched = counter("searched", "Queries that the backend answered.")
+        self.calls = counter("index_calls", "Calls of the backend.")
         self.rejected = counter("rejected", "Requests refused because the queue was full.")
         self.waited = counter("waited", "Requests that waited for admission to the queue (overload: wait).")
-        self.dropped = counter("dropped", "Queries dropped before the search because their clients had gone.")
+        self.dropped = counter("dropped", "Queries dropped before the search because their clients had disconnected.")
         self.embedded = counter("embedded_texts", "Texts that /v1/embeddings turned into vectors.")
-        self.remembered = counter("memory_entries_added", "Searches that a run's memory took in.")
+        self.remembered = counter("memory_entries_added", "Searches stored in a run's memory.")
         self.recalled = counter("memory_hits", "Searches for which a run's memory had similar earlier ones.")
         self.reused = counter("memory_reuses", "Searches answered from a run's memory alone.")
-        self.fused = counter("memory_fusions", "Searches whose answer was fused with passages of earlier ones.")
-        self.memory_errors = counter("memory_errors", "Calls of a memory that failed; the searches went on without it.")
-        self.forgotten = counter("memory_evictions", "Entries that a run's memory let go of to stay within its bounds.")
-        self.search_seconds = histogram("search_seconds", "Seconds of one call of the back-end.", _LATENCY_S)
+        self.fused = counter("memory_fusions", "Searches with an answer fused with passages of earlier ones.")
+        self.memory_errors = counter("memory_errors", "Failed calls of a memory; the searches continued without it.")
+        self.forgotten = counter("memory_evictions", "Entries evicted from a run's memory.")
+        self.search_seconds = histogram("search_seconds", "Seconds of one call of the backend.", _LATENCY_S)
         self.queue_seconds = histogram("queue_seconds", "Seconds from a query's arrival to its search.", _LATENCY_S)
         self.request_seconds = histogram("request_seconds", "Seconds to answer a search request.", _LATENCY_S)
-        self.batch_size = histogram("batch_size", "Distinct queries in one call of the back-end.", _SIZES)
-        self.queue = gauge("queue", "Queries and texts that wait for the back-end, or are in it.")
+        self.batch_size = histogram("batch_size", "Distinct queries in one call of the backend.", _SIZES)
+        self.queue = gauge("queue", "Queries and texts waiting for the backend or in progress.")
         self.cache_bytes = gauge("cache_bytes", "Bytes of the answer cache.")
         self.memory_bytes = gauge("memory_bytes", "Bytes of all runs' memories.")
         self.passages = gauge("passages", "Passages in the index.")
         self._requests = counter(
-            "requests", "Requests by route and status; 499: the client went away.", "route", "status"
+            "requests", "Requests by route and status; 499: the client disconnected.", "route", "status"
         )
-        self._odd = counter("rewritten_queries", "Queries changed so that they can be searched, by cause.", "cause")
+        self._odd = counter("rewritten_queries", "Queries rewritten to be searchable, by cause.", "cause")
         self._faults = counter("failed", "Queries without an answer, by cause.", "cause")
-        # finding a labelled series costs more than counting
+        # looking up a labelled series costs more than counting
         self._series: dict[tuple[str, int], Counter] = {}
 
     def request(self, route: str, status: int) -> None:
@@ -107,11 +105,11 @@ class Metrics:
             self._odd.labels(cause).inc(count)
 
     def add_provider(self, name: str, totals: Callable[[], Mapping[str, float]]) -> None:
-        """Show an online engine's own totals, which never fall, as `foray_retriever_provider_NAME_total`."""
+        """Export an online engine's totals, which never decrease, as `foray_retriever_provider_NAME_total`."""
         self._registry.register(_Provider(name, totals))
 
     def families(self) -> Iterable[Metric]:
-        """Return all metrics, those of labels without a value yet included."""
+        """Return all metrics, including labels without a value yet."""
         return self._registry.collect()
 
     def render(self) -> bytes:

@@ -1,6 +1,6 @@
 """Composition root: socket first (so `/health` answers while a large index loads), then the index, then traffic.
 
-SIGTERM --> draining: /ready says 503, requests in flight are answered, the batcher ends, exit 0
+SIGTERM --> draining: /ready returns 503, requests in flight are answered, the batcher ends, exit 0
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ log = logging.getLogger("retriever")
 Vector = npt.NDArray[np.float32]
 
 SHUTDOWN_S = 5.0
-"""Longest wait for requests in flight at the end."""
+"""Timeout for requests in flight at shutdown, in seconds."""
 
 
 async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. UserError when the port is taken or the index cannot be served.
+    """Serve until SIGTERM or SIGINT. Raises UserError if the port is in use or the index cannot be served.
 
-    The log line `listening on http://HOST:PORT` and the port file come when requests are answered, not before.
+    The log line `listening on http://HOST:PORT` and the port file appear once requests are answered.
     """
     _allow_many_connections()
     with shutdown_on_signals() as shutdown:
@@ -52,7 +52,7 @@ async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -
 
 @asynccontextmanager
 async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
-    """A service that answers on the yielded port while the block runs."""
+    """Run the service on the yielded port inside the context."""
     access = read_access(os.environ)
     service = RetrieverState(settings)
     async with listening(
@@ -61,7 +61,7 @@ async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
         settings.port,
         access=access,
         setting="retriever.host",
-        todo="choose another retriever.port (0 takes a free one) or retriever.host",
+        todo="set another retriever.port (0: a free one) or retriever.host",
         shutdown_s=SHUTDOWN_S,
     ) as listener:
         opened = await open_backend(settings, service.metrics)
@@ -81,9 +81,9 @@ async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
 
 
 def attach(service: RetrieverState, opened: OpenBackend) -> dict[str, Coroutine[Any, Any, None]]:
-    """Make the service ready. Returns the loops that must run from now on, by name.
+    """Make the service ready. Return the loops to run, by name.
 
-    Searches and embeddings have a queue each, under one limit.
+    Searches and embeddings have separate queues under one limit.
     """
     settings, metrics = service.settings, service.metrics
     queue_limit = QueueLimit(
@@ -131,7 +131,7 @@ def _embedding_batcher(
 
 
 def _allow_many_connections() -> None:
-    """Raise the soft limit of open files to the hard one: 1024 is less than one burst."""
+    """Raise the soft limit of open files to the hard one: a burst can exceed 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

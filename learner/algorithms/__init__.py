@@ -1,6 +1,6 @@
 """The training algorithms: how trajectories become advantages and token losses.
 
-To add one, write `learner/algorithms/<name>.py`, its settings and one line in `learner/config/algorithm.py`.
+To add an algorithm, write `learner/algorithms/<name>.py`, its settings and one line in `learner/config/algorithm.py`.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 
 
 def build_algorithm(settings: PolicySettings) -> Algorithm:
-    """Instantiate the algorithm that `settings` select. Imports torch."""
+    """Return an instance of the algorithm that `settings` select. Imports torch."""
     return cast("Algorithm", resolve_name(REGISTRY[type(settings)])(settings))

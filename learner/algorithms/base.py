@@ -1,8 +1,8 @@
 """The interface of algorithms: outcomes in, advantages out; token scores in, a loss out.
 
-outcomes --advantages--> one number a trajectory   (before packing, numpy)
+outcomes --advantages--> one number per trajectory   (before packing, numpy)
 scores   --advantages--> advantages and returns of tokens   (before the first update, over all ranks)
-tokens   --loss--------> one number a micro-batch   (in every update)
+tokens   --loss--------> one number per micro-batch   (in every update)
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from learner.algorithms.advantages import Outcomes, Turns
 from learner.data.packing import Aggregation
 
 Total = Callable[[torch.Tensor], torch.Tensor]
-"""Sums a float64 vector over the ranks; every rank must call it, in one order."""
+"""Sums a float64 vector over the ranks; every rank must call it, in the same order."""
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What an algorithm wants to be computed before its loss.
+    """What an algorithm needs computed before its loss.
 
     reference           log-probs of the reference policy
-    values              values of a critic, and the returns that it learns from
+    values              values of a critic, and the returns that it is trained on
     entropy_gradient    whether the entropy is part of the loss
     old                 whether `TokenInputs.old` is the policy before the first update, not the engines' log-probs
     old_for_advantages  whether `compute_advantages` reads `TokenScores.old`
@@ -47,15 +47,15 @@ class Requirements:
 class TokenScores:
     """One micro-batch before the first update: N trained tokens, all tensors [N], float32 unless said otherwise.
 
-    rewards     what was earned at this token: the outcome stands at its trajectory's last one
+    rewards     reward at this token; the outcome is at the last token of its trajectory
     advantages  from the outcomes
     behaviour   log-probs when the tokens were sampled
-    old         log-probs of the policy as it is, None where not required
+    old         log-probs of the policy before the update, None where not required
     reference   log-probs of the reference, None where not required
     values      of the critic, None without one
-    last_values the critic's value of the state after the trajectory's last token, where truncation ended it and
+    last_values the critic's value of the state after the trajectory's last token, if it was truncated and
                 `Algorithm.bootstraps`; 0 elsewhere. None without a critic
-    mask        bool, False only in dummies that fill up a rank
+    mask        bool, False only in dummies that pad a rank
     trajectory  int64, number of the token's trajectory in the batch
     turn        int64, number of the token's turn in its trajectory
     """
@@ -74,7 +74,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Of the tokens of one micro-batch, [N] float32: what is to be done, and what the critic should have said."""
+    """Advantages of the tokens of one micro-batch, and the returns that the critic is trained on: [N] float32 each."""
 
     advantages: torch.Tensor
     returns: torch.Tensor | None = None
@@ -82,11 +82,11 @@ class TokenAdvantages:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The k likeliest tokens in the place of each trained one (of whom: `Requirements.top_of`).
+    """Log-probs of the k likeliest tokens at each trained position (whose likeliest: `Requirements.top_of`).
 
     policy     [N, k] log-probs of the policy, with gradient
     reference  [N, k] log-probs of the reference
-    inside     [N] bool, whether the trained token is one of them
+    inside     [N] bool, whether the trained token is among them
     """
 
     policy: torch.Tensor
@@ -102,14 +102,14 @@ class TokenInputs:
     entropy    of its distributions, with gradient where `Requirements.entropy_gradient`
     behaviour  log-probs when the tokens were sampled
     old        log-probs of the proximal policy (see `Requirements.old`)
-    reference  log-probs of the reference, None where the algorithm does not ask for one
+    reference  log-probs of the reference, None where the algorithm does not need one
     advantages as `compute_advantages` returned them
     weights    share of each token in the loss of the whole batch (`learner.data.packing`)
-    mask       bool, False only in dummies that fill up a rank
+    mask       bool, False only in dummies that pad a rank
     trajectory int64, number of the token's trajectory in the batch
     lags       int64, steps between the version that sampled the token and the one being trained
     outcome    reward of the token's trajectory, for the metrics
-    top        where `Requirements.top`
+    top        set if `Requirements.top`
     """
 
     logprobs: torch.Tensor
@@ -128,12 +128,12 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The micro-batch's share in the loss of the batch, and what is to be reported of it.
+    """The micro-batch's share in the loss of the batch, and its metrics.
 
     loss    scalar with gradient; the shares of all micro-batches add up to the loss of the batch
     sums    scalars without gradient, added up over the batch and divided by its number of trained tokens
-    maxima  scalars without gradient, of which the largest in the batch is reported
-    ratios  (numerator, denominator), both added up over the batch; left out where the denominator is 0
+    maxima  scalars without gradient, the largest in the batch is reported
+    ratios  (numerator, denominator), both added up over the batch; omitted if the denominator is 0
     """
 
     loss: torch.Tensor
@@ -143,12 +143,12 @@ class LossOutput:
 
 
 class Algorithm(Protocol):
-    """One way to learn from outcomes.
+    """One RL algorithm.
 
     aggregation, aggregation_length  how token losses become one number (`learner.data.packing`)
     minibatches                      parts of a batch, each with its own update
     epochs                           passes over the batch
-    filters                          whether groups with nothing to learn from should be replaced by others
+    filters                          whether groups without a learning signal are replaced by others
     bootstraps                       whether `compute_advantages` reads `TokenScores.last_values`
     """
 
@@ -163,21 +163,21 @@ class Algorithm(Protocol):
     def requirements(self) -> Requirements: ...
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        """Return [n] float64, one per trajectory; 0 for invalid ones."""
         ...
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
-        """[n, K] float64, one for each turn, or None where `advantages` are for all turns of a trajectory."""
+        """Return [n, K] float64, one per turn, or None if `advantages` apply to all turns of a trajectory."""
         ...
 
     def reward_scale(self, outcomes: Outcomes) -> float:
-        """Factor on the rewards of tokens; called once a batch."""
+        """Return the factor on the rewards of tokens; called once per batch."""
         ...
 
     def compute_advantages(
         self, scores: Sequence[TokenScores], total: Total
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
-        """Return advantages (and returns) of every token of this rank, and facts for the metrics; collective."""
+        """Return advantages (and returns) of every token of this rank, and values for the metrics; collective."""
         ...
 
     def loss(self, inputs: TokenInputs) -> LossOutput:
@@ -185,9 +185,9 @@ class Algorithm(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run must know (controllers), as JSON can say it; the same on every rank."""
+        """Return what a resumed run needs (controllers), JSON-serialisable; the same on every rank."""
         ...
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         ...

@@ -10,9 +10,9 @@ from learner.algorithms.losses import Surrogate, cispo
 
 
 class Cispo(Grpo):
-    """Rare tokens that turn a trajectory round are not clipped away."""
+    """Clip importance weights, not updates: rare but decisive tokens keep a gradient."""
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """REINFORCE with clipped weights."""
+        """Return REINFORCE with clipped importance weights."""
         s = self.policy_settings
         return cispo(inputs.logprobs, old, inputs.advantages, inputs.mask, lower=1 - s.clip_low, upper=1 + s.clip_high)

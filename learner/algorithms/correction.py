@@ -1,4 +1,4 @@
-"""Weights on the loss for what the proximal policy and the engines disagree on: importance weights and rejection."""
+"""Importance weights and rejection for the mismatch between the proximal policy and the engines."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from learner.config.policy import PolicySettings
 
 
 class Corrected(NamedTuple):
-    """Of each token, [N]: the weight on its loss (0 where rejected), and whether it was kept; both constants."""
+    """Per token, [N]: the weight on its loss (0 if rejected), and whether it was kept; both constants."""
 
     weight: torch.Tensor
     kept: torch.Tensor
 
 
 class Correction:
-    """`CorrectionSettings` and `RejectionSettings`, applied."""
+    """Applies `CorrectionSettings` and `RejectionSettings`."""
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings.correction
@@ -45,11 +45,11 @@ class Correction:
 
     @property
     def needs_old_for_advantages(self) -> bool:
-        """The weights of the whole batch must be known before the first of them is used."""
+        """Return whether the weights of the whole batch are needed before any of them is used."""
         return self._normalises or self._rejection.second_moment > 0
 
     def prepare(self, scores: Sequence[TokenScores], total: Total) -> None:
-        """Find what spans the batch: the sums of its weights, the bound on their second moment; collective."""
+        """Compute the batch-wide quantities: sums of the weights, bound on their second moment; collective."""
         if not self.needs_old_for_advantages:
             return
         log_weights = []
@@ -75,7 +75,7 @@ class Correction:
             weight = self._weight(log_weight, inputs.trajectory, mask)
             if self._sums is not None:
                 weight = normalised(weight, mask, self._sums)
-        # Where the engines' policy is the proximal one, what is left to compare it with is the policy itself.
+        # Where the engines' policy is the proximal one, the only policy to compare it with is the one being trained.
         compared = log_ratio(inputs.logprobs.detach(), inputs.behaviour, mask) if self._by_policy else log_weight
         kept = self._kept(compared, inputs.trajectory, mask)
         delta = self._rejection.off_policy
@@ -108,8 +108,8 @@ OnRows = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def over_rows(scores: TokenScores, function: OnRows, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return what `function` makes of the flat tensors [N], flat again: a row is a trajectory, so nothing crosses from
-    one to another, whatever the packing. Masked tokens (dummies) give 0.
+    """Apply `function` to the flat tensors [N] as rows and return them flat again. A row is a trajectory, so nothing
+    crosses from one to another, however they are packed. Masked tokens (dummies) give 0.
     """
     rows = to_rows(scores.trajectory)
     mask = rows.pad(scores.mask) & rows.mask

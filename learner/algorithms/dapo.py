@@ -1,6 +1,6 @@
-"""DAPO (arXiv 2503.14476): GRPO with clip-higher, the token mean, dynamic sampling and soft punishment of length.
+"""DAPO (arXiv 2503.14476): GRPO with clip-higher, the token mean, dynamic sampling and a soft penalty on length.
 
-Clip, aggregation and `filter` are its settings' defaults; what is left to do here is the shaping of rewards.
+Clip, aggregation and `filter` are its settings' defaults; this file adds only the shaping of rewards.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from learner.config.algorithm import DapoSettings
 
 
 class Dapo(Grpo):
-    """Advantages of GRPO from rewards that lose up to `overlong_penalty` for length."""
+    """GRPO's advantages, from rewards reduced by up to `overlong_penalty` for length."""
 
     def __init__(self, settings: DapoSettings) -> None:
         super().__init__(settings)
         self._settings = settings
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        """Return [n] float64, one per trajectory; 0 for invalid ones."""
         s = self._settings
         if s.overlong_length:
             shaped = overlong(

@@ -14,16 +14,16 @@ from learner.algorithms.policy import PolicyAlgorithm
 
 
 class Distill(PolicyAlgorithm):
-    """The divergence from the reference in the place of a surrogate: corrected and rejected like one."""
+    """The surrogate is the divergence from the reference; correction and rejection apply to it."""
 
     distills = True
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64: the rewards, for the statistics; nothing is learned from them."""
+        """Return [n] float64: the rewards, for the metrics only."""
         return reinforce_advantages(outcomes, baseline="none")
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """Return the divergence, but of tokens that have moved too far since they were sampled."""
+        """Return the divergence, 0 for tokens whose probability has moved too far since they were sampled."""
         s, mask = self.policy_settings, inputs.mask
         below, above = moved_too_far(inputs.logprobs, old, mask, low=s.clip_low, high=s.clip_high, divergence="tv")
         loss = s.kl.coefficient * torch.where(mask & ~(below | above), self.divergence(inputs, old), 0.0)

@@ -11,14 +11,14 @@ from learner.config.algorithm import DppoSettings
 
 
 class Dppo(Grpo):
-    """A rare token may grow by a large factor, a likely one may not fall far."""
+    """Bounds changes of probability: a rare token may grow by a large factor, a likely one may not fall far."""
 
     def __init__(self, settings: DppoSettings) -> None:
         super().__init__(settings)
         self._settings = settings
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """Return the ratio, where the token's probability has not moved too far."""
+        """Return the surrogate: the ratio if the token's probability has not moved too far, else 0."""
         s = self._settings
         return dppo(
             inputs.logprobs,

@@ -1,5 +1,5 @@
-"""Geometric-mean policy optimisation (arXiv 2507.20673): GRPO's advantages, log-ratios clipped token by token, and of a
-trajectory the geometric mean of what is left.
+"""Geometric-mean policy optimisation (arXiv 2507.20673): GRPO's advantages, log-ratios clipped token by token, and the
+geometric mean of the clipped ratios per trajectory.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from learner.algorithms.losses import Surrogate, gmpo
 
 
 class Gmpo(Grpo):
-    """One outlier among the tokens moves a geometric mean little."""
+    """A geometric mean is robust against a single outlier among the tokens."""
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """Return the loss, whose clip is on log-ratios: clip_low and clip_high bound them themselves."""
+        """Return the loss, clipped on log-ratios: clip_low and clip_high bound the log-ratios."""
         s = self.policy_settings
         return gmpo(
             inputs.logprobs, old, inputs.advantages, inputs.trajectory, inputs.mask, low=s.clip_low, high=s.clip_high

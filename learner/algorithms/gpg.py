@@ -1,4 +1,5 @@
-"""Group policy gradient (arXiv 2504.02546): REINFORCE with centred rewards, made up for groups that teach nothing."""
+"""Group policy gradient (arXiv 2504.02546): REINFORCE with centred rewards, rescaled for groups without a learning
+signal."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from learner.config.algorithm import GpgSettings
 
 
 class Gpg(PolicyAlgorithm):
-    """No ratio, no clip, no deviation."""
+    """Advantages without a ratio, a clip or a deviation."""
 
     def __init__(self, settings: GpgSettings) -> None:
         super().__init__(settings)
         self._settings = settings
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        """Return [n] float64, one per trajectory; 0 for invalid ones."""
         return gpg_advantages(outcomes, nonzero=self._settings.alpha)
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """-A log policy."""
+        """Return -A log policy."""
         return reinforce(inputs.logprobs, old, inputs.advantages, inputs.mask)

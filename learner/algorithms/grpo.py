@@ -1,6 +1,6 @@
 """Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300): the group is the baseline, no critic.
 
-By their settings alone this is also Dr. GRPO (arXiv 2503.20783), EMA-PG (arXiv 2602.04417) and decoupled PPO without
+With other settings this is also Dr. GRPO (arXiv 2503.20783), EMA-PG (arXiv 2602.04417) and decoupled PPO without
 a critic (AReaL, arXiv 2505.24298).
 """
 
@@ -27,14 +27,14 @@ from learner.config.policy import GroupSettings
 
 
 class Grpo(PolicyAlgorithm):
-    """Advantage: the reward against its group's mean, in standard deviations of the group."""
+    """Advantage: the reward minus its group's mean, in standard deviations of the group."""
 
     def __init__(self, settings: GroupSettings) -> None:
         super().__init__(settings)
         self._group = settings
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        """Return [n] float64, one per trajectory; 0 for invalid ones."""
         s = self._group
         if s.parts:
             each = [weight * self._compared(outcomes.part(name)) for name, weight in s.parts.items()]
@@ -61,7 +61,7 @@ class Grpo(PolicyAlgorithm):
                 return pass_at_k_advantages(outcomes, epsilon=s.epsilon, ddof=s.std_ddof, normalize_std=divides)
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
-        """[n, K] float64 where turns are rewarded by themselves: normalised, and summed from each turn on."""
+        """Return [n, K] float64 if turns have their own rewards: normalised, summed from each turn on; else None."""
         s = self._group
         if s.turns == "off":
             return None

@@ -1,4 +1,4 @@
-"""Group sequence policy optimisation (arXiv 2507.18071): GRPO's advantages, ratio and clip of whole trajectories."""
+"""Group sequence policy optimisation (arXiv 2507.18071): GRPO's advantages, with ratio and clip per trajectory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from learner.algorithms.losses import Surrogate, gspo
 
 
 class Gspo(Grpo):
-    """The unit that is rewarded is the unit that is clipped."""
+    """Clips whole trajectories, the unit that is rewarded."""
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """Return the clip on the geometric mean of the trajectory's ratios."""
+        """Return the surrogate, clipped on the geometric mean of the trajectory's ratios."""
         s = self.policy_settings
         return gspo(
             inputs.logprobs,

@@ -3,8 +3,8 @@
     loss = sum_i weight_i * (keep_i * correction_i * surrogate_i + coefficient * kl_i - entropy_coefficient * entropy_i
                              + drift_coefficient * log(policy_i / old_i)^2)
 
-An algorithm is a surrogate (PPO's clip, where it says nothing else) and advantages. Where the divergence is taken off
-the rewards, or advantages are those of tokens, `compute_advantages` is where that happens.
+An algorithm consists of a surrogate (default: PPO's clip) and advantages. `compute_advantages` subtracts the
+divergence from the rewards, and computes advantages of tokens, where an algorithm uses them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from learner.algorithms.losses import Surrogate, clipped_surrogate, entropy_sum,
 from learner.config.policy import KlSettings, PolicySettings
 
 AGES = 4
-"""Losses are reported by the tokens' lag, from 0 to AGES - 1; older ones count with the last."""
+"""Losses are reported by the tokens' lag, from 0 to AGES - 1; older tokens count with the last."""
 
 Scalars = dict[str, torch.Tensor]
 Ratios = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -47,16 +47,16 @@ def report(
 
     clip_fraction, clip_low, clip_high, clip_dual  share of tokens whose ratio was clipped, and at which bound
     ratio_mean, ratio_square, ratio_max            of the surrogate's ratio; the squares make the effective sample size
-    entropy                                        nats a token
-    kl_behaviour                                   k3 of the engines' policy against the learner's, at most 10 a token
+    entropy                                        nats per token
+    kl_behaviour                                   k3 of the engines' policy against the learner's, at most 10 per token
     logprob_gap, logprob_gap_max                   |log-prob of the learner - that of the engine|
-    rejected, weight_mean                          share of tokens left out; mean importance weight
+    rejected, weight_mean                          share of rejected tokens; mean importance weight
     logprob_right, logprob_wrong                   mean log-prob of tokens in trajectories with and without reward: the
-                                                   first must not sink
+                                                   first should not fall
     loss_lag_0 ...                                 mean loss of tokens by their lag
     """
     mask, logprobs = inputs.mask, inputs.logprobs.detach()
-    # What the trainer and the engines disagree on: staleness and the numerics of two programs.
+    # Mismatch between trainer and engines: staleness, and the numerics of two programs.
     gap = log_ratio(logprobs, inputs.behaviour, mask).abs()
     sums = {
         "clip_fraction": surrogate.clipped.sum(),
@@ -84,7 +84,7 @@ def report(
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """0 without any token: both maxima are of numbers that are not negative."""
+    """Return the maximum, 0 without tokens: both maxima are of non-negative numbers."""
     return values.max() if len(values) else values.new_zeros(())
 
 
@@ -93,12 +93,12 @@ def _mean(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 class PolicyAlgorithm:
-    """Base of every algorithm (see the module). Subclasses bring `advantages`, and what of the rest differs."""
+    """Base of every algorithm (see the module). Subclasses define `advantages`, and override the rest as needed."""
 
     uses_critic = False
     bootstraps = False
     distills = False
-    """Whether the surrogate is the divergence, which is then no penalty beside it."""
+    """Whether the surrogate is the divergence; then there is no separate penalty."""
 
     def __init__(self, settings: PolicySettings) -> None:
         self.policy_settings = settings
@@ -112,7 +112,7 @@ class PolicyAlgorithm:
 
     @property
     def requirements(self) -> Requirements:
-        """What is to be computed before the loss."""
+        """Return what must be computed before the loss."""
         s = self.policy_settings
         kl = s.kl
         in_reward = kl.place == "reward" and kl.coefficient > 0
@@ -129,11 +129,11 @@ class PolicyAlgorithm:
     # --- before packing ---
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
-        """[n, K] float64, one for each turn, where they are told apart; None: `advantages` is all."""
+        """Return [n, K] float64, one per turn, or None if turns have no advantages of their own."""
         return None
 
     def reward_scale(self, outcomes: Outcomes) -> float:
-        """Return what rewards of tokens are multiplied by, 1 unless the settings say so; takes note of the batch's."""
+        """Return the factor on the rewards of tokens, 1 by default. Updates the running moments with the batch."""
         kind = self.policy_settings.reward_scale
         if kind == "none":
             return 1.0
@@ -146,7 +146,7 @@ class PolicyAlgorithm:
     def compute_advantages(
         self, scores: Sequence[TokenScores], total: Total
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
-        """Return advantages of tokens over all ranks: `token_advantages`, whitened where the settings say so."""
+        """Return advantages of tokens over all ranks: `token_advantages`, whitened if so configured."""
         self._correction.prepare(scores, total)
         rewards, facts = self._rewards(scores, total)
         estimates = self.token_advantages(scores, rewards)
@@ -155,8 +155,8 @@ class PolicyAlgorithm:
         return estimates, facts
 
     def token_advantages(self, scores: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
-        """For each micro-batch the advantages of its tokens; here those of their trajectories. `rewards`: what each
-        token earned, the divergence taken off where it is `in the reward`.
+        """Return the advantages of each micro-batch's tokens; here those of their trajectories. `rewards`: reward of
+        each token, minus the divergence if `kl.place` is reward.
         """
         return [TokenAdvantages(s.advantages) for s in scores]
 
@@ -174,14 +174,14 @@ class PolicyAlgorithm:
         divergence, tokens, trajectories = total(sums).tolist()
         mean = divergence / max(tokens, 1.0)
         facts = {"kl_reference": mean, "kl_coefficient": self._kl.coefficient}
-        if math.isfinite(mean):  # otherwise the update will be refused, and is no reason to lose the coefficient
+        if math.isfinite(mean):  # otherwise the update is refused; keep the coefficient
             self._kl.update(mean, int(trajectories))
         return rewards, facts
 
     # --- in every update ---
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """Return the loss of tokens before anything is corrected; PPO's clip around `old`."""
+        """Return the loss of tokens before corrections: PPO's clip around `old`."""
         s = self.policy_settings
         return clipped_surrogate(
             inputs.logprobs,
@@ -217,7 +217,7 @@ class PolicyAlgorithm:
         return LossOutput(total, sums, maxima, ratios)
 
     def divergence(self, inputs: TokenInputs, old: torch.Tensor) -> torch.Tensor:
-        """[N] from the reference, as `kl` says; asks for `inputs.reference`."""
+        """Return [N]: the divergence from the reference, as set by `kl`; needs `inputs.reference`."""
         kl, reference = self.policy_settings.kl, inputs.reference
         assert reference is not None
         importance = old if kl.importance else None
@@ -241,13 +241,13 @@ class PolicyAlgorithm:
         return {"kl": self._kl.state(), "moments": self._moments.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         self._kl.load(state["kl"])
         self._moments.load(state["moments"])
 
 
 def kl_controller(settings: KlSettings) -> KlController:
-    """Adaptive where there is a target."""
+    """Return an adaptive controller if there is a target, else a fixed one."""
     if settings.target:
         return AdaptiveKl(settings.coefficient, target=settings.target, horizon=settings.horizon)
     return FixedKl(settings.coefficient)
@@ -256,7 +256,7 @@ def kl_controller(settings: KlSettings) -> KlController:
 def _whitened(
     estimates: Sequence[TokenAdvantages], scores: Sequence[TokenScores], total: Total
 ) -> list[TokenAdvantages]:
-    """Return the same with advantages of mean 0 and deviation 1 over all tokens of all ranks."""
+    """Return a copy with advantages of mean 0 and deviation 1 over all tokens of all ranks."""
     sizes = [len(j.advantages) for j in estimates]
     together = whiten(torch.cat([j.advantages for j in estimates]), torch.cat([s.mask for s in scores]), total=total)
     return [TokenAdvantages(part, j.returns) for part, j in zip(torch.split(together, sizes), estimates, strict=True)]

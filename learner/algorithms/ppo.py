@@ -16,7 +16,7 @@ from learner.config.algorithm import PpoSettings
 
 
 class Ppo(PolicyAlgorithm):
-    """Advantage of a token: what came of it against what the critic had expected."""
+    """Advantage of a token: the return minus the critic's estimate."""
 
     uses_critic = True
 
@@ -26,11 +26,11 @@ class Ppo(PolicyAlgorithm):
         self.bootstraps = settings.bootstrap_truncated
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64: the rewards, for the statistics; what is learned from is `token_advantages`."""
+        """Return [n] float64: the rewards, for the metrics; training uses `token_advantages`."""
         return reinforce_advantages(outcomes, baseline="none")
 
     def token_advantages(self, scores: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
-        """GAE over the trained tokens of each trajectory; observations are skipped (see `advantages.gae`)."""
+        """Return GAE over the trained tokens of each trajectory; observations are skipped (see `advantages.gae`)."""
         found = []
         for s, earned in zip(scores, rewards, strict=True):
             assert s.values is not None
@@ -42,5 +42,5 @@ class Ppo(PolicyAlgorithm):
     def _gae(
         self, mask: torch.Tensor, rewards: torch.Tensor, values: torch.Tensor, last: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        after = last[:, :1].sum(1)  # equal in all tokens of a row; without any row there is no column
+        after = last[:, :1].sum(1)  # equal in all tokens of a row; without rows there is no column
         return gae(rewards, values, mask, self._settings.gamma, self._settings.lam, after)

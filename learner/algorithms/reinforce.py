@@ -1,7 +1,7 @@
-"""REINFORCE (Williams 1992): the gradient of the expected reward and nothing else.
+"""REINFORCE (Williams 1992): the plain gradient of the expected reward.
 
-The tokens were drawn by the engines, so the loss is weighed by how much more the learner's policy would have drawn
-them (`correction`): on-policy that is 1.
+The engines sampled the tokens, so the loss carries an importance weight of the learner's policy over theirs
+(`correction`); on-policy it is 1.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from learner.config.algorithm import ReinforceSettings
 
 
 class Reinforce(PolicyAlgorithm):
-    """Advantage: the reward against the batch's mean, or the group's, or as it is."""
+    """Advantage: the reward, minus the mean of the batch or the group if so configured."""
 
     def __init__(self, settings: ReinforceSettings) -> None:
         super().__init__(settings)
         self._settings = settings
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        """Return [n] float64, one per trajectory; 0 for invalid ones."""
         return reinforce_advantages(outcomes, baseline=self._settings.baseline)
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """-A log policy."""
+        """Return -A log policy."""
         return reinforce(inputs.logprobs, old, inputs.advantages, inputs.mask)

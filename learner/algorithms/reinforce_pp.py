@@ -1,6 +1,6 @@
-"""REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens, less the divergence, whitened over the batch; clipped.
+"""REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens minus the divergence, whitened over the batch; clipped.
 
-The baseline is the batch's mean (by the whitening), or with `baseline: group` the group's before it.
+The baseline is the batch's mean (by the whitening), or, with `baseline: group`, the group's mean before it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from learner.config.algorithm import ReinforcePpSettings
 
 
 class ReinforcePp(PolicyAlgorithm):
-    """Advantage of a token: what its trajectory earned from it on."""
+    """Advantage of a token: the discounted reward from that token on."""
 
     def __init__(self, settings: ReinforcePpSettings) -> None:
         super().__init__(settings)
         self._settings = settings
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64, one for each trajectory: its reward, centred in its group where the settings say so."""
+        """Return [n] float64, one per trajectory: its reward, centred in its group if so configured."""
         if self._settings.baseline == "group":
             return reinforce_pp_baseline_advantages(outcomes)
         return reinforce_advantages(outcomes, baseline="none")
 
     def token_advantages(self, scores: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
-        """Discounted sums of the rewards of tokens."""
+        """Return the discounted sums of the rewards of tokens."""
         found = []
         for s, earned in zip(scores, rewards, strict=True):
             if self._settings.baseline == "group":
@@ -48,7 +48,7 @@ class ReinforcePp(PolicyAlgorithm):
 
 
 def _centred(scores: TokenScores, earned: torch.Tensor) -> torch.Tensor:
-    """Rewards of tokens whose sum over a trajectory is centred in its group: the difference goes to its last token."""
+    """Return rewards whose sum per trajectory is centred in its group; the difference goes to the last token."""
     (moved,) = over_rows(scores, _to_last, scores.rewards, scores.advantages)
     return earned + moved
 

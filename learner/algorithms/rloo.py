@@ -10,8 +10,8 @@ from learner.algorithms.policy import PolicyAlgorithm
 
 
 class Rloo(PolicyAlgorithm):
-    """Advantage: the reward against the mean of the others; the baseline does not depend on the trajectory itself."""
+    """Advantage: the reward minus the mean of the others; the baseline does not depend on the trajectory itself."""
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64, one for each trajectory; 0 for those that do not vote."""
+        """Return [n] float64, one per trajectory; 0 for invalid ones."""
         return rloo_advantages(outcomes)

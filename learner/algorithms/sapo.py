@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimisation (arXiv 2511.20347): a gate that closes smoothly in the place of a clip."""
+"""Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate instead of a clip."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from learner.config.algorithm import SapoSettings
 
 
 class Sapo(Grpo):
-    """GRPO's advantages."""
+    """GRPO's advantages with a soft gate."""
 
     def __init__(self, settings: SapoSettings) -> None:
         super().__init__(settings)
         self._settings = settings
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
-        """Return the gate on each token's ratio."""
+        """Return the surrogate: a gate on each token's ratio."""
         s = self._settings
         return sapo(
             inputs.logprobs,

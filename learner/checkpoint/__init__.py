@@ -1,1 +1,1 @@
-"""Checkpoints, their signatures, and the journal: how a run goes on, and is replayed."""
+"""Checkpoints, their signatures, and the journal: how a run resumes and is replayed."""

@@ -1,19 +1,19 @@
-"""Checkpoints: policy, optimiser and delivery state in one directory, renamed into place, named by `CURRENT`.
+"""Checkpoints: policy, optimiser and delivery state in one directory, renamed into place and named in `CURRENT`.
 
-The order that makes it safe: write into a temporary directory, manifest last, flush, confirm the lease, rename,
-replace CURRENT. Only when `write` has returned may entries be acknowledged. A crash between any two lines leaves the
-previous checkpoint in force, and every entry since then pending.
+Write order: temporary directory, manifest last, flush, confirm the lease, rename, replace CURRENT. Entries may be
+acknowledged only after `write` has returned. A crash at any point leaves the previous checkpoint current and every
+entry since then pending.
 
 The manifest lists every file with its sha256 and is signed with the run's key (`learner.checkpoint.signing`), so a
-learner goes on only from what a learner of this run has written, to the last byte. A checkpoint without a signature
-(written before there were any, or by another program: that cannot be told apart) is refused like a foreign one; a
-person who knows where it is from says --trust-checkpoint once, and the next checkpoint is signed.
+learner resumes only from an unmodified checkpoint of this run. An unsigned checkpoint (from an older version, or from
+another program: the two cannot be distinguished) is refused like a foreign one. If you know its origin, pass
+--trust-checkpoint once; the next checkpoint is signed.
 
-The name of a checkpoint is bound to its manifest, which says step and epoch too. `CURRENT` is not signed: by its text a
-person goes back to an older checkpoint of the run, and so can everybody who may write to the folder. A newer one that
-was passed over is logged. The state is read from its files after they were hashed, by every rank:
-`confirm_unchanged` looks again when all have read, and refuses what was written to or exchanged meanwhile. It cannot
-see a writer that turns back the clock of the file system, or writes below it.
+The manifest contains the checkpoint's name, step and epoch. `CURRENT` is not signed: edit it to go back to an older
+checkpoint of the run. Anyone with write access to the folder can do the same; a newer checkpoint that is skipped is
+logged. Every rank reads the state from its files after they were hashed. `confirm_unchanged` checks again after all
+have read, and refuses files that were written or exchanged meanwhile. It cannot detect a writer that resets
+timestamps or writes below the file system.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ CURRENT = "CURRENT"
 MANIFEST = "manifest.json"
 STATE = "state"
 FileStamp = tuple[int, ...]
-"""Of a file or folder: device, inode, size, and when its content and its entry were changed last."""
+"""Device, inode, size, mtime and ctime of a file or folder."""
 _NAME = re.compile(r"^step_([0-9]{1,18})\.e([0-9]{1,18})(?:\.r([0-9]{1,9}))?$")
-"""Step, epoch, and which one of several of that step: what is decided between two steps may need one more."""
+"""Step, epoch and revision; one step can have several revisions, for decisions between two steps."""
 
 
 class CheckpointFailed(ForayError):
-    """Nothing was committed; the previous checkpoint is still in force."""
+    """Nothing was committed; the previous checkpoint is still current."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A committed and verified checkpoint.
 
-    path     its directory; `path / "state"` is the train engine's
-    epoch    learner start that wrote it
+    path     its directory; `path / "state"` belongs to the train engine
+    epoch    number of the learner start that wrote it
     lineage  first version of each learner start
-    facts    the whole manifest: ledger, tally, step and what the learner added
-    looks    how every file and folder looked when it was hashed
+    facts    the whole manifest: ledger, counters, step and the learner's additions
+    looks    stamp of every file and folder when it was hashed
     """
 
     path: Path
@@ -77,48 +77,48 @@ class Checkpoint:
     looks: Mapping[Path, FileStamp]
 
     def confirm_unchanged(self) -> None:
-        """After the state was read: raises UserError unless its files are still the ones that were verified."""
+        """Raise UserError if the files changed since they were verified. Call it after the state was read."""
         for path, look in self.looks.items():
             if (now := _look(path)) != look:
                 raise UserError(
                     f"the checkpoint changed while it was read: {path}",
-                    why="it was written to, moved or removed after its sha256 was checked"
+                    why="a file was written, moved or removed after its sha256 was checked"
                     if now
-                    else "it is not there any more",
-                    todo="find out what writes into the checkpoint's directory, then start again",
+                    else "it no longer exists",
+                    todo="find the process that writes to this directory, stop it, and start the learner again",
                 )
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    keep   how many of the newest remain
-    key    signs what is written; what is loaded must be signed with it. None: neither (for those who only look)
-    trust  load a checkpoint that the key refuses, and say so in the log
+    keep   number of newest checkpoints to keep
+    key    signs what is written and must have signed what is loaded. None: neither (for read-only use)
+    trust  load a checkpoint that the key refuses, with a warning
     """
 
     def __init__(self, folder: Path, keep: int, *, key: RunKey | None = None, trust: bool = False) -> None:
         self._folder, self._keep, self._key, self._trust = folder, keep, key, trust
 
     def current_epoch(self) -> int:
-        """Return epoch of the committed checkpoint by its manifest, 0 when there is none: the floor of the next one.
+        """Return the epoch in the committed checkpoint's manifest, 0 if there is none: the next epoch is higher.
 
-        Raises UserError as `load` does, but for the files, which are not looked at.
+        Raises UserError as `load` does, but does not check the files.
         """
         found = self._current()
         return 0 if found is None else int(self._manifest(found)["epoch"])
 
     def lineage_id(self) -> str | None:
-        """Return the lineage that the committed checkpoint says it is of, nothing verified; "" where an older Foray
-        wrote it, None when there is none.
+        """Return the lineage in the committed checkpoint's manifest, unverified; "" if an older Foray wrote it, None if
+        there is none.
         """
         found = self._current()
         return None if found is None else lineage_id_in(str(self._manifest(found).get(LINEAGE_FIELD)))
 
     def load(self) -> Checkpoint | None:
-        """Return the committed checkpoint, every file checked.
+        """Return the committed checkpoint with every file verified.
 
-        Raises UserError that names the file that is damaged or not listed, or says that the signature is not ours.
+        Raises UserError for a damaged or unlisted file, or an invalid signature.
         """
         found = self._current()
         if found is None:
@@ -129,7 +129,7 @@ class Checkpoints:
         inside = list(path.rglob("*"))
         there = {str(p.relative_to(path)) for p in inside if not p.is_dir() or p.is_symlink()}
         if strange := sorted(there - {MANIFEST, *facts["files"]}):
-            raise self._damaged(path / strange[0], "the manifest does not list it, so its content is not verified")
+            raise self._damaged(path / strange[0], "the manifest does not list it, so its content cannot be verified")
         looks = {p: _look(p) for p in (path, *inside) if p.is_dir()}
         for name, expected in facts["files"].items():
             looks[path / name] = self._verified(path / name, expected)
@@ -149,9 +149,9 @@ class Checkpoints:
         """Commit a checkpoint and return its directory.
 
         save     writes the train engine's state into a directory that exists and is empty
-        confirm  raises Fenced when this learner may no longer commit
-        Raises CheckpointFailed when the disk is full or fails. What is in force is never touched: where it is of the
-        same step and epoch, this one gets the next number after it.
+        confirm  raises Fenced if this learner may no longer commit
+        Raises CheckpointFailed if the disk is full or fails. The current checkpoint is never modified: if it has the
+        same step and epoch, the new one gets the next revision.
         """
         name, revision = f"step_{step}.e{epoch}", 1
         if self.committed(step, epoch) and (found := self._current()):
@@ -173,13 +173,13 @@ class Checkpoints:
             atomic_write(part / MANIFEST, json.dumps(manifest, indent=1), durable=True)
             fsync_tree(part)
             confirm()
-            # A learner that sleeps between looking and moving must not undo what its successor commits meanwhile.
+            # A learner that is suspended between check and rename must not undo its successor's commit.
             with folder_lock(self._folder):
                 found = self._current()
-                # its manifest is asked only where the name says so: a damaged one must not keep a good one out
+                # read its manifest only if the name says so: a damaged one must not block a good one
                 if found and int(found[2]) > epoch and (newest := self.current_epoch()) > epoch:
                     raise Fenced(f"epoch {newest} has committed a checkpoint, this learner is epoch {epoch}")
-                shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier try that could not move CURRENT
+                shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier attempt that could not replace CURRENT
                 part.rename(final)
                 fsync_path(self._folder)
                 atomic_write(self._folder / CURRENT, name + "\n", durable=True)
@@ -194,7 +194,7 @@ class Checkpoints:
         return final
 
     def committed(self, step: int, epoch: int) -> bool:
-        """Return whether the checkpoint in force is of this step and epoch."""
+        """Return whether the current checkpoint has this step and epoch."""
         found = self._current()
         return found is not None and (int(found[1]), int(found[2])) == (step, epoch)
 
@@ -205,11 +205,11 @@ class Checkpoints:
             return None
         found = _NAME.match(name)
         if found is None:
-            raise self._damaged(self._folder / CURRENT, f"it names {name[:80]!r}, which is no checkpoint")
+            raise self._damaged(self._folder / CURRENT, f"it names {name[:80]!r}, which is not a checkpoint")
         return found
 
     def _manifest(self, found: re.Match[str]) -> dict[str, Any]:
-        """Return the manifest of the checkpoint that `found` names, signed by us and of that name."""
+        """Return the manifest of the checkpoint that `found` names, with signature and name verified."""
         path = self._folder / found[0]
         try:
             if path.is_symlink():
@@ -221,11 +221,11 @@ class Checkpoints:
         self._refuse_foreign(path, facts)
         if (facts["epoch"], facts["step"], facts.get("revision", 1)) != _order(found):
             says = f"step {facts['step']} of epoch {facts['epoch']}, revision {facts.get('revision', 1)}"
-            raise self._damaged(path / MANIFEST, f"it is of {says}: the directory was renamed, or is a copy")
+            raise self._damaged(path / MANIFEST, f"it is for {says}: the directory was renamed or copied")
         return facts
 
     def _verified(self, file: Path, expected: dict[str, Any]) -> FileStamp:
-        """Return how a file looks that is whole. Raises UserError for one that is not, and for a link."""
+        """Return the stamp of an intact file. Raises UserError for a damaged file or a link."""
         try:
             with open_regular(file) as opened:
                 look = _look(opened.fileno())
@@ -234,35 +234,36 @@ class Checkpoints:
                     and sha256_stream(opened) == expected["sha256"]
                 ):
                     return look
-                why = "it is cut short or altered: its sha256 is not the manifest's"
+                why = "it is truncated or altered: its sha256 differs from the manifest's"
         except OSError as error:
-            why = f"it is missing, or no regular file: {error.strerror}"
+            why = f"it is missing or not a regular file: {error.strerror}"
         raise self._damaged(file, why)
 
     def _warn_of_newer(self, found: re.Match[str]) -> None:
-        """One that was renamed and not put in force is left by a crash, or by a person who went back: or by a thief."""
+        """Warn if a newer checkpoint is not current: left by a crash, or by someone who went back to an older one."""
         newer = [p.name for p in self._folder.iterdir() if (m := _NAME.match(p.name)) and _order(m) > _order(found)]
         if newer:
-            log.warning("%s says %s, although %s is newer: its steps are done again", self._folder / CURRENT, found[0],
-                        ", ".join(sorted(newer)))  # fmt: skip
+            text = "%s names %s, although %s is newer: those steps will be repeated"
+            log.warning(text, self._folder / CURRENT, found[0], ", ".join(sorted(newer)))
 
     def _refuse_foreign(self, path: Path, facts: dict[str, Any]) -> None:
         why = self._key.refuses(facts) if self._key is not None else ""
         if why and self._trust:
-            log.warning("--trust-checkpoint: going on from %s although %s", path, why)
+            log.warning("--trust-checkpoint: resuming from %s although %s", path, why)
         elif why:
             raise UserError(
                 f"the checkpoint {path} is not trusted: {why}",
-                why="the policy and the delivery state of this run would be whatever its writer made them",
+                why="its policy and delivery state could come from anywhere",
                 todo="if you know who wrote it (an older Foray did not sign, a copied run has another run.key), start "
-                "once with --trust-checkpoint; else restore the right key, or a checkpoint of your own",
+                "once "
+                "with --trust-checkpoint; otherwise restore the right key or one of your own checkpoints",
             )
 
     def _damaged(self, file: Path, why: str) -> UserError:
         others = sorted(p.name for p in self._folder.glob("step_*") if p.is_dir() and p not in file.parents)
-        older = f", or write the name of an older one into {self._folder / CURRENT}: {', '.join(others)}"
+        older = f", or write the name of an older checkpoint into {self._folder / CURRENT}: {', '.join(others)}"
         return UserError(
-            f"the checkpoint cannot be resumed from: {file} is damaged",
+            f"cannot resume from the checkpoint: {file} is damaged",
             why=why,
             todo="restore the file" + (older if others else ""),
         )
@@ -274,13 +275,13 @@ class Checkpoints:
             if path not in newest and path.name != current:
                 shutil.rmtree(path, ignore_errors=True)
         for left in self._folder.glob(".step_*.tmp"):
-            # a successor's is not litter: it is being written
+            # a successor's directory is still being written
             if (m := _NAME.match(left.name[1:-4])) and int(m[2]) <= epoch:
                 shutil.rmtree(left, ignore_errors=True)
 
 
 def _look(at: Path | int) -> FileStamp:
-    """Return what changes when a file is written to, exchanged or moved; () when it is not there."""
+    """Return a stamp that changes if the file is written, exchanged or moved; () if it does not exist."""
     try:
         found = os.stat(at, follow_symlinks=False) if isinstance(at, Path) else os.fstat(at)
     except FileNotFoundError:
@@ -289,12 +290,12 @@ def _look(at: Path | int) -> FileStamp:
 
 
 def _order(name: re.Match[str]) -> tuple[int, int, int]:
-    """Return epoch, step and revision: of two checkpoints the greater one is the newer."""
+    """Return epoch, step and revision; the newer of two checkpoints compares greater."""
     return int(name[2]), int(name[1]), int(name[3] or 1)
 
 
 def _facts(found: Any) -> dict[str, Any]:
-    """`found` as a manifest. Raises ValueError where what `load` looks at is not there, or is something else."""
+    """Return `found` as a manifest. Raises ValueError if a field that `load` needs is missing or has a wrong type."""
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__}, not an object")
     if found.get("format") != FORMAT:
@@ -302,9 +303,9 @@ def _facts(found: Any) -> dict[str, Any]:
     files, lineage = found.get("files"), found.get("lineage")
     numbers = [type(found.get(name)) for name in ("step", "epoch")]
     if numbers != [int, int] or not isinstance(files, dict) or not isinstance(lineage, list):
-        raise ValueError("no step, no epoch, no lineage or no files")
+        raise ValueError("step, epoch, lineage or files is missing")
     if not all(isinstance(f, dict) and type(f.get("bytes")) is int and "sha256" in f for f in files.values()):
         raise ValueError("a file without size or sha256")
     if not all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in lineage):
-        raise ValueError("a version in the lineage that is none")
+        raise ValueError("the lineage contains an invalid version")
     return found

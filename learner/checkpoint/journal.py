@@ -1,15 +1,14 @@
-"""The journal: every group that was trained, as it came, with the step it was trained in. For replay and for people.
+"""The journal: every trained group as received, with its step. Used for replay and for inspection.
 
 Frames (u32 length, u32 CRC-32, msgpack {step, epoch, batch, h, b}; little-endian) in files `groups-NNNNN.bin`, each
-with an index, `groups-NNNNN.idx`; each learner start begins a new file. Groups are written after the optimiser
-step and before its checkpoint, a whole batch at once, in the order in which they were given to the policy; `batch`
-says what else the step was made with (`BatchConditions`), so that it can be made again bit for bit. Steps that a crash
-rolled back are still in there, under their old epoch: `surviving` leaves them out. A frame cut short by a crash ends
-its file.
+with an index, `groups-NNNNN.idx`; each learner start begins a new file. Groups are written after the optimiser step and
+before its checkpoint, a whole batch at a time, in training order. `batch` records the other inputs of the step
+(`BatchConditions`), so that it can be repeated bit for bit. Steps that a crash rolled back stay in the journal under
+their old epoch; `surviving` leaves them out. A frame truncated by a crash ends its file.
 
-An index says where every group lies, so that none is read to find another: one record of fixed size for each frame,
-with its own checksum. What is missing, cut short or damaged in it is found again from the data. Readers do that in
-memory; only the learner that begins a new file of the journal rewrites the older ones' indices.
+The index locates every group without reading the others: one record of fixed size per frame, with its own checksum.
+Missing, truncated or damaged records are rebuilt from the data. Readers do that in memory; only the learner that
+begins a new file of the journal rewrites the older indices.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ log = logging.getLogger(__name__)
 
 FILE_BYTES = 64 << 20
 MIN_FILES = 4
-"""A journal of limited size has at least this many files, since it can only be shortened by whole ones."""
+"""A size-limited journal has at least this many files, because only whole files can be dropped."""
 
 FRAME = struct.Struct("<II")
-"""Head of a frame of the data: length and CRC-32 of what follows."""
+"""Head of a data frame: length and CRC-32 of the content."""
 _RECORD = struct.Struct("<QIIIQQ")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
 
 
 class FrameLocation(NamedTuple):
-    """One group in the journal: file, first byte of the frame's content, its length and CRC-32, and whose it is."""
+    """Location of one group: file, offset, length and CRC-32 of the frame's content, and the group's identity."""
 
     path: Path
     offset: int
@@ -58,7 +57,7 @@ class FrameLocation(NamedTuple):
 
     @property
     def end(self) -> int:
-        """First byte after the frame."""
+        """Return the offset of the first byte after the frame."""
         return self.offset + self.length
 
 
@@ -68,29 +67,29 @@ def index_of(data: Path) -> Path:
 
 
 def index_record(location: FrameLocation) -> bytes:
-    """Return the location as the index holds it."""
+    """Return the location in the index's format."""
     raw = _RECORD.pack(location.offset, location.length, location.crc, location.epoch, location.step, location.seq)
     return raw + _CHECK.pack(zlib.crc32(raw))
 
 
 def locations(data: Path) -> list[FrameLocation]:
-    """Return every whole frame of the file, in order; nothing is written."""
+    """Return the location of every whole frame of the file, in order, without writing."""
     indexed = _indexed(data)
     return [*indexed, *_scan(data, indexed[-1].end if indexed else 0)]
 
 
 def rebuild_index(data: Path) -> None:
-    """Rewrite the index unless it says exactly what it should."""
+    """Rewrite the index unless it matches the data exactly."""
     wanted = b"".join(index_record(location) for location in locations(data))
     index = index_of(data)
     if index.is_file() and index.read_bytes() == wanted:
         return
-    log.warning("%s is rewritten from the data", index)
+    log.warning("rebuilding index %s from the data", index)
     atomic_write(index, wanted, durable=True)
 
 
 def read_frame(file: BinaryIO, location: FrameLocation) -> dict[str, Any] | None:
-    """Return the frame at `location` of the open file, unpacked; None when it is not what was written there."""
+    """Return the frame at `location` of the open file, unpacked; None if it is damaged."""
     file.seek(location.offset)
     raw = file.read(location.length)
     if len(raw) != location.length or zlib.crc32(raw) != location.crc:
@@ -101,7 +100,7 @@ def read_frame(file: BinaryIO, location: FrameLocation) -> dict[str, Any] | None
 
 
 def _indexed(data: Path) -> list[FrameLocation]:
-    """Return what the index says, as far as it is sound and the data is there."""
+    """Return the valid records of the index for which the data exists."""
     try:
         raw = index_of(data).read_bytes()
     except FileNotFoundError:
@@ -120,8 +119,8 @@ def _indexed(data: Path) -> list[FrameLocation]:
 
 
 def _scan(data: Path, start: int) -> Iterator[FrameLocation]:
-    """Yield frames from byte `start` on. A damaged frame, or one cut short, ends the file: nothing says where the next
-    is."""
+    """Yield frames from byte `start` on. A damaged or truncated frame ends the file: the position of the next one is
+    unknown."""
     with data.open("rb") as file:
         file.seek(start)
         while head := file.read(FRAME.size):
@@ -129,7 +128,7 @@ def _scan(data: Path, start: int) -> Iterator[FrameLocation]:
             length, crc = FRAME.unpack(head) if len(head) == FRAME.size else (0, 0)
             raw = file.read(length) if 0 < length <= 2 * MAX_BYTES else b""
             if not raw or len(raw) != length or zlib.crc32(raw) != crc:
-                log.warning("%s: the frame before byte %d is damaged, the rest is left out", data, file.tell())
+                log.warning("%s: the frame before byte %d is damaged; skipping the rest of the file", data, file.tell())
                 return
             try:
                 frame = unpack(raw)
@@ -138,7 +137,11 @@ def _scan(data: Path, start: int) -> Iterator[FrameLocation]:
                 )
                 index_record(location)
             except (ProtocolError, KeyError, TypeError, struct.error):
-                log.warning("%s: the frame before byte %d is none of ours, the rest is left out", data, file.tell())
+                log.warning(
+                    "%s: the frame before byte %d is not a journal frame; skipping the rest of the file",
+                    data,
+                    file.tell(),
+                )
                 return
             yield location
 
@@ -154,13 +157,13 @@ class JournalEntry:
 
 @dataclass(frozen=True)
 class BatchConditions:
-    """What a batch was made with, beside its groups.
+    """Inputs of a step other than its groups.
 
-    now_step     step of the policy that was updated, from which lag is counted
-    lineage      first version of each learner start until then, by which orphans are recognised
+    now_step     step of the policy that was updated; lag is relative to it
+    lineage      first version of each learner start so far; identifies orphans
     temperature  of sampling
-    size         groups in the batch that are journalled with it
-    mixed        (step, seq) of the groups that were trained before and mixed into it once more
+    size         number of groups journalled with this batch
+    mixed        (step, seq) of earlier groups that were mixed into the batch again
     """
 
     now_step: int
@@ -170,7 +173,7 @@ class BatchConditions:
     mixed: tuple[tuple[int, int], ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
-        """Return values that msgpack takes."""
+        """Return values that msgpack can encode."""
         return {
             "now_step": self.now_step,
             "lineage": [list(version) for version in self.lineage],
@@ -192,9 +195,9 @@ class BatchConditions:
 
 
 class GroupJournal:
-    """Appends to a folder; a file is closed for the next one at FILE_BYTES.
+    """Appends to a folder and begins a new file at FILE_BYTES.
 
-    max_bytes: `prune` keeps the journal below it as far as nothing is dropped that is needed; 0 keeps everything.
+    max_bytes: `prune` keeps the journal below this size, but never drops needed groups; 0 keeps everything.
     """
 
     def __init__(self, folder: Path, max_bytes: int = 0) -> None:
@@ -207,9 +210,9 @@ class GroupJournal:
     def append(
         self, step: int, epoch: int, sealed: Iterable[tuple[bytes, bytes]], conditions: BatchConditions | None = None
     ) -> None:
-        """Add groups as (header bytes, body bytes). They are with the operating system when this returns.
+        """Add groups as (header bytes, body bytes). They have reached the operating system on return.
 
-        Raises OSError; what was written of them then ends its file, and the journal must not be appended to any more.
+        Raises OSError; the partial data then ends its file, and the journal must not be appended to again.
         conditions: None for groups that were never trained (skipped batches).
         """
         file, index = self._open()
@@ -222,18 +225,18 @@ class GroupJournal:
             data += FRAME.pack(len(raw), crc) + raw
             records += index_record(FrameLocation(path, at, len(raw), crc, epoch, step, read_header(header).seq))
         _write(file, data)
-        # Only now: an index never names what may not be there.
+        # After the data: the index never names data that may not exist.
         _write(index, records)
 
     def flush(self) -> None:
-        """Flush the open files to the device; the closed ones and the names of all are there already."""
+        """Flush the open files to the device; closed files and all names are flushed already."""
         for file in (self._file, self._index):
             if file is not None:
                 os.fsync(file.fileno())
 
     def prune(self, needed_from: int) -> None:
-        """Drop the oldest files while the journal is larger than it may be; none with a group of step `needed_from`
-        or later, and never the one that is being written.
+        """Drop the oldest files while the journal exceeds its limit. Keeps files with groups of step `needed_from` or
+        later, and the file being written.
         """
         if not self._max_bytes:
             return
@@ -248,7 +251,7 @@ class GroupJournal:
             excess -= sizes[path]
 
     def close(self) -> None:
-        """Close the open files. What was not flushed before may be lost: no checkpoint relies on it."""
+        """Close the open files. Unflushed data may be lost: no checkpoint depends on it."""
         for file in (self._file, self._index):
             if file is not None:
                 file.close()
@@ -256,7 +259,7 @@ class GroupJournal:
 
     def _open(self) -> tuple[FileIO, FileIO]:
         if self._file is not None and self._file.tell() >= self._file_bytes:
-            self.flush()  # the next checkpoint relies on this file, and can only reach the one that is open then
+            self.flush()  # the next checkpoint depends on this file but flushes only the one open at that time
             self.close()
         if self._file is None or self._index is None:
             durable_mkdir(self._folder)
@@ -265,20 +268,20 @@ class GroupJournal:
                 rebuild_index(path)
             self._healed = True
             path = self._folder / f"groups-{_number(older[-1]) + 1 if older else 1:05d}.bin"
-            # Without buffers: what a full disk refused is not tried again when the files are closed.
+            # Unbuffered: data refused by a full disk must not be retried on close.
             self._file, self._index = FileIO(path, "xb"), FileIO(index_of(path), "wb")
             fsync_path(self._folder)
         return self._file, self._index
 
 
 def read_journal(folder: Path, *, lineage: Sequence[PolicyVersion] = ()) -> Iterator[JournalEntry]:
-    """Yield every group in order of training. lineage: leave out what a crash rolled back."""
+    """Yield every group in order of training. lineage: leave out groups that a crash rolled back."""
     for location, frame in frames(p for p in all_locations(folder) if not rolled_back(p, lineage)):
         yield JournalEntry(location.step, location.epoch, decode_as(TrajectoryGroup, frame["b"]))
 
 
 def frames(wanted: Iterable[FrameLocation]) -> Iterator[tuple[FrameLocation, dict[str, Any]]]:
-    """Yield the frames at these locations, each file opened once in a row; damaged ones are left out."""
+    """Yield the frames at these locations, opening each file once; skip damaged ones."""
     with ExitStack() as stack:
         path, file = None, None
         for location in wanted:

@@ -3,9 +3,9 @@
     journal -> batch -> train -> metrics.jsonl
                             \\-> every K steps: checkpoint
 
-The batches, the steps they were made in and the versions in them are those of the run, so the same settings, seed and
-initial weights give the same parameters bit for bit; other settings give another policy from the same experience.
-It consumes a journal and produces checkpoints in another run directory. It waits for nothing.
+The batches, their steps and their versions are those of the run: the same settings, seed and initial weights give the
+same parameters bit for bit. Other settings train another policy from the same experience. A replay consumes a journal,
+writes checkpoints to another run directory, and waits for no other process.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from protocol.versions import PolicyVersion
 
 
 class NoEngines:
-    """A `learner.weights.base.EngineLink` to a run without engines."""
+    """A `learner.weights.base.EngineLink` for a run without engines."""
 
     def engines(self) -> list[EngineInfo]:
         """None."""
         return []
 
     def target(self, update: WeightUpdate, state: str) -> None:
-        """Nobody needs to hear of it."""
+        """Do nothing: there are no engines."""
 
     def view(self, view: WeightView, ttl_s: float) -> None:
-        """Nobody takes part."""
+        """Do nothing: there are no engines."""
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         """None."""
@@ -61,12 +61,12 @@ class NoEngines:
         return False
 
     def now(self) -> float:
-        """Nothing is waited for."""
+        """Return 0: a replay never waits."""
         return 0.0
 
 
 def export(run: RunSettings, settings: LearnerSettings, engine: TrainEngine, version: PolicyVersion) -> Path:
-    """Write the weights (or the adapter, where the run trains one) as files, and return where."""
+    """Write the weights (or the adapter, if the run trains one) as files and return their path."""
     files = settings.publish if isinstance(settings.publish, AdapterPublishSettings) else DiskPublishSettings()
     publisher = build_publisher(files, run, engine.model_files, NoEngines())
     try:
@@ -86,17 +86,18 @@ def replay(
     trust_checkpoint: bool = False,
     make_engine: MakeEngine = build_trainer,
 ) -> int:
-    """Train on the journal in `source` (a run directory or its journal) until its end, `run.steps`, or a signal; 0.
+    """Train on the journal in `source` (a run directory or its journal) until its end, `run.steps`, or a signal; return
+    0.
 
-    Started again with the same command it goes on from its last checkpoint, which must be signed with the key of
+    The same command resumes from the last checkpoint, which must be signed with the key of
     run.dir unless `trust_checkpoint`. Raises UserError.
     """
     folder = source / "journal" if (source / "journal").is_dir() else source
     if run.dir.resolve() in (folder.resolve(), folder.resolve().parent):
         raise UserError(
             f"{run.dir} is the directory of the run that is replayed",
-            why="a replay writes checkpoints and metrics of its own",
-            todo="give it another one: run.dir=DIR",
+            why="a replay writes its own checkpoints and metrics",
+            todo="set another run.dir=DIR",
         )
     with deferred_shutdown() as stop, _alone(run.dir):
         key = run_key(run.dir, os.environ)
@@ -111,7 +112,7 @@ def replay(
 
 
 class ReplayLoop:
-    """Everything of a replay, and its loop."""
+    """State and loop of a replay."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class ReplayLoop:
         )
         self.origin = {"journal": recording.fingerprint, "rebatch": settings.replay.rebatch}
         self.delivery = DeliveryState()
-        """Only steps and tokens: a replay settles no seq."""
+        """Counts steps and tokens only: a replay settles no seq."""
         self.checkpoints = checkpoints
         checkpoint = self.checkpoints.load()
         if checkpoint is not None:
@@ -149,13 +150,13 @@ class ReplayLoop:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole replay, at most."""
+        """Return the maximum number of steps of the replay."""
         return min(self.run_settings.steps, self.batches.total)
 
     def run(self) -> None:
-        """Train to the end, or until stopped; checkpoint."""
+        """Train to the end or until stopped, then write a checkpoint."""
         more = f"; the journal has {self.batches.total}" if self.batches.total > self.steps else ""
-        log.info("the replay begins at step %d of %d (run.steps%s)", self.delivery.step, self.steps, more)
+        log.info("replaying from step %d of %d (run.steps%s)", self.delivery.step, self.steps, more)
         while self.delivery.step < self.run_settings.steps and not self.stopping():
             item = self.batches.next()
             if item is None:
@@ -165,7 +166,7 @@ class ReplayLoop:
         if self.delivery.step > self._checkpoint_step:
             self.checkpoint()
         if self.stopping():
-            log.info("stopped at step %d; the same command goes on from there", self.delivery.step)
+            log.info("stopped at step %d; run the same command to continue", self.delivery.step)
             return
         log.info("done: %d steps, %d tokens trained", self.delivery.step, self.delivery.counters.tokens_trained)
         if self.settings.replay.export:
@@ -185,7 +186,7 @@ class ReplayLoop:
             )
             report = self.engine.train(batch)
         if report.skipped:
-            log.warning("the batch of seqs %s was not trained: %s", seqs, report.reason)
+            log.warning("skipped the batch of seqs %s: %s", seqs, report.reason)
             if report.reason != NO_TOKENS:
                 self.delivery.counters.skipped_steps += 1
                 self._guard.skip(report.reason)
@@ -212,7 +213,7 @@ class ReplayLoop:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Commit a checkpoint; raise UserError when the disk refuses it."""
+        """Commit a checkpoint. Raises UserError if it cannot be written."""
         run = self.run_settings
         where = {"replay": self.origin | {"position": self.batches.position}}
         with self.meter.blocked_on("checkpoint"):
@@ -226,7 +227,7 @@ class ReplayLoop:
                     confirm=lambda: None,
                 )
             except (CheckpointFailed, OSError) as error:
-                raise UserError(str(error), todo="make room on the disk and start again") from error
+                raise UserError(str(error), todo="free disk space and start again") from error
         self._checkpoint_step, self._checkpoint_time = self.delivery.step, time.monotonic()
 
     def close(self) -> None:
@@ -239,19 +240,19 @@ class ReplayLoop:
         replayed = facts.get("replay")
         if replayed is None:
             raise UserError(
-                f"{run.dir} holds checkpoints of a run that is no replay",
-                why="a replay would go on from its policy",
-                todo="give the replay a run.dir of its own",
+                f"{run.dir} contains checkpoints of a live run",
+                why="the replay would resume from that run's policy",
+                todo="set another run.dir=DIR for the replay",
             )
         if {name: replayed[name] for name in self.origin} != self.origin:
             raise UserError(
-                f"the replay in {run.dir} began with another journal, or with batches formed in another way",
-                why="its place in the journal would mean something else (the journal of a live run grows)",
-                todo="restore what it began with, or start a new one with another run.dir",
+                f"the replay in {run.dir} was started with another journal or another way to form batches",
+                why="its position is only valid for that journal (the journal of a live run grows)",
+                todo="restore the journal and the settings, or start a new replay with another run.dir",
             )
         if facts["step"] > run.steps:
             raise UserError(
-                f"run.steps is {run.steps} and the checkpoint has {facts['step']} steps", todo="raise run.steps"
+                f"run.steps is {run.steps}, but the checkpoint is at step {facts['step']}", todo="raise run.steps"
             )
         self.delivery.restore(facts)
         self.batches.position = int(replayed["position"])
@@ -260,11 +261,13 @@ class ReplayLoop:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock in the folder; raise UserError when another replay does."""
+    """Hold a lock in the folder. Raises UserError if another replay holds it."""
     durable_mkdir(folder)
     with (folder / "replay.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another replay is at work in {folder}", todo="wait for it, or choose another") from None
+            raise UserError(
+                f"another replay is running in {folder}", todo="wait for it, or set another run.dir"
+            ) from None
         yield

@@ -1,4 +1,4 @@
-"""Batches out of a journal: as the run had them, or newly formed. The position in them fits into a checkpoint."""
+"""Batches from a journal: as in the run, or newly formed. The position in them is stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Replayed:
-    """Groups for one step, and what it is made with.
+    """Groups and other inputs of one step.
 
-    mixed     groups that the run had trained before and mixed into this batch
-    more_lag  steps by which a token may be older than max_lag
+    mixed     groups of earlier steps that the run mixed into this batch
+    more_lag  steps by which a token may exceed max_lag
     """
 
     groups: list[TrajectoryGroup]
@@ -35,22 +35,22 @@ class Replayed:
 
 
 class Batches(Protocol):
-    """One batch after the other. `position` goes into checkpoints and may be set."""
+    """Iterates over batches. `position` is stored in checkpoints and can be set."""
 
     position: int
 
     @property
     def total(self) -> int:
-        """Most steps there can be."""
+        """Return the maximum number of steps."""
         ...
 
     def next(self) -> Replayed | None:
-        """Return the next batch, None at the end."""
+        """Return the next batch, or None at the end."""
         ...
 
 
 class Recording:
-    """What survived of a journal: groups in order of training, none of a step that a crash rolled back."""
+    """The surviving groups of a journal in training order, without steps that a crash rolled back."""
 
     def __init__(self, folder: Path) -> None:
         everything = all_locations(folder)
@@ -58,16 +58,16 @@ class Recording:
         self.locations = [p for p in everything if not rolled_back(p, lineage)]
         if not self.locations:
             raise UserError(
-                f"there is no journal in {folder}",
-                why="a learner keeps one in the folder `journal` of its run directory, unless learner.journal is off",
-                todo="give --replay a run directory, or the folder with groups-NNNNN.bin",
+                f"no journal found in {folder}",
+                why="the learner writes it to `journal` in its run directory, unless learner.journal is false",
+                todo="pass --replay a run directory, or the folder with groups-NNNNN.bin",
             )
         if self.locations[0].step > 1:
             log.warning("the journal begins at step %d: steps before it were dropped", self.locations[0].step)
 
     @property
     def fingerprint(self) -> str:
-        """sha256 hex over which groups there are, with their checksums."""
+        """Return the sha256 (hex) of the groups' identities and checksums."""
         digest = hashlib.sha256()
         for location in self.locations:
             digest.update(f"{location.epoch} {location.step} {location.seq} {location.crc}\n".encode())
@@ -75,7 +75,7 @@ class Recording:
 
 
 class RecordedBatches:
-    """The batches of the run, as they were."""
+    """The original batches of the run."""
 
     def __init__(self, recording: Recording, passes: int) -> None:
         by_step = itertools.groupby(recording.locations, key=lambda location: (location.epoch, location.step))
@@ -95,7 +95,7 @@ class RecordedBatches:
             batch = self._read(locations)
             if batch is not None:
                 return batch
-            log.warning("step %d of the journal is not whole and is left out", locations[0].step)
+            log.warning("skipping step %d of the journal: it is incomplete", locations[0].step)
         return None
 
     def _read(self, locations: Sequence[FrameLocation]) -> Replayed | None:
@@ -109,10 +109,10 @@ class RecordedBatches:
 
 
 class RegroupedBatches:
-    """The groups of the run in their order, `size` to a batch; those that `group_filter` refuses are left out.
+    """New batches of `size` groups, in the run's order, without those that `group_filter` rejects.
 
-    What is left over at the end of a pass is not trained. Lag is counted against the newest step that one of the
-    groups was trained in, and may be larger by as much as these steps differ: nothing is masked that was not.
+    The remainder at the end of a pass is not trained. Lag is relative to the newest step in which one of the groups was
+    trained, and may be larger by the difference of these steps: no token is masked that was not masked in the run.
     """
 
     def __init__(self, recording: Recording, passes: int, size: int, group_filter: GroupFilter) -> None:
@@ -145,9 +145,9 @@ class RegroupedBatches:
         temperatures = {conditions.temperature for conditions in all_conditions}
         if len(temperatures) > 1:
             raise UserError(
-                f"groups of one batch were sampled at temperatures {sorted(temperatures)}",
-                why="a batch has one temperature, by which the learner divides its logits",
-                todo="replay the batches as they were: learner.replay.rebatch=false",
+                f"groups of one batch were sampled at different temperatures: {sorted(temperatures)}",
+                why="the learner divides the logits of a batch by a single temperature",
+                todo="replay the original batches: learner.replay.rebatch=false",
             )
         steps = [conditions.now_step for conditions in all_conditions]
         newest = max(all_conditions, key=lambda conditions: conditions.now_step)
@@ -164,12 +164,12 @@ def _groups(locations: Sequence[FrameLocation]) -> Iterator[tuple[FrameLocation,
 def _conditions(frame: dict[str, Any], location: FrameLocation, group: TrajectoryGroup, size: int) -> BatchConditions:
     if "batch" in frame:
         return BatchConditions.from_plain(frame["batch"])
-    # A journal of before conditions were kept: step n was made from the policy of step n - 1.
+    # A journal of an older version without conditions: step n started from the policy of step n - 1.
     return BatchConditions(location.step - 1, (), group.sampling.temperature, size)
 
 
 def _lineage(locations: Sequence[FrameLocation]) -> list[PolicyVersion]:
-    """First version of each learner start that trained anything: the step before the first one it journalled."""
+    """Return the first version of each learner start that trained: the step before its first journalled one."""
     firsts: dict[int, int] = {}
     for location in locations:
         firsts.setdefault(location.epoch, location.step - 1)

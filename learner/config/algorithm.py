@@ -1,6 +1,6 @@
 """Settings of the algorithms, one class each: fields only, no torch.
 
-To add an algorithm: one file in `learner/algorithms/`, its settings class and one line in `REGISTRY` here.
+To add an algorithm: write one file in `learner/algorithms/`, its settings class and one line in `REGISTRY` here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GrpoSettings(GroupSettings):
 
 
 class DrGrpoSettings(GroupSettings):
-    """GRPO without its two biases (arXiv 2503.20783): nothing is divided by a deviation or by a length."""
+    """GRPO without its two biases (arXiv 2503.20783): no division by a deviation or a length."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
     std: Literal["group", "batch", "none"] = "none"
@@ -42,16 +42,16 @@ class DapoSettings(GroupSettings):
     type: Literal["dapo"] = "dapo"
     filter: bool = True
     overlong_length: int = Field(default=0, ge=0)
-    """Most tokens that a policy may write in a trajectory without losing all of `overlong_penalty`; 0: no shaping."""
+    """Sampled tokens in a trajectory from which the full `overlong_penalty` applies; 0: no shaping."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """The punishment grows linearly over this many tokens before overlong_length."""
+    """The penalty grows linearly over this many tokens before overlong_length."""
     overlong_penalty: float = Field(default=1.0, ge=0)
-    """Taken off the reward at overlong_length and beyond."""
+    """Subtracted from the reward at overlong_length and beyond."""
 
     @model_validator(mode="after")
     def _shapes_the_whole(self) -> DapoSettings:
         if self.parts and self.overlong_length:
-            raise ValueError("overlong_length shapes the reward as a whole: not with parts")
+            raise ValueError("overlong_length shapes the whole reward and cannot be combined with parts")
         return self
 
 
@@ -62,7 +62,7 @@ class RlooSettings(PolicySettings):
 
     @property
     def group_baseline(self) -> bool:
-        """The others of its group are the baseline."""
+        """Return True: the baseline is the mean of the others in the group."""
         return True
 
 
@@ -72,29 +72,29 @@ class ReinforceSettings(PolicySettings):
     type: Literal["reinforce"] = "reinforce"
     old_logprobs: Proximal = "recompute"
     baseline: Literal["none", "batch", "group"] = "batch"
-    """What is taken off the reward."""
+    """Baseline that is subtracted from the reward."""
 
     @property
     def group_baseline(self) -> bool:
-        """As `baseline` says."""
+        """Return whether `baseline` is the group's."""
         return self.baseline == "group"
 
 
 class ReinforcePpSettings(PolicySettings):
-    """REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens, the divergence taken off them, whitened."""
+    """REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens minus the divergence, whitened."""
 
     token_level_rewards: ClassVar[bool] = True
     type: Literal["reinforce_pp"] = "reinforce_pp"
     kl: RewardKlSettings = RewardKlSettings()
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount from token to token."""
+    """Discount per token."""
     baseline: Literal["none", "group"] = "none"
     """group: rewards are centred in their group first (REINFORCE++-baseline)."""
     whiten: bool = True
 
     @property
     def group_baseline(self) -> bool:
-        """As `baseline` says."""
+        """Return whether `baseline` is the group's."""
         return self.baseline == "group"
 
 
@@ -107,17 +107,17 @@ class PpoSettings(PolicySettings):
     old_logprobs: Proximal = "recompute"
     kl: RewardKlSettings = RewardKlSettings()
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount from token to token."""
+    """Discount per token."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
     bootstrap_truncated: bool = True
-    """A trajectory that the token budget cut off (status truncated) also earns the critic's value of the state after
-    its last token, as in AReaL: what would have come is not 0. Answers and spent turns end a trajectory for good."""
+    """A truncated trajectory (cut off by the token budget) also earns the critic's value of the state after its last
+    token, as in AReaL: the missing rest is not worth 0. Answers and spent turns end a trajectory for good."""
     whiten: bool = True
 
 
 class GspoSettings(GroupSettings):
-    """Group sequence policy optimisation (arXiv 2507.18071): ratio and clip are of whole trajectories."""
+    """Group sequence policy optimisation (arXiv 2507.18071): ratio and clip per trajectory."""
 
     type: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, ge=0, lt=1)
@@ -127,7 +127,7 @@ class GspoSettings(GroupSettings):
 
 
 class GmpoSettings(GroupSettings):
-    """Geometric-mean policy optimisation (arXiv 2507.20673): bounds are on log-ratios."""
+    """Geometric-mean policy optimisation (arXiv 2507.20673): bounds apply to log-ratios."""
 
     type: Literal["gmpo"] = "gmpo"
     clip_low: float = Field(default=0.4, ge=0)
@@ -143,46 +143,48 @@ class CispoSettings(GroupSettings):
 
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, ge=0, le=1)
-    """The weight is clipped at 1 - clip_low: 1 leaves it open below."""
+    """The weight is clipped at 1 - clip_low; 1 means no lower bound."""
     clip_high: float = Field(default=4.0, ge=0)
     """The weight is clipped at 1 + clip_high."""
 
 
 class SapoSettings(GroupSettings):
-    """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in the place of the clip."""
+    """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate instead of the clip."""
 
     type: Literal["sapo"] = "sapo"
     tau_positive: float = Field(default=1.0, gt=0)
     """Steepness of the gate where the advantage is positive."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """The same where it is not."""
+    """Steepness of the gate where the advantage is not positive."""
 
 
 class GpgSettings(PolicySettings):
-    """Group policy gradient (arXiv 2504.02546): -A log pi, with advantages scaled by the share of useful groups."""
+    """Group policy gradient (arXiv 2504.02546): -A log pi, with advantages rescaled for groups without a learning
+    signal."""
 
     type: Literal["gpg"] = "gpg"
     old_logprobs: Proximal = "recompute"
     alpha: Literal["advantages", "rewards"] = "advantages"
-    """Advantages are multiplied by trajectories / those that count: those of groups whose rewards differ, as the paper
-    derives, or those whose reward is not 0, as verl does."""
+    """Advantages are multiplied by trajectories / those counted: trajectories of groups whose rewards differ, as the
+    paper derives, or trajectories whose reward is not 0, as verl does."""
 
     @property
     def group_baseline(self) -> bool:
-        """Rewards are centred in their group."""
+        """Return True: rewards are centred in their group."""
         return True
 
 
 class EmaPgSettings(GroupSettings):
-    """GRPO with a top-k divergence from an average of the policy (arXiv 2602.04417; `learner.reference.kind: ema`)."""
+    """GRPO with a top-k divergence from a moving average of the policy (arXiv 2602.04417; `learner.reference.kind:
+    ema`)."""
 
     type: Literal["ema_pg"] = "ema_pg"
     kl: TopKlSettings = TopKlSettings()
 
 
 class DecoupledPpoSettings(GroupSettings):
-    """Decoupled PPO for asynchronous data (AReaL, arXiv 2505.24298): the clip is around a proximal policy, importance
-    weights correct from the behaviour policy to it. GRPO's advantages, no critic.
+    """Decoupled PPO for asynchronous data (AReaL, arXiv 2505.24298): the clip is around a proximal policy;
+    importance weights correct from the behaviour policy to it. GRPO's advantages, no critic.
     """
 
     type: Literal["decoupled_ppo"] = "decoupled_ppo"
@@ -190,45 +192,45 @@ class DecoupledPpoSettings(GroupSettings):
 
 
 class DppoSettings(GroupSettings):
-    """Divergence PPO (arXiv 2602.04879): what bounds an update is how far a token's probability has moved, not its
-    ratio. prime-rl's default loss: ratio_cap 0, drift_coefficient 0.001; its IPO also symmetric, bounds of 0.1.
+    """Divergence PPO (arXiv 2602.04879): bounds how far a token's probability moves, not its ratio. prime-rl's default
+    loss: ratio_cap 0, drift_coefficient 0.001; its IPO also sets symmetric, and bounds of 0.1.
     """
 
     type: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = "tv"
-    """Of "this token" against "another": the difference of its probabilities, or KL(old || policy) in nats."""
+    """Over "this token" and "another": difference of the token's probabilities, or KL(old || policy) in nats."""
     clip_low: float = Field(default=0.2, ge=0)
-    """A token that has lost more than this, and would lose again, is left out."""
+    """Drop tokens whose probability has fallen by more than this and would fall further."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The same of one that has gained. With tv, bounds of 1 never act."""
+    """Drop tokens whose probability has risen by more than this and would rise further. With tv, 1 disables it."""
     symmetric: bool = False
-    """Leave tokens out whatever the sign of their advantage, by where they moved alone."""
+    """Drop tokens by their movement alone, whatever the sign of their advantage."""
     ratio_cap: float = Field(default=20.0, ge=0)
-    """Greatest ratio that a token's gradient is weighted by; 0: none."""
+    """Cap on the ratio that weights a token's gradient; 0: no cap."""
 
 
 class DistillSettings(PolicySettings):
-    """On-policy distillation (arXiv 2306.13649): the divergence from the reference is all that is minimised, on what
-    the policy itself wrote (prime-rl's `ref_kl`). Rewards are reported. Needs `learner.reference.model`, the teacher.
+    """On-policy distillation (arXiv 2306.13649): minimises only the divergence from the reference, on text that the
+    policy wrote (prime-rl's `ref_kl`). Rewards are only reported. Needs `learner.reference.model`, the teacher.
     """
 
     type: Literal["distill"] = "distill"
     kl: DistillKlSettings = DistillKlSettings()
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """A token whose probability has fallen by more than this since it was sampled is left out; 1: none is."""
+    """Drop tokens whose probability has fallen by more than this since sampling; 1: off."""
     clip_high: float = Field(default=1.0, ge=0)
-    """The same of one whose probability has risen."""
+    """Drop tokens whose probability has risen by more than this since sampling; 1: off."""
     drift_coefficient: float = Field(default=1e-3, ge=0)
 
     @model_validator(mode="after")
     def _minimises_something(self) -> DistillSettings:
         if not self.kl.coefficient:
-            raise ValueError("distill minimises the divergence: kl.coefficient must be above 0")
+            raise ValueError("algorithm distill minimises the divergence: set kl.coefficient above 0")
         if self.kl.type == "k1" and not self.kl.importance:
-            raise ValueError("the gradient of kl.type k1 without kl.importance is 0 but for noise: take k1+ or reverse")
+            raise ValueError("kl.type k1 without kl.importance has an expected gradient of 0: use k1+ or reverse")
         if self.filter or self.whiten:
             name = "filter" if self.filter else "whiten"
-            raise ValueError(f"distill learns nothing from rewards: leave out {name}, which is about them")
+            raise ValueError(f"algorithm distill does not train on rewards: remove {name}, which concerns them")
         return self
 
 

@@ -1,8 +1,8 @@
 """Settings of the experiment trackers: fields only, no tracker's package is imported.
 
-`metrics.jsonl` is always written. To add a tracker: one file in `learner/observability/trackers/`, its settings class
-and union member here, and one line in that folder's `REGISTRY`. Keys and passwords come from the environment, under
-the names that each package documents.
+`metrics.jsonl` is always written. To add a tracker: write one file in `learner/observability/trackers/`, its settings
+class and union member here, and one line in that folder's `REGISTRY`. Keys and passwords come from the environment
+variables that each package documents.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from protocol.settings import Settings
 
 
 class TensorBoardSettings(Settings):
-    """Event files on this machine."""
+    """Local event files."""
 
     type: Literal["tensorboard"] = "tensorboard"
     """Tracker."""
     modules: ClassVar[tuple[str, ...]] = ("tensorboard",)
     directory: Path | None = None
-    """Where event files go; none: `run.dir/tensorboard`."""
+    """Directory of the event files; null: `run.dir/tensorboard`."""
     flush_s: float = Field(default=30.0, ge=1)
     """Seconds between writes."""
 
@@ -36,29 +36,29 @@ class WandbSettings(Settings):
     project: str = "foray"
     """Project."""
     entity: str = ""
-    """User or team; empty: the key's own."""
+    """User or team; empty: the default of the API key."""
     mode: Literal["online", "offline"] = "online"
-    """offline: files in the run directory, sent later by `wandb sync`."""
+    """offline: write files to the run directory, for a later `wandb sync`."""
 
 
 class MlflowSettings(Settings):
-    """MLflow; MLFLOW_TRACKING_TOKEN or _USERNAME and _PASSWORD in the environment where the server wants them."""
+    """MLflow; MLFLOW_TRACKING_TOKEN or _USERNAME and _PASSWORD in the environment if the server needs them."""
 
     type: Literal["mlflow"] = "mlflow"
     """Tracker."""
     tracking_uri: str = ""
     """Server, e.g. http://host:5000; empty: `sqlite:///run.dir/mlflow.db`."""
     experiment: str = "foray"
-    """Experiment, made where there is none."""
+    """Name of the experiment; created if missing."""
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What must be importable: mlflow-skinny leaves out what a file of its own needs."""
+        """Return the modules that must be importable: mlflow-skinny lacks those that a local database needs."""
         return ("mlflow",) if self.tracking_uri else ("mlflow", "sqlalchemy", "alembic")
 
 
 class TrackioSettings(Settings):
-    """Trackio, on this machine; TRACKIO_DIR says where."""
+    """Trackio, local; TRACKIO_DIR sets its directory."""
 
     type: Literal["trackio"] = "trackio"
     """Tracker."""

@@ -1,8 +1,8 @@
-"""Trajectory groups to packed micro-batches (pure numpy): who is trained on, with which weight, in which row.
+"""Trajectory groups to packed micro-batches (pure numpy): which tokens are trained, with which weight, in which row.
 
-A token is trained when the policy sampled it, its version belongs to the living branch and is at most `max_lag` steps
-old, and its trajectory is valid (did not end for reasons of infrastructure). Everything that spans the batch
-(advantages, denominators) is decided here, once, so that a micro-batch needs to know nothing of the others.
+A token is trained if the policy sampled it, its version is part of the current lineage and at most `max_lag` steps old,
+and its trajectory is valid (no infrastructure failure ended it). Everything that spans the batch (advantages,
+denominators) is computed here once, so that micro-batches are independent of each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class AdvantageEstimator(Protocol):
-    """What a batch needs to know of an algorithm; `learner.algorithms.base.Algorithm` has it."""
+    """The part of an algorithm that a batch needs; `learner.algorithms.base.Algorithm` implements it."""
 
     aggregation: Aggregation
     aggregation_length: int
@@ -34,15 +34,15 @@ class AdvantageEstimator(Protocol):
     bootstraps: bool
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """[n] float64, one for each trajectory."""
+        """Return [n] float64, one per trajectory."""
         ...
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
-        """[n, K] float64, one for each turn, or None where `advantages` are for all turns of a trajectory."""
+        """Return [n, K] float64, one per turn, or None if `advantages` apply to all turns of a trajectory."""
         ...
 
     def reward_scale(self, outcomes: Outcomes) -> float:
-        """Factor on the rewards of tokens; called once a batch."""
+        """Return the factor on the rewards of tokens; called once per batch."""
         ...
 
 
@@ -57,14 +57,14 @@ class MicroBatch:
     targets    [N] int64, the trained token
     behaviour  [N] float32, its log-prob when it was sampled
     advantages [N] float32
-    weights    [N] float32, its share in the loss; 0 only in the dummies that fill up a rank
-    rewards    [N] float32, what was earned at it: a turn's reward at the turn's last trained token, the rest of the
-               trajectory's at the last of all
+    weights    [N] float32, its share in the loss; 0 only in dummies that pad a rank
+    rewards    [N] float32, its reward: a turn's reward at the turn's last trained token, the rest of the
+               trajectory's reward at its last trained token
     outcome    [N] float32, its trajectory's reward
     lags       [N] int64, steps between the version that sampled it and the one being trained
     trajectory [N] int64, its trajectory's number in the batch
     turn       [N] int64, number of its turn in the trajectory, from 0
-    end        [N] int64, row * L + t of its trajectory's last token where truncation ended that and the algorithm
+    end        [N] int64, row * L + t of its trajectory's last token if that was truncated and the algorithm
                bootstraps, -1 elsewhere
     """
 
@@ -90,7 +90,7 @@ MiniBatch = tuple[MicroBatch, ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """What one training step takes: an optimiser update for each part. `stats` are numbers for the metrics."""
+    """Input of one training step: one optimiser update per part. `stats` are numbers for the metrics."""
 
     minibatches: tuple[MiniBatch, ...]
     temperature: float
@@ -99,15 +99,15 @@ class Batch:
 
     @property
     def micro_batches(self) -> MiniBatch:
-        """Those of all parts."""
+        """Return the micro-batches of all parts."""
         return tuple(m for minibatch in self.minibatches for m in minibatch)
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What one rank does of a batch: as many parts as all others, and in each as many micro-batches.
+    """One rank's share of a batch: as many parts as the other ranks, with as many micro-batches in each.
 
-    num_tokens and stats are those of the whole batch.
+    num_tokens and stats refer to the whole batch.
     """
 
     minibatches: tuple[MiniBatch, ...]
@@ -118,7 +118,7 @@ class RankBatch:
 
 @dataclass
 class _Row:
-    """A trajectory that will be trained: inputs [L], and of its n trained tokens what `MicroBatch` says of each.
+    """A trajectory to be trained: inputs [L], and the fields of `MicroBatch` for its n trained tokens.
 
     bootstraps  whether the last input is the trajectory's last token, for the value of the state after it
     """
@@ -138,7 +138,7 @@ class _Row:
 
 @dataclass
 class _Tally:
-    """Tokens by what became of them."""
+    """Token counts by outcome."""
 
     sampled: int = 0
     stale: int = 0
@@ -156,7 +156,7 @@ def build_batch(
     settings: BatchSettings,
     temperature: float,
 ) -> Batch:
-    """Build the batch of `groups`, whatever their order.
+    """Build the batch of `groups`, independent of their order.
 
     now_step  step of the policy that is about to be updated
     lineage   first version of each learner start, for `is_orphan`
@@ -181,9 +181,9 @@ def build_batch(
         row.rewards = row.rewards * np.float32(scale)
     advantages = algorithm.advantages(credited)
     by_turn = None if settings.shuffle_rewards else algorithm.turn_advantages(credited, Turns.of(groups))
-    # one column for every turn, or one for all
+    # one column per turn, or one for all turns
     table = advantages[:, None] if by_turn is None else by_turn
-    # The capacity is the batch's, not the part's: a row's width should not depend on how the batch is divided.
+    # The capacity is the batch's, not the part's: row widths should not depend on how the batch is divided.
     capacity = max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
     divided = [[r for r in rows if r.group % algorithm.minibatches == n] for n in range(algorithm.minibatches)]
     parts = tuple(_part(part, table, algorithm, capacity, settings) for part in divided if part)
@@ -198,8 +198,9 @@ def _part(
     capacity: int,
     settings: BatchSettings,
 ) -> MiniBatch:
-    """Return the micro-batches of one update: its denominators are its own. advantages [n, turns], or [n, 1] for all
-    turns."""
+    """Return the micro-batches of one update, with its own denominators. advantages [n, turns], or [n, 1] for all
+    turns.
+    """
     counts = np.zeros(len(advantages), np.int64)
     for row in rows:
         counts[row.number] = len(row.trained)
@@ -213,8 +214,8 @@ def _part(
 
 
 def split_for_ranks(batch: Batch, ranks: int) -> list[RankBatch]:
-    """Return what each rank does: equally many micro-batches in every part, since each takes part in every collective.
-    Ranks that are short of one get a dummy of weight 0.
+    """Return each rank's share: equally many micro-batches in every part, because all ranks take part in every
+    collective. Ranks with fewer get a dummy of weight 0.
     """
     balanced = [_balance(minibatch, ranks) for minibatch in batch.minibatches]
     of_ranks = [tuple(minibatch[rank] for minibatch in balanced) for rank in range(ranks)]
@@ -259,8 +260,8 @@ def _trained_part(
     if not len(at):
         return None
     ids = trajectory.ids.astype(np.int64)
-    # Attention is causal: what follows the last trained token, and that token itself, need not be read, unless the
-    # critic is asked what would have come after it.
+    # Attention is causal: the last trained token and what follows need not be computed, unless the critic must give the
+    # value of the state after it.
     return _Row(
         ids=ids if bootstraps else ids[: at[-1]],
         trained=at,
@@ -277,8 +278,8 @@ def _trained_part(
 
 
 def _credit(trajectory: Trajectory, at: IntArray) -> FloatArray:
-    """[n] float32: rewards at the trained tokens `at`. One that was earned at a token that is not trained goes to the
-    last trained token before it, or to the first of all: no reward is lost, and their sum is the trajectory's.
+    """Return [n] float32: rewards at the trained tokens `at`. A reward at an untrained token goes to the last trained
+    token before it, or else to the first trained one: the sum is always the trajectory's reward.
     """
     out = np.zeros(len(at))
     base, rest = 0, trajectory.reward

@@ -1,4 +1,4 @@
-"""Dynamic filtering: which groups are worth a step (DAPO, arXiv 2503.14476, section 3.2)."""
+"""Dynamic filtering: skip groups without a learning signal (DAPO, arXiv 2503.14476, section 3.2)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WHOLE = "reward"
 
 
 class GroupFilter:
-    """Refuses groups whose valid trajectories all earned the same. Thread-safe.
+    """Rejects groups whose valid trajectories all have the same reward. Thread-safe.
 
-    After `patience` batches' worth of refused groups in a row, none is refused until there was a step.
+    After `patience` batches' worth of rejected groups in a row, none is rejected until the next step.
     """
 
     def __init__(self, settings: FilterSettings, groups_per_step: int) -> None:
@@ -31,7 +31,7 @@ class GroupFilter:
         self._warned: set[str] = set()
 
     def refuses(self, group: TrajectoryGroup) -> bool:
-        """Return whether the group is to be left out."""
+        """Return whether to skip the group."""
         if not self._metric:
             return False
         teaches = self._teaches(group)
@@ -42,20 +42,21 @@ class GroupFilter:
             if self._refused >= self._patience:
                 self._warn_once(
                     "patience",
-                    f"{self._refused} groups in a row were filtered, since {self._metric!r} did not differ within them:"
-                    " the next ones are trained as they come. The policy may be always right, or always wrong",
+                    f"{self._refused} groups in a row were filtered because {self._metric!r} did not differ within "
+                    "them;"
+                    " filtering pauses until the next step. The policy may be always right or always wrong",
                 )
                 return False
             self._refused += 1
             return True
 
     def stepped(self) -> None:
-        """A step was trained."""
+        """Reset the count: a step was trained."""
         with self._lock:
             self._refused = 0
 
     def _teaches(self, group: TrajectoryGroup) -> bool:
-        # An algorithm without groups (one trajectory a question) finds its baseline elsewhere.
+        # An algorithm without groups (one trajectory per question) has another baseline.
         if len(group.trajectories) == 1:
             return True
         values = np.array([self._value(t) for t in group.trajectories], np.float64)
@@ -69,7 +70,7 @@ class GroupFilter:
                 known = ", ".join(sorted(trajectory.rewards)) or "none"
                 self._warn_once(
                     "unknown",
-                    f"learner.filter.metric: no reward {self._metric!r}, the whole is used; known: {known}",
+                    f"learner.filter.metric: no reward named {self._metric!r}, using the whole reward; known: {known}",
                 )
             return trajectory.reward
         return trajectory.rewards[self._metric]

@@ -1,9 +1,10 @@
-"""Trajectories into rows, rows into micro-batches, micro-batches onto ranks (pure, deterministic, nothing is split).
+"""Trajectories into rows, rows into micro-batches, micro-batches onto ranks (pure, deterministic; trajectories are not
+split).
 
-And token losses into one number, by a weight for each token: the loss of a batch is sum_i weight_i * loss_i. Every
-denominator is taken over the whole batch before it is cut, so the gradient does not depend on how the batch is packed,
-split into micro-batches or spread over ranks. (Peers divide by counts of the micro-batch or rank and scale back, or
-not; with an engine that averages over ranks and accumulation steps, the caller undoes that average.)
+Also aggregates token losses by a weight per token: the loss of a batch is sum_i weight_i * loss_i. Every denominator is
+taken over the whole batch before it is divided, so the gradient does not depend on packing, micro-batches or the number
+of ranks. (Other frameworks divide by the counts of the micro-batch or rank, and may scale back. If the engine averages
+over ranks and accumulation steps, the caller undoes that average.)
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 LEVELLING = 6
-"""Attempts to find a smaller width that needs no more rows. Each halves what is left to gain."""
+"""Attempts to find a smaller width with as many rows (bisection)."""
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: indices of `lengths` in rows of at most `capacity` tokens, longest row first.
+    """Return the indices of `lengths` in rows (first-fit decreasing) of at most `capacity` tokens, longest row first.
 
-    The rows are then levelled: the smallest width is looked for that needs as many rows, so that no row is left nearly
-    empty beside full ones, where it would be padded, or would keep one rank idle while the others compute.
+    Then the rows are levelled: the smallest width with the same number of rows is used. Otherwise a nearly empty row
+    beside full ones would be padded, or would leave one rank idle.
 
     capacity 0 gives every trajectory its own row; one longer than the capacity gets its own row too.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows = _first_fit(lengths, order, capacity)
     if lengths and capacity >= max(lengths):
-        # no width below these two can do
+        # lower bounds on the width
         low, high = max(max(lengths), -(-sum(lengths) // len(rows))), max(sum(lengths[i] for i in row) for row in rows)
         for _ in range(LEVELLING):
             if low >= high:
@@ -58,7 +59,7 @@ def _first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> l
 
 
 def cut_rows(widths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of rows, given longest first, in micro-batches of at most `budget` tokens with padding, or of one row."""
+    """Return micro-batches of row indices (longest first), each with at most `budget` padded tokens or one row."""
     cuts: list[list[int]] = []
     for i, width in enumerate(widths):
         if cuts and widths[cuts[-1][0]] * (len(cuts[-1]) + 1) <= budget:
@@ -69,9 +70,10 @@ def cut_rows(widths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def partition_balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices of `costs` for each rank: the costliest goes to the rank with the fewest items, then the least cost.
+    """Return the indices of `costs` per rank: the costliest goes to the rank with the fewest items, then the least
+    cost.
 
-    Every rank gets the same number of items or one less, since each takes part in every collective.
+    Every rank gets the same number of items or one less, since all take part in every collective.
     """
     of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     spent = [0] * ranks
@@ -86,23 +88,24 @@ Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mea
 
 
 def trajectory_weights(counts: Sequence[int], mode: Aggregation, length: int = 0) -> npt.NDArray[np.float64]:
-    """[n] float64: the weight of each token of trajectory i, which has counts[i] trained tokens.
+    """Return [n] float64: the weight of each token of trajectory i, which has counts[i] trained tokens.
 
-    token_mean               1 / sum(counts)             (DAPO, arXiv 2503.14476; every token the same)
+    token_mean               1 / sum(counts)             (DAPO, arXiv 2503.14476; every token counts the same)
     token_sum                1
-    seq_mean_token_mean      1 / (counts[i] * present)   (GRPO, arXiv 2402.03300; every trajectory the same)
+    seq_mean_token_mean      1 / (counts[i] * present)   (GRPO, arXiv 2402.03300; every trajectory counts the same)
     seq_mean_token_sum       1 / present; with a length as below
     seq_mean_token_sum_norm  1 / (length * present)      (Dr. GRPO, arXiv 2503.20783; the length is a constant of the
-                             run, e.g. the token budget. verl's default is the padded width: padding moves the loss)
+                             run, e.g. the token budget. verl's default is the padded width: there padding changes the
+                             loss)
 
-    present is the number of trajectories with a trained token. The others count nowhere and get 0; without any, all
-    are 0. Raises ValueError for seq_mean_token_sum_norm without a length, and for a negative count or length.
+    present is the number of trajectories with a trained token. The others are ignored and get 0; without any, all
+    are 0. Raises ValueError if seq_mean_token_sum_norm has no length, or a count or the length is negative.
     """
     n = np.asarray(counts, np.float64)
     if length < 0 or (n < 0).any():
-        raise ValueError("a count or the length is negative")
+        raise ValueError("counts and length must not be negative")
     if mode == "seq_mean_token_sum_norm" and not length:
-        raise ValueError("seq_mean_token_sum_norm needs a length")
+        raise ValueError("seq_mean_token_sum_norm needs a length above 0")
     present = n > 0
     trajectories = present.sum()
     if not trajectories:

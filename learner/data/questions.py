@@ -1,7 +1,7 @@
-"""The training questions: JSON lines of any of the usual shapes in, `Question`s and a fingerprint out.
+"""The training questions: reads JSON lines in the usual formats, returns `Question`s and a fingerprint.
 
-Known shapes: FlashRAG / Search-R1 {"id", "question", "golden_answers"}, NQ-open {"question", "answer": [..]}, HotpotQA
-{"_id", "question", "answer": ".."}, and our own {"id", "question", "answers", "supporting_ids", "hops"}.
+Known formats: FlashRAG / Search-R1 {"id", "question", "golden_answers"}, NQ-open {"question", "answer": [..]}, HotpotQA
+{"_id", "question", "answer": ".."}, and Foray's {"id", "question", "answers", "supporting_ids", "hops"}.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from protocol.messages import Question, Scalar
 
 ANSWER_FIELDS = ("answers", "golden_answers", "answer")
 META_FIELDS = ("dataset", "hops", "type", "level", "supporting_ids")
-"""What is kept of a record beside the question; a list becomes a comma-separated string."""
+"""Fields of a record that are kept as metadata; a list becomes a comma-separated string."""
 MAX_QUESTION_BYTES = LIMITS["task"] - 4096
-"""The rest is for the other fields of a task."""
+"""The rest is reserved for the other fields of a task."""
 
 
 EXAMPLE = '{"id": "q1", "question": "who ..?", "answers": ["..."]}'
@@ -32,7 +32,7 @@ EXAMPLE = '{"id": "q1", "question": "who ..?", "answers": ["..."]}'
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions in file order, never empty. `fingerprint`: sha256 hex over id, text and answers of all of them."""
+    """Questions in file order, never empty. `fingerprint`: sha256 hex over id, text and answers of all questions."""
 
     questions: tuple[Question, ...]
     fingerprint: str
@@ -42,21 +42,21 @@ class QuestionSet:
 
 
 def load_questions(path: Path) -> QuestionSet:
-    """Read a JSON-lines file. Raises UserError that names the file, and the line where one is wrong."""
+    """Read a JSON-lines file. Raises UserError that names the file and the invalid line."""
     questions = tuple(_read(path))
     if not questions:
-        raise UserError(f"the questions {path} are empty", todo="give a file with at least one question")
+        raise UserError(f"the questions file {path} is empty", todo="use a file with at least one question")
     return QuestionSet(questions, fingerprint(questions))
 
 
 def check_questions(path: Path, rows: int) -> int:
-    """Read the first `rows` questions of a file of any size, and return how many there were.
+    """Read the first `rows` questions of a file of any size, and return their number.
 
-    Raises what `load_questions` would raise because of them.
+    Raises the errors of `load_questions` for these rows.
     """
     count = sum(1 for _ in islice(_read(path), rows))
     if not count:
-        raise UserError(f"the questions {path} are empty", todo="give a file with at least one question")
+        raise UserError(f"the questions file {path} is empty", todo="use a file with at least one question")
     return count
 
 
@@ -64,20 +64,22 @@ def _read(path: Path) -> Iterator[Question]:
     try:
         with path.open("rb") as file:
             _refuse_format(path, file.read(4096))
-        # universal newlines are off: JSON may hold U+2028 and the like as they are
+        # universal newlines are off: JSON may contain U+2028 and similar characters
         with path.open(encoding="utf-8", newline="\n") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _question(line, number, path)
     except OSError as error:
         raise UserError(
-            f"cannot read the questions {path}",
+            f"cannot read the questions file {path}",
             why=error.strerror or str(error),
             todo="set learner.questions to a file of JSON lines with `question` and `answers`",
         ) from None
     except UnicodeDecodeError as error:
         raise UserError(
-            f"the questions {path} are not UTF-8 text", why=str(error), todo=f"convert them to JSON lines: {EXAMPLE}"
+            f"the questions file {path} is not UTF-8 text",
+            why=str(error),
+            todo=f"convert them to JSON lines: {EXAMPLE}",
         ) from None
 
 
@@ -91,11 +93,11 @@ def _refuse_format(path: Path, head: bytes) -> None:
         name, todo = "one JSON array", f"jq -c '.[]' {path} > {path.with_suffix('.jsonl')}, or write lines: {EXAMPLE}"
     else:
         return
-    raise UserError(f"the questions {path} are {name}", why="questions are read from JSON lines", todo=todo)
+    raise UserError(f"the questions file {path} is {name}", why="questions are read from JSON lines", todo=todo)
 
 
 def fingerprint(questions: tuple[Question, ...]) -> str:
-    """sha256 hex over what the sampler's promise rests on: which question has which number."""
+    """Return the sha256 (hex) of the numbered questions, on which the sampler's order depends."""
     digest = hashlib.sha256()
     for question in questions:
         record = [question.id, question.text, list(question.answers)]
@@ -122,12 +124,12 @@ def _question(line: str, number: int, path: Path) -> Question:
         )
         size = len(pack(question.model_dump()))
         if size > MAX_QUESTION_BYTES:
-            raise ValueError(f"{size} bytes are more than the {MAX_QUESTION_BYTES} that a task has room for")
+            raise ValueError(f"{size} bytes exceed a task's limit of {MAX_QUESTION_BYTES}")
         return question
     except ValidationError as error:
         raise _bad(path, number, error.errors()[0]["msg"]) from None
     except (ValueError, OverflowError) as error:  # a number beyond 64 bits, half a surrogate pair
-        raise _bad(path, number, f"it cannot be sent: {str(error)[:200]}") from None
+        raise _bad(path, number, f"it cannot be encoded: {str(error)[:200]}") from None
 
 
 def _answers(record: dict[str, Any], path: Path, number: int) -> tuple[str, ...]:
@@ -137,9 +139,9 @@ def _answers(record: dict[str, Any], path: Path, number: int) -> tuple[str, ...]
         value = record[name]
         answers = [value] if isinstance(value, str) else value
         if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
-            raise _bad(path, number, f"`{name}` is not a text or a list of texts")
+            raise _bad(path, number, f"`{name}` is not a string or a list of strings")
         return tuple(answers)
-    raise _bad(path, number, f"no answer: none of {', '.join(ANSWER_FIELDS)}")
+    raise _bad(path, number, f"no answer: none of the fields {', '.join(ANSWER_FIELDS)}")
 
 
 def _meta(record: dict[str, Any]) -> dict[str, Scalar]:
@@ -155,7 +157,7 @@ def _meta(record: dict[str, Any]) -> dict[str, Scalar]:
 
 def _bad(path: Path, number: int, why: str) -> UserError:
     return UserError(
-        f"line {number} of the questions {path} is not a question",
+        f"line {number} of the questions file {path} is invalid",
         why=why,
-        todo=f"each line reads {EXAMPLE}",
+        todo=f"write each line as {EXAMPLE}",
     )

@@ -1,7 +1,7 @@
-"""Off-policy mix: a few groups that were trained lately are trained once more, within the lag bound.
+"""Off-policy mix: a few recent groups are trained again, within the lag bound.
 
-They are extra: no seq is settled for them, nothing is acknowledged. Which ones is a function of (seed, step) and of
-what the surviving steps trained, so a resumed learner draws the same ones; it reads them from the journal.
+They are extra: no seq is settled and nothing is acknowledged for them. The choice is a function of (seed, step) and of
+what the surviving steps trained, so a resumed learner draws the same groups; it reads them from the journal.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ReplayedGroup(NamedTuple):
 
 
 class ReplayBuffer:
-    """The groups of the last `max_lag` steps: older ones began too long ago in any case.
+    """The groups of the last `max_lag` steps; older groups always exceed the lag bound.
 
-    count  groups that a draw gives at most
+    count  maximum number of groups in a draw
     """
 
     def __init__(self, count: int, max_lag: int, seed: int, past: Iterable[ReplayedGroup] = ()) -> None:
@@ -37,7 +37,7 @@ class ReplayBuffer:
             self._forget(trained.step)
 
     def sample(self, now_step: int, present: Sequence[TrajectoryGroup]) -> list[ReplayedGroup]:
-        """Groups for the batch that updates the policy of `now_step`, in order of training; none that is in it."""
+        """Return groups to mix into the batch that updates the policy of `now_step`, in training order; none twice."""
         here = {group.seq for group in present}
         within = [t for t in self._past if self._lag(now_step, t.group) <= self._max_lag and t.group.seq not in here]
         generator = np.random.default_rng([self._seed & 0xFFFFFFFF, now_step])
@@ -45,7 +45,7 @@ class ReplayBuffer:
         return [within[i] for i in sorted(chosen.tolist())]
 
     def add(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Step `step` trained these for the first time."""
+        """Add the groups that step `step` trained for the first time."""
         if self._count:
             self._past.extend(ReplayedGroup(step, group) for group in groups)
             self._forget(step)
@@ -62,5 +62,5 @@ class ReplayBuffer:
 
 
 def replay_count(share: float, groups_per_step: int) -> int:
-    """Groups that are mixed into each batch."""
+    """Return the number of groups mixed into each batch."""
     return round(share * groups_per_step)

@@ -1,1 +1,1 @@
-"""Tasks out and groups in: lease, issuer, consumer, accounting, audits. Everything that touches Redis."""
+"""Issue tasks and consume groups: lease, issuer, consumer, accounting, audits. All Redis access is here."""

@@ -1,14 +1,13 @@
-"""Audits of conservation: made at every checkpoint, reported when they fail, and decisive at the end of a run.
+"""Conservation audits: run at every checkpoint, reported if they fail, and decisive at the end of a run.
 
 By seq: issued = trained + filtered + stale + dead + in flight. By token: `token_accounting.py`. Against Redis:
 
-    published - received - waiting in the stream = offset,   a constant as long as Redis forgets nothing
+    published - received - waiting in the stream = offset,   a constant as long as Redis loses nothing
 
-`published` is counted by the publishing function, atomically with adding the entry. When Redis was restarted, wiped or
-failed over, or this learner goes on from an older checkpoint than the last one, the offset changes: the difference is
-logged and added to `redis_lost`. It is positive for tokens that were published and that no learner received, negative
-for tokens that were received and whose count Redis has lost. A difference without such an explanation is a fault of the
-accounting: `RedisAudit.compare` reports it.
+The publishing function counts `published` atomically with adding the entry. The offset changes if Redis was restarted,
+wiped or failed over, or if this learner resumed from an older checkpoint than the last one. The difference is logged
+and added to `redis_lost`: positive for published tokens that no learner received, negative for received tokens whose
+count Redis has lost. A difference without such an explanation is an accounting error: `RedisAudit.compare` reports it.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ TRIES = 3
 
 @dataclass
 class RedisOffset:
-    """What the checkpoint keeps.
+    """State of the audit in the checkpoint.
 
-    server, life  which Redis process, and which time since its counters were empty, the offset is of
-    lost          tokens by which the offset has moved in all
-    rejected      tokens of attempts that were rejected; rejected_seen: what this Redis had counted of them
+    server, life  Redis process, and lifetime of its counters, to which the offset belongs
+    lost          total change of the offset, in tokens
+    rejected      tokens of rejected attempts; rejected_seen: the part that this Redis has counted
     """
 
     server: str = ""
@@ -50,9 +49,9 @@ class RedisOffset:
 
 
 class RedisAudit:
-    """`state` is what a checkpoint says, None where it says nothing; `checkpoint` is its name, "" without one.
+    """`state` is from the checkpoint, None if it has none; `checkpoint` is its name, "" without one.
 
-    `compare` belongs to the training thread, which alone acknowledges; the rest is thread-safe.
+    Only the training thread, which acknowledges, may call `compare`; the rest is thread-safe.
     """
 
     def __init__(
@@ -69,15 +68,15 @@ class RedisAudit:
         self._adopt = bool(checkpoint) and not state
         self._checkpoint, self._begun = checkpoint, False
         self._lost_entries: frozenset[bytes] = frozenset()
-        """Entries that are here and that Redis has lost: a resumed learner will not receive them."""
+        """Received entries that Redis has lost: a resumed learner will not receive them."""
 
     def compare(self) -> str:
-        """Compare with Redis; "" if nothing is wrong. Raises RedisUnavailable or StateLost, and may be called again."""
+        """Compare with Redis; return the problem, or "". Raises RedisUnavailable or StateLost, and may be retried."""
         server, census = self._moment()
         delivery, now = self._delivery, self._offset
         with delivery.lock:
             here, received = frozenset(delivery.unacked), delivery.accounting.received_counted
-        # what arrived after the census was neither published nor waiting then
+        # entries that arrived after the census were neither published nor waiting then
         received -= self._store.tokens_of(id_ for id_ in here if entry_order(id_) > entry_order(census.last))
         absent = here - census.pending - census.unread.keys()
         lost_entries = frozenset(
@@ -101,7 +100,7 @@ class RedisAudit:
             if same:
                 return _problem(moved)
             now.offset, now.lost = offset, now.lost + moved
-        text = f"Redis has changed since the last comparison, and {_problem(moved)}; counted as redis_lost"
+        text = f"Redis lost state since the last audit: {_problem(moved)}; counted as redis_lost"
         log.warning("%s", text)
         self._event_log.emit("redis-lost", text)
         return ""
@@ -118,7 +117,7 @@ class RedisAudit:
                 return server, census
 
     def update(self) -> None:
-        """Count the tokens of rejected attempts; may be called at any time, by any thread."""
+        """Count the tokens of rejected attempts; callable at any time from any thread."""
         counted, life = self._store.rejected()
         with self._delivery.lock:
             if life == self._offset.life:
@@ -139,8 +138,8 @@ class RedisAudit:
             return asdict(replace(now, offset=now.offset + unseen, lost=now.lost + unseen))
 
     def committed(self, name: str) -> None:
-        """Mark the checkpoint of this name as the one in force: a resumed learner knows by it that it has the last
-        one. Raises RedisUnavailable; without the mark a difference would count as lost by Redis, not as a fault.
+        """Mark checkpoint `name` as current, by which a resumed learner knows that it has the last one.
+        Raises RedisUnavailable; without the mark a difference would count as lost by Redis, not as an error.
         """
         self._store.committed(name)
 
@@ -153,12 +152,12 @@ class RedisAudit:
 
 def _problem(moved: int) -> str:
     if moved > 0:
-        return f"{moved} tokens were published that no learner received"
-    return f"{-moved} tokens were received that Redis has not counted as published"
+        return f"{moved} published tokens were received by no learner"
+    return f"{-moved} received tokens are not counted as published in Redis"
 
 
 class ConservationAudit:
-    """All audits of a run, at the moments when they are due. Only `values` may be called by other threads."""
+    """Runs all audits of a run when they are due. Other threads may only call `values`."""
 
     def __init__(
         self,
@@ -174,7 +173,7 @@ class ConservationAudit:
         self._reported = ""
 
     def begin(self) -> None:
-        """Audit the run when it begins or goes on. Raises RedisUnavailable or StateLost, and may be called again."""
+        """Audit the run when it begins or resumes. Raises RedisUnavailable or StateLost, and may be retried."""
         self._store.write_meta(self._meta.fields())
         with self._delivery.lock:
             honoured = sorted(self._delivery.requeue_requests)
@@ -182,46 +181,47 @@ class ConservationAudit:
         self._report(self._delivery.inconsistency(whole=False) or self._compared())
 
     def repaired(self, why: str, *, epoch: int, lost: bool, lapsed: bool) -> None:
-        """Record a repair. lost: streams or functions were gone; lapsed: the lease was acquired again.
+        """Record a repair. lost: streams or functions were missing; lapsed: the lease was acquired again.
 
-        Raises RedisUnavailable or StateLost, and may be called again.
+        Raises RedisUnavailable or StateLost, and may be retried.
         """
         try:
             self._store.write_meta(self._meta.fields())
         except Fenced as error:
             raise StateLost(
-                f"the lease went again: {error}"
-            ) from error  # `LearnerLease.reacquire` says whose it is now
+                f"the lease was lost again: {error}"
+            ) from error  # `LearnerLease.reacquire` reports the new holder
         with self._delivery.lock:
             self._delivery.counters.state_lost += lost
             self._delivery.counters.lease_lapsed += lapsed
         if lost:
-            self._event_log.emit("state-lost", f"Redis had lost the run's state, which was made again: {why}")
+            self._event_log.emit("state-lost", f"Redis had lost the run's state; it was restored: {why}")
         if lapsed:
             self._event_log.emit("epoch", f"the lease had lapsed: epoch {epoch} begins ({why})")
 
     def to_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the audits."""
+        """Return the audits' state for a checkpoint."""
         return {"redis": self._cross.to_state()}
 
     def committed(self, state: dict[str, Any], name: str) -> None:
-        """Audit after the checkpoint `name` with `state` is in force, and what it decided is acknowledged."""
-        self._event_log.emit("checkpoint", f"checkpoint {name} is in force")
+        """Audit after checkpoint `name` with `state` is current and its entries are acknowledged."""
+        self._event_log.emit("checkpoint", f"checkpoint {name} is current")
         self._requests.committed(state["requests"])
         problem = self._delivery.inconsistency(whole=False)
         try:
             self._cross.committed(name)
             problem = problem or self._cross.compare()
         except (RedisUnavailable, StateLost) as error:
-            log.info("Redis' counts were not compared: %s", error)
+            log.info("skipped the comparison with Redis' counts: %s", error)
         self._report(problem)
 
     def problem(self) -> str:
-        """Return where the accounting is not consistent at the end of the run; "" if it is. Raises RedisUnavailable."""
+        """Return the inconsistency of the accounting at the end of the run, "" if there is none. Raises
+        RedisUnavailable."""
         left = self._delivery.in_flight()
         return (
             self._delivery.inconsistency()
-            or (f"{len(left)} seqs are left: {left[:10]}" if left else "")
+            or (f"{len(left)} seqs are not settled: {left[:10]}" if left else "")
             or self._cross.compare()
         )
 
@@ -236,7 +236,7 @@ class ConservationAudit:
         try:
             return self._cross.compare()
         except RedisFull as error:
-            log.info("Redis' counts were not compared: %s", error)
+            log.info("skipped the comparison with Redis' counts: %s", error)
             return ""
 
     def _report(self, problem: str) -> None:

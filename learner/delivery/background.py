@@ -1,8 +1,7 @@
-"""Background threads: what must happen on time however long a training step takes.
+"""Background threads: periodic work that must not wait for a training step.
 
-The maintenance thread renews the lease, issues tasks as credit allows, reconciles, publishes the metrics of each second
-and looks for what people ask. It waits for its clock (TICK_S) and is unblocked by `wake`: a step has been settled,
-there is credit.
+The maintenance thread renews the lease, issues tasks as credit allows, reconciles, publishes metrics every second, and
+serves requests. It waits for its clock (TICK_S) and is unblocked by `wake`: a step has been settled, there is credit.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ TICK_S = 0.2
 METRICS_S = 1.0
 MAX_PAUSE_S = 2.0
 SILENCE_S = 15.0
-"""Shortest time between warnings about Redis: some calls may work while others do not (a full Redis)."""
+"""Minimum time between warnings about Redis, in seconds: some calls may work while others fail (a full Redis)."""
 
 
 class ErrorSlot:
@@ -41,7 +40,7 @@ class ErrorSlot:
         self.is_clear.set()
 
     def set(self, error: BaseException) -> None:
-        """Set the error, unless there is one: later errors are consequences."""
+        """Set the error unless one is set: later errors are consequences."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -53,7 +52,7 @@ class ErrorSlot:
             raise self._error
 
     def clear(self) -> None:
-        """Clear the error: the background threads go on."""
+        """Clear the error: the background threads continue."""
         with self._lock:
             self._error = None
             self.is_clear.set()
@@ -62,8 +61,8 @@ class ErrorSlot:
 class BackgroundLoop:
     """Calls `tick` repeatedly in its own thread.
 
-    A tick that finds Redis unavailable is repeated after a pause. StateLost, Fenced and UserError set `errors`, and the
-    loop waits until the training thread has cleared it, perhaps for another thread's error. Anything else sets
+    A tick that finds Redis unavailable is repeated after a pause. After StateLost, Fenced or UserError, the loop sets
+    `errors` and waits until the training thread clears it (also if another thread set it). Any other exception sets
     `errors` and ends the loop.
     Unblocked by: the tick's own waits, `errors.clear`, `stop`.
     """
@@ -77,7 +76,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float = 15.0) -> None:
-        """End the loop after its present tick."""
+        """End the loop after the current tick."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -94,7 +93,7 @@ class BackgroundLoop:
                 failures += 1
                 if time.monotonic() > last_logged + SILENCE_S:
                     last_logged = time.monotonic()
-                    log.warning("Redis is not available to the %s, trying again: %s", self._thread.name, error)
+                    log.warning("%s: Redis is unavailable, retrying: %s", self._thread.name, error)
                 self._stop.wait(min(MAX_PAUSE_S, 0.1 * 2**failures))
             except (StateLost, Fenced, UserError) as error:
                 self._errors.set(error)
@@ -105,7 +104,7 @@ class BackgroundLoop:
 
 
 class Interval:
-    """Due once in `seconds`, at first immediately."""
+    """Due every `seconds`, and immediately at first."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._next = seconds, 0.0
@@ -118,12 +117,12 @@ class Interval:
         return True
 
     def make_due(self) -> None:
-        """Make it due immediately: what was due has failed."""
+        """Make it due immediately, after the work has failed."""
         self._next = 0.0
 
 
 class MaintenanceTask:
-    """One turn of the I/O thread; see the module. Raises what its parts raise, and may be called again."""
+    """Work of the maintenance thread (see the module). Raises the errors of its parts, and may be retried."""
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class MaintenanceTask:
             Interval(METRICS_S),
         )
         self._complaints = Interval(SILENCE_S)
-        self._reconciling.due()  # not before the first interval has passed
+        self._reconciling.due()  # first due after one interval
         self._best_effort = BestEffort()
         self.wake = threading.Event()
 
@@ -165,9 +164,9 @@ class MaintenanceTask:
             self._reconciler.tick()
         try:
             self._issuer.tick()
-        except RedisFull as error:  # no reason to renew the lease less often, or to report less
+        except RedisFull as error:  # keep renewing the lease and reporting
             if self._complaints.due():
-                log.warning("no tasks are issued at the moment: %s", error)
+                log.warning("issuing tasks is paused: %s", error)
         if self._metrics.due():
             self._cross.update()
             self._best_effort(self._note_rate)
@@ -180,6 +179,6 @@ class MaintenanceTask:
         self._meter.generated_per_s = self._store.generated_per_s()
 
     def report(self) -> None:
-        """Publish the metrics as they are."""
+        """Publish the current metrics."""
         snapshot = self.snapshot()
         self._best_effort(lambda: self._store.report(snapshot))

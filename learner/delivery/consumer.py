@@ -1,11 +1,11 @@
-"""The consumer of the stream of trajectory groups, which hands out each group once, whatever happens.
+"""Consumer of the trajectory stream: delivers each group to training exactly once.
 
-An entry is acknowledged only when a durable checkpoint says what became of it. Until then it stays pending, and a
-successor takes it over. So an entry may come twice: a seq that is pending or settled already is a duplicate.
+An entry is acknowledged only after a durable checkpoint contains its outcome. Until then it stays pending, and a
+successor takes it over. So an entry may arrive twice: a seq that is already pending or settled is a duplicate.
 
-An entry that kills the learner while it is read would kill every successor too. So entries that were pending already
-are read one at a time, each after Redis has counted the delivery; one that was delivered DELIVERIES times and never
-survived reading becomes a dead letter without being read again.
+An entry that crashes the learner while it is read would crash every successor. Therefore entries that were already
+pending are read one at a time, each after Redis has counted the delivery. An entry that was delivered DELIVERIES times
+without being read successfully becomes a dead letter.
 
 The reader thread consumes stream entries and produces buffered groups. It waits for Redis (BLOCK_MS at a time) and
 for capacity in the buffer; it is unblocked by entries and by `take`.
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 READ_COUNT = 16
 DELIVERIES = 3
-"""An entry may be delivered this often without surviving reading."""
+"""Deliveries of an entry without a successful read before it becomes a dead letter."""
 POISON = "poison"
 
 
 class StreamConsumer:
     """The buffer between Redis and training.
 
-    capacity  most groups buffered; at least one batch
+    capacity  maximum number of buffered groups; at least one batch
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StreamConsumer:
     # --- the reader thread ---
 
     def tick(self) -> None:
-        """Read what the buffer has capacity for. Raises RedisUnavailable, StateLost or Fenced; may be called again."""
+        """Read as many entries as fit into the buffer. Raises RedisUnavailable, StateLost or Fenced; may be retried."""
         with self._changed:
             if len(self._buffer) >= self._capacity:
                 self._changed.wait(0.5)
@@ -83,7 +83,7 @@ class StreamConsumer:
             for id_, fields in self._store.read(min(free, READ_COUNT)):
                 self.ingest(id_, fields)
         except BaseException:
-            # A reply that never arrived may have delivered entries: they are pending for this consumer.
+            # A lost reply may have delivered entries: they are pending for this consumer.
             self.reclaim.set()
             raise
 
@@ -92,20 +92,20 @@ class StreamConsumer:
         with self._delivery.lock:
             self._backlog = deque(id_ for id_ in ids if id_ not in self._delivery.unacked)
         if self._backlog:
-            log.info("%d pending entries taken over", len(self._backlog))
-            self._event_log.emit("took-over", f"{len(self._backlog)} entries that were read and not acknowledged")
+            log.info("took over %d pending entries", len(self._backlog))
+            self._event_log.emit("took-over", f"{len(self._backlog)} entries that were read but not acknowledged")
 
     def _replay(self, count: int) -> None:
         for _ in range(min(count, len(self._backlog))):
             id_ = self._backlog[0]
-            # Deliveries beyond our own tries (a reply may get lost) are those that ended a learner.
+            # Deliveries beyond our own attempts (a reply may get lost) are those that crashed a learner.
             self._tries[id_] += 1
-            handed, fields = self._store.redeliver(id_)
+            deliveries, fields = self._store.redeliver(id_)
             if fields is not None and id_ not in self._delivery.unacked:
                 with self._delivery.lock:
                     self._delivery.counters.redelivered += 1
-                if handed - self._tries[id_] >= DELIVERIES:
-                    self._poisoned(id_, fields, handed - self._tries[id_])
+                if deliveries - self._tries[id_] >= DELIVERIES:
+                    self._poisoned(id_, fields, deliveries - self._tries[id_])
                 else:
                     self.ingest(id_, fields)
                     self._store.reset_deliveries(id_)
@@ -115,16 +115,16 @@ class StreamConsumer:
     def _poisoned(self, id_: bytes, fields: Fields, lives: int) -> None:
         with self._delivery.lock:
             self._delivery.counters.poisoned += 1
-        detail = f"{lives} times the learner ended while it read this entry"
+        detail = f"the learner crashed {lives} times while reading this entry"
         self._refuse(id_, fields, BadEntry(POISON, detail, read_seq(fields)))
 
     @property
     def caught_up(self) -> bool:
-        """Whether every pending entry has been read."""
+        """Return whether every pending entry has been read."""
         return not self._backlog and not self.reclaim.is_set()
 
     def ingest(self, id_: bytes, fields: Fields) -> None:
-        """Buffer, settle, or reject one entry. May ask Redis whether its seq was issued."""
+        """Buffer, settle or reject one entry. May query Redis whether its seq was issued."""
         with self._changed:
             if id_ in self._delivery.unacked:
                 return
@@ -146,10 +146,10 @@ class StreamConsumer:
             delivery.counters.duplicates += 1
             delivery.accounting.record(TokenOutcome.DUPLICATE, entry.tokens)
         elif isinstance(message, GroupFailed):
-            log.warning("seq %d is dead: %s %s", seq, message.reason, message.detail[:200])
+            log.warning("seq %d is dead: %s: %s", seq, message.reason, message.detail[:200])
             delivery.settle([seq], Outcome.DEAD, message.reason, tokens=entry.tokens)
         elif self._filter.refuses(message):
-            # Its credit is returned: another seq is issued instead.
+            # This returns its credit: another seq is issued instead.
             delivery.settle([seq], Outcome.FILTERED, NO_VARIANCE, tokens=entry.tokens)
         else:
             delivery.mark_pending(seq, arrived)
@@ -161,23 +161,29 @@ class StreamConsumer:
             raise BadEntry("not_issued", f"seq {entry.seq} was never issued", 0)
 
     def _refuse_unreadable_task(self, entry: StreamEntry) -> None:
-        """Raise BadEntry for an unreadable task: a failed attempt, unless another task of the seq is running."""
+        """Raise BadEntry for an unreadable task: a failed attempt, unless another attempt at the seq is running."""
         message = entry.message
         if isinstance(message, GroupFailed) and message.reason.startswith(TASK_UNREADABLE):
             detail = f"{message.producer} could not read a task of seq {entry.seq}"
             if entry.seq in self._store.snapshot().tasks:
-                raise BadEntry(message.reason, f"{detail}; another one is at work", 0, message.attempt)
+                raise BadEntry(message.reason, f"{detail}; another attempt is running", 0, message.attempt)
             raise BadEntry(message.reason, detail, entry.seq, message.attempt)
 
     def _unissued(self, seq: int) -> bool:
-        # the reply to an issue may have been lost; but what this learner had no credit for, it has not issued
+        # the reply to an issue may have been lost; but this learner issues nothing without credit
         return seq > self._delivery.issued and (seq > self._delivery.credit or seq > self._store.issued())
 
     def _refuse(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
-        """Keep a dead letter. Its tokens failed; its seq, if it is known and was issued, is due again or dead."""
+        """Store a dead letter. Its tokens failed; its seq, if known and issued, is due again or dead."""
         if self._unissued(bad.seq):
             bad = BadEntry(bad.reason, f"{bad.detail}; seq {bad.seq} was never issued", 0, bad.attempt)
-        log.warning("entry %s (seq %d) is unusable: %s; `foray dlq show %d`", id_.decode(), bad.seq, bad, bad.seq)
+        log.warning(
+            "entry %s (seq %d) is unusable: %s; inspect it with `foray dlq show %d`",
+            id_.decode(),
+            bad.seq,
+            bad,
+            bad.seq,
+        )
         self._dead_letters.add(id_, fields, bad)
         self._event_log.emit("dead-letter", f"entry {id_.decode()}, seq {bad.seq or 'unknown'}: {bad}")
         tokens = read_tokens(fields)
@@ -186,7 +192,7 @@ class StreamConsumer:
             delivery.receive(bad.seq, ReceivedEntry(id_, tokens, tokens))
             delivery.accounting.record(TokenOutcome.FAILED, tokens)
             delivery.counters.dead_letters += 1
-            # Without a seq, the reconciler will miss the seq of its task, if it was issued.
+            # Without a seq, the reconciler finds that the seq of its task is missing, if it was issued.
             if bad.seq:
                 delivery.record_failed_attempt(bad.seq, bad.attempt, self._max_attempts, bad.reason)
 
@@ -195,7 +201,7 @@ class StreamConsumer:
     def take(self, count: int, now_step: int, *, max_lag: int | None, timeout_s: float) -> list[StreamEntry]:
         """Return the next `count` groups in order of arrival, or [] if they have not arrived after `timeout_s`.
 
-        max_lag  drop (settle as stale) groups whose oldest token is older than this many steps; None: take them all
+        max_lag  drop (settle as stale) groups whose oldest token is older than this many steps; None: no limit
         The seqs stay pending until they are settled.
         """
         with self._changed:
@@ -214,7 +220,7 @@ class StreamConsumer:
         return len(self._buffer)
 
     def drain(self) -> int:
-        """Drop what is buffered at the end of the run, and return its tokens."""
+        """Drop the buffered groups at the end of the run, and return their tokens."""
         with self._changed:
             tokens = sum(e.tokens for e in self._buffer)
             self._buffer.clear()

@@ -1,8 +1,9 @@
-"""Dead letters, in a file of the run directory (all of them) and in Redis (bounded); and the learner's event log.
+"""Dead letters, in a file of the run directory (all) and in Redis (bounded); and the learner's event log.
 
 Fields of a dead letter, in both: id (of the entry), seq (0: unknown), reason, detail, from ("learner"; rollout servers
-write theirs, `deploy/dlq/dead_letters.py`), h and b (header and body as they came, base64 in the file; at most
-FIELD_BYTES of each there, and STREAM_BYTES in Redis). A stranger who writes to the stream cannot fill the disk.
+write theirs, `deploy/dlq/dead_letters.py`), h and b (raw header and body, base64 in the file; at most
+FIELD_BYTES of each there, and STREAM_BYTES in Redis). The size is bounded so that foreign writes to the stream cannot
+fill the disk.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ log = logging.getLogger(__name__)
 FIELD_BYTES = 1 << 20
 STREAM_BYTES = 1 << 16
 FILE_BYTES = 64 << 20
-"""At this size a file is rotated: it replaces the rotated one before it."""
+"""Size at which the file is rotated, replacing the previous rotated file."""
 LEARNER_ID = "0"
-"""Rank in metrics and events: a restarted learner takes the place of its predecessor."""
+"""Rank in metrics and events: a restarted learner replaces its predecessor."""
 
 
 def rotated(path: Path) -> Path:
@@ -34,13 +35,13 @@ def rotated(path: Path) -> Path:
 
 
 class DeadLetterStore:
-    """Keeps unusable entries: appends to `path`, and to the dead-letter stream."""
+    """Stores unusable entries in `path` and in the dead-letter stream."""
 
     def __init__(self, store: RunStore, path: Path) -> None:
         self._store, self._path = store, path
 
     def add(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
-        """Append one dead letter. Raises nothing: a dead letter that cannot be kept must not stop the learner."""
+        """Append one dead letter. Never raises: a failed write must not stop the learner."""
         head, body = (fields.get(name, b"")[:FIELD_BYTES] for name in (b"h", b"b"))
         facts: dict[str, str | int] = {"id": id_.decode(), "seq": bad.seq, "reason": bad.reason, "detail": bad.detail}
         facts["from"] = "learner"
@@ -52,22 +53,22 @@ class DeadLetterStore:
                 file.write(json.dumps(line) + "\n")
             self._store.dead_letter({**facts, "h": head[:STREAM_BYTES], "b": body[:STREAM_BYTES]})
         except (OSError, RedisUnavailable, UserError) as error:
-            log.error("the unusable entry %s could not be kept: %s", id_.decode(), error)
+            log.error("could not store the unusable entry %s: %s", id_.decode(), error)
 
 
 class EventLog:
     """Writes the learner's lines of the run's history (`protocol/events.py`). Thread-safe.
 
-    They inform people: one that is lost is no fault.
+    Events are informational: a lost one is not an error.
     """
 
     def __init__(self, store: RunStore) -> None:
         self._store, self._best_effort = store, BestEffort()
 
     def emit(self, kind: str, text: str) -> None:
-        """Write one line. Raises nothing."""
+        """Write one line. Never raises."""
         fields = events.fields("learner", LEARNER_ID, kind, text)
         try:
             self._best_effort(lambda: self._store.add_event(fields))
         except (RedisUnavailable, StateLost) as error:
-            log.info("the event %r is not kept: %s", kind, error)
+            log.info("could not record event %r: %s", kind, error)

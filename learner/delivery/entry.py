@@ -1,4 +1,4 @@
-"""One entry of the trajectory stream, checked: header first, then the body's checksum, then the body."""
+"""Decode one entry of the trajectory stream: header first, then the body's checksum, then the body."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocol.messages import GroupFailed, TrajectoryGroup
 
 @dataclass(frozen=True)
 class StreamEntry:
-    """A readable entry: stream id, header, body as a message, and both as the bytes that came (for the journal)."""
+    """A readable entry: stream id, header, body as a message, and the raw bytes of both (for the journal)."""
 
     id: bytes
     header: EntryHeader
@@ -22,7 +22,7 @@ class StreamEntry:
     raw_body: bytes
 
     counted: int = 0
-    """Tokens that Redis counted when it was published; 0 by a rollout server that does not say."""
+    """Tokens that Redis counted on publication; 0 if the rollout server did not report them."""
 
     @property
     def seq(self) -> int:
@@ -30,17 +30,17 @@ class StreamEntry:
 
     @property
     def published_s(self) -> float:
-        """When, in seconds by Redis' clock."""
+        """Return the publication time, in seconds on Redis' clock."""
         return int(self.id.partition(b"-")[0]) / 1000
 
     @property
     def tokens(self) -> int:
-        """Tokens that the policy sampled for it."""
+        """Return the number of tokens that the policy sampled for it."""
         return sampled_in(self.message)
 
 
 class BadEntry(ForayError):
-    """An entry that cannot be used. `seq` is 0 when not even that is known, `attempt` at least 1."""
+    """An unusable entry. `seq` is 0 if unknown, `attempt` at least 1."""
 
     def __init__(self, reason: str, detail: str, seq: int, attempt: int = 1) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -48,45 +48,46 @@ class BadEntry(ForayError):
 
 
 def read_seq(fields: Fields) -> int:
-    """Return the seq in the entry's plain field, 0 where there is none; the publishing function wrote it, not the
-    body."""
+    """Return the seq in the entry's plain field, 0 if missing. The publishing function wrote it, not the body."""
     return number_of(fields.get(b"seq", b""))
 
 
 def read_tokens(fields: Fields) -> int:
-    """Return tokens by the entry's plain field `t`, which the publishing function wrote; 0 where it says nothing."""
+    """Return the tokens in the entry's plain field `t`, written by the publishing function; 0 if missing."""
     return number_of(fields.get(b"t", b""))
 
 
 def sampled_in(message: TrajectoryGroup | GroupFailed) -> int:
-    """Return tokens that the policy sampled for `message`."""
+    """Return the number of tokens that the policy sampled for `message`."""
     if isinstance(message, GroupFailed):
         return message.generated_tokens
     return sum(trajectory.num_sampled for trajectory in message.trajectories)
 
 
 def read_entry(id_: bytes, fields: Fields, run: str) -> StreamEntry:
-    """Return the entry, or BadEntry; nothing else is raised, whatever the bytes."""
+    """Return the entry. Raises only BadEntry, for any input."""
     seq, attempt = read_seq(fields), 1
     try:
         raw_header, raw_body = fields[b"h"], fields[b"b"]
         header = read_header(raw_header)
         attempt = max(1, header.attempt)
         if header.run != run:
-            raise BadEntry("foreign_run", f"of run {header.run!r}", seq, attempt)
+            raise BadEntry("foreign_run", f"it belongs to run {header.run!r}", seq, attempt)
         if not seq or header.seq != seq:
             raise InvalidBody(f"the header says seq {header.seq}, the entry {seq}")
         check_body(header, raw_body)
         message = decode(raw_body)
         if not isinstance(message, TrajectoryGroup | GroupFailed):
-            raise InvalidBody(f"a {type(message).__name__} in the trajectory stream")
+            raise InvalidBody(f"unexpected {type(message).__name__} in the trajectory stream")
         if (message.run, message.seq) != (run, seq):
             raise InvalidBody(f"the body is of run {message.run!r}, seq {message.seq}")
         counted, tokens = read_tokens(fields), sampled_in(message)
         if counted not in (0, tokens) or (isinstance(message, TrajectoryGroup) and sum(header.sampled) != tokens):
-            raise InvalidBody(f"{tokens} tokens in the body, {sum(header.sampled)} in the header, {counted} counted")
+            raise InvalidBody(
+                f"{tokens} tokens in the body, {sum(header.sampled)} in the header, {counted} counted by Redis"
+            )
     except KeyError as error:
-        raise BadEntry(CorruptMessage.reason, f"no field {error}", seq, attempt) from None
+        raise BadEntry(CorruptMessage.reason, f"missing field {error}", seq, attempt) from None
     except ProtocolError as error:
         raise BadEntry(error.reason, str(error), seq, attempt) from None
     return StreamEntry(id_, header, message, raw_header, raw_body, counted)

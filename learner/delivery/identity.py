@@ -1,8 +1,8 @@
-"""Which run this is: its lineage id on disk, and whether what Redis holds under its run id is the same run's.
+"""Run identity: the lineage id on disk, and whether Redis' state under this run id belongs to the same run.
 
-The id is random, made once for a run directory and never changed. A run id is only a name: a directory that was
-removed or copied, or another person's configuration, may use one that Redis already knows. Its `issued`, tasks and
-trajectories would then be taken for ours, and its learner would be fenced. So a learner compares before it writes.
+The id is random, generated once per run directory, and never changed. A run id is only a name: a directory that was
+removed or copied, or another user's configuration, may reuse one that Redis knows. The learner would then adopt foreign
+`issued`, tasks and trajectories, and fence the other learner. So a learner compares before it writes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def ensure_lineage_id(run: RunSettings) -> str:
-    """Return the lineage id of the run directory, made at the first call. Only the learner and the launcher call it:
-    other processes may see another disk.
+    """Return the lineage id of the run directory, generated at the first call. Only the learner and the launcher call
+    this: other processes may see another disk.
 
-    Raises UserError when the checkpoint in force belongs to another lineage.
+    Raises UserError if the current checkpoint belongs to another lineage.
     """
     path = run.dir / LINEAGE_FILE
     committed = Checkpoints(run.checkpoint_dir, 1).lineage_id()
@@ -36,33 +36,34 @@ def ensure_lineage_id(run: RunSettings) -> str:
     create_once(path, (committed or uuid.uuid4().hex) + "\n", mode=0o600)
     try:
         found = lineage_id_in(path.read_text())
-        why = "" if found else "it does not hold 32 hex digits"
+        why = "" if found else "it does not contain 32 hex digits"
     except (OSError, ValueError) as error:
         found, why = "", str(error)
     if not found:
         raise UserError(
-            f"the lineage id of the run cannot be read: {path}",
+            f"cannot read the run's lineage id: {path}",
             why=why,
-            todo="restore the file" + (f": it held {committed}, by the checkpoint" if committed else ""),
+            todo="restore the file" + (f": according to the checkpoint it contained {committed}" if committed else ""),
         )
     if committed and committed != found:
         raise UserError(
-            f"the checkpoint in {run.checkpoint_dir} is of lineage {committed[:8]}, the run directory of {found[:8]}",
-            why=f"it was copied from another run: seqs, ledgers and weights of two runs would mix ({path})",
-            todo="for a new run from its weights: `foray export` the copied run, and give the result as run.model with "
-            f"an empty run.dir; to go on with the copied run here, write its id into the file: {committed}",
+            f"the checkpoint in {run.checkpoint_dir} has lineage {committed[:8]}, the run directory {found[:8]}",
+            why=f"it was copied from another run; resuming would mix seqs, ledgers and weights of two runs ({path})",
+            todo="for a new run from its weights: `foray export` the copied run, and set run.model to the result with "
+            "an "
+            f"empty run.dir; to continue the copied run here, write its id into the file: {committed}",
         )
     if committed == "":
-        log.info("the checkpoint was written before there were lineage ids; it is adopted by lineage %s", found[:8])
+        log.info("the checkpoint is from a version without lineage ids; assigning it to lineage %s", found[:8])
     return found
 
 
 def foreign_run_error(
     store: RunStore, run: RunSettings, lineage_id: str, reserved: IssueReservation
 ) -> UserError | None:
-    """Why what Redis holds under this run id is not this run's; None when it is, or when there is nothing.
+    """Return an error if Redis' state under this run id belongs to another run; else None.
 
-    Only reads. Raises RedisUnavailable.
+    Read-only. Raises RedisUnavailable.
     """
     raw, issued = store.meta(), store.issued()
     theirs, most = lineage_id_of(raw), reserved.highest()  # Redis first: a learner writes the file before it issues
@@ -70,19 +71,19 @@ def foreign_run_error(
         if theirs or ((raw or issued) and not reserved.has_epochs()):
             return _foreign(store, run, lineage_id, raw, issued)
         if raw or issued:
-            log.info("Redis holds this run from before there were lineage ids; adopted by lineage %s", lineage_id[:8])
+            log.info("Redis' state is from a version without lineage ids; assigning it to lineage %s", lineage_id[:8])
         if most is None:
             return None
     elif (place := text_of(raw).get("dir")) not in (None, str(run.dir.absolute())):
-        log.info("the learner of this run was in %s before, and is in %s now", place, run.dir.absolute())
+        log.info("the learner of this run moved from %s to %s", place, run.dir.absolute())
     if issued > (most or 0):
         return UserError(
-            f"Redis at {store.url} says that run {run.id} has issued tasks up to seq {issued}, and {run.dir} says that "
-            f"it has issued none above {most or 0}",
-            why="Redis holds what another directory of this run did, or somebody has changed the count: its tasks "
-            "would be taken for ours",
-            todo="start the learner with --takeover: it deletes the run's tasks and trajectories in Redis and goes on "
-            "from its own checkpoint; or give this run another run.id",
+            f"Redis at {store.url} has issued tasks of run {run.id} up to seq {issued}, but {run.dir} has issued none "
+            f"above {most or 0}",
+            why="Redis contains tasks of another run directory, or its counter was changed; this run would use tasks "
+            "that it did not issue",
+            todo="start the learner with --takeover: it deletes the run's tasks and trajectories in Redis and resumes "
+            "from its own checkpoint; or set another run.id",
         )
     return None
 
@@ -90,19 +91,19 @@ def foreign_run_error(
 def take_over(
     store: RunStore, run: RunSettings, lineage_id: str, reserved: IssueReservation, meta: Mapping[str, str]
 ) -> UserError | None:
-    """Empties a run of another lineage in Redis, fenced by our lease, and makes it ours; returns what it was.
+    """Delete another lineage's run in Redis, fenced by our lease, and claim it; return what it was.
 
-    Raises RedisUnavailable, StateLost or Fenced, and may be called again.
+    Raises RedisUnavailable, StateLost or Fenced, and may be retried.
     """
     found = foreign_run_error(store, run, lineage_id, reserved)
     if found is not None:
         store.reset(meta)
-        log.warning("--takeover: what Redis held was deleted: %s", found)
+        log.warning("--takeover: deleted the run's state in Redis: %s", found)
     return found
 
 
 def location_facts(run: RunSettings) -> dict[str, str]:
-    """Return where the learner of a run is, for the messages above."""
+    """Return the location of a run's learner, for the messages above."""
     return {"host": socket.gethostname(), "dir": str(run.dir.absolute()), "model": str(run.model)}
 
 

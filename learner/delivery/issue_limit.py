@@ -1,8 +1,8 @@
-"""How far tasks may have been issued, on disk: an upper bound of `issued` that does not depend on Redis.
+"""Upper bound of `issued` on disk, independent of Redis.
 
-Written ahead, as databases cache a range of a sequence: a number is durable before any task up to it is issued, and
-AHEAD further, so that it is written seldom. Each epoch has its own file beside the one that claims it: a learner
-that was fenced and does not know it yet cannot lower its successor's.
+Written ahead, as databases cache a range of a sequence: a number is durable before any task up to it is issued, and is
+AHEAD further, so that writes are rare. Each epoch has its own file next to the one that claims it: a fenced learner
+that does not know it yet cannot lower its successor's bound.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class IssueReservation:
         return any(self._folder.glob("e*"))
 
     def highest(self) -> int | None:
-        """No seq above it was issued from this directory; None where an older Foray wrote nothing down."""
+        """Return the bound on the seqs issued from this directory; None if an older Foray wrote none."""
         return max((number_of(path.read_bytes().strip()) for path in self._folder.glob(f"e*{SUFFIX}")), default=None)
 
     def reserve(self, seq: int, epoch: int) -> None:
-        """Tasks up to `seq` may be issued now, by the learner of `epoch`. Raises OSError when the disk refuses it."""
+        """Reserve tasks up to `seq` for the learner of `epoch`. Raises OSError if the write fails."""
         if seq > self._reserved:
             atomic_write(self._folder / f"e{epoch}{SUFFIX}", f"{seq + AHEAD}\n", durable=True)
             self._reserved = seq + AHEAD

@@ -1,4 +1,5 @@
-"""Issuing tasks: the credit gate. No task, no rollout: this is the back-pressure and the first staleness bound."""
+"""The credit gate, which issues tasks. Without a task no rollout starts: this gives back-pressure and bounds
+staleness."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class TaskIssuer:
-    """Turns credit into tasks.
+    """Issues tasks as credit allows.
 
-    `enabled` is clear until the first weights are published, and while checkpoints fail: what is trained could not be
+    `enabled` is clear until the first weights are published, and while checkpoints fail: trained groups could not be
     acknowledged, so Redis would fill up.
 
-    What Redis says was issued is believed up to what this learner, or one before it in this run directory, can have
-    issued. All else that is counted by it is therefore bounded: seqs in flight, seqs due, memory.
+    Redis' count of issued tasks is trusted only up to what this learner, or an earlier one in this run directory, can
+    have issued. This bounds everything derived from it: seqs in flight, seqs due, memory.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class TaskIssuer:
         self.enabled = threading.Event()
 
     def task(self, seq: int, attempt: int = 1) -> bytes:
-        """Return the encoded task of `seq`, made from nothing but the questions and the seed."""
+        """Return the encoded task of `seq`, built from the questions and the seed alone."""
         return encode(
             Task(
                 seq=seq,
@@ -55,10 +56,10 @@ class TaskIssuer:
         )
 
     def recount(self) -> None:
-        """Take `issued` from Redis, which may have lost it or know more than the checkpoint.
+        """Read `issued` from Redis, which may have lost it or be ahead of the checkpoint.
 
-        Its floor is the watermark. Whatever lies between it and the limit is then issued again, but for what is
-        settled or already here.
+        The watermark is its lower bound. Everything between it and the limit is issued again, except seqs that are
+        settled or already received.
         """
         self._limit()
         issued = self._plausible(self._store.issued())
@@ -78,26 +79,26 @@ class TaskIssuer:
             return limit
 
     def _plausible(self, issued: int) -> int:
-        """Return what Redis says, or 0 if this run cannot have issued that many: then nothing is known."""
+        """Return Redis' count, or 0 (unknown) if this run cannot have issued that many."""
         delivery = self._delivery
         with delivery.lock:
             most = max(delivery.credit, delivery.issued)
-        if not self._counted:  # by learners before us
+        if not self._counted:  # by earlier learners
             before = self._reserved.highest()
             most = max(most, delivery.credit + AHEAD if before is None else before)
         if issued <= most:
             return issued
         if issued != self._disbelieved:
             self._disbelieved = issued
-            text = f"{self._store.keys.issued} in Redis says {issued}, but no more than {most} seqs can be issued yet"
-            log.error("%s: it is ignored, something else has written it", text)
+            text = f"{self._store.keys.issued} in Redis is {issued}, but this run can have issued at most {most} seqs"
+            log.error("%s: ignoring the value, which another program must have written", text)
             self._event_log.emit("issued-ignored", text)
         return 0
 
     def tick(self) -> int:
-        """Issue as far as credit reaches, and again what is due; return how many tasks were added.
+        """Issue tasks as credit allows and reissue due seqs; return the number of tasks added.
 
-        Raises RedisUnavailable, StateLost or Fenced; calling it again then is safe.
+        Raises RedisUnavailable, StateLost or Fenced; retrying is safe.
         """
         if not self.enabled.is_set():
             return 0
@@ -112,7 +113,7 @@ class TaskIssuer:
             seqs = [s for s in range(first, limit + 1) if s not in delivery.ledger and s not in delivery.pending]
         if not seqs:
             with delivery.lock:
-                # Seqs that arrived before Redis lost count of them are issued too.
+                # Includes seqs that arrived before Redis lost their count.
                 delivery.issued = max(
                     delivery.issued, min(limit, max(delivery.pending | delivery.ledger.above, default=0))
                 )
@@ -126,12 +127,12 @@ class TaskIssuer:
         return len(seqs)
 
     def _reserve(self, limit: int) -> bool:
-        """Reserve seqs up to `limit` on disk; without that, a restart would refuse them. Return whether it worked."""
+        """Reserve seqs up to `limit` on disk, or a restart would reject them. Return whether it succeeded."""
         try:
             self._reserved.reserve(limit, self._store.epoch)
         except OSError as error:
             if not self._disk_error_logged:
-                log.error("no tasks are issued until the disk takes a line again: %s", error)
+                log.error("issuing tasks is paused until the disk can be written: %s", error)
             self._disk_error_logged = True
             return False
         self._disk_error_logged = False

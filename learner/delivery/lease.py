@@ -1,8 +1,8 @@
-"""The lease: at most one learner at a time writes to a run. Every write that matters is refused without it.
+"""The lease: at most one learner at a time writes to a run. Every state-changing write requires it.
 
-It is held in two places: in Redis, the lease and its epoch, which every function compares; on disk, a file for each
-epoch that ever began: Redis may have forgotten, or be away, and a learner that slept through its successor's whole
-life must see that there was one. A learner that finds a higher epoch than its own in either is fenced and stays so.
+It has two parts. In Redis: the lease and its epoch, which every function compares. On disk: a file per epoch, because
+Redis may have lost state or be unreachable, and a learner that was suspended during its successor's whole lifetime must
+still find out. A learner that finds a higher epoch than its own in either is fenced permanently.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 ANOTHER_RUN = (
-    "give this run another run.id (or the other run's run.dir, to go on with it); or start the learner with "
+    "give this run another run.id (or use the other run's run.dir to continue it); or start the learner with "
     "--takeover, which fences the other one and deletes its tasks and trajectories in Redis"
 )
 
 
 class LearnerLease:
-    """Who may write. `epoch` is 0 until the lease is acquired, and one more at each acquisition.
+    """The right to write. `epoch` is 0 until the lease is acquired, and increases at each acquisition.
 
     ttl_s       the lease lapses this long after its last renewal
-    epochs_dir  a file for every epoch ever used, made exclusively: a Redis that rolled back cannot repeat one
-    lineage_id  the run it is a lease of: Redis refuses it for another one's ("": whichever it is)
+    epochs_dir  one file per epoch ever used, created exclusively: a Redis that rolled back cannot repeat one
+    lineage_id  lineage of the run: Redis refuses the lease for another lineage ("": any)
     """
 
     def __init__(self, store: RunStore, ttl_s: float, epochs_dir: Path, lineage_id: str = "") -> None:
@@ -43,9 +43,9 @@ class LearnerLease:
         self.epoch, self.lineage_id = 0, lineage_id
 
     def acquire(self, floor: int, *, takeover: bool = False) -> int:
-        """Return the new epoch, above `floor`. Waits for the lease of a dead predecessor to lapse.
+        """Acquire the lease and return the new epoch, above `floor`. Waits for a dead predecessor's lease to lapse.
 
-        Raises UserError when the holder renews it, so is alive, or when the run in Redis is of another lineage.
+        Raises UserError if the holder is alive (it renews the lease), or if the run in Redis has another lineage.
         """
         already_logged, deadline = False, 0.0
         while True:
@@ -66,12 +66,12 @@ class LearnerLease:
             if not already_logged:
                 already_logged, deadline = True, time.monotonic() + answer.ttl_s + 1.0
                 log.warning(
-                    "the run is held by %s, waiting up to %.0f s for its lease to lapse", describe(answer), answer.ttl_s
+                    "the run is held by %s; waiting up to %.0f s for its lease to lapse", describe(answer), answer.ttl_s
                 )
             if time.monotonic() > deadline:
                 raise UserError(
                     f"run {self._store.keys.run} is held by {describe(answer)}, which is alive",
-                    why="two learners must not train one run: each would undo what the other has done",
+                    why="two learners must not train one run: each would undo the other's work",
                     todo=f"stop it ({_how_to_stop(answer)}), or start this one with --takeover, which fences the other",
                 )
             time.sleep(POLL_S)
@@ -81,25 +81,24 @@ class LearnerLease:
         return another_run_error(store.meta(), run=store.keys.run, redis=store.url, ours=ours, todo=ANOTHER_RUN)
 
     def _claim_epoch(self, epoch: int) -> bool:
-        """Return whether the epoch is ours. It is on the device then: no Redis can give it to another learner again."""
+        """Claim the epoch durably on disk, so that no Redis can assign it again. Return whether it succeeded."""
         durable_mkdir(self.epochs_dir)
         return create_once(self.epochs_dir / f"e{epoch}", self.token + "\n")
 
     def renew(self) -> None:
-        """Extend the lease. Raises Fenced if this learner does not hold it any more, RedisUnavailable if unknown."""
+        """Extend the lease. Raises Fenced if this learner no longer holds it, RedisUnavailable if unknown."""
         if not self._store.renew(self._ttl_ms):
             raise Fenced("the lease of this learner lapsed or was taken")
 
     def superseded_by(self) -> LeaseHolder | None:
-        """Return the other learner that holds the lease, or that began a higher epoch since; None when there is
-        none."""
+        """Return the other learner that holds the lease or began a higher epoch since; None if there is none."""
         holder = self._store.holder()
         return holder if holder and holder.token != self.token else self._successor()
 
     def reacquire(self) -> bool:
         """Renew the lease, or acquire it again if it lapsed and no other learner took it; then return True.
 
-        Raises Fenced when another learner has begun meanwhile, RedisUnavailable.
+        Raises Fenced if another learner has begun meanwhile, RedisUnavailable.
         """
         if (other := self.superseded_by()) is not None:
             raise self.fenced_by(other)
@@ -109,30 +108,30 @@ class LearnerLease:
         except Fenced:
             try:
                 self.acquire(self.epoch)
-            except UserError:  # another learner was faster, and is alive
+            except UserError:  # another live learner was faster
                 if (other := self.superseded_by()) is not None:
                     raise self.fenced_by(other) from None
                 raise
             return True
 
     def fenced_by(self, other: LeaseHolder) -> Fenced:
-        """Return the error of a learner that was replaced: by whom, and when."""
+        """Return the error of a replaced learner, with the new holder and the time."""
         return Fenced(f"this learner (epoch {self.epoch}, process {os.getpid()}) was replaced by {describe(other)}")
 
     def confirm(self) -> None:
-        """Raise Fenced unless this learner may move the run's state on disk.
+        """Raise Fenced unless this learner may commit the run's state on disk.
 
-        While Redis does not answer, the files of the epochs decide: a successor would have made a higher one.
+        While Redis is unavailable, the epoch files decide: a successor would have created a higher one.
         """
         if (other := self._successor()) is not None:
             raise self.fenced_by(other)
         try:
             self.renew()
         except RedisUnavailable as error:
-            log.warning("committing without Redis, since no later epoch has begun on disk: %s", error)
+            log.warning("committing without Redis: no later epoch exists on disk (%s)", error)
 
     def _successor(self) -> LeaseHolder | None:
-        """Return the newest epoch on disk and who began it, when it is higher than ours."""
+        """Return the newest epoch on disk and its holder, if it is higher than ours."""
         epochs = {int(p.name[1:]): p for p in self.epochs_dir.glob("e*") if p.name[1:].isdigit()}
         newest = max(epochs, default=0)
         if newest <= self.epoch:
@@ -141,17 +140,17 @@ class LearnerLease:
         return LeaseHolder(newest, path.read_text().strip(), 0.0, since=path.stat().st_mtime)
 
     def release(self) -> None:
-        """Free the lease, so that a successor need not wait."""
+        """Free the lease, so that a successor does not wait."""
         try:
             self._store.release()
         except (RedisUnavailable, StateLost, UserError) as error:
-            log.warning("the lease could not be released and will lapse by itself: %s", error)
+            log.warning("could not release the lease; it will lapse: %s", error)
 
 
 def describe(holder: LeaseHolder) -> str:
-    """A holder in words: epoch, process, host, since when it has held the lease and when it last renewed it."""
+    """Return a holder as text: epoch, process, host, acquisition and last renewal."""
     parts = holder.token.split(":")
-    who = f"process {parts[1]} on {parts[0].split('/')[0]}" if len(parts) > 1 else holder.token or "somebody"
+    who = f"process {parts[1]} on {parts[0].split('/')[0]}" if len(parts) > 1 else holder.token or "an unknown process"
     text = f"epoch {holder.epoch}, {who}"
     if holder.since:
         text += f", since {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(holder.since))} UTC"
@@ -167,7 +166,7 @@ def _how_to_stop(holder: LeaseHolder) -> str:
 
 
 def _place() -> str:
-    # Host and process namespace: a pid says something only to those who share both.
+    # Host and process namespace: a pid is meaningful only within both.
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -176,7 +175,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    # Start time in clock ticks since boot: tells a process from another one that was given its number.
+    # Start time in clock ticks since boot: distinguishes a process from a later one with the same pid.
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -185,7 +184,7 @@ def _started(pid: int) -> str:
 
 
 def _is_dead(token: str) -> bool:
-    """Return whether the holder is a process of this machine that has ended; False where that cannot be known."""
+    """Return whether the holder is a process of this machine that has ended; False if unknown."""
     parts = token.split(":")
     if len(parts) != 4 or parts[0] != _place() or not parts[2] or not parts[1].isdigit():
         return False

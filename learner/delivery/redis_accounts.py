@@ -1,4 +1,4 @@
-"""What the learner counts, tells and is asked through Redis, beside the delivery itself."""
+"""Counters, requests, events and dead letters in Redis, beside the delivery itself."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from protocol.runtime.redis.errors import translate_errors
 
 DEAD_LETTERS = 1000
 REQUESTS = 100
-"""Most requests of people that are looked at in one second."""
+"""Maximum number of user requests processed per second."""
 LIFE, COMMIT = "life", "commit"
-"""Fields of `Keys.tokens` that the learner writes: a name for the time since the hash was empty; its last commit."""
+"""Fields of `Keys.tokens` that the learner writes: a name for the hash's lifetime; its last commit."""
 
 
 @dataclass(frozen=True)
 class Census:
-    """One moment of the trajectory stream (atomic).
+    """Atomic snapshot of the trajectory stream.
 
     published, rejected  tokens that this Redis has counted since its hash was empty
-    life, commit         what the learner wrote beside them
-    last                 newest entry that was ever added
-    pending              entries that were given to a learner and not acknowledged
-    unread               entry -> tokens, of those that no learner was given
+    life, commit         values written by the learner
+    last                 newest entry ever added
+    pending              entries delivered to a learner and not acknowledged
+    unread               entry -> tokens, for entries not yet delivered
     """
 
     published: int
@@ -42,13 +42,13 @@ class Census:
 
 
 class AccountingStore:
-    """Part of `RunStore`, which brings the client and the keys."""
+    """Part of `RunStore`, which provides the client and the keys."""
 
     keys: Keys
     _db: redis.Redis
 
     def census(self) -> Census:
-        """Return where the entries are now, and what Redis has counted."""
+        """Return the current state of the entries, and Redis' counters."""
         with translate_errors():
             reply: Any = self._db.fcall(functions.CENSUS, 2, self.keys.traj, self.keys.tokens)
         flat, last, pending, unread = reply
@@ -64,7 +64,7 @@ class AccountingStore:
         )
 
     def tokens_of(self, ids: Iterable[bytes]) -> int:
-        """Return tokens of these entries, as the publishing function wrote them."""
+        """Return the tokens of these entries, as written by the publishing function."""
         wanted = list(ids)
         if not wanted:
             return 0
@@ -73,19 +73,19 @@ class AccountingStore:
         return sum(number_of(raw) for raw in reply)
 
     def begin_life(self, name: str) -> str:
-        """Names the time since the hash of tokens was empty, unless it has a name; returns the one that holds."""
+        """Name the lifetime of the token hash unless it has a name; return the current name."""
         with translate_errors(), self._db.pipeline(transaction=True) as pipe:
             pipe.hsetnx(self.keys.tokens, LIFE, name)
             pipe.hget(self.keys.tokens, LIFE)
             return str(pipe.execute()[1].decode("ascii", "replace"))
 
     def committed(self, name: str) -> None:
-        """Leave a mark of the last checkpoint."""
+        """Record the last checkpoint."""
         with translate_errors(self.keys.tokens):
             self._db.hset(self.keys.tokens, COMMIT, name)
 
     def server(self) -> str:
-        """An id that changes whenever the Redis process does; "" where this user may not ask."""
+        """Return an id that changes with the Redis process; "" without permission."""
         try:
             with translate_errors():
                 try:
@@ -96,7 +96,7 @@ class AccountingStore:
             return ""
 
     def refusals(self) -> int:
-        """Commands of anybody that this Redis process has refused for want of memory; 0 where this user may not ask."""
+        """Return the number of commands that Redis refused for lack of memory; 0 without permission."""
         with translate_errors():
             try:
                 stats = self._db.info("errorstats")
@@ -105,7 +105,7 @@ class AccountingStore:
         return int(stats.get("errorstat_OOM", {}).get("count", 0))
 
     def trim_diagnostics(self) -> int:
-        """Remove the older half of what is kept in Redis for people only; return how many entries."""
+        """Remove the older half of the diagnostic entries in Redis; return their number."""
         with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             for stream in (self.keys.dlq, self.keys.events):
                 pipe.xlen(stream)
@@ -115,29 +115,29 @@ class AccountingStore:
             return sum(pipe.execute())
 
     def rejected(self) -> tuple[int, str]:
-        """Return tokens of rejected attempts that this Redis has counted, and since when (`life`)."""
+        """Return the tokens of rejected attempts that this Redis has counted, and the counter's lifetime (`life`)."""
         with translate_errors(self.keys.tokens):
             counted, life = cast(list[bytes | None], self._db.hmget(self.keys.tokens, ["rejected", LIFE]))
         return number_of(counted or b""), (life or b"").decode("ascii", "replace")
 
     def requests(self) -> list[bytes]:
-        """Seqs that people want tried again, as they wrote them; at most REQUESTS."""
+        """Return the seqs requested for a retry, as written; at most REQUESTS."""
         with translate_errors(self.keys.requeue):
             return cast(list[bytes], self._db.srandmember(self.keys.requeue, REQUESTS))
 
     def drop_requests(self, seqs: Iterable[int | bytes]) -> None:
-        """These requests are dealt with."""
+        """Remove these requests."""
         wanted = list(seqs)
         if wanted:
             with translate_errors(self.keys.requeue):
                 self._db.srem(self.keys.requeue, *cast(tuple[str, ...], tuple(wanted)))
 
     def add_event(self, fields: Mapping[str, str]) -> None:
-        """One line of the run's event_log."""
+        """Add one line to the run's event log."""
         with translate_errors(self.keys.events):
             self._db.xadd(self.keys.events, cast(Any, dict(fields)), maxlen=events.MOST, approximate=True)
 
     def dead_letter(self, fields: dict[str, str | int | bytes]) -> None:
-        """Bounded evidence for people; the file in the run directory is the record."""
+        """Add a dead letter to the bounded stream; the file in the run directory is the full record."""
         with translate_errors(self.keys.dlq):
             self._db.xadd(self.keys.dlq, cast(Any, fields), maxlen=DEAD_LETTERS, approximate=True)

@@ -1,7 +1,7 @@
-"""What a run needs in Redis before anything else: the functions, two streams, their groups.
+"""Create what a run needs in Redis: the functions, two streams, their groups.
 
-Looks before it writes: a full Redis refuses to load and to create, also what is there already, and a learner that
-could not start on it would never acknowledge what fills it.
+Checks before it writes: a full Redis refuses to load functions and create streams even if they exist, and a learner
+that cannot start on a full Redis would never acknowledge the entries that fill it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protocol.runtime.redis.server import function_library
 
 
 def prepare(db: redis.Redis, keys: Keys) -> bool:
-    """Create what is missing; return whether a stream or a group was. May be called at any time.
+    """Create what is missing; return whether a stream or a group was missing. Idempotent.
 
     Raises the errors of `protocol.runtime.redis.errors`.
     """
@@ -31,7 +31,9 @@ def prepare(db: redis.Redis, keys: Keys) -> bool:
         except redis.ResponseError as error:
             if "unknown command" not in str(error):
                 raise
-            raise UserError("this Redis has no functions", why="it is older than 7.0", todo="upgrade it") from error
+            raise UserError(
+                "this Redis has no functions", why="its version is below 7.0", todo="upgrade Redis"
+            ) from error
     for stream, group in ((keys.tasks, TASK_GROUP), (keys.traj, TRAJ_GROUP)):
         with translate_errors(stream):
             made |= not _has_group(db, stream, group) and _create(db, stream, group)
@@ -39,7 +41,7 @@ def prepare(db: redis.Redis, keys: Keys) -> bool:
 
 
 def _has_functions(db: redis.Redis) -> bool:
-    """Return whether the functions there are ours, to the last character; False where this user may not ask."""
+    """Return whether exactly our functions are loaded; False without permission."""
     try:
         found: Any = db.function_list(library=functions.LIBRARY, withcode=True)
     except NoPermissionError:  # an ACL file of an older Foray

@@ -1,7 +1,7 @@
-"""What the learner knows of every seq: ledger, entries that are not acknowledged, seqs to be issued again.
+"""The learner's delivery state: ledger, unacknowledged entries, seqs to reissue.
 
-Pure state under one lock, shared by the training thread and the I/O threads. Nothing here talks to Redis or to
-a disk, so that the delivery rules can be read, and tested, in one place.
+Pure state under one lock, shared by the training thread and the I/O threads. It accesses neither Redis nor a disk, so
+that the delivery rules can be read and tested in one place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from protocol.staleness import issue_limit
 
 @dataclass
 class RunCounters:
-    """Counters of one run; they live in the checkpoint and so survive a restart.
+    """Counters of one run, stored in the checkpoint.
 
-    taken       groups that completed steps have trained, counted apart from the ledger to check it
-    duplicates  entries whose seq was already here; redelivered: entries taken over or read a second time
-    reissued    tasks issued a second time; dead_letters: entries that could not be read, poisoned: those never tried
-    requeued    seqs that a person had tried again
-    state_lost  times that Redis had lost streams or functions; lease_lapsed: times that our lease had run out
+    taken       groups trained by completed steps, counted independently of the ledger to check it
+    duplicates  entries whose seq had already arrived; redelivered: entries taken over or read a second time
+    reissued    tasks issued a second time; dead_letters: unreadable entries; poisoned: those never tried
+    requeued    seqs retried on request
+    state_lost  times that Redis lost streams or functions; lease_lapsed: times that our lease lapsed
     tokens_sampled   tokens the policy sampled in the groups trained; tokens_trained: those of them with a gradient
     """
 
@@ -46,24 +46,24 @@ class RunCounters:
 
 @dataclass
 class DeliveryState:
-    """State of delivery in memory. `lock` guards all of it and may be taken twice by one thread.
+    """Delivery state in memory. The reentrant `lock` guards all of it.
 
     step       optimiser steps done
-    issued     highest seq with a task in Redis, now or once
-    credit     highest seq that this learner was ever allowed to issue; what Redis says beyond is not its own doing
-    held       seqs that arrived and are not settled: buffered or being trained
+    issued     highest seq that has or had a task in Redis
+    credit     highest seq that this learner was ever allowed to issue; higher counts in Redis are not its own
+    held       seqs that arrived and are not settled: buffered or in training
     unacked    stream entry id -> its seq (0: unknown), for every entry read and not acknowledged
     committed  the ledger as the last durable checkpoint has it
-    durable    those of `unacked` of which it says what became of them
-    due        seqs that must be issued again as soon as Redis allows
-    attempts   seq -> attempts known of, where more than one
-    reasons    (outcome, reason) -> how many seqs, of those that were not trained
-    accounting where the tokens of every entry went
-    requests   seqs that were opened again because a person asked, while Redis may still hold the request
-    closed     the last step is done: nothing is opened again
+    durable    those of `unacked` whose outcome the checkpoint contains
+    due        seqs to reissue as soon as Redis allows
+    attempts   seq -> known attempts, if more than one
+    reasons    (outcome, reason) -> number of seqs that were not trained
+    accounting outcome of the tokens of every entry
+    requests   seqs reopened on request, while Redis may still contain the request
+    closed     the last step is done: nothing is reopened
 
-    An entry is acknowledged once a durable checkpoint says what became of it: of its seq and of its tokens. Until then
-    it is in `unacked`, and a successor counts it as if it had never come. So nothing is counted twice, or not at all.
+    An entry is acknowledged once a durable checkpoint contains the outcome of its seq and its tokens. Until then it is
+    in `unacked`, and a successor counts it as new. So nothing is counted twice or missed.
     """
 
     step: int = 0
@@ -84,10 +84,10 @@ class DeliveryState:
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def limit(self, *, max_lag: int, groups_per_step: int, steps: int) -> int:
-        """Highest seq that may be issued now.
+        """Return the highest seq that may be issued now.
 
-        Beyond the credit gate, at most as many seqs may be open as the remaining steps need: a run so ends with
-        nothing in flight. A seq settled without training lets another one be issued.
+        Beyond the credit gate, the number of open seqs is limited to what the remaining steps need, so that a run ends
+        with nothing in flight. A seq settled without training allows another one.
         """
         with self.lock:
             credit = issue_limit(
@@ -99,13 +99,13 @@ class DeliveryState:
             return min(credit, self.ledger.settled + max(0, steps - self.step) * groups_per_step)
 
     def receive(self, seq: int, arrived: ReceivedEntry) -> None:
-        """Count an entry that was read, before anything is decided. seq: 0 if it cannot be known."""
+        """Count an entry that was read, before its outcome is decided. seq: 0 if unknown."""
         with self.lock:
             self.unacked[arrived.id] = seq
             self.accounting.receive(arrived)
 
     def mark_pending(self, seq: int, arrived: ReceivedEntry) -> None:
-        """Track the group of `seq`, which arrived and is to be trained."""
+        """Track the group of `seq`, which arrived and will be trained."""
         with self.lock:
             self.pending.add(seq)
             self.due.discard(seq)
@@ -114,7 +114,7 @@ class DeliveryState:
     def settle(self, seqs: Iterable[int], outcome: Outcome, reason: str = "", *, tokens: int = 0) -> None:
         """Record the outcome of seqs. Raises AlreadySettled.
 
-        tokens  sampled in those that had arrived, unless they were trained
+        tokens  sampled tokens of those that had arrived, unless they were trained
         """
         with self.lock:
             for seq in seqs:
@@ -125,16 +125,16 @@ class DeliveryState:
                 self.due.discard(seq)
                 self.attempts.pop(seq, None)
                 self.accounting.settle(seq)
-            # A Redis that rolled back may have lost count; whatever is settled was issued.
+            # A Redis that rolled back may have lost its count; a settled seq was issued.
             self.issued = max(self.issued, self.ledger.watermark)
             if outcome is not Outcome.TRAINED:
                 self.accounting.record(TOKEN_OUTCOME[outcome], tokens)
 
     def commit_step(self, seqs: Iterable[int], *, sampled: int, trained: int, own: TokenSplit | None = None) -> None:
-        """Record the groups of a completed step at once: a checkpoint sees all of it or nothing.
+        """Record the groups of a completed step atomically: a checkpoint contains all of it or nothing.
 
         trained  tokens with a gradient, mixed groups included
-        own      tokens of these seqs; None: there was nothing mixed in
+        own      tokens of these seqs; None: no groups were mixed in
         """
         with self.lock:
             seqs = list(seqs)
@@ -149,10 +149,11 @@ class DeliveryState:
                 self.accounting.record(TokenOutcome.MASKED, own.masked)
 
     def reopen(self, seq: int) -> str:
-        """Make a dead or stale seq due again, with all its attempts; return what it was. Raises NotReopenable."""
+        """Make a dead or stale seq due again, with all its attempts; return its previous outcome. Raises
+        NotReopenable."""
         with self.lock:
             if self.finished:
-                raise NotReopenable(f"seq {seq}: the run has done its last step")
+                raise NotReopenable(f"seq {seq}: the run has completed its last step")
             outcome, reason = self.ledger.reopen(seq)
             self.reasons[outcome, reason] -= 1
             self.attempts.pop(seq, None)
@@ -201,7 +202,7 @@ class DeliveryState:
     def restore(self, state: dict[str, Any]) -> None:
         """Inverse of `to_state`, for a state that is still empty. Raises ForayError if the ledger is not consistent.
 
-        What the checkpoint had decided may not have been acknowledged: `mark_durable(state)` says what is left to do.
+        Entries decided in the checkpoint may be unacknowledged: `mark_durable(state)` returns them.
         """
         known = {f.name for f in fields(RunCounters)}
         with self.lock:
@@ -218,7 +219,7 @@ class DeliveryState:
             self.requeue_requests = {int(seq) for seq in state.get("requests", ())}
 
     def mark_durable(self, state: dict[str, Any]) -> list[bytes]:
-        """Note that a checkpoint with `state` is durable; return the entries that may now be acknowledged."""
+        """Record that a checkpoint with `state` is durable; return the entries that may now be acknowledged."""
         with self.lock:
             self.committed = Ledger.from_state(state["ledger"])
             decided = [id_ for name in state.get("entries", ()) if (id_ := name.encode()) in self.unacked]
@@ -226,7 +227,7 @@ class DeliveryState:
             return decided
 
     def has_uncommitted(self) -> bool:
-        """Return whether something was decided that no durable checkpoint has."""
+        """Return whether there are decisions that no durable checkpoint contains."""
         with self.lock:
             undecided = {arrived.id for arrived in self.accounting.pending.values()}
             return self.ledger != self.committed or not self.unacked.keys() <= undecided | self.durable
@@ -239,9 +240,9 @@ class DeliveryState:
                 self.durable.discard(id_)
 
     def inconsistency(self, *, whole: bool = True) -> str:
-        """Describe where the accounting is not consistent; "" if it is.
+        """Return a description of the inconsistency, "" if the accounting is consistent.
 
-        whole  also check what was issued: not while Redis is repaired, when that is counted again
+        whole  also check `issued`: not during a repair of Redis, when it is recounted
         """
         with self.lock:
             counts, settled = self.ledger.counts, self.ledger.settled

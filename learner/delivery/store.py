@@ -1,9 +1,9 @@
-"""The learner's typed calls to Redis. Each may raise the errors of `protocol/runtime/redis/errors.py`.
+"""The learner's typed calls to Redis. They may raise the errors of `protocol/runtime/redis/errors.py`.
 
-`redis_setup.py` creates what must exist first; `redis_accounts.py` has counts, events and requests.
+`redis_setup.py` creates streams and functions; `redis_accounts.py` has counters, events and requests.
 
-Two clients, as redis-py 8 needs it: its own retries would duplicate an XADD whose reply was lost, and a blocking read
-needs a socket time-out longer than its block.
+Two clients are needed with redis-py 8: its retries would duplicate an XADD whose reply was lost, and a blocking read
+needs a socket timeout longer than its block.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ BLOCK_MS = 500
 METRICS_TTL_MS = 10_000
 CHUNK = 256
 MAX_DIGITS = 15
-"""Of a count: the functions' numbers are exact so far."""
+"""Maximum digits of a count: numbers in the functions are exact up to this."""
 LAST_ID = (2**64 - 1, 2**64 - 1)
-"""A stream that holds an entry of this id takes no other."""
+"""The largest id: a stream with this entry accepts no other."""
 CHUNK_BYTES = 1 << 16
-"""Most tasks, and most bytes of them, in one call: a request counts as used memory, too large a one is refused."""
+"""Maximum tasks, and bytes of tasks, per call: a request counts as used memory, and Redis refuses one too large."""
 
 Fields = dict[bytes, bytes]
 M = TypeVar("M", bound=Message)
@@ -45,8 +45,8 @@ M = TypeVar("M", bound=Message)
 class LeaseHolder:
     """The holder of the lease: epoch, token, and seconds until it lapses.
 
-    renewed_s  seconds since it was last renewed; None where the holder does not say (an older Foray)
-    since      when it was taken, in seconds since 1970 by the clock of Redis; 0.0 likewise
+    renewed_s  seconds since it was last renewed; None if the holder does not report it (an older Foray)
+    since      time of acquisition on Redis' clock, in seconds since 1970; 0.0 likewise
     """
 
     epoch: int
@@ -58,12 +58,12 @@ class LeaseHolder:
 
 @dataclass(frozen=True)
 class StreamSnapshot:
-    """Where seqs are at one moment (atomic).
+    """Atomic snapshot of where the seqs are.
 
     tasks     seqs with a task that is undelivered or leased
-    unread    trajectory entries wait that were delivered to no learner: their seqs are unknown
-    foreign_consumers    trajectory entries were delivered to a learner that is not this one
-    ahead_s   seconds by which the ids of trajectory entries are ahead of the clock of Redis, which makes them
+    unread    whether undelivered trajectory entries exist: their seqs are unknown
+    foreign_consumers    whether trajectory entries were delivered to another learner
+    ahead_s   seconds by which the ids of trajectory entries are ahead of the clock of Redis, which generates them
     """
 
     tasks: frozenset[int]
@@ -73,7 +73,7 @@ class StreamSnapshot:
 
 
 class RunStore(AccountingStore):
-    """One run in one Redis, as the learner sees it. Thread-safe but for `read`, which belongs to one thread."""
+    """The learner's access to one run in Redis. Thread-safe except `read`, which belongs to one thread."""
 
     def __init__(self, url: str, run: str) -> None:
         self.keys = Keys(run)
@@ -81,7 +81,7 @@ class RunStore(AccountingStore):
         self._owner: tuple[str, str] = ("0", "")
         self._db = connect(url)
         self._reader = connect(url, timeout_s=BLOCK_MS / 1000 + 10)
-        # redis-py's own parser hides the cursor of a claim that asks for ids only.
+        # redis-py's own parser hides the cursor of a claim that returns only ids.
         self._db.set_response_callback("XAUTOCLAIM", lambda reply, **_: reply)
 
     def close(self) -> None:
@@ -90,23 +90,23 @@ class RunStore(AccountingStore):
         self._reader.close()
 
     def set_owner(self, epoch: int, token: str) -> None:
-        """Make fenced calls in this name from now on."""
+        """Set the owner of fenced calls."""
         self._owner = (str(epoch), token)
 
     @property
     def epoch(self) -> int:
-        """The epoch in whose name fenced calls are made; 0 before the first."""
+        """Return the epoch of fenced calls; 0 before the first."""
         return int(self._owner[0])
 
     def prepare(self) -> bool:
         """Load the functions and create missing streams and groups; return whether a stream or group was missing.
 
-        May be called at any time.
+        Idempotent.
         """
         return prepare(self._db, self.keys)
 
     def eviction_policy(self) -> str:
-        """`maxmemory-policy` of the server; "" where this user may not ask for it."""
+        """Return `maxmemory-policy` of the server; "" without permission."""
         with translate_errors():
             try:
                 return str(self._db.info("memory").get("maxmemory_policy", ""))
@@ -126,8 +126,9 @@ class RunStore(AccountingStore):
     def acquire(
         self, token: str, floor: int, ttl_ms: int, *, takeover: bool, lineage_id: str = ""
     ) -> int | LeaseHolder | None:
-        """Return the new epoch, above `floor`, or who holds the lease; None when the run in this Redis is another
-        one."""
+        """Return the new epoch, above `floor`, or the holder of the lease; None if the run in this Redis is another
+        one.
+        """
         keys = (self.keys.lease, self.keys.epoch, self.keys.meta)
         whose = (lineage_id,) if lineage_id else ()
         reply = self._call(functions.ACQUIRE, keys, token, floor, ttl_ms, "1" if takeover else "0", *whose)
@@ -141,7 +142,7 @@ class RunStore(AccountingStore):
         return LeaseHolder(int(reply[1]), reply[3].decode(errors="replace"), max(0, int(reply[2])) / 1000)
 
     def renew(self, ttl_ms: int) -> bool:
-        """Return whether the lease is ours; if so it now lives `ttl_ms` longer."""
+        """Extend the lease by `ttl_ms`. Return False if it is not ours."""
         return bool(self._call(functions.RENEW, (self.keys.lease,), *self._owner, ttl_ms))
 
     def release(self) -> None:
@@ -149,7 +150,7 @@ class RunStore(AccountingStore):
         self._call(functions.RELEASE, (self.keys.lease,), *self._owner)
 
     def holder(self) -> LeaseHolder | None:
-        """Return who holds the lease now."""
+        """Return the current holder of the lease."""
         with translate_errors(self.keys.lease):
             lease = cast(Fields, self._db.hgetall(self.keys.lease))
             left_s = max(0, self._db.pttl(self.keys.lease)) / 1000
@@ -159,19 +160,19 @@ class RunStore(AccountingStore):
         renewed_s = max(0.0, ttl / 1000 - left_s) if ttl else None
         return LeaseHolder(epoch, lease[b"token"].decode(errors="replace"), left_s, renewed_s, float(since))
 
-    # --- what the run is ---
+    # --- run metadata ---
 
     def meta(self) -> Fields:
-        """Return what the run's learner wrote of it; {} where there was none yet."""
+        """Return the metadata that the run's learner wrote; {} if there is none."""
         with translate_errors(self.keys.meta):
             return cast(Fields, self._db.hgetall(self.keys.meta))
 
     def write_meta(self, fields: Mapping[str, str]) -> None:
-        """What all processes of the run must agree on."""
+        """Write the values on which all processes of the run must agree."""
         self._call(functions.META, (self.keys.lease, self.keys.meta), *self._owner, *_flat(fields))
 
     def reset(self, fields: Mapping[str, str]) -> None:
-        """Delete the work of the run that this Redis holds, and write `fields` as what it is from now on."""
+        """Delete the run's state in this Redis, and write `fields` as its new metadata."""
         k = self.keys
         work = (k.tasks, k.traj, k.issued, k.tokens, k.requeue, k.target, k.view, k.dlq)
         self._call(functions.RESET, (k.lease, k.meta, *work), *self._owner, *_flat(fields))
@@ -179,17 +180,17 @@ class RunStore(AccountingStore):
     # --- tasks ---
 
     def issued(self) -> int:
-        """Highest seq ever issued, as far as Redis knows."""
+        """Return the highest seq ever issued, according to Redis."""
         with translate_errors(self.keys.issued):
             found = cast(bytes | None, self._db.get(self.keys.issued)) or b"0"
         if not found.isdigit() or len(found) > MAX_DIGITS:
-            raise unusable(self.keys.issued, "it holds no count")
+            raise unusable(self.keys.issued, "it is not a number")
         return int(found)
 
     def issue(self, floor: int, pairs: Sequence[tuple[int, bytes]], *, ceiling: int = 10**MAX_DIGITS) -> int:
-        """Add tasks (seq ascending); those that were issued before are passed over. Returns the highest issued.
+        """Add tasks (seq ascending); skip those already issued. Return the highest issued.
 
-        ceiling  a higher count in Redis is not believed, and corrected
+        ceiling  a higher count in Redis is not trusted, and corrected
         """
         issued = floor
         for flat in _chunks(pairs):
@@ -198,13 +199,12 @@ class RunStore(AccountingStore):
         return issued
 
     def reissue(self, pairs: Sequence[tuple[int, bytes]]) -> None:
-        """Add tasks whatever was issued before."""
+        """Add tasks, including those already issued."""
         for flat in _chunks(pairs):
             self._call(functions.REISSUE, (self.keys.lease, self.keys.tasks), *self._owner, *flat)
 
     def snapshot(self) -> StreamSnapshot:
-        """Return where seqs are: one transaction, since a task that moves while it is looked for would be seen
-        nowhere."""
+        """Return where the seqs are, in one transaction: a task that moves during separate reads would be missed."""
         with translate_errors(), self._db.pipeline(transaction=True) as pipe:
             pipe.xinfo_groups(self.keys.tasks)
             pipe.xpending_range(self.keys.tasks, TASK_GROUP, "-", "+", 1_000_000)
@@ -216,11 +216,11 @@ class RunStore(AccountingStore):
             groups, pending, tasks, readers, stream, consumers, (now_s, _) = pipe.execute()
         last = entry_order(stream["last-generated-id"])
         if last == LAST_ID:
-            raise unusable(self.keys.traj, "an entry in it has the last id that there is: it can take no other")
+            raise unusable(self.keys.traj, "an entry in it has the largest possible id: no other can be added")
         leased = {item["message_id"] for item in pending}
         delivered = entry_order(_group(groups, TASK_GROUP)["last-delivered-id"])
         # The stream also holds acknowledged tasks until the floor passes them.
-        # One that another program has added may have no seq.
+        # A task added by another program may have no seq.
         seqs = [fields.get(b"seq", b"") for id_, fields in tasks if id_ in leased or entry_order(id_) > delivered]
         read = entry_order(_group(readers, TRAJ_GROUP)["last-delivered-id"])
         mine = self.consumer.encode()
@@ -235,11 +235,11 @@ class RunStore(AccountingStore):
 
     @property
     def consumer(self) -> str:
-        """This learner's name in the stream group: one for each epoch."""
+        """Return this learner's consumer name in the stream group, one per epoch."""
         return f"L{self._owner[0]}"
 
     def read(self, count: int) -> list[tuple[bytes, Fields]]:
-        """Up to `count` entries that no learner was given yet; waits BLOCK_MS for the first."""
+        """Return up to `count` undelivered entries; wait up to BLOCK_MS for the first."""
         with translate_errors(self.keys.traj):
             reply: Any = self._reader.xreadgroup(
                 TRAJ_GROUP, self.consumer, {self.keys.traj: ">"}, count=count, block=BLOCK_MS
@@ -262,7 +262,7 @@ class RunStore(AccountingStore):
                 return ids
 
     def fetch(self, ids: Sequence[bytes]) -> list[tuple[bytes, Fields]]:
-        """Return the entries with these ids that are still there."""
+        """Return the entries with these ids that still exist."""
         with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             for id_ in ids:
                 pipe.xrange(self.keys.traj, id_, id_)
@@ -279,17 +279,17 @@ class RunStore(AccountingStore):
     def redeliver(self, id_: bytes) -> tuple[int, Fields | None]:
         """Return how often Redis has delivered a pending entry, this time included, and its fields.
 
-        The fields are None if the entry is not there (any more).
+        The fields are None if the entry does not exist (any more).
         """
         with translate_errors(), self._db.pipeline(transaction=False) as pipe:
             pipe.xpending_range(self.keys.traj, TRAJ_GROUP, id_, id_, 1)
             pipe.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_])
             pending, claimed = pipe.execute()
-        handed = int(pending[0]["times_delivered"]) + 1 if pending else 1
-        return handed, claimed[0][1] if claimed else None
+        deliveries = int(pending[0]["times_delivered"]) + 1 if pending else 1
+        return deliveries, claimed[0][1] if claimed else None
 
     def reset_deliveries(self, id_: bytes) -> None:
-        """Reset the delivery count of an entry that was read and did no harm."""
+        """Reset the delivery count of an entry that was read successfully."""
         with translate_errors(self.keys.traj):
             self._db.xclaim(self.keys.traj, TRAJ_GROUP, self.consumer, 0, [id_], retrycount=0, justid=True)
 
@@ -300,18 +300,18 @@ class RunStore(AccountingStore):
         self._call(functions.TARGET, (self.keys.lease, self.keys.target), *self._owner, encode(update), state)
 
     def announced(self) -> PolicyVersion | None:
-        """Return the version that engines must load, as far as Redis knows."""
+        """Return the version that engines must load, according to Redis."""
         with translate_errors(self.keys.target):
             raw = self._db.hget(self.keys.target, "b")
         update = _decoded(WeightUpdate, cast(bytes, raw)) if raw else None
         return update.version if update else None
 
     def view(self, view: WeightView, ttl_s: float) -> None:
-        """Write where a transfer stands; Redis forgets it after `ttl_s`."""
+        """Write the state of a transfer; it expires after `ttl_s`."""
         self._call(functions.VIEW, (self.keys.lease, self.keys.view), *self._owner, encode(view), int(ttl_s * 1000))
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
-        """Return what the members of a view said last, by member."""
+        """Return the last answer of each member of a view."""
         with translate_errors(key := self.keys.answers(epoch, number)):
             found = cast(Fields, self._db.hgetall(key))
         answers = (_decoded(ViewAnswer, raw) for raw in found.values())
@@ -325,11 +325,11 @@ class RunStore(AccountingStore):
                 for name in names:
                     pipe.hget(self.keys.engine(name.decode(errors="replace")), "b")
                 raws = pipe.execute()
-        # a registration of another version of Foray says nothing about what it loads
+        # registrations of another version of Foray may lack what they load
         return [info for raw in raws if raw is not None and (info := _decoded(EngineInfo, raw)) is not None]
 
     def generated_per_s(self) -> float | None:
-        """Return tokens a second that the rollout servers say they generate, all together; None where none says."""
+        """Return the reported tokens per second of all rollout servers; None if none reports it."""
         with translate_errors(self.keys.processes):
             names = [
                 name.decode(errors="replace") for name in cast(list[bytes], self._db.zrange(self.keys.processes, 0, -1))
@@ -343,12 +343,12 @@ class RunStore(AccountingStore):
         return sum(rates) if rates else None
 
     def evaluating(self) -> bool:
-        """Return whether an evaluation wants the versions to stand still."""
+        """Return whether an evaluation has paused weight updates."""
         with translate_errors():
             return bool(self._db.exists(self.keys.evaluation))
 
     def now(self) -> float:
-        """Return seconds by the clock of Redis, which all hosts share."""
+        """Return seconds on Redis' clock, which all hosts share."""
         with translate_errors():
             seconds, micros = self._db.time()
         return float(seconds) + float(micros) / 1e6
@@ -364,7 +364,7 @@ class RunStore(AccountingStore):
 
 
 def _chunks(pairs: Sequence[tuple[int, bytes]]) -> Iterator[list[int | bytes]]:
-    """`pairs` one after the other, in pieces of at least one pair and of at most CHUNK_BYTES."""
+    """Yield `pairs` flattened, in chunks of at least one pair and at most CHUNK_BYTES."""
     flat: list[int | bytes] = []
     size = 0
     for seq, body in pairs:
@@ -396,6 +396,6 @@ def _group(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def entry_order(id_: bytes) -> tuple[int, int]:
-    """Return (milliseconds, number) of a stream entry's id: of two entries the greater one is the newer."""
+    """Return (milliseconds, number) of a stream entry's id: the newer of two entries compares greater."""
     ms, _, number = id_.partition(b"-")
     return int(ms), int(number)

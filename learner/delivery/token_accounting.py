@@ -1,19 +1,19 @@
-"""Token accounting: the outcome of every token that a received stream entry brought.
+"""Token accounting: the outcome of every token of the received stream entries.
 
     generated = trained + masked + filtered + stale + failed + duplicate + in flight
 
-`generated` is counted on arrival, before anything is decided, from what the publisher says (`t`, else the header). The
-other side is counted where the outcome is decided, from the groups themselves. So a group that is dropped on the way,
-or recorded twice, shows as a difference of its tokens.
+`generated` is counted on arrival, before any decision, from the publisher's count (`t`, else the header). The other
+side is counted where the outcome is decided, from the groups themselves. So a group that is lost on the way, or
+recorded twice, shows as a difference of its tokens.
 
 trained    had a gradient                     masked  in trained groups, but masked (stale, orphan, invalid, ...)
-filtered   of groups that teach nothing       stale      of groups too old as a whole
-failed     of unreadable, poisonous, failed and not finite groups
-duplicate  of entries whose seq was here or settled already
-in flight  of groups whose outcome is not decided yet
+filtered   of groups without a signal         stale      of groups too old as a whole
+failed     of unreadable, poisonous, failed and non-finite groups
+duplicate  of entries whose seq had arrived or was settled already
+in flight  of groups without an outcome yet
 
-Only tokens of attempts that ended are counted here, not what a rollout server had generated when it was killed.
-Attempts that were rejected are counted by Redis (`Keys.tokens`, `rejected`) and shown beside these totals.
+Only tokens of finished attempts are counted here, not what a killed rollout server had generated. Redis counts the
+attempts that were rejected (`Keys.tokens`, `rejected`); they are shown beside these totals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from protocol.messages import TrajectoryGroup
 
 
 class TokenOutcome(StrEnum):
-    """What became of a token. The values are names in checkpoints and metrics."""
+    """Outcome of a token. The values are names in checkpoints and metrics."""
 
     TRAINED = "trained"
     MASKED = "masked"
@@ -50,10 +50,10 @@ TOKEN_OUTCOME = {
 
 
 class ReceivedEntry(NamedTuple):
-    """A stream entry when it arrived.
+    """Token counts of a stream entry on arrival.
 
-    tokens   sampled for it
-    counted  those of them that Redis counted when it was published
+    tokens   tokens sampled for it
+    counted  tokens that Redis counted on publication
     """
 
     id: bytes
@@ -73,9 +73,9 @@ class TokenAccounting:
     """Counts tokens by outcome. Not thread-safe: `DeliveryState` guards it with its lock.
 
     generated         tokens of all received entries
-    received_counted  the same as Redis counted them when they were published
+    received_counted  the same, as counted by Redis on publication
     totals            tokens by outcome
-    pending           seq -> entry, of those whose outcome is not decided yet
+    pending           seq -> entry, for entries without an outcome yet
     """
 
     generated: int = 0
@@ -89,7 +89,7 @@ class TokenAccounting:
         self.received_counted += entry.counted
 
     def mark_pending(self, seq: int, entry: ReceivedEntry) -> None:
-        """Track an entry whose outcome is not decided yet."""
+        """Track an entry without an outcome yet."""
         self.pending[seq] = entry
 
     def settle(self, seq: int) -> None:
@@ -102,11 +102,11 @@ class TokenAccounting:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens of entries whose outcome is not decided yet."""
+        """Return the tokens of entries without an outcome yet."""
         return sum(entry.tokens for entry in self.pending.values())
 
     def inconsistency(self) -> str:
-        """Describe how the totals differ from `generated`; "" if they are equal."""
+        """Return how the totals differ from `generated`, "" if they are equal."""
         ended = sum(self.totals.values()) + self.pending_tokens
         if ended == self.generated:
             return ""
@@ -128,7 +128,8 @@ class TokenAccounting:
         }
 
     def to_state(self) -> dict[str, Any]:
-        """Return JSON values of what is decided. Pending entries are not acknowledged: they are received again."""
+        """Return the recorded totals as JSON values. Pending entries are not acknowledged and will be received
+        again."""
         pending = self.pending.values()
         return {
             "generated": self.generated - sum(entry.tokens for entry in pending),
@@ -138,7 +139,7 @@ class TokenAccounting:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> TokenAccounting:
-        """Inverse of `to_state`. A checkpoint of a version that did not count tokens has {}: counting begins there."""
+        """Inverse of `to_state`. Checkpoints of versions without token accounting have {}: counting starts there."""
         totals = {TokenOutcome(name): int(tokens) for name, tokens in state.get("buckets", {}).items()}
         return cls(
             generated=int(state.get("generated", 0)),
@@ -150,9 +151,9 @@ class TokenAccounting:
 def token_split(batch: Batch, groups: Sequence[TrajectoryGroup], own: int) -> TokenSplit:
     """Count the tokens of the first `own` of `groups` that are trained in `batch`, and those that are masked.
 
-    The other groups are replayed: their tokens were recorded when they were trained for the first time.
+    The other groups are replayed: their tokens were recorded at their first training.
     """
-    order = sorted(range(len(groups)), key=lambda i: (groups[i].seq, groups[i].attempt))  # as build_batch numbers them
+    order = sorted(range(len(groups)), key=lambda i: (groups[i].seq, groups[i].attempt))  # the numbering of build_batch
     pairs = [(i, trajectory) for i in order for trajectory in groups[i].trajectories]
     counts = np.zeros(len(pairs), np.int64)
     for micro_batch in batch.micro_batches:

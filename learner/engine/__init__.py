@@ -1,4 +1,4 @@
-"""A module and its optimiser over all ranks. DeepSpeed is imported in this package and nowhere else."""
+"""A module and its optimiser over all ranks. Only this package imports DeepSpeed."""
 
 from learner.engine.deepspeed import DeepSpeedEngine, OptimizerUpdate
 from learner.engine.ranks import join_ranks, leave_ranks

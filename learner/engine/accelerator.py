@@ -1,4 +1,4 @@
-"""Which accelerator DeepSpeed takes, said before transformers imports it: else it warns in the middle of the screen."""
+"""Set DeepSpeed's accelerator before transformers imports it; otherwise it prints a warning to the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def without_gpu() -> None:
-    """Tell DeepSpeed where there is no GPU."""
+    """Set DeepSpeed's accelerator to the CPU if there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():

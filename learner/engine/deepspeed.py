@@ -1,8 +1,8 @@
-"""One module under training: gradients over ranks, the update, the weights, an average of them.
+"""One module in training: gradients over ranks, the update, the weights, their moving average.
 
-DeepSpeed is configured to leave alone what the learner does itself. It divides by accumulation steps (a batch has as
-many micro-batches as it needs, and the loss is already a share of the batch's), builds C++ operations while starting,
-looks for MPI, and writes to stdout: none of it here.
+DeepSpeed is configured not to do what the learner does itself. By default it divides by accumulation steps (a batch has
+as many micro-batches as it needs, and the loss is already a share of the batch's), builds C++ operations at start,
+looks for MPI, and writes to stdout.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from learner.engine.state import StateFiles
 
 NEVER = 1 << 40
 REDUCE_BUCKET = 500_000_000
-"""DeepSpeed's own: numbers that are reduced at a time."""
+"""DeepSpeed's default: elements reduced at a time."""
 
 
 def import_deepspeed() -> Any:
-    """Return the module."""
+    """Import DeepSpeed without its start-up output and builds; return the module."""
     without_gpu()
     import deepspeed
 
-    # It would ask gcc which of its C++ operations can be built, and then build one for minutes to save microseconds.
+    # It would check with gcc which C++ operations can be built, and build one for minutes to save microseconds.
     deepspeed.ops.__compatible_ops__ = {}
     # Its optimiser for stage 1 with bfloat16 collects garbage ten times while starting, to report memory.
     deepspeed.runtime.bf16_optimizer.see_memory_usage = _unseen
@@ -40,8 +40,9 @@ def import_deepspeed() -> Any:
     logger = logging.getLogger("DeepSpeed")
     logger.handlers.clear()
     logger.propagate = True
-    logger.setLevel(logging.WARNING)  # it reports every buffer
-    # AdamW from torch is on no list of DeepSpeed's, though tests/learner/test_engine.py finds it exact at every stage.
+    logger.setLevel(logging.WARNING)  # its INFO level reports every buffer
+    # DeepSpeed does not list torch's AdamW as tested; tests/learner/test_engine.py shows that it is exact at every
+    # stage.
     logger.addFilter(_no_gossip)
     warnings.filterwarnings("ignore", "`torch.distributed.[a-z_]+` is deprecated", FutureWarning)
     return deepspeed
@@ -56,13 +57,13 @@ def _no_gossip(record: logging.LogRecord) -> bool:
 
 
 def deepspeed_config(optim: OptimSettings, engine: DeepSpeedSettings, dtype: str, parameters: int) -> dict[str, Any]:
-    """Return DeepSpeed's own configuration, for a model of this many parameters.
+    """Return DeepSpeed's configuration for a model with this many parameters.
 
-    `engine.deepspeed` is merged last; the settings refuse what would clash.
+    `engine.deepspeed` is merged last; the settings refuse conflicting keys.
     """
     stage, low = engine.zero_stage, dtype == "bfloat16"
     pinned = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    # Its buckets are reserved whole: gigabytes for a model of megabytes, until even a fork is refused.
+    # Buckets are allocated in full: gigabytes for a model of megabytes, so that even a fork fails.
     bucket = engine.reduce_bucket or min(REDUCE_BUCKET, max(1, parameters))
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": engine.overlap_comm, "reduce_bucket_size": bucket}
     if engine.allgather_bucket:
@@ -73,13 +74,13 @@ def deepspeed_config(optim: OptimSettings, engine: DeepSpeedSettings, dtype: str
         zero["offload_param"] = pinned
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        # step() is the boundary, whatever the number of micro-batches before it
+        # step() is the boundary, for any number of micro-batches
         "managed_gradient_accumulation": False,
         # at stage 0 the optimiser clips (learner.engine.optimizer)
         "gradient_clipping": optim.clip_norm if stage else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        # its own AdamW for offloaded states has to be compiled first; torch's has a fast CPU path by now
+        # DeepSpeed's AdamW for offloaded states must be compiled; torch's has a fast CPU path
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": low, "check_grad_overflow": True},
         "steps_per_print": NEVER,
@@ -99,8 +100,8 @@ def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 class OptimizerUpdate(NamedTuple):
-    """One call of `step`: the norm of the gradient before clipping, whether it was finite and so applied, and the
-    learning rate (that of parameters whose `lr_scale` is 1).
+    """Result of one `step`: the gradient norm before clipping, whether it was finite and thus applied, and the
+    learning rate (of parameters with `lr_scale` 1).
     """
 
     grad_norm: float
@@ -109,10 +110,10 @@ class OptimizerUpdate(NamedTuple):
 
 
 class DeepSpeedEngine:
-    """One module under training. `updates` counts the updates that were applied; the learning rate follows it.
+    """One module in training. `updates` counts the applied updates and determines the learning rate.
 
-    A process may have several (policy, critic): they share its process group, which `join_ranks` makes and
-    `leave_ranks` ends. Methods called collective must be called by every rank, in one order.
+    A process may have several (policy, critic): they share one process group, which `join_ranks` creates and
+    `leave_ranks` ends. Methods called collective must be called by every rank, in the same order.
     """
 
     def __init__(
@@ -126,14 +127,14 @@ class DeepSpeedEngine:
         seed: int,
     ) -> None:
         if dtype == "bfloat16" and engine.zero_stage == 0:
-            raise ValueError("bfloat16 needs zero_stage 1, 2 or 3: DeepSpeed's stage 0 takes another optimiser for it")
+            raise ValueError("bfloat16 needs zero_stage 1, 2 or 3: DeepSpeed's stage 0 uses another optimiser for it")
         self.optim, self.settings, self.total_updates = optim, engine, total_updates
         self.updates = 0
         self.stage: int = engine.zero_stage
         self._deepspeed = import_deepspeed()
         join_ranks()
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.seed = (seed << 16) + self.rank  # dropout differs from rank to rank
+        self.seed = (seed << 16) + self.rank  # different dropout on each rank
         torch.manual_seed(self.seed)
         self._optimizer = GuardedAdamW(
             parameter_groups(module, optim.weight_decay),
@@ -152,17 +153,17 @@ class DeepSpeedEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where micro-batches must be."""
+        """Return the device for micro-batches."""
         return torch.device(self._engine.device)
 
     @property
     def module(self) -> torch.nn.Module:
-        """The bare module. At stage 3 its parameters are empty outside a forward pass of the engine."""
+        """Return the bare module. At stage 3 its parameters are empty outside a forward pass of the engine."""
         module: torch.nn.Module = self._engine.module
         return module
 
     def forward(self, *inputs: Any) -> Any:
-        """Return the module's forward pass, under the present grad mode; at stage 3 collective."""
+        """Run the module's forward pass in the current grad mode; at stage 3 collective."""
         return self._engine(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -171,7 +172,7 @@ class DeepSpeedEngine:
         self._engine.backward(loss * self.world_size)
 
     def step(self) -> OptimizerUpdate:
-        """One update with the gradients since the last; none when their norm is not finite, and they are cleared."""
+        """Update with the accumulated gradients, or skip the update if their norm is not finite; clear them."""
         rate = learning_rate(self.optim, self.updates, self.total_updates)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
@@ -179,14 +180,14 @@ class DeepSpeedEngine:
         norm = self._engine.get_global_grad_norm()
         applied = not self._engine.optimizer.overflow
         if not applied and self.settings.offload_optimizer and self.stage < 3:
-            # DeepSpeed 0.19.8 keeps them here: every later gradient would be added to what is not finite.
+            # DeepSpeed 0.19.8 keeps them here: later gradients would be added to non-finite ones.
             gradients = self._engine.optimizer.averaged_gradients
             gradients.update(dict.fromkeys(gradients))
         self.updates += applied
         return OptimizerUpdate(float("nan") if norm is None else float(norm), applied, rate)
 
     def reduce(self, sums: list[float], maxima: list[float]) -> tuple[list[float], list[float]]:
-        """Element-wise sums and maxima over the ranks; collective."""
+        """Return element-wise sums and maxima over the ranks; collective."""
         if self.world_size == 1:
             return sums, maxima
         largest = torch.tensor(maxima, dtype=torch.float64, device=self.device)
@@ -202,9 +203,9 @@ class DeepSpeedEngine:
         return added.to(tensor.device)
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in the module, a new tensor on `device`) of every parameter and saved buffer, shared ones once.
+        """Yield (name in the module, a new tensor on `device`) for every parameter and saved buffer, shared ones once.
 
-        As the forward pass reads them, in its dtype. Collective: every rank must consume it to the end, and every rank
+        Values and dtype are those of the forward pass. Collective: every rank must consume it to the end; every rank
         gets the whole tensors.
         """
         named = dict(self.module.named_parameters())
@@ -216,11 +217,11 @@ class DeepSpeedEngine:
             yield name, buffer.detach().to(device, copy=True)
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
-        # Below stage 3 this does nothing.
+        # A no-op below stage 3.
         return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self.stage == 3)
 
     def iter_state(self, key: str, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (parameter's name, a new whole float32 tensor on `device`) of every optimised parameter; collective.
+        """Yield (parameter's name, a new whole float32 tensor on `device`) for every optimised parameter; collective.
 
         key  master | exp_avg | exp_avg_sq | ema (after `start_ema`)
         """
@@ -229,9 +230,9 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def start_ema(self) -> None:
-        """Begin (again) a moving average of the float32 master weights, at their present value.
+        """Begin (again) a moving average of the float32 master weights, at their current value.
 
-        It is one more state of the optimiser: partitioned as the moments are, saved, resumed, offloaded with them.
+        The average is another optimiser state: partitioned, saved, resumed and offloaded like the moments.
         """
         for flat, _ in self._partition.groups:
             self._optimizer.state_of(flat)[EMA] = flat.detach().clone()
@@ -239,24 +240,24 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def update_ema(self, tau: float) -> None:
-        """ema <- tau * ema + (1 - tau) * master, each rank its own partition: nothing is communicated."""
+        """Set ema <- tau * ema + (1 - tau) * master, each rank updates its own partition, without communication."""
         for flat, _ in self._partition.groups:
             self._optimizer.state_of(flat)[EMA].mul_(tau).add_(flat.detach(), alpha=1.0 - tau)
 
     def save_state(self, directory: Path) -> None:
         """Write master weights, moments, average, buffers, counters and random state; collective.
 
-        Each rank writes its share of files into `directory`. Raises OSError on all of them when one could not.
+        Each rank writes its share of files into `directory`. Raises OSError on all ranks if one fails.
         """
         self._files(directory).save(self.updates, self.stage, averages=self._averages)
 
     @torch.no_grad()
     def load_state(self, directory: Path) -> None:
-        """Take up what `save_state` wrote, with any number of ranks and at any stage; collective.
+        """Restore what `save_state` wrote, with any number of ranks and at any stage; collective.
 
-        With as many ranks at the same stage training goes on bit for bit. Ranks that have no saved random state draw
-        from their own seed. An average that was not saved begins again, one that was saved is kept. Raises UserError on
-        all ranks when a file is missing, damaged, or of another model for one of them.
+        With the same number of ranks and the same stage, training continues bit for bit. Ranks without a saved random
+        state use their own seed. An average that was not saved starts again; a saved one is restored. Raises UserError
+        on all ranks if a file is missing, damaged or of another model for one of them.
         """
         self.updates, saved = self._files(directory).load()
         if self._averages and not saved:
@@ -268,12 +269,12 @@ class DeepSpeedEngine:
         return StateFiles(directory, self._partition, self._optimizer, buffers, self.device, self.seed)
 
     def close(self) -> None:
-        """Free what DeepSpeed holds; the process group remains (`leave_ranks`)."""
+        """Free DeepSpeed's resources; the process group remains (`leave_ranks`)."""
         self._engine.destroy()
 
 
 def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, buffer) of those that belong to the state dict, shared ones once."""
+    """Yield (name, buffer) of the buffers in the state dict, shared ones once."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):

@@ -1,8 +1,8 @@
-"""AdamW that clips and refuses non-finite gradients by itself, and its learning rate.
+"""AdamW with built-in clipping and refusal of non-finite gradients, and its learning rate.
 
 DeepSpeed's ZeRO stages 1 to 3 do both before they call the optimiser. Stage 0 does neither reliably: it reports no
-norm, and a NaN norm would scale every weight to NaN. So the guard sits in the optimiser, and speaks the two attributes
-that DeepSpeed's engine looks for: `_global_grad_norm` and `overflow`.
+norm, and a NaN norm would scale every weight to NaN. So the guard is in the optimiser, and sets the two attributes
+that DeepSpeed's engine reads: `_global_grad_norm` and `overflow`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from learner.config.model import OptimSettings
 
 
 def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norms, biases) do not. Empty groups are left out: ZeRO cannot partition nothing.
+    """Return parameter groups: matrices decay, vectors (norms, biases) do not. No empty groups: ZeRO fails on them.
 
-    A module may have `lr_scales`, a dict of name prefix -> factor: parameters whose name begins so get groups with
-    that `lr_scale` (the first prefix that fits), all others 1.
+    A module may have `lr_scales`, a dict of name prefix -> factor: parameters with a matching prefix (the first match)
+    get groups with that `lr_scale`, all others 1.
     """
     scales: dict[str, float] = getattr(module, "lr_scales", {})
     made: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
@@ -28,7 +28,7 @@ def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[
         if parameter.requires_grad:
             scale = next((factor for prefix, factor in scales.items() if name.startswith(prefix)), 1.0)
             made.setdefault((scale, parameter.ndim > 1), []).append(parameter)
-    # One order on every rank and in every resumed process: by scale, matrices first.
+    # The same order on every rank and in every resumed process: by scale, matrices first.
     return [
         {"params": made[key], "weight_decay": weight_decay if key[1] else 0.0, "lr_scale": key[0]}
         for key in sorted(made, key=lambda key: (key[0], not key[1]))
@@ -36,9 +36,10 @@ def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW; with `guard`, a step clips to `clip_norm` (0 = never) and does nothing when the norm is not finite.
+    """AdamW; with `guard`, a step clips to `clip_norm` (0: never) and does nothing if the norm is not finite.
 
-    On a GPU, or with `fused`, the update runs in one kernel: torch's default there holds copies of whole partitions.
+    On a GPU, or with `fused`, the update runs in one kernel: torch's default there allocates copies of whole
+    partitions.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class GuardedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update, unless the gradient's norm is not finite: then `overflow` is True and nothing has changed."""
+        """Update, unless the gradient norm is not finite: then set `overflow` and change nothing."""
         if self.guard:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -68,7 +69,7 @@ class GuardedAdamW(torch.optim.AdamW):
         return result
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the state of a parameter as AdamW keeps it, made as before a first step where there is none yet."""
+        """Return AdamW's state of a parameter; initialise it as before a first step if there is none yet."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             home = parameter.device if self.is_fused else "cpu"
@@ -78,7 +79,7 @@ class GuardedAdamW(torch.optim.AdamW):
         return state
 
     def kept(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """Return the parameter itself for "master", else the state of that name, shaped like it."""
+        """Return the parameter itself for "master", else its state of that name, with the same shape."""
         return parameter.detach() if key == "master" else self.state_of(parameter)[key]
 
 
@@ -87,8 +88,8 @@ def learning_rate(settings: OptimSettings, done: int, total: int) -> float:
     decay.
 
     The first update has lr / warmup, never 0; the decay reaches final_fraction * lr at the last update.
-    A warm-up given as a fraction is rounded down to whole updates, as verl does. The rate depends on `done` alone:
-    there is no scheduler state to lose.
+    A warm-up given as a fraction is rounded down to whole updates, as verl does. The rate depends only on `done`:
+    there is no scheduler state.
     """
     warmup = settings.warmup_steps or int(settings.warmup_fraction * total)
     if done < warmup:

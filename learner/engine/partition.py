@@ -1,9 +1,9 @@
-"""Where the float32 master weights of each parameter lie on this rank, and the optimiser's state beside them.
+"""Locations of each parameter's float32 master weights and optimiser state on this rank.
 
 DeepSpeed keeps them in flat tensors: at stage 0 the parameter itself, at stages 1 and 2 one flat partition for each
 group of parameters, at stage 3 one for each sub-group, with a padded part of every parameter in it. torch's AdamW
-keeps its moments in flat tensors of the same shape. All of it is reached here through one kind of pieces, so that
-state has the same names and shapes whatever the stage and the number of ranks.
+keeps its moments in flat tensors of the same shape. This module represents all of it as pieces of one kind, so that
+state has the same names and shapes at every stage and for any number of ranks.
 
 DeepSpeed's own `safe_get_full_*` do the same for one parameter at a time, at stages 1 to 3, only after a first step,
 and add zeros to the values, which turns -0.0 into 0.0.
@@ -21,12 +21,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 EMA = "ema"
 MASTER = "master"
 CHUNK_BYTES = 256 << 20
-"""Tensors are gathered in chunks of this many bytes: one by one is ten times slower, all at once may not fit."""
+"""Tensors are gathered in chunks of this many bytes: single tensors are ten times slower, all together may not fit."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`count` numbers of a parameter from `start`, which lie in `flat` from `offset`."""
+    """`count` elements of a parameter from `start`, stored in `flat` from `offset`."""
 
     flat: torch.Tensor
     offset: int
@@ -34,11 +34,11 @@ class Piece:
     count: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View of the piece in `tensor`, which is shaped like `flat`."""
+        """Return a view of the piece in `tensor`, which is shaped like `flat`."""
         return tensor.detach().reshape(-1).narrow(0, self.offset, self.count)
 
     def put(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write the piece of the whole parameter's numbers into `tensor`, which is shaped like `flat`."""
+        """Write this piece of the whole parameter into `tensor`, which is shaped like `flat`."""
         if tensor.shape == whole.shape:
             tensor.copy_(whole)
         else:
@@ -49,10 +49,10 @@ class Piece:
 class Partition:
     """This rank's part of the optimised parameters.
 
-    parameters  name -> parameter, all that are optimised, in the module's order
+    parameters  name -> parameter, for all optimised parameters, in the module's order
     shapes      name -> shape of the whole parameter
-    pieces      name -> what of it lies here, absent when nothing does
-    groups      flat tensors of this rank with the names of the parameters they belong to
+    pieces      name -> its pieces on this rank, absent if there are none
+    groups      flat tensors of this rank with the names of their parameters
     whole       every rank holds every parameter whole (stage 0)
     """
 
@@ -64,7 +64,7 @@ class Partition:
 
 
 def partition_of(module: torch.nn.Module, optimizer: Any, stage: int) -> Partition:
-    """Read it off DeepSpeed's wrapped `optimizer` (at stage 0 the plain one)."""
+    """Read the partition from DeepSpeed's wrapped `optimizer` (at stage 0 the plain one)."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
     names = {id(p): name for name, p in parameters.items()}
@@ -75,7 +75,7 @@ def partition_of(module: torch.nn.Module, optimizer: Any, stage: int) -> Partiti
         flats, members = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
         pieces = dict(_scattered(parameters, optimizer))
     else:
-        # with bfloat16 at stage 1 DeepSpeed takes another class, with other names for the same
+        # with bfloat16 at stage 1 DeepSpeed uses another class, with other attribute names
         low = optimizer.bit16_groups if hasattr(optimizer, "bit16_groups") else optimizer.bf16_groups
         members, flats = low, [group["params"][0] for group in optimizer.optimizer.param_groups]
         pieces = dict(_mapped(parameters, flats))
@@ -102,7 +102,7 @@ def _scattered(parameters: dict[str, torch.nn.Parameter], optimizer: Any) -> Ite
 
 
 def set_low(partition: Partition, name: str, whole: torch.Tensor) -> None:
-    """Give the parameter that the forward pass reads the value `whole`, cast as DeepSpeed casts its masters."""
+    """Set the parameter of the forward pass to `whole`, cast as DeepSpeed casts its master weights."""
     parameter = partition.parameters[name]
     if hasattr(parameter, "ds_tensor"):
         part = parameter.ds_tensor
@@ -110,13 +110,13 @@ def set_low(partition: Partition, name: str, whole: torch.Tensor) -> None:
         count = max(0, min(part.ds_numel, parameter.ds_numel - start))  # type: ignore[attr-defined]
         if count:
             part.data.reshape(-1)[:count].copy_(whole.reshape(-1)[start : start + count])
-        if parameter.data.numel() != parameter.ds_numel:  # type: ignore[attr-defined]  # not held whole at present
+        if parameter.data.numel() != parameter.ds_numel:  # type: ignore[attr-defined]  # not whole at present
             return
     parameter.data.copy_(whole.reshape(parameter.shape))
 
 
 def byte_chunks(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield names, in order, in chunks of at most CHUNK_BYTES, or of one."""
+    """Yield names, in order, in chunks of at most CHUNK_BYTES or a single name."""
     chunk: list[str] = []
     held = 0
     for name, size in sizes.items():
@@ -130,7 +130,8 @@ def byte_chunks(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def whole_bytes(parameter: torch.nn.Parameter) -> int:
-    """Size of a parameter; ZeRO-3 leaves an empty tensor behind and keeps the true size in ds_numel."""
+    """Return the size of a parameter in bytes; ZeRO-3 leaves an empty tensor behind and keeps the true size in
+    ds_numel."""
     return int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
 
 
@@ -141,10 +142,10 @@ def gathered(
     out: str,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, a new whole float32 tensor on `out`) of the parameters that are `wanted` here; collective.
+    """Yield (name, a new whole float32 tensor on `out`) of the `wanted` parameters; collective.
 
-    kept    id of a flat master tensor -> what is asked for, shaped like it
-    device  where ranks can talk to each other
+    kept    id of a flat master tensor -> requested state, of the same shape
+    device  device for communication between ranks
     """
     alone = partition.whole or torch.distributed.get_world_size() == 1
     for names in byte_chunks({name: shape.numel() * 4 for name, shape in partition.shapes.items()}):
@@ -152,7 +153,7 @@ def gathered(
         for name in names:
             places[name] = end
             end += partition.shapes[name].numel()
-        # As integers: every number is one rank's and zero elsewhere, and so their sum has its very bits, -0.0 too.
+        # As integers: each element is set on one rank and zero elsewhere, so the sum keeps its bits, -0.0 too.
         buffer = torch.zeros(end, dtype=torch.int32, device=device)
         for name in names:
             piece = partition.pieces.get(name)

@@ -9,11 +9,11 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, only not in __all__
 
 PATIENCE = timedelta(hours=1)
-"""How long a rank waits in a collective for the others, which may be writing files."""
+"""Timeout of a collective, long enough for other ranks to write files."""
 
 
 def join_ranks() -> None:
-    """Join the ranks that a launcher announced in the environment, or be the only one, with no port and no MPI."""
+    """Join the ranks that a launcher set in the environment, or form a single-rank group without port or MPI."""
     if torch.distributed.is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -27,7 +27,7 @@ def join_ranks() -> None:
 
 
 def leave_ranks() -> None:
-    """Leave the process group; nothing happens outside one."""
+    """Leave the process group; a no-op outside one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

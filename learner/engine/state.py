@@ -1,12 +1,12 @@
-"""The state of an engine as files that any number of ranks at any stage can take up, without pickle.
+"""The state of an engine as files, loadable by any number of ranks at any stage, without pickle.
 
-state.json               counters, and of every tensor its shape and its file
+state.json               counters, and the shape and file of every tensor
 KEY.RANK.N.safetensors   whole float32 tensors by parameter name; KEY: master, exp_avg, exp_avg_sq, ema
 buffers.safetensors      buffers of the module
 random.RANK.safetensors  random state of a rank
 
-Tensors are shared out among the ranks, which write side by side. Whoever calls flushes and hashes the files
-(`learner.checkpoint`). Frozen parameters are not here: they are those of the initial model.
+The tensors are distributed over the ranks, which write in parallel. The caller flushes and hashes the files
+(`learner.checkpoint`). Frozen parameters are not saved: they equal those of the initial model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FORMAT = 1
 INDEX = "state.json"
 BUFFERS = "buffers.safetensors"
 FILE_BYTES = 1 << 30
-"""A rank begins a new file beyond this many bytes: what is written at once is held in memory."""
+"""Bytes after which a rank begins a new file: a file is built in memory."""
 
 
 class StateFiles:
-    """One directory of state, and the parts of an engine that it is read from and written to.
+    """One directory of state, and the parts of the engine that it saves and restores.
 
-    device  where ranks can talk to each other
-    seed    this rank's own, for a rank without a saved random state
+    device  device for communication between ranks
+    seed    seed of this rank, used without a saved random state
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class StateFiles:
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def save(self, updates: int, stage: int, *, averages: bool) -> None:
-        """Write this rank's files, and rank 0 the index, which is the last; collective.
+        """Write this rank's files and, last, the index (rank 0); collective.
 
-        Raises OSError on every rank when one of them could not write a file, and only at the end: no rank may be
-        waited for in a collective that it does not come to.
+        Raises OSError on every rank if one of them fails, and only at the end: all ranks must take part in every
+        collective.
         """
         failures: list[OSError] = []
         try:
@@ -85,10 +85,10 @@ class StateFiles:
             except OSError as error:
                 failures.append(error)
         if fail_together(bool(failures), self.device):
-            raise failures[0] if failures else OSError("another rank could not write its files")
+            raise failures[0] if failures else OSError("another rank failed to write its files")
 
     def _plan(self, key: str) -> dict[str, str]:
-        """Return the file of each tensor, the same on every rank: tensor i is rank i % R's."""
+        """Return the file of each tensor, the same on every rank: tensor i belongs to rank i % R."""
         files, held, number = {}, [0] * self.ranks, [0] * self.ranks
         for i, (name, shape) in enumerate(self.partition.shapes.items()):
             owner, size = i % self.ranks, shape.numel() * 4
@@ -125,9 +125,9 @@ class StateFiles:
         }
 
     def load(self) -> tuple[int, bool]:
-        """Read what this rank needs, from all ranks' files; (updates, whether there is an average); collective.
+        """Load this rank's part from all ranks' files; return (updates, whether there is an average); collective.
 
-        Raises UserError on every rank when one of them could not: they must go on together.
+        Raises UserError on every rank if one of them fails, so that they stay in step.
         """
         try:
             found = self._load()
@@ -135,7 +135,7 @@ class StateFiles:
             fail_together(True, self.device)
             raise
         if fail_together(False, self.device):
-            raise _unusable(self.directory, "another rank could not read its part")
+            raise _unusable(self.directory, "another rank failed to read its part")
         return found
 
     def _load(self) -> tuple[int, bool]:
@@ -157,7 +157,7 @@ class StateFiles:
         try:
             index: dict[str, Any] = json.loads(path.read_text())
             if index["format"] != FORMAT:
-                raise _unusable(path, f"its format is {index['format']}, and this version reads {FORMAT}")
+                raise _unusable(path, f"its format is {index['format']}, but this version reads {FORMAT}")
             saved = {name: torch.Size(shape) for name, shape in index["shapes"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _unusable(path, f"{type(error).__name__}: {error}") from None
@@ -165,9 +165,10 @@ class StateFiles:
         for name in saved.keys() | here.keys():
             if saved.get(name) != here.get(name):
                 raise UserError(
-                    f"the saved state in {self.directory} is of another model",
-                    why=f"{name} is {_shape(saved.get(name))} there and {_shape(here.get(name))} here",
-                    todo="start with the run.model and learner.model settings that the run began with",
+                    f"the saved state in {self.directory} belongs to another model",
+                    why=f"{name} is {_shape(saved.get(name))} in the checkpoint and {_shape(here.get(name))} in this "
+                    "model",
+                    todo="use the run.model and learner.model settings that the run started with",
                 )
         return index
 
@@ -187,9 +188,7 @@ class StateFiles:
     def _take(self, key: str, name: str, whole: torch.Tensor, path: Path) -> None:
         expected = self.partition.shapes[name]
         if whole.shape != expected or whole.dtype != torch.float32:
-            raise _unusable(
-                path, f"{name} is {_shape(whole.shape)} {whole.dtype} in it, not {_shape(expected)} float32"
-            )
+            raise _unusable(path, f"{name} is {_shape(whole.shape)} {whole.dtype}, expected {_shape(expected)} float32")
         piece = self.partition.pieces.get(name)
         if piece is not None:
             piece.put(self.optimizer.kept(piece.flat, key), whole)
@@ -201,7 +200,9 @@ class StateFiles:
         try:
             with safe_open(path, framework="pt", device="cpu") as shard:
                 if set(shard.keys()) != set(self.buffers):
-                    raise _unusable(path, f"it holds {sorted(shard.keys())}, and the model has {sorted(self.buffers)}")
+                    raise _unusable(
+                        path, f"it contains {sorted(shard.keys())}, but the model has {sorted(self.buffers)}"
+                    )
                 for name, buffer in self.buffers.items():
                     buffer.copy_(shard.get_tensor(name))
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -238,7 +239,7 @@ def _shape(shape: torch.Size | None) -> str:
 
 def _unusable(path: Path, why: str) -> UserError:
     return UserError(
-        f"the saved state cannot be taken up: {path} is missing or damaged",
+        f"cannot load the saved state: {path} is missing or damaged",
         why=why,
         todo="restore the file, or resume from an older checkpoint",
     )

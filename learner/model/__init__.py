@@ -1,1 +1,1 @@
-"""The policy as torch sees it: attention, log-probs, LoRA, export, and the parity check at load."""
+"""The policy in torch: attention, log-probs, LoRA, export, and the parity check at load."""

@@ -1,4 +1,4 @@
-"""What kinds of models the learner takes, judged by their configuration."""
+"""Model kinds that the learner supports, determined from their configuration."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from protocol.errors import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3", "qwen2", "qwen3")
-"""Model types whose sliding windows the tests know: few tokens would not show a window of thousands."""
+"""Model types whose sliding windows are tested: a short check cannot reveal a window of thousands of tokens."""
 EAGER_ONLY = (
     *("bloom", "codegen", "deepseek_v4", "falcon_mamba", "gpt_neo", "gpt_oss", "gptj", "mamba", "mamba2", "mpt"),
     *("recurrent_gemma", "rwkv", "xglm", "xlstm"),
 )
-"""Causal models that transformers does not compute with torch's fused attention: known before anything is loaded. Of
-others it is found out at the load."""
+"""Causal models without torch's fused attention in transformers, known before loading. For other models the check at
+load finds out."""
 RECURRENT = ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm")
-"""Causal models with a state: their configuration does not always list the kinds of their layers."""
+"""Causal models with a recurrent state: their configuration does not always list their layer kinds."""
 
 
 def refuse_settings(directory: Path, config: Any, attention: str, *, packed: bool) -> None:
-    """Raise one UserError for what `refuse_kind` says and, where rows are `packed`, `refuse_packing`: a model that
-    needs two settings names both."""
+    """Raise one UserError for what `refuse_kind` and, if rows are `packed`, `refuse_packing` report, naming all
+    settings that the model needs."""
     found = []
     for refuses in (partial(refuse_kind, attention=attention), *((refuse_packing,) if packed else ())):
         try:
@@ -39,19 +39,19 @@ def refuse_settings(directory: Path, config: Any, attention: str, *, packed: boo
 
 
 def refuse_kind(directory: Path, config: Any, attention: str) -> None:
-    """Raise UserError for what is no causal language model of text, or would not be computed as it was trained."""
+    """Raise UserError unless it is a causal language model of text that is computed as it was trained."""
     other = next((name for name in ("vision_config", "audio_config") if getattr(config, name, None)), None)
     if config.is_encoder_decoder or other:
         what = "an encoder and a decoder" if config.is_encoder_decoder else f"a {other}"
         raise UserError(
-            f"{directory} holds a {config.model_type} model with {what}",
-            why="only causal language models of text are trained",
-            todo="use a model that AutoModelForCausalLM loads, without other parts",
+            f"{directory} contains a {config.model_type} model with {what}",
+            why="only causal language models of text are supported",
+            todo="use a text-only model that AutoModelForCausalLM loads",
         )
     if attention != "eager" and getattr(config, "attn_logit_softcapping", None):
         raise UserError(
-            f"{directory} holds a {config.model_type} model, which caps its attention scores",
-            why=f"attention {attention} would leave the cap out without a word",
+            f"{directory} contains a {config.model_type} model, which caps its attention scores",
+            why=f"attention {attention} would silently ignore the cap",
             todo="set learner.model.attention to eager",
         )
     if attention != "eager" and config.model_type in EAGER_ONLY:
@@ -61,23 +61,23 @@ def refuse_kind(directory: Path, config: Any, attention: str) -> None:
 def no_attention(directory: Path, kind: str, attention: str) -> UserError:
     """Return the error for a model that transformers computes with eager attention only."""
     return UserError(
-        f"{directory} holds a {kind} model, which transformers does not compute with attention {attention}",
-        why="it has no such attention for this type",
+        f"{directory} contains a {kind} model, for which transformers does not support attention {attention}",
+        why="transformers implements only eager attention for this type",
         todo="set learner.model.attention to eager",
     )
 
 
 def layer_kinds(config: Any) -> frozenset[str]:
-    """Kinds of attention in the layers of a model with this configuration."""
+    """Return the kinds of attention in the layers of a model with this configuration."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return frozenset(kinds)
-    # Without a list of layers there is one kind: Mistral's and Phi 3's say so by the window alone.
+    # Without a list of layers there is one kind: Mistral and Phi 3 set only the window.
     return frozenset([FULL if getattr(config, "sliding_window", None) is None else SLIDING])
 
 
 def refuse_packing(directory: Path, config: Any) -> None:
-    """Raise UserError for a model into whose rows trajectories cannot be packed, by the kinds of its layers."""
+    """Raise UserError if the model's layer kinds do not allow several trajectories in one row."""
     kinds, kind = layer_kinds(config), config.model_type
     if kind in RECURRENT:
         raise no_packing(directory, kind, "its layers carry a state from one token to the next")
@@ -86,16 +86,16 @@ def refuse_packing(directory: Path, config: Any) -> None:
 
 
 def no_packing(directory: Path, kind: str, why: str) -> UserError:
-    """Return the error for a model that needs a row for each trajectory."""
+    """Return the error for a model that needs one row per trajectory."""
     return UserError(
-        f"{directory} holds a {kind} model, into whose rows trajectories cannot be packed",
+        f"{directory} contains a {kind} model, which cannot compute several trajectories in one row",
         why=why,
         todo="set learner.batch.row_tokens to 0",
     )
 
 
 def without_dropout(config: Any) -> None:
-    """Set every dropout of a configuration to 0: dropout would make the ratio to the sampler's policy noise."""
+    """Set every dropout of a configuration to 0: dropout would add noise to the ratio to the engines' policy."""
     for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, name, 0.0)

@@ -1,11 +1,11 @@
-"""Who may attend to whom when rows hold several trajectories: spans, or masks for every kind of layer a model has.
+"""Attention within rows of several trajectories: spans, or masks for every kind of layer.
 
-transformers would guess the blocks from position ids in some cases and not in others (a cache or an all-ones mask
-makes it attend across trajectories without a word), so nothing is left to it. Rows that hold one trajectory each need
-no mask of ours at all: attention is causal and the padding comes last.
+transformers infers the blocks from position ids in some cases only (a cache or an all-ones mask makes it silently
+attend across trajectories), so the blocks are always passed explicitly. Rows with one trajectory each need no mask:
+attention is causal and padding comes last.
 
-Where every layer sees all that came before, a row is computed span by span: each trajectory by causal attention of its
-own, without a mask. A mask of [L, L] costs what packing saves, and with it torch computes the blocks that it hides.
+If every layer sees all previous tokens, a row is computed span by span: causal attention per trajectory, without a
+mask. A mask of [L, L] costs what packing saves, because torch also computes the blocks that it hides.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from learner.model.architecture import FULL, SLIDING, layer_kinds
 
 SPANS = "foray_spans"
-"""The name under which transformers knows our attention function."""
+"""Name of our attention function in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Where the trajectories of packed rows lie. An argument of every layer, so that a layer computed once more for
-    its gradient (gradient checkpointing) has it too.
+    """Positions of the trajectories in packed rows. Passed to every layer, so that a layer recomputed for
+    its gradient (gradient checkpointing) has them too.
 
-    widths  of each row's spans in order, padding among them: they add up to L
-    held    whether a span is a trajectory, and not padding
+    widths  widths of each row's spans in order, including padding: they add up to L
+    held    whether a span is a trajectory, not padding
     """
 
     widths: tuple[tuple[int, ...], ...]
@@ -37,7 +37,7 @@ class Spans:
 
     @classmethod
     def of(cls, documents: torch.Tensor) -> Spans:
-        """Of documents [R, L] int64, -1 where padding; each document must be in one piece."""
+        """Return the spans of documents [R, L] int64, -1 at padding; each document must be contiguous."""
         widths, held = [], []
         for row in documents.cpu():
             found, counts = torch.unique_consecutive(row, return_counts=True)
@@ -47,9 +47,9 @@ class Spans:
 
 
 def use_spans(causal: Any) -> bool:
-    """Let a transformers model take `spans` beside its other inputs; False where it has no place for our function.
+    """Let a transformers model accept `spans`; return False if it does not support a custom attention function.
 
-    Without `spans` it then computes as with sdpa, and builds no mask: rows are causal, padding must come last.
+    Without `spans` it then computes as with sdpa, without a mask: rows are causal, padding must come last.
     """
     from transformers import AttentionInterface
 
@@ -72,17 +72,17 @@ def _attend_spans(
     spans: Spans | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[R, L, heads, V], as transformers wants it, of query [R, heads, L, D], key [R, groups, L, D], value
+    """Return [R, L, heads, V], as transformers expects, from query [R, heads, L, D], key [R, groups, L, D], value
     [R, groups, L, V].
 
-    Padding gets zeros, and gives no gradient. Raises ValueError for spans with a mask, which would be left out.
+    Padding gets zeros and no gradient. Raises ValueError for spans with a mask, which would be ignored.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     if spans is None:
         return sdpa(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if attention_mask is not None:
-        raise ValueError("the model makes a mask of its own, which spans leave out")
+        raise ValueError("the model builds its own mask, which spans would ignore")
     attend = partial(sdpa, module, attention_mask=None, **options | {"is_causal": True})
     rows = zip(*(torch.split(t, 1) for t in (query, key, value)), spans.widths, spans.held, strict=True)
     return torch.cat([_attend_row(attend, *row) for row in rows]), None
@@ -96,7 +96,8 @@ def _attend_row(
     widths: tuple[int, ...],
     held: tuple[bool, ...],
 ) -> torch.Tensor:
-    """[1, L, heads, V] of one row. The gradient of `split` is one concatenation, that of a slice a row of zeros."""
+    """Return [1, L, heads, V] of one row. The gradient of `split` is one concatenation, that of a slice a row of
+    zeros."""
     cuts = zip(*(torch.split(t, list(widths), 2) for t in (query, key, value)), held, strict=True)
     nothing = value.new_zeros(()).expand(1, query.shape[2], query.shape[1], value.shape[-1])
     parts = [attend(q, k, v)[0] if inside else nothing[:, : q.shape[2]] for q, k, v, inside in cuts]
@@ -104,23 +105,23 @@ def _attend_row(
 
 
 def block_mask(documents: torch.Tensor) -> torch.Tensor:
-    """[R, 1, L, L] bool of documents [R, L]: token t sees s when s <= t and both are of one trajectory (padding sees
-    padding).
+    """Return [R, 1, L, L] bool of documents [R, L]: token t sees s if s <= t and both are in one trajectory (padding
+    sees padding).
     """
     same = documents[:, :, None] == documents[:, None, :]
     return torch.tril(same)[:, None]
 
 
 def attention_mask(documents: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Return what a base model of transformers takes as `attention_mask` for rows of several trajectories.
+    """Return `attention_mask` of a transformers base model for rows of several trajectories.
 
     documents [R, L] int64, -1 where padding. The masks are [R, 1, L, L]: bool for sdpa, of `dtype` and added to the
-    scores for eager attention. One mask, or one for each kind of layer where the configuration lists layers of more
-    kinds than the full one. Raises ValueError for kinds that have no mask here.
+    scores for eager attention. One mask, or one per kind of layer if the configuration lists other
+    kinds than full attention. Raises ValueError for unsupported kinds.
     """
     kinds = layer_kinds(config)
     if kinds - {FULL, SLIDING}:
-        raise ValueError(f"no mask is known for {', '.join(sorted(kinds - {FULL, SLIDING}))}")
+        raise ValueError(f"unsupported kinds of attention layers: {', '.join(sorted(kinds - {FULL, SLIDING}))}")
     full = block_mask(documents)
     masks = {FULL: full}
     if SLIDING in kinds:

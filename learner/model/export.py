@@ -1,7 +1,7 @@
-"""A checkpoint as a folder that transformers, peft and engines load; needs neither DeepSpeed nor the ranks of the run.
+"""Export a checkpoint as a folder for transformers, peft and engines, without DeepSpeed or the run's ranks.
 
-What is exported is the float32 state cast to the dtype of the run, so it equals what was published at that step, and a
-model with adapters is merged as it is for publishing: the cast first, then the sum in float32, rounded once.
+The export is the float32 state cast to the dtype of the run, so it equals the version published at that step. A
+model with adapters is merged as for publishing: cast first, then the sum in float32, rounded once.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def find_state(where: Path) -> Path:
     """Return the policy's state in `where`: a run directory (its committed checkpoint, every file verified), or a
     checkpoint.
 
-    Raises UserError when there is none.
+    Raises UserError if there is none.
     """
     if (where / STATE / POLICY / INDEX).is_file():
         return where / STATE / POLICY
     checkpoint = Checkpoints(where / "checkpoints", keep=1).load()
     if checkpoint is None or not (checkpoint.path / STATE / POLICY / INDEX).is_file():
         raise UserError(
-            f"there is no checkpoint in {where}",
-            why="neither its state nor a directory `checkpoints` with a committed one was found",
-            todo="give a run directory, or one of the directories in RUN_DIR/checkpoints",
+            f"no checkpoint found in {where}",
+            why="it contains neither a saved state nor a directory `checkpoints` with a committed one",
+            todo="pass a run directory, or one of the directories in RUN_DIR/checkpoints",
         )
     return checkpoint.path / STATE / POLICY
 
@@ -58,7 +58,7 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
     model     the run's initial model; frozen weights, configuration and tokenizer come from there
     settings  of the run: dtype, and alpha of the adapters
     average   the moving average (`learner.reference`) instead of the policy itself
-    Raises UserError when the state is damaged, of another model, or has no average.
+    Raises UserError if the state is damaged, belongs to another model, or has no average.
     """
     _refuse_existing(out)
     tensors = _read(state, EMA if average else MASTER, settings)
@@ -66,12 +66,12 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
     own = dict(causal.named_parameters())
     adapted = any(".lora_" in name for name in tensors)
     if not adapted and (missing := own.keys() - tensors.keys()):
-        raise _another(state, model, f"{min(missing)} is not there")
+        raise _another(state, model, f"{min(missing)} is missing")
     own |= dict(causal.named_buffers())
     with torch.no_grad():
         for name, tensor in _merged(tensors, own, settings.lora):
             if name not in own or own[name].shape != tensor.shape:
-                raise _another(state, model, f"{name} is {list(tensor.shape)} there")
+                raise _another(state, model, f"{name} has shape {list(tensor.shape)} in the checkpoint")
             own[name].copy_(tensor)
 
     def write(folder: Path) -> None:
@@ -79,7 +79,7 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
         for path in model.iterdir():
             if path.is_file() and not path.name.endswith(OTHER_WEIGHTS):
                 shutil.copyfile(path, folder / path.name)
-        # The original one, since the model in memory was told to have no dropout.
+        # The original configuration: the model in memory has its dropout set to 0.
         config = json.loads((model / "config.json").read_text())
         config.pop("torch_dtype", None)
         (folder / "config.json").write_text(json.dumps(config | {"dtype": settings.dtype}, indent=2) + "\n")
@@ -88,7 +88,7 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
 
 
 def export_adapter(state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False) -> None:
-    """Write the adapters alone to `out`, in PEFT's layout, over `model`. Arguments and errors as of `export_model`."""
+    """Write only the adapters to `out`, in PEFT's layout, over `model`. Arguments and errors as in `export_model`."""
     _refuse_existing(out)
     tensors = _read(state, EMA if average else MASTER, settings)
     named = {name.replace(f".{ADAPTER}.weight", ".weight"): t for name, t in tensors.items() if ".lora_" in name}
@@ -104,13 +104,13 @@ def export_adapter(state: Path, model: Path, settings: ModelSettings, out: Path,
 
 
 def _read(state: Path, key: str, settings: ModelSettings) -> Tensors:
-    """transformers' name -> tensor in the run's dtype; a value head is left out."""
+    """Return transformers' name -> tensor in the run's dtype, without a value head."""
     index = _index(state)
     if key == EMA and not index["averages"]:
         raise UserError(
             f"the state in {state} has no moving average",
             why="only runs with learner.reference.kind ema or refresh keep one",
-            todo="export the policy itself: without --ema",
+            todo="export the policy itself, without --ema",
         )
     files = sorted(set(index["files"][key].values()))
     found = {
@@ -122,7 +122,7 @@ def _read(state: Path, key: str, settings: ModelSettings) -> Tensors:
     found |= {name: tensor for name, tensor in _tensors(state / BUFFERS) if name.startswith(PREFIX)}
     missing = [name for name in index["shapes"] if name.startswith(PREFIX) and name not in found]
     if missing:
-        raise _damaged(state, f"{missing[0]} is in no file")
+        raise _damaged(state, f"no file contains {missing[0]}")
     return {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
 
 
@@ -132,22 +132,22 @@ def _index(state: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _damaged(state / INDEX, str(error)) from None
     if index.get("format") != FORMAT:
-        raise _damaged(state / INDEX, f"its format is {index.get('format')}, and this version reads {FORMAT}")
+        raise _damaged(state / INDEX, f"its format is {index.get('format')}, but this version reads {FORMAT}")
     return index
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with safe_open(path, framework="pt", device="cpu") as shard:
-            for name in shard.keys():  # noqa: SIM118  # no mapping: it has keys() only
+            for name in shard.keys():  # noqa: SIM118  # not a mapping: it only has keys()
                 yield name, shard.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise _damaged(path, str(error)) from None
 
 
 def _another(state: Path, model: Path, why: str) -> UserError:
-    todo = "name the model that the run began with: --model DIR"
-    return UserError(f"the state in {state} is of another model than {model}", why=why, todo=todo)
+    todo = "pass the model that the run started with: --model DIR"
+    return UserError(f"the state in {state} does not belong to the model {model}", why=why, todo=todo)
 
 
 def _damaged(path: Path, why: str) -> UserError:
@@ -155,8 +155,8 @@ def _damaged(path: Path, why: str) -> UserError:
 
 
 def _merged(tensors: Tensors, base: Tensors, lora: LoraSettings) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the state's own tensors, and of each adapter the sum with the weight in `base`, itself where there is
-    none."""
+    """Yield the state's own tensors and, for each adapter, the merged weight: the sum with the weight in `base`, or the
+    tensor itself if there is none."""
     a_end, b_end = (f".lora_{half}.{ADAPTER}.weight" for half in "AB")
     for name, tensor in tensors.items():
         if name.endswith(a_end):
@@ -172,20 +172,20 @@ def _merged(tensors: Tensors, base: Tensors, lora: LoraSettings) -> Iterator[tup
 
 def _refuse_existing(out: Path) -> None:
     if out.exists():
-        raise UserError(f"{out} exists already", todo="name a directory that does not")
+        raise UserError(f"{out} already exists", todo="choose a directory that does not exist")
 
 
 def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
-    """`out` appears when all is in it, or not at all."""
+    """Create `out` atomically: complete or not at all."""
     part = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         part.mkdir(parents=True)
         write(part)
         for path in part.iterdir():
-            # safetensors writes for the owner alone; what the umask says of the folder holds for its files too
+            # safetensors writes files for the owner only; apply the folder's umask to them
             path.chmod(part.stat().st_mode & 0o666)
         part.rename(out)
     except OSError as error:
-        raise UserError(f"{out} could not be written", why=str(error), todo="see to space and permissions") from None
+        raise UserError(f"cannot write {out}", why=str(error), todo="check disk space and permissions") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)

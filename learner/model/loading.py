@@ -1,4 +1,4 @@
-"""Load the policy from a Hugging Face directory, and name its weights as such a directory does."""
+"""Load the policy from a Hugging Face directory, and map its weights to that layout's names."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def load_policy(
 ) -> PolicyModel:
     """Return the model in `directory` (Hugging Face layout), on the CPU.
 
-    packed  whether rows of several trajectories will be given to it
-    critic  where it is to carry a value head (critic.backbone policy)
-    Raises UserError when the model is missing, or is of a kind that would be scored wrongly.
+    packed  whether rows will contain several trajectories
+    critic  set if the model gets a value head (critic.backbone policy)
+    Raises UserError if the model is missing, or would be scored wrongly.
     """
     causal = load_causal(directory, settings, packed=packed)
     policy = PolicyModel(causal, settings, critic)
@@ -36,20 +36,20 @@ def load_policy(
 
 
 def load_causal(directory: Path, settings: ModelSettings, *, packed: bool = False) -> Any:
-    """transformers' own model, without dropout. Raises UserError when it is missing or no text model, or cannot be
-    `packed` into rows."""
+    """Return transformers' model without dropout. Raises UserError if it is missing, not a text model, or does not
+    support `packed` rows."""
     if not (directory / "config.json").is_file():
         raise UserError(
-            f"there is no model in {directory}",
+            f"no model found in {directory}",
             why="run.model must be a directory with config.json, weights and tokenizer",
-            todo="give run.model=DIR",
+            todo="set run.model=DIR",
         )
     refuse_pickled(directory)
     without_gpu()
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # a bar in a log file is noise
+    disable_progress_bar()  # progress bars clutter log files
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     refuse_settings(directory, config, settings.attention, packed=packed)
     without_dropout(config)
@@ -63,7 +63,7 @@ def load_causal(directory: Path, settings: ModelSettings, *, packed: bool = Fals
             use_safetensors=True,
             attn_implementation=settings.attention,
         )
-    except ValueError as error:  # no such implementation of this architecture, or no causal model of it
+    except ValueError as error:  # no such attention for this architecture, or no causal model of it
         raise UserError(
             f"transformers cannot load {directory} ({config.model_type})",
             why=str(error)[:400],
@@ -75,10 +75,10 @@ def load_causal(directory: Path, settings: ModelSettings, *, packed: bool = Fals
 
 
 def as_saved(causal: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` of `causal` under the names and in the shapes that `save_pretrained` would write: what engines read.
+    """Yield `weights` of `causal` with the names and shapes of `save_pretrained`, which engines read.
 
-    transformers stacks the weights of experts, which a checkpoint holds apart: one tensor may become several, not
-    copied where they are contiguous. For most models nothing changes.
+    transformers stacks the weights of experts, which a checkpoint keeps separate: one tensor may become several, not
+    copied if contiguous. For most models nothing changes.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

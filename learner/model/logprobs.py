@@ -1,15 +1,15 @@
 """Log-probs and entropies of sampled tokens from logits or hidden states, in bounded memory (pure torch).
 
-`ScoringLinear` is output layer, log-softmax and their gradients in one: what is kept for the backward pass is one
-number a token.
+`ScoringLinear` fuses output layer, log-softmax and their gradients: it keeps one
+number per token for the backward pass.
 
-Plain autograd keeps logits, their float32 copies and a weight gradient for each chunk. Here logits are computed again
+Plain autograd keeps logits, their float32 copies and a weight gradient per chunk. Here logits are recomputed
 in the backward pass, chunk by chunk, turned into their own gradient in place, and added into the gradients of hidden
 states and weight. With p = softmax(z), z = W h + b over the temperature, H the entropy:
 
     d log p_t / d z_j = [j = t] - p_j          d H / d z_j = -p_j (log p_j + H)
 
-Logits of bfloat16 weights and states are float32 where the layer says so (`fp32`): exact products, summed and kept in
+Logits of bfloat16 weights and states are float32 if the layer is `fp32`: exact products, summed and kept in
 float32. On CUDA that is one matrix product with a float32 output and costs nothing; elsewhere the weight is converted
 once for all chunks of a pass, and its float32 copy (4 bytes x V x H) lives as long as the pass. Models that cap their
 logits (Gemma 2) go through `_Float32Linear` instead, which converts in every chunk, and again where a chunk is
@@ -26,17 +26,17 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 BUFFERS = 5
-"""[rows, V] tensors that `score_logits` and its backward pass hold at once."""
+"""Number of [rows, V] tensors alive in `score_logits` and its backward pass."""
 
 
 class Scores(NamedTuple):
-    """Of N tokens, float32 (float64 where the inputs are).
+    """Scores of N tokens, float32 (float64 if the inputs are).
 
     logprobs [N]     of the tokens
-    entropy  [N]     in nats, of the distributions that they come from
-    at       [N, k]  log-probs of the k given ids at each place; where none were given, those of `top`, without gradient
-    top      [N, k]  int64, the k likeliest ids at each place, most likely first; None where none were asked for
-    values   [N]     the critic's, None where the policy carries no value head
+    entropy  [N]     in nats, of their distributions
+    at       [N, k]  log-probs of the k given ids at each position; without given ids those of `top`, without gradient
+    top      [N, k]  int64, the k likeliest ids at each position, most likely first; None if not requested
+    values   [N]     the critic's values, None if the policy has no value head
     """
 
     logprobs: torch.Tensor
@@ -47,7 +47,7 @@ class Scores(NamedTuple):
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32; float64 stays."""
+    """Return the tensor in float32; float64 stays."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -61,17 +61,18 @@ def score_logits(
     at_ids: torch.Tensor | None = None,
     among: int | None = None,
 ) -> Scores:
-    """Scores of softmax(logits / temperature), in float32; `top` is chosen among the first `among` ids, None: all.
+    """Return the scores of softmax(logits / temperature), in float32; `top` is chosen from the first `among` ids (None:
+    all).
 
-    logits [N, V] of any float dtype, targets [N] int64, at_ids [N, k] int64. The temperature is the sampler's: without
-    it the log-probs would be those of another distribution than the one that the engines sampled from. The entropy
-    carries a gradient only when asked to, since that keeps another [N, V] alive until the backward pass.
+    logits [N, V] of any float dtype, targets [N] int64, at_ids [N, k] int64. The temperature is the engines': without
+    it the log-probs would belong to another distribution than the sampled one. The entropy
+    has a gradient only on request, because that keeps another [N, V] alive until the backward pass.
     """
     scaled = wide(logits) / temperature
     normaliser = torch.logsumexp(scaled, dim=-1)
     chosen = scaled.gather(-1, targets[:, None]).squeeze(-1)
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
-        # 0 * -inf is NaN: a token that the model forbids adds nothing to the entropy
+        # 0 * -inf is NaN: a forbidden token adds nothing to the entropy
         mean = (torch.softmax(scaled, dim=-1) * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1)
         entropy = normaliser - mean
     at = None if at_ids is None else scaled.gather(-1, at_ids) - normaliser[:, None]
@@ -94,9 +95,10 @@ def score_hidden(
     at_ids: torch.Tensor | None = None,
     among: int | None = None,
 ) -> Scores:
-    """Scores of `project(hidden)`, as `score_logits`, in at most `chunk_bytes` of logits and what is made of them.
+    """Return the scores of `project(hidden)`, as `score_logits`, with at most `chunk_bytes` for logits and derived
+    values.
 
-    hidden [N, H], targets [N] int64, at_ids [N, k] int64. Where one chunk does not suffice, each is computed again in
+    hidden [N, H], targets [N] int64, at_ids [N, k] int64. If one chunk does not suffice, each is recomputed in
     the backward pass.
     """
     rows = max(1, chunk_bytes // (BUFFERS * wide(hidden[:0]).element_size() * vocabulary))
@@ -124,7 +126,7 @@ def score_hidden(
 
 
 class Wanted(NamedTuple):
-    """What is asked of N hidden states. Fields as the arguments of `score_hidden`; scale multiplies the logits."""
+    """Requested scores of N hidden states. Fields as the arguments of `score_hidden`; scale multiplies the logits."""
 
     targets: torch.Tensor
     at_ids: torch.Tensor | None
@@ -136,7 +138,7 @@ class Wanted(NamedTuple):
 
 
 class ScoringLinear(torch.nn.Linear):
-    """A linear output layer that also scores. Its class is put over an existing layer's, which so keeps its name, its
+    """A linear output layer that also scores. Its class replaces that of an existing layer, which keeps its name,
     parameters and DeepSpeed's hooks: at ZeRO stage 3 those gather the weight around `forward` and its backward pass.
 
     fp32  whether logits of bfloat16 weights are float32
@@ -145,7 +147,7 @@ class ScoringLinear(torch.nn.Linear):
     fp32 = False
 
     def forward(self, input: torch.Tensor, wanted: Wanted | None = None) -> Any:
-        """Logits; or, with `wanted`, the tuple (log-probs, entropy, at or empty, top or empty)."""
+        """Return logits; or, with `wanted`, the tuple (log-probs, entropy, at or empty, top or empty)."""
         if wanted is not None:
             return _Score.apply(input, self.weight, self.bias, wanted, self.fp32)  # type: ignore[no-untyped-call]
         if self.fp32 and self.weight.dtype == torch.bfloat16:
@@ -154,26 +156,25 @@ class ScoringLinear(torch.nn.Linear):
 
 
 def can_score(layer: Any) -> bool:
-    """Return whether `layer` may be made a `ScoringLinear`: not with an adapter around it, nor anything else of its
-    own."""
+    """Return whether `layer` can become a `ScoringLinear`: not if it has an adapter or a customised forward."""
     return type(layer) in (torch.nn.Linear, ScoringLinear)
 
 
 def score_fused(layer: ScoringLinear, hidden: torch.Tensor, wanted: Wanted) -> Scores:
-    """Scores of softmax(scale * layer(hidden)), in chunks of at most `chunk_bytes`."""
+    """Return the scores of softmax(scale * layer(hidden)), in chunks of at most `chunk_bytes`."""
     logprobs, entropy, at, top = layer(hidden, wanted)
     return Scores(logprobs, entropy, at if at.shape[1] else None, top if wanted.top else None)
 
 
 def _chunks(count: int, weight: torch.Tensor, chunk_bytes: int) -> Iterator[slice]:
-    # Logits in the weight's dtype, two of them in float32.
+    # Logits in the weight's dtype, plus two copies in float32.
     bytes_of_row = len(weight) * (weight.element_size() + 2 * max(4, weight.element_size()))
     rows = max(1, chunk_bytes // bytes_of_row)
     return (slice(start, start + rows) for start in range(0, count, rows))
 
 
 class _Output(NamedTuple):
-    """The output layer of one pass. fp32: float32 logits of a weight that is not float32 itself."""
+    """Output layer of one pass. fp32: float32 logits from a weight that is not float32."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -181,7 +182,7 @@ class _Output(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, *, fp32: bool) -> _Output:
-        """Converts the weight where there is no product of bfloat16 with a float32 output."""
+        """Convert the weight if there is no bfloat16 product with float32 output."""
         if not fp32 or weight.dtype != torch.bfloat16:
             return cls(weight, bias, False)
         if weight.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
@@ -189,7 +190,7 @@ class _Output(NamedTuple):
         return cls(weight.float(), None if bias is None else bias.float(), False)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, V] of hidden states [n, H]."""
+        """Return logits [n, V] of hidden states [n, H]."""
         if not self.fp32:
             return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         logits: torch.Tensor = torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
@@ -197,7 +198,7 @@ class _Output(NamedTuple):
 
 
 def _scaled_logits(hidden: torch.Tensor, layer: _Output, scale: float) -> torch.Tensor:
-    """[n, V], a tensor of its own, in float32 (float64 stays); what the model forbids (-inf) is very unlikely."""
+    """Return a new [n, V] tensor in float32 (float64 stays); forbidden ids (-inf) become very unlikely."""
     logits = wide(layer.logits(hidden))
     return logits.mul_(scale).clamp_(min=torch.finfo(logits.dtype).min / 2)
 
@@ -268,7 +269,7 @@ class _Score(torch.autograd.Function):
 
 
 class _Float32Linear(torch.autograd.Function):
-    """Float32 logits [..., V] of bfloat16 states and weights, for models whose logits are not only scored."""
+    """Float32 logits [..., V] of bfloat16 states and weights, for models that transform their logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -293,7 +294,7 @@ Weighted = tuple[torch.Tensor, torch.Tensor]
 
 
 def _gradient(logs: torch.Tensor, chosen: Weighted, at: Weighted | None, entropy: Weighted | None) -> torch.Tensor:
-    """[n, V], the gradient of the scaled logits; `logs` [n, V] are log-probs, and are used up.
+    """Return [n, V], the gradient of the scaled logits; `logs` [n, V] are log-probs, modified in place.
 
     chosen, at  ids [n, k] and the gradients [n, k] of their log-probs
     entropy     entropies [n, 1] and their gradients [n, 1]

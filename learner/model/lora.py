@@ -1,4 +1,4 @@
-"""LoRA by peft: adapters in the policy, and what is published of them: merged weights, or the adapters alone."""
+"""LoRA with peft: adapters in the policy, published as merged weights or as adapters alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from protocol.errors import UserError
 
 Named = Iterable[tuple[str, torch.Tensor]]
 ADAPTER = "default"
-"""peft's name of an only adapter."""
+"""peft's name of the only adapter."""
 _BASE, _A, _B = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
 def add_adapters(causal: Any, settings: LoraSettings) -> None:
-    """Give linear layers of a transformers model adapters whose product is 0 at first, and freeze all else.
+    """Add adapters with an initial product of 0 to linear layers of a transformers model, and freeze the rest.
 
-    Raises UserError when no layer has one of the names, or the output layer has, or the embedding (they may be tied).
+    Raises UserError if no layer matches the names, or if the output layer or the embedding does (they may be tied).
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -29,12 +29,12 @@ def add_adapters(causal: Any, settings: LoraSettings) -> None:
     if refused := outer & set(settings.target_modules):
         raise UserError(
             f"learner.model.lora.target_modules names {', '.join(sorted(refused))}",
-            why="embedding and output layer may be one matrix, to which an adapter cannot be added on one side",
-            todo="leave it out: adapters are for the linear layers between the two",
+            why="embedding and output layer may share one matrix, which cannot have an adapter on one side only",
+            todo="remove them: adapters are for the linear layers in between",
         )
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number does
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number works
         lora_dropout=0.0,
         target_modules=list(settings.target_modules) or "all-linear",
         task_type="CAUSAL_LM",
@@ -44,22 +44,22 @@ def add_adapters(causal: Any, settings: LoraSettings) -> None:
     except ValueError as error:
         kinds = sorted({name.rpartition(".")[2] for name, m in causal.named_modules() if type(m) is torch.nn.Linear})
         raise UserError(
-            f"no adapters fit the model: target_modules is {', '.join(settings.target_modules) or 'not set'}",
+            f"no layer matches learner.model.lora.target_modules: {', '.join(settings.target_modules) or 'not set'}",
             why=str(error)[:300],
-            todo=f"choose among {', '.join(kinds)}",
+            todo=f"choose from {', '.join(kinds)}",
         ) from None
     for name, parameter in causal.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 
 
 def scale_of(settings: LoraSettings) -> float:
-    """Return what an adapter's product is multiplied by."""
+    """Return the factor of an adapter's product."""
     return settings.alpha / settings.rank
 
 
 @contextmanager
 def adapters_off(module: torch.nn.Module) -> Iterator[None]:
-    """Within, `module` computes as if it had no adapters; no-op where it has none."""
+    """Disable the adapters of `module` inside the context; a no-op if it has none."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [m for m in module.modules() if isinstance(m, BaseTunerLayer)]
@@ -73,11 +73,11 @@ def adapters_off(module: torch.nn.Module) -> Iterator[None]:
 
 
 def merged(weights: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights of an adapted model as those of the plain one: its names, its order, W + scale * B @ A in W's
-    dtype.
+    """Yield the weights of an adapted model under the plain model's names and order: W + scale * B @ A in W's dtype.
 
-    weights  (name, tensor) in the order of `named_parameters`: of each adapted layer weight, bias, A, B. What is not
-             adapted passes through. Raises ValueError when a layer's adapter is not whole.
+
+    weights  (name, tensor) in the order of `named_parameters`: weight, bias, A, B of each adapted layer. Other weights
+             pass through. Raises ValueError if a layer's adapter is incomplete.
     """
     layer, held, a = "", {}, None  # type: str, dict[str, torch.Tensor], torch.Tensor | None
     for name, tensor in weights:
@@ -90,7 +90,7 @@ def merged(weights: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
             a = tensor
         elif name.endswith(_B):
             if a is None or name != layer + _B:
-                raise ValueError(f"{name} comes without its weight and its lora_A")
+                raise ValueError(f"{name} has no preceding weight and lora_A")
             held["weight"] = merge(held["weight"], a, tensor, scale)
             yield from ((f"{layer}.{kind}", value) for kind, value in held.items())
             layer, held, a = "", {}, None
@@ -101,12 +101,12 @@ def merged(weights: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """weight + scale * b @ a in float32, rounded once to the weight's dtype."""
+    """Return weight + scale * b @ a, computed in float32, rounded once to the weight's dtype."""
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 
 def adapter_only(weights: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those of `weights` that belong to adapters, as `{module}.lora_A.weight` and `{module}.lora_B.weight`."""
+    """Yield the adapters among `weights`, as `{module}.lora_A.weight` and `{module}.lora_B.weight`."""
     for name, tensor in weights:
         if name.endswith((_A, _B)):
             yield name.replace(f".{ADAPTER}.weight", ".weight"), tensor

@@ -1,10 +1,10 @@
-"""Check at load that our scoring path agrees with transformers' own, on a few made-up tokens.
+"""Check at load that our scoring path agrees with transformers on a few random tokens.
 
-For a few architectures the tests know it. For any other it is found out: scores of two texts, each alone by
-transformers with eager attention, beside those of our forward pass in training mode (so what dropout or noise is left
-shows), in rows of their own and packed into one row. And no text may change what the one beside it scores.
+A few architectures are covered by tests. For others, the check compares scores of two texts, each scored alone by
+transformers with eager attention, with our forward pass in training mode (so that remaining dropout or noise shows), in
+separate rows and packed into one row. No text may change the scores of the one beside it.
 
-The same check finds out whether a model can be computed span by span (`attention.py`); if not, it is given a mask.
+The same check decides whether a model can be computed span by span (`attention.py`) or needs a mask.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ EXACT = ("llama", "qwen2", "qwen3")
 """Model types that need no check (tests/learner/test_model.py)."""
 LENGTHS, PADDING = (11, 8), 3
 TOLERANCE, COARSE = 1e-3, 0.25
-"""Of a difference, in standard deviations of the log-probs: of the largest in float32. bfloat16 rounds so much that
-single tokens may differ by as much as the log-probs themselves (another expert is chosen), so there it is the median
-of each text. What mixes texts up is looked for by itself, and there is nothing to round in that."""
+"""Bound on a difference, in standard deviations of the log-probs. In float32 it applies to the largest difference.
+bfloat16 rounds so much that single tokens may differ by as much as the log-probs themselves (another expert is chosen),
+so there it applies to the median of each text. Mixing of texts is checked separately, and exactly."""
 
 
 def settle_attention(policy: PolicyModel, directory: Path, *, packed: bool) -> None:
-    """Has `policy` compute span by span where that is right. Raises UserError when it would score otherwise than
-    transformers does either way, or `packed` rows would mix.
+    """Make `policy` compute span by span if that is correct. Raises UserError if neither way agrees with transformers,
+    or `packed` rows would mix.
     """
     config = policy.causal.config
     if layer_kinds(config) == {FULL} and config._attn_implementation == "sdpa":
@@ -42,7 +42,7 @@ def settle_attention(policy: PolicyModel, directory: Path, *, packed: bool) -> N
 def _right_by_spans(policy: PolicyModel, *, packed: bool) -> bool:
     try:
         found = differences(policy, packed=packed)
-    except (TypeError, ValueError, RuntimeError, AttributeError):  # spans reach no layer, or there is a mask in the way
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # spans do not reach the layers, or a mask interferes
         return False
     return not _excess(policy, found)
 
@@ -56,21 +56,21 @@ def _refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) -
         found = differences(policy, packed=packed)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UserError(
-            f"{directory} holds a {kind} model, which the learner cannot run",
+            f"{directory} contains a {kind} model, which the learner cannot run",
             why=f"{type(error).__name__}: {str(error)[:300]}",
             todo="use a model of another type",
         ) from error
     excess = _excess(policy, found)
     if "eager" in excess:
         raise UserError(
-            f"{directory} holds a {kind} model, which attention {config._attn_implementation} computes wrongly",
+            f"{directory} contains a {kind} model, which attention {config._attn_implementation} computes wrongly",
             why=f"log-probs differ from those of eager attention by {found['eager']:.2g} standard deviations",
             todo="set learner.model.attention to eager",
         )
     if "alone" in excess:
         raise UserError(
-            f"{directory} holds a {kind} model, which would be scored wrongly",
-            why=f"log-probs differ from transformers' own by {found['alone']:.2g} standard deviations",
+            f"{directory} contains a {kind} model, which would be scored wrongly",
+            why=f"log-probs differ from those of transformers by {found['alone']:.2g} standard deviations",
             todo="use a model of another type",
         )
     if excess:
@@ -79,7 +79,7 @@ def _refuse_differences(policy: PolicyModel, directory: Path, *, packed: bool) -
 
 
 def _excess(policy: PolicyModel, found: dict[str, float]) -> set[str]:
-    """Return those of the differences that are too large, NaN among them."""
+    """Return the differences that are too large or NaN."""
     limit = COARSE if policy.causal.dtype == torch.bfloat16 else TOLERANCE
     limits = {"eager": limit, "alone": limit / 5, "packed": limit, "mixed": limit / 10}
     return {name for name, difference in found.items() if not difference <= limits[name]}
@@ -87,11 +87,11 @@ def _excess(policy: PolicyModel, found: dict[str, float]) -> set[str]:
 
 @torch.no_grad()
 def differences(policy: PolicyModel, *, packed: bool) -> dict[str, float]:
-    """Differences of log-probs from transformers' own, in standard deviations of the latter: the largest in float32,
-    the larger of both texts' medians in bfloat16.
+    """Return the differences of log-probs from those of transformers, in standard deviations of the latter: the largest
+    in float32, the larger of both texts' medians in bfloat16.
 
     eager   of transformers with the attention of the settings, from transformers with eager attention
-    alone   of our path, each text in a row of its own
+    alone   of our path, each text in its own row
     packed  of our path, both texts in one row
     mixed   of a text in a row, when the text beside it changes: the largest in any dtype
     """

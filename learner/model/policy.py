@@ -1,4 +1,4 @@
-"""The policy as a module that scores trained tokens: transformers inside, block-diagonal attention around it."""
+"""The policy as a module that scores trained tokens: a transformers model with block-diagonal attention."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from learner.model.attention import Spans, attention_mask, takes_spans
 from learner.model.logprobs import Scores, ScoringLinear, Wanted, can_score, score_fused, score_hidden, wide
 
 PREFIX = "causal."
-"""What PolicyModel adds to the names of transformers."""
+"""Prefix that PolicyModel adds to the names of transformers."""
 
 
 class ValueHead(torch.nn.Linear):
-    """Hidden states [N, H] to values [N] float32; all 0 at first, so that the first targets are the bare rewards."""
+    """Hidden states [N, H] to values [N] float32; initially 0, so that the first targets are the plain rewards."""
 
     def __init__(self, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(width, 1, dtype=dtype)
@@ -24,14 +24,14 @@ class ValueHead(torch.nn.Linear):
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[N] float32 whatever the weights' dtype: bfloat16 would round values to two digits."""
+        """Return [N] float32 for any dtype of the weights: bfloat16 would round values to two digits."""
         return F.linear(wide(input), wide(self.weight), wide(self.bias)).squeeze(-1)
 
 
 class PolicyModel(torch.nn.Module):
-    """A causal language model of transformers; `forward` gives the scores of the trained tokens only.
+    """A causal language model of transformers; `forward` returns the scores of the trained tokens only.
 
-    critic  where the policy carries a value head, which makes `Scores.values`: of the state before each trained token
+    critic  set if the policy has a value head, which fills `Scores.values`: of the state before each trained token
     """
 
     def __init__(self, causal: Any, settings: ModelSettings, critic: CriticSettings | None = None) -> None:
@@ -42,7 +42,7 @@ class PolicyModel(torch.nn.Module):
         self.lr_scales: dict[str, float] = {}  # read by learner.engine.optimizer
         self.vocabulary: int = causal.config.vocab_size
         self.top_among = self.vocabulary
-        """The likeliest tokens are chosen among the first so many ids: of a reference, the policy's."""
+        """Number of ids from which the likeliest tokens are chosen; for a reference, that of the policy."""
         self.chunk_bytes = settings.logit_chunk_bytes
         head = causal.get_output_embeddings()
         if critic is not None:
@@ -65,9 +65,9 @@ class PolicyModel(torch.nn.Module):
         top: int = 0,
         at_ids: torch.Tensor | None = None,
     ) -> Scores:
-        """Scores of the N trained tokens.
+        """Return the scores of the N trained tokens.
 
-        ids, positions [R, L] int64; documents [R, L] int64 or None when no row holds more than one trajectory;
+        ids, positions [R, L] int64; documents [R, L] int64, or None if no row contains more than one trajectory;
         index [N] int64 into the flattened rows, targets [N] int64, at_ids [N, k] int64.
         """
         hidden = hidden_states(self.causal.base_model, ids, positions, documents)[index]
@@ -99,7 +99,7 @@ class PolicyModel(torch.nn.Module):
 def hidden_states(
     backbone: Any, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None
 ) -> torch.Tensor:
-    """[R * L, H]: the last hidden states of a base model of transformers, rows one after the other."""
+    """Return [R * L, H]: the last hidden states of a base model of transformers, rows one after the other."""
     who: dict[str, Any] = {"attention_mask": None}
     if documents is not None and takes_spans(backbone.config):
         who["spans"] = Spans.of(documents)
@@ -111,10 +111,10 @@ def hidden_states(
 
 
 class OutputLayer(NamedTuple):
-    """Hidden states to logits: the linear layer, and what some models do besides.
+    """Maps hidden states to logits: the linear layer, and extra operations of some models.
 
     factor  multiplies the logits (Cohere, Granite)
-    cap     bounds them softly (Gemma 2), None where there is none
+    cap     bounds them softly (Gemma 2), None if unused
     """
 
     head: Any
@@ -123,7 +123,7 @@ class OutputLayer(NamedTuple):
 
     @classmethod
     def of(cls, causal: Any) -> OutputLayer:
-        """As the configuration says; what it says in other words, the check at load finds out."""
+        """Return the output layer of the configuration; the parity check finds options that it does not recognise."""
         config = causal.config
         factor = getattr(config, "logit_scale", None) or 1.0
         if config.model_type.startswith("granite"):
@@ -131,7 +131,7 @@ class OutputLayer(NamedTuple):
         return cls(causal.get_output_embeddings(), factor, getattr(config, "final_logit_softcapping", None))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, V]."""
+        """Return logits [N, V]."""
         logits: torch.Tensor = self.head(hidden)
         if self.factor != 1.0:
             logits = wide(logits) * self.factor

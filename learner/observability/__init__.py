@@ -1,1 +1,1 @@
-"""What a run reports of itself: metrics, step log, HTTP endpoint, trackers."""
+"""Reports of a run: metrics, step log, HTTP endpoint, trackers."""

@@ -1,27 +1,27 @@
-"""Every number that a learner reports, with what it says (`docs/observability.md`).
+"""Every metric of the learner with its description (`docs/observability.md`).
 
-STEP is what a step measured: a line of `metrics.jsonl`, a record of the trackers, the line on the console. RUN is what
-stands beside it in snapshots and on `/metrics`: totals of the run, and values of the moment.
+STEP are the measurements of a step: a line of `metrics.jsonl`, a record of the trackers, the line on the console. RUN
+are the further values in snapshots and on `/metrics`: totals of the run, and current values.
 """
 
 from __future__ import annotations
 
 from protocol.runtime.metrics import COUNTS, SECONDS, Table, counter, gauge, histogram
 
-WAITS = counter("Seconds of the training thread, by what it did or waited for.", "cause", name="seconds")
+WAITS = counter("Seconds of the training thread, by activity or wait.", "cause", name="seconds")
 
 STEP: Table = {
     # rollouts of the step
-    "reward_mean": gauge("Mean reward of the step's trajectories that vote."),
+    "reward_mean": gauge("Mean reward of the step's valid trajectories."),
     "reward_std": gauge("Standard deviation (of the population) of those rewards."),
     "reward/*": gauge(
-        "Mean of one part of the reward, before weighting, over the trajectories that vote and have it.",
+        "Mean of one part of the reward, before weighting, over the valid trajectories that have it.",
         "part",
         name="reward_part_mean",
     ),
     "status/*": gauge(
-        "Share of the step's trajectories that ended in this way: answered, out_of_turns and truncated vote, stale and "
-        "failed are invalid and do not.",
+        "Share of the step's trajectories with this status: answered, out_of_turns and truncated are valid, stale and "
+        "failed are not.",
         "status",
         name="trajectory_share",
     ),
@@ -34,23 +34,27 @@ STEP: Table = {
     "searches_mean": gauge("Mean number of searches in a trajectory."),
     "searches_max": gauge("Largest number of searches in a trajectory."),
     "tool_errors_mean": gauge("Mean number of failed searches and tool calls in a trajectory."),
-    "invalid_actions_mean": gauge("Mean number of turns in a trajectory that neither searched, called nor answered."),
+    "invalid_actions_mean": gauge("Mean number of turns in a trajectory without a search, a tool call or an answer."),
     "group_lag_mean": gauge("Mean lag of a group: steps between its oldest version and the policy before the update."),
     "group_lag_max": gauge("Largest lag of a group in steps."),
     "tokens_generated": gauge("Tokens that the policy sampled in the step's groups."),
-    "groups_per_s": gauge("Groups trained a second of the step."),
-    "trajectories_per_s": gauge("Trajectories of the trained groups a second of the step."),
-    "tokens_generated_per_s": gauge("Tokens a second that all rollout servers get from engines, over 10 seconds."),
+    "groups_per_s": gauge("Groups trained per second of the step."),
+    "trajectories_per_s": gauge("Trajectories of the trained groups per second of the step."),
+    "tokens_generated_per_s": gauge(
+        "Tokens per second that all rollout servers receive from engines, over 10 seconds."
+    ),
     # the batch
-    "trajectories": gauge("Trajectories in the batch, those mixed in again included."),
-    "trajectories_trained": gauge("Trajectories with at least one token that is trained on."),
-    "zero_advantage_share": gauge("Share of trajectories whose advantage is 0 in every turn: they teach nothing."),
-    "tokens_sampled": gauge("Tokens that the policy sampled in the batch, groups mixed in again included."),
+    "trajectories": gauge("Trajectories in the batch, including mixed-in groups."),
+    "trajectories_trained": gauge("Trajectories with at least one trained token."),
+    "zero_advantage_share": gauge(
+        "Share of trajectories whose advantage is 0 in every turn: they give no learning signal."
+    ),
+    "tokens_sampled": gauge("Tokens that the policy sampled in the batch, including mixed-in groups."),
     "tokens_trained": gauge("Tokens with a gradient."),
     "tokens_stale": gauge("Sampled tokens masked because they are older than max_lag."),
     "tokens_orphan": gauge("Sampled tokens masked because their version belongs to steps that a crash rolled back."),
-    "tokens_invalid": gauge("Sampled tokens of trajectories that are not valid for the baseline."),
-    "tokens_read": gauge("Tokens that the model read, observations included and padding left out."),
+    "tokens_invalid": gauge("Sampled tokens of invalid trajectories."),
+    "tokens_read": gauge("Tokens that the model read, including observations, excluding padding."),
     "padding_share": gauge("Share of the packed rows that is padding."),
     "micro_batches": gauge("Forward passes of the batch, over all ranks."),
     "replayed_groups": gauge("Groups of earlier steps that were mixed in."),
@@ -60,45 +64,45 @@ STEP: Table = {
     "loss": gauge("Loss of the batch before the update, of the last epoch."),
     "grad_norm": gauge("Norm of the gradient before clipping."),
     "lr": gauge("Learning rate of the last update."),
-    "entropy": gauge("Mean entropy of the policy in nats a token."),
+    "entropy": gauge("Mean entropy of the policy in nats per token."),
     "clip_fraction": gauge("Share of tokens whose ratio was clipped."),
     "clip_low": gauge("Share of tokens clipped at the lower bound."),
     "clip_high": gauge("Share of tokens clipped at the upper bound."),
     "clip_dual": gauge("Share of tokens clipped by the dual clip; dppo: those whose ratio is at ratio_cap."),
-    "ratio_mean": gauge("Mean ratio of the policy to the one that the surrogate compares it with."),
+    "ratio_mean": gauge("Mean ratio of the policy to the proximal policy of the surrogate."),
     "ratio_max": gauge("Largest of those ratios."),
     "ess": gauge("Effective sample size of the ratios as a share of the tokens, (sum w)^2 / (n sum w^2)."),
     "weight_mean": gauge("Mean importance weight that corrects for the engines' log-probs."),
-    "rejected": gauge("Share of tokens left out by rejection sampling."),
+    "rejected": gauge("Share of tokens rejected from the loss."),
     "kl_behaviour": gauge("Divergence (k3) of the learner's policy from the engines' at the sampled tokens."),
-    "kl_reference": gauge("Divergence from the reference policy, by the estimator of the settings."),
-    "kl_coefficient": gauge("Coefficient of the divergence where it is part of the reward."),
+    "kl_reference": gauge("Divergence from the reference policy, by the configured estimator."),
+    "kl_coefficient": gauge("Coefficient of the divergence if it is part of the reward."),
     "logprob_gap": gauge("Mean absolute difference of the learner's and the engines' log-probs."),
     "logprob_gap_max": gauge("Largest absolute difference of the learner's and the engines' log-probs."),
     "logprob_right": gauge("Mean log-prob of tokens in trajectories with a reward above 0."),
     "logprob_wrong": gauge("Mean log-prob of tokens in trajectories without a reward above 0."),
-    "loss_lag_*": gauge("Mean loss of the tokens with this lag; the last lag takes all older ones.", "lag"),
+    "loss_lag_*": gauge("Mean loss of the tokens with this lag; the last lag includes all older ones.", "lag"),
     # the critic
     "critic_lr": gauge("Learning rate of the critic's last update."),
     "critic_grad_norm": gauge("Norm of the critic's gradient before clipping."),
-    "critic_skipped": gauge("Whether the critic's last update was left out as not finite (1) or not (0)."),
+    "critic_skipped": gauge("Whether the critic's last update was skipped as non-finite (1) or not (0)."),
     "value_loss": gauge("Mean loss of the critic over the trained tokens."),
     "value_clip_fraction": gauge("Share of tokens whose value was clipped."),
     "value_mean": gauge("Mean value that the critic gave the trained tokens."),
-    "return_mean": gauge("Mean return that the critic learns from."),
+    "return_mean": gauge("Mean return that the critic is trained on."),
     "explained_variance": gauge("Share of the variance of returns that the critic explains, 1 - var(R - V) / var(R)."),
     # weights, filter and time
     "publish_*_s": gauge("Seconds of one phase of the last publication of weights.", "phase", name="publish_seconds"),
     "publish_bytes": gauge("Bytes of the last version that was published."),
-    "publish_members": gauge("Engines that the last broadcast went to."),
+    "publish_members": gauge("Engines that received the last broadcast."),
     "publish_distributed": counter("Versions that were broadcast."),
-    "publish_disk": counter("Versions that went to all engines as files although they are to be broadcast."),
+    "publish_disk": counter("Versions that went to all engines as files although broadcast is configured."),
     "publish_fallbacks": counter("Broadcasts that failed, after which files were written."),
-    "publish_snapshots": counter("Versions that were also written as files, for engines that missed the broadcast."),
-    "groups_filtered_*": counter("Groups left out by the filter, by reason.", "reason"),
+    "publish_snapshots": counter("Versions also written as files for engines that missed the broadcast."),
+    "groups_filtered_*": counter("Groups skipped by the filter, by reason.", "reason"),
     "step": gauge("Optimiser steps done."),
-    "epoch": gauge("Number of the learner's start: a step of a higher epoch replaces one of a lower."),
-    "step_s": gauge("Seconds of the step, from the end of the one before."),
+    "epoch": gauge("Number of the learner start: a step of a higher epoch replaces that of a lower one."),
+    "step_s": gauge("Seconds of the step, from the end of the previous one."),
     "seconds/*": gauge(
         "Seconds of the step by cause: wait (for rollouts), compute, publish, checkpoint, redis.", "cause"
     ),
@@ -108,41 +112,39 @@ STEP: Table = {
 RUN: Table = {
     "trained": counter("Seqs settled as trained."),
     "filtered": counter(
-        "Seqs settled as filtered: all rewards of the group are alike, or it was left over at the end."
+        "Seqs settled as filtered: all rewards of the group are equal, or it was left over at the end."
     ),
-    "stale": gauge("Seqs settled as stale, less those that were tried again on request."),
-    "dead": gauge("Seqs settled as dead, less those that were tried again on request."),
-    "steps": gauge("Steps after which the run is done."),
+    "stale": gauge("Seqs settled as stale, minus those retried on request."),
+    "dead": gauge("Seqs settled as dead, minus those retried on request."),
+    "steps": gauge("Total number of steps of the run."),
     "groups_trained": counter("Groups that were trained."),
     "tokens_trained": counter("Tokens with a gradient in the groups that were trained."),
     "tokens_sampled": counter("Tokens that the policy sampled in the groups that were trained."),
-    "tokens_trained_per_s": gauge("Tokens with a gradient a second, over the last 30 seconds."),
-    "groups_trained_per_s": gauge("Groups trained a second, over the last 30 seconds."),
+    "tokens_trained_per_s": gauge("Tokens with a gradient per second, over the last 30 seconds."),
+    "groups_trained_per_s": gauge("Groups trained per second, over the last 30 seconds."),
     "issued": gauge("Highest seq that was issued."),
     "settled": gauge("Seqs that are settled."),
-    "watermark": gauge("Highest seq up to which every one is settled."),
+    "watermark": gauge("Highest seq up to which all seqs are settled."),
     "in_flight": gauge("Seqs that are issued and not settled."),
-    "held": gauge("Groups that have arrived and wait to be trained."),
-    "duplicates": counter("Entries whose seq was here or settled already."),
-    "redelivered": counter("Entries that were read a second time, or taken over."),
-    "reissued": counter("Tasks issued a second time."),
-    "dead_letters": counter("Entries that could not be read."),
-    "poisoned": counter("Seqs given up because every server that took them ended."),
-    "requeued": counter("Seqs tried again on request."),
-    "skipped_steps": counter("Batches not trained because a number was not finite."),
-    "state_lost": counter("Times that Redis had lost streams or functions of the run."),
-    "lease_lapsed": counter("Times that the learner's lease had run out."),
+    "held": gauge("Groups that have arrived and are waiting for training."),
+    "duplicates": counter("Entries whose seq had already arrived or was settled."),
+    "redelivered": counter("Entries that were read again or taken over."),
+    "reissued": counter("Tasks issued again."),
+    "dead_letters": counter("Entries that cannot be read."),
+    "poisoned": counter("Seqs given up because every server that leased them crashed."),
+    "requeued": counter("Seqs retried on request."),
+    "skipped_steps": counter("Batches skipped because a value was not finite."),
+    "state_lost": counter("Times that Redis lost streams or functions of the run."),
+    "lease_lapsed": counter("Times that the learner's lease lapsed."),
     "tokens_generated_total": counter("Tokens of all entries that arrived.", name="tokens_arrived"),
-    "token_accounting_*": counter("Tokens that arrived, by what became of them.", "outcome", name="tokens_by_outcome"),
+    "token_accounting_*": counter("Tokens that arrived, by outcome.", "outcome", name="tokens_by_outcome"),
     "token_accounting_in_flight": gauge("Tokens of groups that have arrived and are not settled."),
-    "token_accounting_redis_lost": gauge(
-        "Tokens that were published and that Redis lost before the learner read them."
-    ),
+    "token_accounting_redis_lost": gauge("Published tokens that Redis lost before the learner read them."),
     "token_accounting_consistent": gauge("Whether every token that arrived is accounted for (1) or not (0)."),
     "accounting_consistent": gauge("Whether every seq and token is accounted for (1) or not (0)."),
     "checkpoint_step": gauge("Step of the last checkpoint."),
     "checkpoint_every": gauge("Steps between two checkpoints."),
-    "checkpoint_failures": gauge("Checkpoints in a row that could not be written."),
+    "checkpoint_failures": gauge("Consecutive checkpoints that could not be written."),
     "group_lag_steps": histogram("Lag of the trained groups in steps, by their oldest version.", COUNTS),
     "token_lag_steps": histogram("Lag in steps of the tokens that the policy sampled in the trained groups.", COUNTS),
     "group_queue_age_seconds": histogram(
@@ -151,6 +153,6 @@ RUN: Table = {
 }
 
 OF_STEPS = frozenset({"tokens_generated", "tokens_generated_per_s", "seconds/*", "time_s"})
-"""Not in the learner's snapshots: totals of the run, or the rollout servers' own, stand for them."""
+"""Not in the learner's snapshots, which have totals of the run or the rollout servers' values instead."""
 LEARNER: Table = {name: row for name, row in STEP.items() if name not in OF_STEPS} | RUN
-"""Of a snapshot; where both have a name, snapshots have the run's total."""
+"""Metrics of a snapshot; for a name in both tables, snapshots have the run's total."""

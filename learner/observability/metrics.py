@@ -1,4 +1,5 @@
-"""What the learner measured: seconds by cause, numbers of the last step, rates. Read each second by the I/O thread."""
+"""Measurements of the learner: seconds by cause, values of the last step, rates. The I/O thread reads them each
+second."""
 
 from __future__ import annotations
 
@@ -25,27 +26,28 @@ MAX_NAME, MAX_TEXT = 200, 500
 
 
 class Meter:
-    """Thread-safe. `waits` are seconds since the start, by cause: data, publish, checkpoint, redis, compute."""
+    """Collects measurements. Thread-safe. `waits`: seconds since the start by cause (data, publish, checkpoint, redis,
+    compute)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._start = time.monotonic()
         self._waits = dict.fromkeys(("data", "compute", "publish", "checkpoint", "redis"), 0.0)
         self._open: dict[str, tuple[int, float]] = {}
-        """cause -> (how many wait, since when at least one does)"""
+        """cause -> (number of waits, start of the first one)"""
         self._values: dict[str, float] = {}
         self._step: dict[str, float] = {}
-        """What the last step measured; the next one replaces all of it."""
+        """Values of the last step; the next step replaces all of them."""
         self._text: dict[str, str] = {"state": "starting", "bottleneck": ""}
         self._trained: deque[tuple[float, int, int]] = deque([(self._start, 0, 0)])
         """(when, tokens, groups) of steps"""
         self.generated_per_s: float | None = None
-        """Tokens a second as the rollout servers measured them last, all together; None where none says."""
+        """Tokens per second of all rollout servers, as last reported; None if none reports it."""
         self._histograms: dict[str, Histogram] = {}
 
     @contextmanager
     def blocked_on(self, cause: str) -> Iterator[None]:
-        """Count the seconds spent inside under `cause`, as they pass; those of two at once count once."""
+        """Count the seconds inside the context under `cause`, continuously; overlapping waits count once."""
         with self._lock:
             count, since = self._open.get(cause, (0, 0.0))
             self._open[cause] = (count + 1, since if count else time.monotonic())
@@ -60,12 +62,12 @@ class Meter:
                     self._waits[cause] += time.monotonic() - since
 
     def seconds(self) -> dict[str, float]:
-        """Return seconds by cause so far, those of waits that still go on included."""
+        """Return seconds by cause so far, including waits in progress."""
         with self._lock:
             return self._waits_until(time.monotonic())
 
     def _waits_until(self, now: float) -> dict[str, float]:
-        """By one clock reading, so that no cause can grow faster than the uptime of the same snapshot."""
+        """Return the waits at one clock reading, so that no cause grows faster than the snapshot's uptime."""
         going_on = {cause: now - since for cause, (_, since) in self._open.items()}
         return {cause: total + going_on.get(cause, 0.0) for cause, total in self._waits.items()}
 
@@ -74,12 +76,12 @@ class Meter:
         return time.monotonic() - self._start
 
     def set(self, **values: float) -> None:
-        """Set numbers; what is not finite is left out, since a snapshot may not carry it."""
+        """Set values; non-finite values are dropped, because snapshots cannot contain them."""
         with self._lock:
             self._values.update(_sendable(values))
 
     def set_step(self, values: Mapping[str, float]) -> None:
-        """Set the numbers of a step in the place of those of the one before; what is not finite is left out."""
+        """Replace the values of the previous step; non-finite values are dropped."""
         with self._lock:
             self._step = _sendable(values)
 
@@ -94,17 +96,17 @@ class Meter:
             self._trained.append((time.monotonic(), tokens, groups))
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Add a value to the histogram `name` of `learner.observability.metric_table`, measured so often."""
+        """Add a value to the histogram `name` of `learner.observability.metric_table`, measured `times` times."""
         with self._lock:
             self._histograms.setdefault(name, Histogram(LEARNER[name].buckets)).observe(value, times)
 
     def histograms(self) -> dict[str, Histogram]:
-        """Return those that something was added to, as they are now."""
+        """Return the current state of the non-empty histograms."""
         with self._lock:
             return copy.deepcopy(self._histograms)
 
     def snapshot(self, learner_id: str, **values: float) -> MetricsSnapshot:
-        """Return everything as a message; `values` go before the numbers that were set, and those before the step's."""
+        """Return everything as a message; `values` override the values that were set, and those override the step's."""
         with self._lock:
             now = time.monotonic()
             while len(self._trained) > 1 and self._trained[0][0] < now - RATE_WINDOW_S:
@@ -124,18 +126,19 @@ class Meter:
 
 
 class StepTimer:
-    """Times steps, whole and by cause. What comes after a step's end, like a checkpoint, counts to the next one."""
+    """Times steps, in total and by cause. Work after a step's end, such as a checkpoint, counts towards the next
+    one."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self.start()
 
     def start(self) -> None:
-        """Begin the present step now."""
+        """Start the current step now."""
         self._began, self._before = time.monotonic(), self._meter.seconds()
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """Return the seconds of the step that ends now, whole and by cause, and begin the next one."""
+        """Return the seconds of the step that ends now, in total and by cause, and start the next one."""
         began, before = self._began, self._before
         self.start()
         return self._began - began, {k: v - before[k] for k, v in self._before.items()}
@@ -146,7 +149,7 @@ def _sendable(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class StepLog:
-    """`metrics.jsonl`: one line a step, each with the step's epoch. A resumed learner appends; of two lines for one
+    """`metrics.jsonl`: one line per step, with the step's epoch. A resumed learner appends; of two lines for one
     step, the one with the higher epoch survived.
     """
 
@@ -155,12 +158,12 @@ class StepLog:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, facts: dict[str, Any]) -> None:
-        """One line. What a full disk does not take is kept in memory and written with a later one."""
+        """Append one line. If the disk is full, it is kept in memory and written with a later one."""
         self._file.write(json.dumps(_finite(facts), separators=(",", ":")) + "\n")
         try:
             self._file.flush()
         except OSError as error:
-            log.error("metrics.jsonl could not be written, and will be when there is room: %s", error)
+            log.error("could not write metrics.jsonl, will retry with the next step: %s", error)
 
     def close(self) -> None:
         try:
@@ -170,8 +173,8 @@ class StepLog:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with what JSON cannot say (nan, inf) as null, and floats rounded: six digits after the point, or six
-    digits at all of what is below 1, such as a learning rate of 1e-6."""
+    """Return `value` with nan and inf as null, and floats rounded: six digits after the point, or six
+    significant digits below 1, such as a learning rate of 1e-6."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, float):

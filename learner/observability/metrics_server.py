@@ -1,4 +1,4 @@
-"""The learner's `GET /metrics`, in a thread beside the training. On loopback, or with a token."""
+"""The learner's `GET /metrics`, in its own thread. On loopback, or with a token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from protocol.runtime.metrics import Histogram, MetricsPage, row_of
 
 
 def serve_prometheus(host: str, port: int, text: Callable[[], bytes]) -> ThreadedServer:
-    """Answer `/metrics` with `text()` from now on, in a daemon thread; on a free port for 0.
+    """Serve `/metrics` with `text()` in a daemon thread; port 0: a free port.
 
-    Raises UserError when the address is taken, or beyond loopback without a token.
+    Raises UserError if the address is in use, or is not loopback and there is no token.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -46,10 +46,10 @@ def serve_prometheus(host: str, port: int, text: Callable[[], bytes]) -> Threade
 def metrics_page(
     run: str, snapshot: Callable[[], MetricsSnapshot], histograms: Callable[[], Mapping[str, Histogram]] = dict
 ) -> MetricsPage:
-    """Return what Prometheus is shown of a learner from now on; every sample has the label `run`.
+    """Return the Prometheus page of a learner; every sample has the label `run`.
 
-    Counters begin at 0 here. In the snapshot they go on from the checkpoint, so a crash makes them fall to a value
-    above 0: Prometheus takes a fall for a new start from 0, and its `increase()` would count that whole value again.
+    Counters begin at 0 here. In the snapshot they continue from the checkpoint, so a crash lowers them to a value above
+    0: Prometheus takes a decrease for a reset to 0, and its `increase()` would count that whole value again.
     """
     began = {name: n for name, n in snapshot().values.items() if row_of(LEARNER, name)[1].kind == "counter"}
 

@@ -28,7 +28,7 @@ from protocol.settings import RunSettings
 from protocol.staleness import lag
 
 SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "top_p", "top_k", "seed")
-"""Settings of the run that every process must have alike."""
+"""Settings of the run that all processes must share."""
 WORDS = {
     "wait": "learner waits for rollouts",
     "compute": "rollouts wait for the learner",
@@ -36,7 +36,7 @@ WORDS = {
     "checkpoint": "writing a checkpoint",
     "redis": "waiting for Redis",
 }
-"""By the names of `seconds` in `metrics.jsonl`."""
+"""Keys: names of `seconds` in `metrics.jsonl`."""
 BALANCED = 0.5
 """Below this share of the step, no single cause is called the bottleneck."""
 SHOWN = {
@@ -47,13 +47,13 @@ SHOWN = {
     "lag_mean": ".1f",
     "lag_max": ".0f",
 }
-"""Fields of `metrics.jsonl` in the line of a step, under their names; one that was not measured is left out."""
+"""Fields of `metrics.jsonl` in the line of a step; unmeasured fields are omitted."""
 
 
 def snapshot_source(
     run: RunSettings, delivery: DeliveryState, lease: LearnerLease, meter: Meter, audit: ConservationAudit
 ) -> Callable[[], MetricsSnapshot]:
-    """Return a function that makes the present snapshot; it is thread-safe."""
+    """Return a thread-safe function that returns the current snapshot."""
 
     def snapshot() -> MetricsSnapshot:
         with delivery.lock:
@@ -89,12 +89,12 @@ def snapshot_source(
 
 
 def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str, float]:
-    """Return what the rollouts of a step were like, from all its groups: before they are packed, or cut over the ranks.
+    """Return the rollout metrics of a step from all its groups, before packing and before splitting over ranks.
 
     now_step  of the policy that is trained on them, before its update
 
-    Means are over all trajectories, those of rewards over the valid ones. What these groups do not have (a reward
-    of some name, a token of the policy) is left out, and never 0; without a trajectory there is nothing at all.
+    Means are over all trajectories, those of rewards over the valid ones. Unmeasured values (a reward of some name, a
+    token of the policy) are omitted, never 0; without trajectories the result is empty.
     """
     everyone = [t for g in groups for t in g.trajectories]
     if not everyone:
@@ -121,12 +121,12 @@ def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str,
 
 
 def group_lags(groups: Sequence[TrajectoryGroup], now_step: int) -> list[int]:
-    """Steps between the oldest version in each group and `now_step`; a group without a sampled token has none."""
+    """Return the steps from each group's oldest version to `now_step`; groups without sampled tokens are omitted."""
     return [lag(now_step, first) for g in groups if (first := g.first_version()) is not None]
 
 
 def token_lags(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[int, int]:
-    """Lag in steps -> tokens of the policy with that lag."""
+    """Return lag in steps -> number of the policy's tokens with that lag."""
     found: Counter[int] = Counter()
     for span in (span for g in groups for t in g.trajectories for s in t.segments for span in s.spans):
         found[lag(now_step, span.version)] += span.end - span.start
@@ -138,7 +138,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _invalid_actions(trajectory: Trajectory) -> int:
-    """Turns that asked for nothing the environment knows: its answer is about no query and no tool."""
+    """Return the number of turns without a valid action: no query and no tool call."""
     return sum(s.owner is Owner.ENVIRONMENT and not s.query and not s.tool for s in trajectory.segments)
 
 
@@ -153,10 +153,10 @@ def summary(delivery: DeliveryState) -> str:
 
 
 def run_meta(run: RunSettings, sampler: Sampler, lineage_id: str) -> RunMeta:
-    """Return what every other process of the run must agree with."""
+    """Return the metadata on which all processes of the run must agree."""
     try:
         tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
-    except OSError:  # a model without a tokenizer: no process can disagree
+    except OSError:  # a model without a tokenizer: nothing to compare
         tokenizer = ""
     facts = {name: str(getattr(run, name)) for name in SHARED} | {"run": run.id, "foray": version("foray")}
     facts |= location_facts(run) | {"questions": sampler.questions.fingerprint[:16]}
@@ -164,7 +164,7 @@ def run_meta(run: RunSettings, sampler: Sampler, lineage_id: str) -> RunMeta:
 
 
 def step_line(record: Mapping[str, Any], *, steps: int) -> str:
-    """Return the line for the terminal of one record of `metrics.jsonl`; what is missing or null in it is left out."""
+    """Return the line for the terminal of one record of `metrics.jsonl`; missing or null fields are omitted."""
     parts = [f"step {int(record['step']):>{len(str(steps))}}/{steps}"]
     parts += [f"{name} {record[name]:{how}}" for name, how in SHOWN.items() if record.get(name) is not None]
     generated, total_s = record.get("tokens_generated_per_s"), record.get("step_s") or 0.0
@@ -177,7 +177,7 @@ def step_line(record: Mapping[str, Any], *, steps: int) -> str:
 
 
 def bottleneck(record: Mapping[str, Any]) -> str:
-    """Return who waits for whom, in words; "" in a replay, where nothing is waited for."""
+    """Return the bottleneck as text; "" in a replay, which never waits."""
     seconds = {name: s or 0.0 for name, s in (record.get("seconds") or {}).items() if name in WORDS}
     if "wait" not in seconds:
         return ""
@@ -191,7 +191,7 @@ def _short(number: float) -> str:
 
 
 class StepReporter:
-    """The one place that numbers of a step go through: the same names everywhere (`docs/observability.md`)."""
+    """Reports the metrics of a step everywhere, under the same names (`docs/observability.md`)."""
 
     def __init__(self, meter: Meter, log: StepLog, trackers: Trackers, *, steps: int) -> None:
         self._meter, self._log, self._trackers, self._steps = meter, log, trackers, steps
@@ -207,12 +207,12 @@ class StepReporter:
         epoch: int,
         more: Mapping[str, float],
     ) -> None:
-        """One step.
+        """Report one step.
 
-        groups    trained in it, without those that were mixed in
-        lap       its seconds, whole and by cause
-        now_step  of the policy before the update
-        more      numbers of the caller
+        groups    groups trained in it, without mixed-in ones
+        lap       its seconds, in total and by cause
+        now_step  step of the policy before the update
+        more      further values of the caller
         """
         step_s, by_cause = lap
         self._meter.trained(report.tokens_trained, len(groups))
@@ -248,12 +248,12 @@ class StepReporter:
         self._trackers.log(step, whole)
 
     def close(self) -> None:
-        """Close metrics.jsonl and the trackers, which may take a moment to write out what is left."""
+        """Close metrics.jsonl and the trackers, which may take a moment to flush."""
         self._log.close()
         self._trackers.close()
 
 
 def open_trackers(run: RunSettings, settings: LearnerSettings, step: int, epoch: int) -> Trackers:
-    """Return the trackers of a run that goes on after `step`; UserError when one's package is missing."""
+    """Return the trackers of a run that continues after `step`. Raises UserError if a tracker's package is missing."""
     facts = RunInfo.of(run, settings, first_step=step + 1, epoch=epoch)
     return Trackers([build_tracker(tracker) for tracker in settings.trackers], facts)

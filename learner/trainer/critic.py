@@ -1,4 +1,4 @@
-"""The critic: a value for the state before each trained token, by its own backbone."""
+"""The critic: a value for the state before each trained token, with its own backbone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learner.trainer.tensors import ForwardResult
 
 
 class ValueModel(torch.nn.Module):
-    """A base model of transformers and a linear head; the output layer of the language model is left out."""
+    """A base model of transformers and a linear head; without the language model's output layer."""
 
     def __init__(self, backbone: Any, width: int) -> None:
         super().__init__()
@@ -28,9 +28,9 @@ class ValueModel(torch.nn.Module):
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None, index: torch.Tensor
     ) -> torch.Tensor:
-        """[N] float32: values of the states that `index` names, each knowing only what comes before its token.
+        """Return [N] float32: values of the states at `index`, each computed from the tokens before its token.
 
-        Inputs as those of `PolicyModel.forward`.
+        Inputs as in `PolicyModel.forward`.
         """
         values: torch.Tensor = self.head(hidden_states(self.backbone, ids, positions, documents)[index])
         return values
@@ -39,7 +39,7 @@ class ValueModel(torch.nn.Module):
 def load_critic(run_model: Path, critic: CriticSettings, model: ModelSettings, *, packed: bool = True) -> ValueModel:
     """Return the critic before training: the model in `critic.model` or `run_model`, with a head of zeros, on the CPU.
 
-    Never with adapters: all of it is trained. Raises UserError as `load_policy` does.
+    Without adapters: all of it is trained. Raises UserError as `load_policy` does.
     """
     directory = critic.model or run_model
     settings = model.model_copy(update={"lora": LoraSettings()})
@@ -51,7 +51,7 @@ def load_critic(run_model: Path, critic: CriticSettings, model: ModelSettings, *
 class Critic:
     """A value model with its own optimiser, over the same packed rows as the policy.
 
-    updates_per_step  of the optimiser, for a warm-up that is counted in steps
+    updates_per_step  optimiser updates per step, for a warm-up counted in steps
     """
 
     def __init__(self, engine: DeepSpeedEngine, settings: CriticSettings, *, updates_per_step: int) -> None:
@@ -60,22 +60,22 @@ class Critic:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether it is still to learn alone."""
+        """Return whether only the critic is trained."""
         return self.engine.updates < self._warmup
 
     @torch.no_grad()
     def values(self, *read: Any) -> torch.Tensor:
-        """[N] float32: what is to be expected from before each trained token on."""
+        """Return [N] float32: the expected return from before each trained token on."""
         values: torch.Tensor = self.engine.forward(*read)
         return values
 
     def loss(self, forward: ForwardResult) -> LossOutput:
-        """Of one micro-batch, with gradient."""
+        """Return the loss of one micro-batch, with gradient."""
         return value_loss_output(self.engine.forward(*forward.tensors.model_inputs), forward, self.settings)
 
 
 def value_loss_output(values: torch.Tensor, forward: ForwardResult, settings: CriticSettings) -> LossOutput:
-    """Return the clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the pieces of the
+    """Return the clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the sums for the
     explained variance, which spans the batch (`learner.trainer.update`).
     """
     t = forward.tensors

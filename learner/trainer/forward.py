@@ -1,4 +1,4 @@
-"""Passes without gradient over a rank's batch before its first update: by policy, critic and reference."""
+"""Forward passes without gradient over a rank's batch before its first update: policy, critic and reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learner.trainer.tensors import ForwardBatch, ForwardResult, MicroBatchTenso
 def forward_batch(rank_batch: RankBatch, models: Models, algorithm: Algorithm) -> ForwardBatch:
     """Run the models that the algorithm needs over every micro-batch; collective at ZeRO stage 3.
 
-    One model after the other over the whole rank batch, so that a model may leave the device while it is not used.
+    One model after the other over the whole rank batch, so that unused models can be offloaded.
     """
     requirements = algorithm.requirements
     minibatches = [
@@ -35,7 +35,7 @@ def forward_batch(rank_batch: RankBatch, models: Models, algorithm: Algorithm) -
 
 
 def _needs_policy_pass(requirements: Requirements, models: Models, *, updates: int) -> bool:
-    # With a single update the proximal policy is what the update's own forward pass says, cut off from the gradient.
+    # With a single update the proximal policy is the update's own forward pass, detached.
     heads = requirements.values and models.critic is None
     return (
         (requirements.old and updates > 1)

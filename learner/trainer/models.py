@@ -25,7 +25,7 @@ POLICY, CRITIC = "policy", "critic"
 
 @dataclass
 class Models:
-    """policy: always; critic, reference: where the algorithm needs them, and they are not part of the policy."""
+    """policy: always; critic, reference: if the algorithm needs them and they are not part of the policy."""
 
     settings: TrainerSettings
     policy: DeepSpeedEngine
@@ -35,18 +35,18 @@ class Models:
 
     @property
     def device(self) -> torch.device:
-        """Where micro-batches must be."""
+        """Return the device for micro-batches."""
         return self.policy.device
 
     def after_update(self) -> None:
-        """The reference follows the policy, where it does; collective."""
+        """Update the reference from the policy if it is due; collective."""
         if self.reference is not None:
             self.reference.after_update(self.policy.updates)
 
     def iter_published(self, device: str, *, adapters: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, a new tensor on `device`) of all that engines must hold; collective.
+        """Yield (Hugging Face name, a new tensor on `device`) of the weights that engines need; collective.
 
-        adapters  of a model with adapters these alone, instead of merged weights
+        adapters  only the adapters of a model, instead of merged weights
         """
         lora = self.settings.model.lora
         weights = self.policy.iter_weights(device)
@@ -79,8 +79,8 @@ class Models:
 
 
 def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requirements, updates: int) -> Models:
-    """Return the models of `run`, with as many updates of the policy to come in all; collective."""
-    torch.manual_seed(run.seed)  # adapters begin at random, equal on all ranks and after every start
+    """Return the models of `run`, for this total number of policy updates; collective."""
+    torch.manual_seed(run.seed)  # random initial adapters, equal on all ranks and at every start
     packed = settings.batch.row_tokens > 0
     head = settings.critic if requirements.values and settings.critic.backbone == "policy" else None
     module = load_policy(run.model, settings.model, packed=packed, critic=head)

@@ -1,11 +1,11 @@
-"""The policy that divergence is measured from: frozen, a moving average of the trained one, or its copy now and then.
+"""The reference policy of the divergence: frozen, a moving average of the policy, or a periodic copy.
 
-The average itself lives in the policy's engine, in float32 and partitioned as its optimiser's state is, and is saved
-with it: in bfloat16 most of an update of (1 - tau) * difference would be lost. What is here is a module to score with,
-in the dtype of a forward pass, filled again after each change. At ZeRO stage 3 it is cut over the ranks by torch's
-`fully_shard` (nothing is optimised here, so no second DeepSpeed engine), since the model does not fit on one device:
-each rank holds its share of every parameter, and whole layers for a moment. Below that stage it is whole on each. A
-copy is an average that keeps nothing of the past (tau 0), so it survives a restart likewise.
+The average itself is in the policy's engine, in float32, partitioned and saved like its optimiser state: in bfloat16
+most of an update of (1 - tau) * difference would be lost. This file has a module to score with, in the dtype of a
+forward pass, refilled after each change. At ZeRO stage 3 torch's `fully_shard` shards it over the ranks, because it
+does not fit on one device (nothing is optimised here, so a second DeepSpeed engine is not needed): each rank keeps its
+share of every parameter, and whole layers for a moment. Below stage 3 every rank has the whole module. A copy is an
+average with tau 0, so it also survives a restart.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from protocol.errors import UserError
 
 
 def shard(module: torch.nn.Module, device: torch.device) -> None:
-    """Cut `module` in place over all ranks, layer by layer; its forward pass is collective from now on."""
+    """Shard `module` in place over all ranks, layer by layer; its forward pass is collective from now on."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     module.to(device)
     for layers in [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-    # The rest (embedding, last norm, output layer) is the module's own; by default it would stay whole once used.
+    # The rest (embedding, last norm, output layer) belongs to the module; by default it would stay gathered after use.
     fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
 
@@ -42,7 +42,7 @@ def shard(module: torch.nn.Module, device: torch.device) -> None:
 def fill(module: torch.nn.Module, state: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy whole tensors into the parameters of these names, rounded to their dtype, or this rank's share of them.
 
-    Names that `module` has not are passed over (a value head's). Nothing is communicated.
+    Names unknown to `module` are skipped (a value head's). No communication.
     """
     parameters = dict(module.named_parameters())
     for name, tensor in state:
@@ -56,7 +56,7 @@ def fill(module: torch.nn.Module, state: Iterable[tuple[str, torch.Tensor]]) -> 
 
 
 class PolicyEngine(Protocol):
-    """What a reference needs of the engine that trains the policy; `learner.engine.DeepSpeedEngine` has it."""
+    """The part of the policy's engine that a reference needs; `learner.engine.DeepSpeedEngine` implements it."""
 
     updates: int
     world_size: int
@@ -68,12 +68,12 @@ class PolicyEngine(Protocol):
 
     @property
     def module(self) -> torch.nn.Module:
-        """The policy."""
+        """Return the policy."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Return its device."""
         ...
 
     def forward(self, *inputs: Any) -> Any:
@@ -81,20 +81,20 @@ class PolicyEngine(Protocol):
         ...
 
     def start_ema(self) -> None:
-        """From now on an average of the trained parameters is kept; it begins with them."""
+        """Start a moving average at the current parameters."""
         ...
 
     def update_ema(self, tau: float) -> None:
-        """average = tau * average + (1 - tau) * parameters."""
+        """Set average = tau * average + (1 - tau) * parameters."""
         ...
 
     def iter_state(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(parameter name, whole float32 tensor); collective."""
+        """Yield (parameter name, whole float32 tensor); collective."""
         ...
 
 
 class Reference:
-    """Scores of a policy that the present one is compared with. `module` None: the policy itself without adapters."""
+    """Scores tokens under the reference policy. `module` None: the policy itself without adapters."""
 
     def __init__(self, settings: ReferenceSettings, module: PolicyModel | None, engine: PolicyEngine) -> None:
         self._settings, self._module, self._engine = settings, module, engine
@@ -105,7 +105,7 @@ class Reference:
             engine.start_ema()
         if module is not None and engine.stage == 3 and engine.world_size > 1:
             shard(module, engine.device)
-            self._offloads = False  # little is left on each device
+            self._offloads = False  # sharded: little memory on each device
         elif module is not None and share_frozen(module, engine.module):
             self._offloads = False
         if module is not None and not self._offloads:
@@ -113,26 +113,27 @@ class Reference:
 
     @torch.no_grad()
     def scores(self, *inputs: Any, top: int = 0, at_ids: torch.Tensor | None = None) -> Scores:
-        """Without gradient; takes what `PolicyModel.forward` takes, up to `entropy_gradient`. At stage 3 collective."""
+        """Return scores without gradient; arguments as `PolicyModel.forward`, up to `entropy_gradient`. Collective at
+        stage 3."""
         if self._module is not None:
             return self._module(*inputs, top, at_ids)  # type: ignore[no-any-return]
         with adapters_off(self._engine.module):
             return self._engine.forward(*inputs, top, at_ids)  # type: ignore[no-any-return]
 
     def onload(self) -> None:
-        """Onto the device, before `scores`."""
+        """Move the module to the device, before `scores`."""
         if self._module is not None:
             self._module.to(self._engine.device)
 
     def offload(self) -> None:
-        """Off the device where `offload` says so, until the next `onload`."""
+        """Move the module off the device if `offload` is set, until the next `onload`."""
         if self._module is not None and self._offloads:
             self._module.to("cpu")
 
     def after_update(self, updates: int) -> None:
-        """Follow the policy when another `every` of its updates are done: at most once a call; collective.
+        """Update from the policy after every `every` of its updates, at most once per call; collective.
 
-        updates  applied to the policy so far; never followed at 0
+        updates  updates applied to the policy so far; no update at 0
         """
         due = updates // self._settings.every > self._seen // self._settings.every
         self._seen = updates
@@ -141,7 +142,7 @@ class Reference:
             self._fill()
 
     def reload(self) -> None:
-        """After a resume: be what it was when the engine's state was saved; collective."""
+        """Restore the reference after a resume, as of the engine's saved state; collective."""
         self._seen = self._engine.updates
         if self._settings.kind != "frozen":
             self._fill()
@@ -152,8 +153,8 @@ class Reference:
 
 
 def share_frozen(module: torch.nn.Module, policy: torch.nn.Module) -> bool:
-    """Let the frozen parameters of an adapted `policy` be those of `module` too; False where there are none to share:
-    all are trained, or partitioned (ZeRO stage 3 empties them), or of another dtype.
+    """Share the frozen parameters of an adapted `policy` with `module`; return False if there are none to share: all
+    are trained, partitioned (ZeRO stage 3 empties them), or of another dtype.
     """
     frozen = {name: p for name, p in policy.named_parameters() if not p.requires_grad}
     own = dict(module.named_parameters())
@@ -171,8 +172,8 @@ def build_reference(
 ) -> Reference:
     """Return the reference at the beginning of a run: `settings.model`, or the run's initial model; collective.
 
-    The initial model under adapters needs no copy: it is the policy without them. A reference may have more ids than
-    the policy (Qwen2.5 pads its vocabulary by size), of which none is looked at. Raises UserError as `load_policy`, and
+    With adapters the initial model needs no copy: it is the policy without them. A reference may have more ids than
+    the policy (Qwen2.5 pads its vocabulary by size), which are ignored. Raises UserError as `load_policy`, and
     for a reference with fewer.
     """
     frozen = settings.kind == "frozen"
@@ -186,9 +187,9 @@ def build_reference(
     policy = cast(PolicyModel, engine.module)
     if module.vocabulary < policy.vocabulary:
         raise UserError(
-            f"the reference {settings.model} has {module.vocabulary} ids, the policy {policy.vocabulary}",
-            why="it has no probability for the others",
-            todo="set learner.reference.model to a model of the policy's tokenizer with as many ids or more",
+            f"the reference {settings.model} has {module.vocabulary} ids, but the policy has {policy.vocabulary}",
+            why="it has no probabilities for the remaining ids",
+            todo="set learner.reference.model to a model with the policy's tokenizer and at least as many ids",
         )
     module.top_among = policy.vocabulary
     return Reference(settings, module.eval().requires_grad_(False), engine)

@@ -1,4 +1,4 @@
-"""Micro-batches on the device, and what the forward passes find for their tokens."""
+"""Micro-batches on the device, and the forward results of their tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from learner.data.batch import MicroBatch
 
 @dataclass(frozen=True)
 class MicroBatchTensors:
-    """A micro-batch on the device; fields as in `MicroBatch`. documents: None where no row holds two trajectories."""
+    """A micro-batch on the device; fields as in `MicroBatch`. documents: None if no row contains two trajectories."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -46,16 +46,16 @@ class MicroBatchTensors:
 
     @property
     def with_ends(self) -> MicroBatchTensors:
-        """The same with the states after truncated trajectories behind those of the N tokens in `index`; their
-        `targets` are token 0, which no score is asked of.
+        """Return a copy whose `index` also has the states after truncated trajectories, behind the N tokens; their
+        `targets` are token 0 and are not scored.
         """
         states = torch.unique(self.end[self.end >= 0])
         targets = torch.cat([self.targets, torch.zeros_like(states)])
         return replace(self, index=torch.cat([self.index, states]), targets=targets)
 
     def split_ends(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """([N] values of the tokens, [N] of the state after each one's trajectory, 0 where none was asked for), of the
-        values of `with_ends`.
+        """Split the values of `with_ends` into [N] values of the tokens and [N] of the state after each one's
+        trajectory, 0 where not requested.
         """
         known = self.end >= 0
         which = torch.unique(self.end[known], return_inverse=True)[1]
@@ -66,12 +66,12 @@ class MicroBatchTensors:
 
     @property
     def model_inputs(self) -> tuple[Any, ...]:
-        """What a model's forward pass takes first."""
+        """Return the first arguments of a model's forward pass."""
         return self.ids, self.positions, self.documents, self.index
 
     @property
     def policy_inputs(self) -> tuple[Any, ...]:
-        """What a policy's forward pass takes, up to the gradient of the entropy."""
+        """Return the arguments of a policy's forward pass, up to the entropy gradient."""
         return *self.model_inputs, self.targets, self.temperature
 
 
@@ -91,7 +91,7 @@ class ForwardResult:
 
     @property
     def token_scores(self) -> TokenScores:
-        """The input of `Algorithm.compute_advantages`."""
+        """Return the input of `Algorithm.compute_advantages`."""
         t = self.tensors
         return TokenScores(
             rewards=t.rewards,
@@ -115,11 +115,11 @@ class ForwardBatch:
 
     @property
     def flat(self) -> list[TokenScores]:
-        """Every micro-batch, in order."""
+        """Return every micro-batch, in order."""
         return [result.token_scores for part in self.minibatches for result in part]
 
     def with_advantages(self, advantages: Sequence[TokenAdvantages]) -> ForwardBatch:
-        """Return the same with advantages and returns, one for each of `flat`."""
+        """Return a copy with advantages and returns, one for each of `flat`."""
         given = iter(advantages)
         return ForwardBatch(
             tuple(tuple(_with_advantages(result, next(given)) for result in part) for part in self.minibatches)

@@ -1,8 +1,8 @@
-"""One training step: a batch in, moved weights and a report out. Implements `learner.interfaces.TrainEngine`.
+"""One training step: takes a batch, updates the weights, returns a report. Implements `learner.interfaces.TrainEngine`.
 
 rank batch -> forward passes (policy, reference, critic: no gradient) -> advantages and returns (over all ranks)
            -> epochs x minibatches: micro-batches forward and backward -> update of the policy, update of the critic
-           -> the reference follows
+           -> the reference is updated
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ STATE = "trainer.json"
 
 
 class Trainer:
-    """The policy of `run.model` under training, on every rank of a launcher or alone.
+    """Trains the policy of `run.model`, on every rank of a launcher or alone.
 
     Every rank must call the collective methods (`train` or `train_rank_batch`, `iter_weights`, `save_state`,
-    `load_state`) in one order. Raises UserError when there is no such model.
+    `load_state`) in the same order. Raises UserError if the model is missing.
 
-    adapters  `iter_weights` gives the adapters of a model that has some, instead of merged weights
+    adapters  `iter_weights` yields the adapters, if the model has some, instead of merged weights
     """
 
     def __init__(self, run: RunSettings, settings: TrainerSettings, *, adapters: bool = False) -> None:
         if settings.engine.threads:
-            torch.set_num_threads(settings.engine.threads)  # of the calling thread only, so train in the same one
+            torch.set_num_threads(settings.engine.threads)  # for the calling thread only, so train in the same one
         if settings.engine.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first call
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
             torch.use_deterministic_algorithms(True)
         self.algorithm: Algorithm = build_algorithm(settings.algorithm)
         self.settings = settings
@@ -55,48 +55,49 @@ class Trainer:
 
     @property
     def engine(self) -> DeepSpeedEngine:
-        """The policy's."""
+        """Return the policy's engine."""
         return self._models.policy
 
     @property
     def rank(self) -> int:
-        """Number of this process among the ranks."""
+        """Return the rank of this process."""
         return self.engine.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.engine.world_size
 
     @property
     def updates(self) -> int:
-        """Updates of the policy since the beginning of the run."""
+        """Return the number of policy updates since the beginning of the run."""
         return self.engine.updates
 
     @property
     def model_files(self) -> list[Path]:
-        """Config, tokenizer and what else lies beside the initial weights: what makes a published version loadable."""
+        """Return config, tokenizer and other files beside the initial weights, which make a published version
+        loadable."""
         files = (path for path in sorted(self._directory.iterdir()) if path.is_file())
         return [path for path in files if not path.name.endswith(WEIGHT_SUFFIXES)]
 
     def rank_batches(self, batch: Batch) -> list[RankBatch]:
-        """Split a batch over the ranks. Raises UserError if it holds tokens that the model has not."""
+        """Split a batch over the ranks. Raises UserError for tokens outside the model's vocabulary."""
         largest = max((int(max(m.ids.max(), m.targets.max())) for m in batch.micro_batches), default=0)
         if largest >= self._models.vocabulary:
-            # On a GPU the embedding would fail asynchronously, naming nothing, and leave the process unusable.
+            # On a GPU the embedding would fail asynchronously, without details, and leave the process unusable.
             raise UserError(
-                f"a trajectory holds token {largest}, and the model has {self._models.vocabulary}",
+                f"a trajectory contains token {largest}, but the model has {self._models.vocabulary} tokens",
                 why="an engine serves another model than the learner trains",
                 todo="start every process with the same run.model",
             )
         return split_for_ranks(batch, self.world_size)
 
     def train(self, batch: Batch) -> StepReport:
-        """`train_rank_batch` on this rank's share of a batch that every rank holds; collective."""
+        """Run `train_rank_batch` on this rank's share of a batch that every rank has; collective."""
         return self.train_rank_batch(self.rank_batches(batch)[self.rank])
 
     def train_rank_batch(self, rank_batch: RankBatch) -> StepReport:
-        """Update the weights with a batch, of which this rank has `rank_batch`; collective."""
+        """Update the weights with a batch, `rank_batch` being this rank's share; collective."""
         start = time.perf_counter()
         if not rank_batch.num_tokens:
             return StepReport(0.0, 0.0, True, NO_TOKENS, dict(rank_batch.stats), 0, time.perf_counter() - start)
@@ -117,7 +118,7 @@ class Trainer:
         )
 
     def _passes(self, rank_batch: RankBatch, forwards: ForwardBatch) -> UpdateResult:
-        """Run every epoch over every minibatch, until an update is not finite. Totals are of the last epoch."""
+        """Run every epoch over every minibatch, until an update is not finite. Totals are those of the last epoch."""
         result = UpdateResult(OptimizerUpdate(0.0, False))
         for _ in range(self.algorithm.epochs):
             result.totals = MetricSums()
@@ -128,35 +129,35 @@ class Trainer:
         return result
 
     def _metrics(self, rank_batch: RankBatch, totals: MetricSums) -> dict[str, float]:
-        # Every rank has at least a dummy, so all of them hold the same names in the same order.
+        # Every rank has at least a dummy, so all ranks have the same names in the same order.
         sums, maxima = self.engine.reduce(totals.sums_list(), list(totals.maxima.values()))
         return totals.report(sums, maxima, rank_batch.num_tokens) | rank_batch.stats
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor on `device`) of every weight, tied ones once, as `save_pretrained` would;
-        collective. Adapters are merged in, or are all there is where they are published by themselves.
+        """Yield (Hugging Face name, tensor on `device`) of every weight, tied ones once, as `save_pretrained` would;
+        collective. Adapters are merged, or are the only weights if they are published alone.
         """
         yield from self._models.iter_published(device, adapters=self._adapters)
 
     def save_state(self, directory: Path) -> None:
-        """Write all that another process needs to go on bit for bit; collective."""
+        """Write all state needed to continue bit for bit; collective."""
         self._models.save(directory)
         if self.rank == 0:
             (directory / STATE).write_text(json.dumps({"algorithm": self.algorithm.state()}))
 
     def load_state(self, directory: Path) -> None:
-        """Take up what `save_state` wrote, by any number of ranks and at any ZeRO stage; collective."""
+        """Restore what `save_state` wrote, with any number of ranks and at any ZeRO stage; collective."""
         self._models.load(directory)
         try:
             self.algorithm.load(json.loads((directory / STATE).read_text())["algorithm"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"the algorithm's state in {directory / STATE} cannot be taken up",
+                f"cannot load the algorithm's state in {directory / STATE}",
                 why=f"{type(error).__name__}: {error}",
-                todo="resume with the learner.algorithm settings that the run began with",
+                todo="resume with the learner.algorithm settings that the run started with",
             ) from None
 
     def close(self) -> None:
-        """Leave the process group; the trainer is of no use afterwards."""
+        """Leave the process group; the trainer cannot be used afterwards."""
         self._models.close()
         leave_ranks()

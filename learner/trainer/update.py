@@ -17,7 +17,7 @@ from learner.trainer.tensors import ForwardBatch, ForwardResult
 
 @dataclass
 class MetricSums:
-    """Sums of the `LossOutput`s of one pass. The order of names is that of their first occurrence."""
+    """Sums of the `LossOutput`s of one pass. Names are in order of first occurrence."""
 
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
@@ -36,11 +36,11 @@ class MetricSums:
             self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
 
     def sums_list(self) -> list[float]:
-        """Return everything that is added up over the ranks, as `report` wants it back."""
+        """Return the values to be summed over the ranks, in the order that `report` expects."""
         return [self.loss, *self.sums.values(), *(x for pair in self.ratios.values() for x in pair)]
 
     def report(self, sums: list[float], maxima: list[float], num_tokens: int) -> dict[str, float]:
-        """Metrics by name, from the numbers of all ranks.
+        """Return the metrics by name, from the values of all ranks.
 
         ess                 effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2)
         explained_variance  1 - var(R - V) / var(R); 0 where returns do not vary
@@ -57,7 +57,7 @@ class MetricSums:
 
 
 def _derive(found: dict[str, float]) -> None:
-    """What is made of sums over the whole batch takes their place; both do not mind that these are means."""
+    """Replace sums over the whole batch by metrics derived from them; these do not depend on the scale."""
     square = found.pop("ratio_square", None)
     if square is not None:
         sums = (torch.tensor(x, dtype=torch.float64) for x in (found["ratio_mean"], square, 1.0))
@@ -71,7 +71,7 @@ def _derive(found: dict[str, float]) -> None:
 
 @dataclass
 class UpdateResult:
-    """Result of the updates of a batch so far. applied: whether any of them moved the weights."""
+    """Result of the updates of a batch so far. applied: whether any of them changed the weights."""
 
     update: OptimizerUpdate
     totals: MetricSums = field(default_factory=MetricSums)
@@ -84,8 +84,8 @@ def update_minibatch(
 ) -> None:
     """Accumulate gradients over minibatch `number`, then update; collective. Adds to `result`.
 
-    While the critic warms up it alone is updated. An update whose gradient is not finite on any rank is not applied
-    on any (`DeepSpeedEngine.step`).
+    During its warm-up only the critic is updated. An update with a non-finite gradient on any rank is not applied
+    on any rank (`DeepSpeedEngine.step`).
     """
     warming = models.critic is not None and models.critic.is_warming_up
     for forward in forwards.minibatches[number]:
@@ -112,10 +112,10 @@ def update_minibatch(
 
 
 def policy_loss_output(forward: ForwardResult, models: Models, algorithm: Algorithm) -> LossOutput:
-    """Return the policy's loss on one micro-batch, that of a value head on it included."""
+    """Return the policy's loss on one micro-batch, including that of a value head."""
     t, requirements = forward.tensors, algorithm.requirements
     scores = models.policy.forward(*t.policy_inputs, requirements.entropy_gradient, 0, forward.top)
-    # Before a single update the proximal policy is the policy itself.
+    # With a single update the proximal policy is the policy itself.
     proximal = scores.logprobs.detach() if forward.old is None else forward.old
     top = None
     if forward.top is not None and forward.reference_top is not None:

@@ -29,7 +29,7 @@ REGISTRY: dict[type[Settings], str] = {
 def build_publisher(
     settings: PublishSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
 ) -> WeightPublisher:
-    """Instantiate the transport that `settings` select. Imports torch and safetensors.
+    """Return an instance of the transport that `settings` select. Imports torch and safetensors.
 
     model_files  configuration and tokenizer of `run.model`: everything beside the weights
     """

@@ -1,7 +1,8 @@
-"""LoRA parameters as files: `weights/v{epoch}.{step}/` in PEFT's layout, which engines load beside their weights.
+"""LoRA parameters as files: `weights/v{epoch}.{step}/` in PEFT's layout, which engines load in addition to their
+weights.
 
-Some MB instead of all, and no engine pauses: requests name the adapter they want, and those in flight go on with
-theirs. What is published is the whole difference to the run's initial model, which is what the engines must hold.
+Some MB instead of all weights, and no engine pauses: each request names its adapter, and running requests keep theirs.
+The adapter is the whole difference to the run's initial model, which the engines must have loaded.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from protocol.versions import PolicyVersion
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of transformers."""
+"""PEFT's prefix of transformers' names."""
 _NAME = re.compile(r"(?P<module>.+\.(?P<kind>\w+))\.lora_(?P<half>[AB])(?:\.default)?\.weight")
 
 
 class AdapterPublisher(DiskPublisher):
-    """Takes LoRA parameters only, with transformers' names or PEFT's: `{module}.lora_A.weight` is [rank, in],
-    `{module}.lora_B.weight` [out, rank]. All ranks are equal.
+    """Publishes LoRA parameters only, with transformers' or PEFT's names: `{module}.lora_A.weight` is [rank, in],
+    `{module}.lora_B.weight` [out, rank]. All adapters have the same rank.
     """
 
     transport: Transport = "adapter"
@@ -38,11 +39,11 @@ class AdapterPublisher(DiskPublisher):
     def __init__(
         self, settings: AdapterPublishSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
     ) -> None:
-        super().__init__(settings, run, (), link)  # an adapter travels without the model's files
+        super().__init__(settings, run, (), link)  # an adapter is published without the model's files
         self._alpha, self._model = settings.alpha, run.model
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
-        """As of the base. Raises UserError for a tensor that is no LoRA parameter."""
+        """Publish as the base class does. Raises UserError for a tensor that is not a LoRA parameter."""
         return super().publish(version, in_peft_names(weights))
 
     def _described(self, tensors: Tensors) -> dict[str, str]:
@@ -50,11 +51,10 @@ class AdapterPublisher(DiskPublisher):
 
 
 def peft_config(tensors: Tensors, alpha: float, model: Path) -> str:
-    """Return the text of CONFIG for an adapter of `model` with these tensors. Raises UserError unless all are of one
-    rank."""
+    """Return the text of CONFIG for an adapter of `model` with these tensors. Raises UserError if ranks differ."""
     ranks = {tensor.shape[0 if ".lora_A." in name else 1] for name, tensor in tensors.items()}
     if len(ranks) != 1:
-        raise UserError(f"the adapter has ranks {sorted(ranks)}", todo="give all its parts one rank")
+        raise UserError(f"the adapter has different ranks: {sorted(ranks)}", todo="use one rank for all its parts")
     kinds = {found["kind"] for name in tensors if (found := _NAME.fullmatch(name))}
     (rank,) = ranks
     config = {
@@ -72,13 +72,14 @@ def peft_config(tensors: Tensors, alpha: float, model: Path) -> str:
 
 
 def in_peft_names(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """LoRA parameters under the names of a PEFT file. Raises UserError for any other tensor."""
+    """Yield LoRA parameters under the names of a PEFT file. Raises UserError for any other tensor."""
     for name, tensor in weights:
         found = _NAME.fullmatch(name)
         if found is None:
             raise UserError(
-                f"learner.publish.type is adapter, and {name!r} is no LoRA parameter",
-                why="an adapter holds nothing else: the model's own weights are not published",
-                todo="train LoRA parameters only, or set learner.publish.type to disk or distributed",
+                f"learner.publish.type is adapter, but {name!r} is not a LoRA parameter",
+                why="an adapter contains only LoRA parameters: the model's own weights are not published",
+                todo="train only LoRA parameters (learner.model.lora), or set learner.publish.type to disk or "
+                "distributed",
             )
         yield f"{PREFIX}{found['module'].removeprefix(PREFIX)}.lora_{found['half']}.weight", tensor

@@ -1,7 +1,7 @@
 """Interfaces of weight publishing: a transport of weights, and its link to the engines' nodes.
 
-A version and its tensors go in; what must be announced to engines comes out. Nothing a transport does makes
-an engine generate with the new version before `announce`, which is fenced by the learner's lease.
+Input: a version and its tensors. Output: what to announce to the engines. A transport never makes an engine generate
+with the new version before `announce`, which is fenced by the learner's lease.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class BadWeights(ForayError):
-    """A tensor is not finite, or these are no policy's weights (`learner.weights.checks`): no engine gets them."""
+    """The weights are not finite or not plausible (`learner.weights.checks`): no engine receives them."""
 
 
 class GatheredWeights:
-    """The policy's tensors, gathered each time that it is iterated; by all ranks together, to the end."""
+    """The policy's tensors, gathered at each iteration; all ranks must iterate to the end."""
 
     def __init__(self, gather: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         self._gather = gather
@@ -33,9 +33,9 @@ class GatheredWeights:
 
 
 class EngineLink(Protocol):
-    """The run in Redis, as publishing sees it; `learner.delivery.store.RunStore` is the real one. Thread-safe.
+    """The run in Redis, as publishing needs it; implemented by `learner.delivery.store.RunStore`. Thread-safe.
 
-    Raises RedisUnavailable; what writes also raises StateLost, and Fenced when the lease is not ours.
+    Raises RedisUnavailable; writing methods also raise StateLost, and Fenced if the lease is not ours.
     """
 
     def engines(self) -> list[EngineInfo]:
@@ -43,33 +43,34 @@ class EngineLink(Protocol):
         ...
 
     def target(self, update: WeightUpdate, state: str) -> None:
-        """Announce the version that engines must hold; `state` is "ready" or "done"."""
+        """Announce the version that engines must load; `state` is "ready" or "done"."""
         ...
 
     def view(self, view: WeightView, ttl_s: float) -> None:
-        """Write where the transfer stands."""
+        """Write the state of the transfer."""
         ...
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
-        """Return what the members of a view said last, by member."""
+        """Return the last answer of each member of a view."""
         ...
 
     def evaluating(self) -> bool:
-        """Return whether an evaluation wants the versions to stand still."""
+        """Return whether an evaluation has paused weight updates."""
         ...
 
     def now(self) -> float:
-        """Return seconds by the clock of Redis, which all hosts share."""
+        """Return seconds on Redis' clock, which all hosts share."""
         ...
 
 
 def in_use(engines: Iterable[EngineInfo]) -> set[PolicyVersion]:
-    """Return versions whose files may be open: those that engines hold, and those that they say they are reading just
-    now."""
+    """Return versions whose files may be open: those that engines have loaded, and those that they report as being
+    read.
+    """
     held: set[PolicyVersion] = set()
     for engine in engines:
         held.add(engine.version)
-        # a node ends its detail with the version it is about to load: "1.7", "reading 1.7"
+        # a node's detail ends with the version that it is about to load: "1.7", "reading 1.7"
         named = PolicyVersion.parse(engine.detail.rpartition(" ")[2])
         if named is not None:
             held.add(named)
@@ -77,40 +78,40 @@ def in_use(engines: Iterable[EngineInfo]) -> set[PolicyVersion]:
 
 
 class WeightPublisher(Protocol):
-    """A transport. All calls come from the training thread, in this order for every version."""
+    """A weight transport. All calls come from the training thread, in this order for every version."""
 
     @property
     def device(self) -> str:
-        """Where `publish` wants the tensors: "cpu" or "cuda"."""
+        """Return the device of the tensors for `publish`: "cpu" or "cuda"."""
         ...
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Make `version` available. Raises BadWeights, OSError, Fenced.
 
-        weights: Hugging Face name -> tensor; iterated again when what was made of them turns out wrong.
+        weights: Hugging Face name -> tensor; iterated again if the packed tensors turn out wrong.
         """
         ...
 
     def announce(self, update: WeightUpdate, state: str) -> None:
-        """Make what `publish` returned the target; may be repeated. Raises RedisUnavailable, StateLost, Fenced."""
+        """Make the result of `publish` the target; may be repeated. Raises RedisUnavailable, StateLost, Fenced."""
         ...
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
-        """Remove old versions, but for the newest few and those in use."""
+        """Remove old versions, except the newest few and those in use."""
         ...
 
     def facts(self) -> Mapping[str, float]:
-        """Return numbers of the last `publish` and counters since the start, for the metrics; names begin with
+        """Return values of the last `publish` and counters since the start, for the metrics; names begin with
         `publish_`."""
         ...
 
     def close(self) -> None:
-        """End threads and groups."""
+        """Stop threads and close groups."""
         ...
 
 
 class Announcement:
-    """The target as this learner last announced it. Thread-safe; Link's errors pass through."""
+    """The target that this learner last announced. Thread-safe; raises the errors of the link."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
@@ -120,11 +121,11 @@ class Announcement:
 
     @property
     def update(self) -> WeightUpdate | None:
-        """What was announced last."""
+        """Return the last announcement."""
         return self._update
 
     def set(self, update: WeightUpdate, state: str) -> None:
-        """Announce `update`; with the path that was found for it meanwhile, where it has none itself."""
+        """Announce `update`, with the path added meanwhile if it has none itself."""
         with self._lock:
             known = self._update
             if known is not None and known.version == update.version and not update.path:
@@ -133,7 +134,7 @@ class Announcement:
             self._update, self._state = update, state
 
     def add_path(self, update: WeightUpdate) -> bool:
-        """Announce `update` in place of the same version without a path; False when that is not the target."""
+        """Announce `update` in place of the same version without a path; return False if that is not the target."""
         with self._lock:
             known = self._update
             if known is None or known.version != update.version or known.path:

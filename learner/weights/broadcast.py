@@ -1,12 +1,12 @@
-"""Weights over a process group of the learner (rank 0) and the engines, in flattened buckets.
+"""Broadcast weights over a process group of the learner (rank 0) and the engines, in flattened buckets.
 
-What goes by files all the same: the first version of an epoch; a version for which no engine is ready to receive;
-one whose transfer failed, whatever the reason (counted, and logged with it). An engine that is in no view gets files
-of a version that was sent (`snapshot.py`); for these, and for a failed transfer, the learner keeps a copy of the
-weights in main memory: as many bytes as the model has, and one bucket more while it is renewed.
+Files are used for the first version of an epoch, for a version for which no engine is ready, and after a failed
+transfer (counted, and logged with its reason). An engine that is in no view gets files of a version that was sent
+(`snapshots.py`). For these, and for a failed transfer, the learner keeps a copy of the weights in main memory: as many
+bytes as the model has, plus one bucket while the copy is renewed.
 
-With backend `nccl` the tensors stay on the learner's device, each bucket is sent from there, and copied to main memory
-meanwhile. That has not been run: there was no machine with two GPUs.
+With backend `nccl` the tensors stay on the learner's device, each bucket is sent from there and copied to main memory
+meanwhile. This has not been tested on a machine with two GPUs.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from protocol.versions import PolicyVersion
 log = logging.getLogger(__name__)
 
 EXCLUDE_SLOW_MEMBER_S = 60.0
-"""A member that kept the others waiting is excluded for this long."""
+"""Seconds for which a slow member is excluded."""
 PIECES, SMALLEST_BUCKET = 8, 8 << 20
-"""A model smaller than eight buckets is cut finer, so that there is something to overlap; but a call has its price."""
+"""Smaller models than eight buckets use smaller buckets, so that sending and gathering overlap; each call has a
+cost."""
 MAX_SKIPPED_VERSIONS = 32
-"""After failures in a row 0, 1, 3, 7 ... versions go by files before the group is tried again, at most this many."""
+"""After consecutive failures 0, 1, 3, 7 ... versions use files before the group is retried, at most this many."""
 
 
 class DistributedPublisher:
-    """Sends versions over a process group, and writes those that must be files as `DiskPublisher` does."""
+    """Sends versions over a process group, or writes files as `DiskPublisher` does where needed."""
 
     def __init__(
         self, settings: DistributedPublishSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
@@ -57,11 +58,11 @@ class DistributedPublisher:
         self._plan: tuple[WeightBucket, ...] = ()
         self._sender: GroupSender | None = None
         self._closing: list[GroupSender] = []
-        """Senders whose threads have yet to end."""
+        """Senders whose threads are still running."""
         self._group: tuple[str, ...] = ()
         """Members of the group that `_sender` leads."""
         self._transfer: Transfer | None = None
-        """A transfer that is verified and waits for its announcement."""
+        """A verified transfer that waits for its announcement."""
         self._epoch, self._number = 0, 0
         self._hashing = ThreadPoolExecutor(1, "hash weights")
         self._failures, self._skip_versions = 0, 0
@@ -76,11 +77,11 @@ class DistributedPublisher:
 
     @property
     def device(self) -> str:
-        """NCCL sends from GPUs only, gloo from main memory."""
+        """Return the device to send from: NCCL sends from GPUs only, gloo from main memory."""
         return "cuda" if self._settings.backend == "nccl" else "cpu"
 
     def publish(self, version: PolicyVersion, weights: Iterable[Named]) -> WeightUpdate:
-        """Send `version` to the engines that are ready, or write it. Raises BadWeights, OSError, Fenced."""
+        """Send `version` to the ready engines, or write it as files. Raises BadWeights, OSError, Fenced."""
         named = iter(weights)
         self._last = {}
         members, why = self._members(version)
@@ -96,15 +97,15 @@ class DistributedPublisher:
             transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s)
         except (TransferFailed, PackingError, RedisUnavailable) as error:
             self._failed(transfer, error)
-            log.warning("%s goes by files: %s", version.label, error)
+            log.warning("publishing %s as files: %s", version.label, error)
             self._counts["publish_fallbacks"] += 1
             try:
                 return self._fall_back(version, packed, copy, sums, error)
             except PackingError as wrong:
                 if isinstance(weights, Iterator):
                     raise
-                log.error("%s is gathered again: %s", version.label, wrong)
-                for _ in named:  # gathering is collective and must be brought to its end
+                log.error("gathering %s again: %s", version.label, wrong)
+                for _ in named:  # gathering is collective and must be completed
                     pass
                 return self._write(version, weights)
         except BaseException:
@@ -114,7 +115,7 @@ class DistributedPublisher:
         return self._sent(version, transfer, copy)
 
     def announce(self, update: WeightUpdate, state: str) -> None:
-        """The commit of a transfer. At the end of the run the last version is written as files first."""
+        """Commit a transfer. At the end of the run the last version is first written as files."""
         began = time.monotonic()
         if state == "done" and not update.path and (written := self._snapshot(update)) is not None:
             update = written
@@ -129,11 +130,11 @@ class DistributedPublisher:
         self._disk.collect(in_use)
 
     def facts(self) -> Mapping[str, float]:
-        """Return seconds of each phase and bytes of the last version, and how versions went since the start."""
+        """Return seconds per phase and bytes of the last version, and counters of transports since the start."""
         return {**self._counts, "publish_snapshots": self._snapshots.written, **self._last}
 
     def close(self) -> None:
-        """End the thread and the group."""
+        """Stop the thread and close the group."""
         self._snapshots.close()
         self._hashing.shutdown()
         self._close_group()
@@ -154,7 +155,7 @@ class DistributedPublisher:
         self._excluded = {member: until for member, until in self._excluded.items() if until > now}
         try:
             if self._link.evaluating():
-                return [], "an evaluation runs"
+                return [], "an evaluation is running"
             engines = self._link.engines()
         except RedisUnavailable as error:
             return [], f"Redis: {error}"
@@ -163,7 +164,8 @@ class DistributedPublisher:
 
     @staticmethod
     def _can_receive(engine: EngineInfo, last: WeightUpdate) -> bool:
-        """One that is behind while there are files for it is probably reading them."""
+        """Return whether it can receive; an engine that is behind while there are files for it is probably reading
+        them."""
         idle = engine.version == last.version or not last.path
         ready = engine.state is NodeState.READY and engine.epoch == last.epoch
         return ready and idle and "distributed" in engine.transports
@@ -181,7 +183,10 @@ class DistributedPublisher:
             self._sender = GroupSender(self._rendezvous(name, offsets[-1]))
             self._group = members
             if blind := [e.id for e in engines if not _dtype(e)]:
-                log.info("%s cannot be compared with the policy, only with engines of their kind", ", ".join(blind))
+                log.info(
+                    "checksums of %s can be compared only with engines of their kind, not with the policy",
+                    ", ".join(blind),
+                )
         rendezvous = self._sender.rendezvous
         view = WeightView(
             run=self._run,
@@ -216,8 +221,7 @@ class DistributedPublisher:
     def _keep_copy(
         self, packed: Iterator[PackedBucket], copy: list[PackedBucket], check: Callable[[PackedBucket], None] | None
     ) -> Iterator[PackedBucket]:
-        """Yield the buckets as they pass, checked and kept. The copy of the version before gives way to them one by
-        one."""
+        """Yield the buckets, checked and copied; each replaces a bucket of the previous version's copy."""
         with self._copy_lock:
             old, self._copy = self._copy, None
         for one in packed:
@@ -225,8 +229,8 @@ class DistributedPublisher:
                 del old[1][0]
             if check is not None:
                 check(one)
-            yield one  # on its way before it is copied
-            copy.append(replace(one, flat=one.flat.cpu()))  # the same tensor, where it is on the CPU already
+            yield one  # sent before it is copied
+            copy.append(replace(one, flat=one.flat.cpu()))  # the same tensor if it is on the CPU already
 
     def _sent(self, version: PolicyVersion, transfer: Transfer, copy: list[PackedBucket]) -> WeightUpdate:
         self._failures = 0
@@ -250,7 +254,7 @@ class DistributedPublisher:
     # --- files ---
 
     def _failed(self, transfer: Transfer, error: BaseException | None) -> None:
-        """Close the group and abort the view; if Redis is away, the members learn it by their deadline."""
+        """Close the group and abort the view; if Redis is unavailable, the members run into their deadline."""
         self._close_group()
         self._failures += 1
         self._skip_versions = min(MAX_SKIPPED_VERSIONS, 2 ** (self._failures - 1) - 1)
@@ -259,7 +263,7 @@ class DistributedPublisher:
         try:
             transfer.abort()
         except RedisUnavailable as unavailable:
-            log.warning("the members of view %d are not informed: %s", transfer.view.number, unavailable)
+            log.warning("could not notify the members of view %d: %s", transfer.view.number, unavailable)
 
     def _fall_back(
         self,
@@ -269,7 +273,7 @@ class DistributedPublisher:
         sums: SourceChecksums,
         error: TransferFailed | PackingError | RedisUnavailable,
     ) -> WeightUpdate:
-        """Files of what was gathered, and of the rest. Raises PackingError when that is not the policy."""
+        """Write files of the gathered and the remaining buckets. Raises PackingError if they differ from the policy."""
         if isinstance(error, PackingError):
             raise error
         for _ in rest:
@@ -279,7 +283,7 @@ class DistributedPublisher:
         return self._write(version, (named for one in copy for named in one.tensors()))
 
     def _publish_by_disk(self, version: PolicyVersion, named: Iterator[Named], why: str) -> WeightUpdate:
-        log.info("%s goes by files: %s", version.label, why)
+        log.info("publishing %s as files: %s", version.label, why)
         with self._copy_lock:
             self._copy = None
         seen: list[Named] = []
@@ -303,8 +307,8 @@ class DistributedPublisher:
         return update
 
     def _snapshot(self, update: WeightUpdate) -> WeightUpdate | None:
-        """Files of a version that was sent; None when its copy has given way to the next one's."""
-        with self._writing:  # by either thread, but once
+        """Write files of a version that was sent; return None if the next version has replaced its copy."""
+        with self._writing:  # by either thread, but only once
             known = self._announcement.update
             if known is not None and known.version == update.version and known.path:
                 return known
@@ -323,7 +327,7 @@ class DistributedPublisher:
 
 
 def _dtype(engine: EngineInfo) -> str:
-    """torch's word for what the engine says that it holds; "" where it says nothing that torch knows."""
+    """Return torch's name of the engine's reported dtype; "" if missing or unknown."""
     return engine.dtype if isinstance(getattr(torch, engine.dtype or "dtype", None), torch.dtype) else ""
 
 

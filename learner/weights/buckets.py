@@ -1,8 +1,8 @@
-"""Tensors as the flat pieces that travel, and back.
+"""Pack tensors into flat buckets for transfer, and read them back.
 
-An engine cuts a flattened bucket at the sum of the sizes before each tensor and reads that slice in the tensor's own
-dtype, which must then begin at a multiple of its width. There is no padding on the wire, so within a bucket wide
-dtypes come before narrow ones.
+An engine splits a flattened bucket at the sums of the preceding tensor sizes and reads each slice in the tensor's own
+dtype, which must begin at a multiple of its width. There is no padding on the wire, so within a bucket wide dtypes come
+before narrow ones.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Named = tuple[str, torch.Tensor]
 
 
 class LayoutMismatch(ForayError):
-    """The tensors are not those that were planned for."""
+    """The tensors differ from the plan."""
 
 
 @dataclass(frozen=True)
 class PackedBucket:
-    """One bucket: `flat` is [num_bytes] uint8, its tensors one after the other."""
+    """One bucket: `flat` is [num_bytes] uint8, its tensors concatenated."""
 
     bucket: WeightBucket
     flat: torch.Tensor
@@ -52,7 +52,7 @@ def layout(named: Iterable[Named]) -> WeightBucket:
 
 
 def plan(whole: WeightBucket, bucket_bytes: int) -> tuple[WeightBucket, ...]:
-    """`whole` cut into runs of at most `bucket_bytes` (a larger tensor is alone), each with wide dtypes first."""
+    """Split `whole` into buckets of at most `bucket_bytes` (a larger tensor is alone), each with wide dtypes first."""
     runs: list[list[tuple[str, str, tuple[int, ...]]]] = []
     held = 0
     for part in zip(whole.names, whole.dtypes, whole.shapes, strict=True):
@@ -71,7 +71,7 @@ def plan(whole: WeightBucket, bucket_bytes: int) -> tuple[WeightBucket, ...]:
 
 
 def num_bytes(bucket: WeightBucket) -> int:
-    """Return bytes of the flattened bucket."""
+    """Return the size of the flattened bucket in bytes."""
     return sum(_num_bytes(d, s) for d, s in zip(bucket.dtypes, bucket.shapes, strict=True))
 
 
@@ -81,11 +81,11 @@ def pack(
     inspection: WeightCheck | None = None,
     seen: Callable[[str, torch.Tensor], Future[None]] | None = None,
 ) -> Iterator[PackedBucket]:
-    """`weights` in the buckets that were planned, each as soon as its last tensor is there.
+    """Yield `weights` in the planned buckets, each as soon as its last tensor arrives.
 
-    Takes from `weights` only what the next bucket needs. Raises LayoutMismatch when names, dtypes or shapes differ from
-    the plan's, and BadWeights for a tensor that fails the inspection (of its own: whether all is finite).
-    seen: is shown each tensor as it comes, and has until its future is done.
+    Takes from `weights` only what the next bucket needs. Raises LayoutMismatch if names, dtypes or shapes differ from
+    the plan's, and BadWeights for a tensor that fails the inspection (default: all values finite).
+    seen: receives each tensor as it arrives, which stays valid until its future is done.
     """
     inspection = inspection or WeightCheck({}, 0.0)
     for bucket in planned:
@@ -98,9 +98,7 @@ def pack(
                 str(tensor.dtype).removeprefix("torch."),
                 tuple(tensor.shape),
             ):
-                raise LayoutMismatch(
-                    f"tensor {name!r} is not the one that was planned" if name else "tensors are missing"
-                )
+                raise LayoutMismatch(f"tensor {name!r} differs from the plan" if name else "tensors are missing")
             seeing = seen(name, tensor) if seen else None
             inspection.add(name, tensor)
             if flat is None:
@@ -113,7 +111,7 @@ def pack(
             yield PackedBucket(bucket, flat)
     inspection.finish()
     if (extra := next(weights, None)) is not None:
-        raise LayoutMismatch(f"tensor {extra[0]!r} was not planned")
+        raise LayoutMismatch(f"tensor {extra[0]!r} is not in the plan")
 
 
 def _starts(bucket: WeightBucket) -> list[int]:
@@ -127,7 +125,7 @@ def _starts(bucket: WeightBucket) -> list[int]:
 def _dtype(word: str) -> torch.dtype:
     found = getattr(torch, word, None)
     if not isinstance(found, torch.dtype):
-        raise LayoutMismatch(f"there is no dtype {word!r}")
+        raise LayoutMismatch(f"unknown dtype {word!r}")
     return found
 
 

@@ -1,7 +1,7 @@
-"""What the learner sends, in numbers: the sha256 of each tensor as the policy has it, taken before it is packed.
+"""Checksums of what the learner sends: the sha256 of each tensor of the policy, taken before packing.
 
-An engine that says what it holds, tensor by tensor, is compared with them. For one that does not (SGLang has fused and
-perhaps cut the tensors), at least every bucket is: each tensor is read back from where the engine will read it.
+They are compared with those of an engine that reports its tensors. For other engines (SGLang fuses and may shard
+tensors) every bucket is checked: each tensor is read back from where the engine will read it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from protocol.weight_sums import sum_of
 
 
 class PackingError(ForayError):
-    """A bucket does not hold the tensors that it was made of."""
+    """A bucket does not contain the tensors that were packed into it."""
 
 
 class SourceChecksums:
-    """`dtypes`: torch's words for those that engines hold their weights in, whatever the policy's own are."""
+    """`dtypes`: torch's names of the engines' weight dtypes, independent of the policy's."""
 
     def __init__(self, pool: Executor, dtypes: Iterable[str] = ()) -> None:
         self._pool = pool
@@ -30,7 +30,7 @@ class SourceChecksums:
         self._of: dict[str, dict[str, str]] = {word: {} for word in dtypes if word}
 
     def add(self, name: str, tensor: torch.Tensor) -> Future[None]:
-        """Take the sum of one tensor, in its own dtype and as each engine will hold it, while others look at it."""
+        """Compute the checksum of one tensor in the background, in its own dtype and in each engine's."""
         return self._pool.submit(self._add, name, tensor)
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ class SourceChecksums:
             sums[name] = self._own[name] if dtype == tensor.dtype else _sha256(tensor.to(dtype))
 
     def total(self, dtype: str, unused: Collection[str]) -> str:
-        """Return the sum over all tensors as an engine of `dtype` holds them, but for those that it has no use for."""
+        """Return the sum over all tensors as in an engine of `dtype`, except those that it does not use."""
         sums = self._of.get(dtype, self._own)
         return sum_of({name: sums[name] for name in sums.keys() - set(unused)})
 
@@ -48,7 +48,7 @@ class SourceChecksums:
         """Raise PackingError unless each tensor can be read back from the bucket."""
         for name, tensor in packed.tensors():
             if _sha256(tensor) != self._own[name]:
-                raise PackingError(f"{name} is not in its bucket as the policy has it")
+                raise PackingError(f"{name} in its bucket differs from the policy")
 
 
 def _sha256(tensor: torch.Tensor) -> str:

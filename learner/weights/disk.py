@@ -1,7 +1,7 @@
-"""Weights as files: `weights/v{epoch}.{step}/`, a directory that Hugging Face's loaders can open.
+"""Weights as files: `weights/v{epoch}.{step}/`, a directory that Hugging Face's loaders accept.
 
-Written beside its place, flushed, manifest last, renamed: a directory under its final name is whole. Nodes check the
-manifest's sha256 before they load.
+Written under a temporary name, flushed, manifest last, then renamed: a directory under its final name is complete.
+Nodes check the manifest's sha256 before they load.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-"""Names that nodes take, and endings that they do not (`rollout_server.node.weights.manifest`)."""
+"""File names that nodes accept, and endings that they do not (`rollout_server.node.weights.manifest`)."""
 Tensors = dict[str, torch.Tensor]
 
 
 class DiskPublisher:
-    """Publishes into `run.weights_dir`. `model_files`: configuration and tokenizer, put into every version."""
+    """Publishes into `run.weights_dir`. `model_files`: configuration and tokenizer, included in every version."""
 
     device = "cpu"
     transport: Transport = "disk"
@@ -56,11 +56,11 @@ class DiskPublisher:
         for left in self._folder.glob(".v*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
         if any(p.name == self.weights_file for p in model_files):
-            raise ValueError("weights among the model's files would replace those that are published")
+            raise ValueError("weights among the model's files would replace the published ones")
         self._files = {p.name: (p, p.stat().st_size, sha256_file(p)) for p in model_files if _travels(p)}
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
-        """Write the version and return what to announce. Raises BadWeights and OSError; neither leaves a trace."""
+        """Write the version and return what to announce. Raises BadWeights and OSError; neither leaves files."""
         began = time.monotonic()
         inspection = self.sanity.inspection()
         tensors, digest = _checked(weights, inspection)
@@ -83,7 +83,7 @@ class DiskPublisher:
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
             if self._settings.fsync:
                 fsync_tree(part)
-            shutil.rmtree(final, ignore_errors=True)  # what a learner left that died before it announced it
+            shutil.rmtree(final, ignore_errors=True)  # left by a learner that died before the announcement
             part.rename(final)
             if self._settings.fsync:
                 fsync_path(self._folder)
@@ -108,7 +108,7 @@ class DiskPublisher:
         self._link.target(update, state)
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
-        """Remove versions but for the newest `keep_versions` and those in use."""
+        """Remove versions except the newest `keep_versions` and those in use."""
         found = {p: v for p in self._folder.glob("v*") if (v := PolicyVersion.parse(p.name[1:])) is not None}
         newest = sorted(found.values())[-self._settings.keep_versions :]
         for path, version in found.items():
@@ -116,25 +116,26 @@ class DiskPublisher:
                 shutil.rmtree(path, ignore_errors=True)
 
     def facts(self) -> Mapping[str, float]:
-        """Return seconds and bytes of the last version."""
+        """Return the seconds and bytes of the last version."""
         return self._last
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: there are no open resources."""
 
     def _described(self, tensors: Tensors) -> dict[str, str]:
-        """More files of a version, by name, that follow from its tensors."""
+        """Return further files of a version, by name, derived from its tensors."""
         return {}
 
 
 def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: WeightCheck) -> tuple[Tensors, str]:
-    """Tensors that safetensors can write, and the sha256 hex over their bytes in order of name. Raises BadWeights."""
+    """Return tensors that safetensors can write, and the sha256 (hex) of their bytes in name order. Raises
+    BadWeights."""
     tensors: Tensors = {}
     places: set[int] = set()
     for name, tensor in weights:
         tensor = tensor.detach().cpu().contiguous()
         inspection.add(name, tensor)
-        # Two names for one tensor (tied embeddings) are refused by safetensors.
+        # safetensors refuses two names for one tensor (tied embeddings).
         tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor
         places.add(tensor.data_ptr())
     inspection.finish()
@@ -145,15 +146,15 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: WeightChec
 
 
 def _travels(path: Path) -> bool:
-    """Return whether a file beside the model goes into every version: nodes take plain names only, and no pickles."""
+    """Return whether a file is included in every version: nodes accept plain names only, and no pickles."""
     plain = PLAIN.fullmatch(path.name) is not None and not path.name.endswith(PICKLES)
     if not plain and not path.name.startswith("."):
-        log.warning("%s is not published with the weights: engines would refuse it", path)
+        log.warning("not publishing %s with the weights: nodes would refuse it", path)
     return plain
 
 
 def _save(tensors: Tensors, path: Path) -> None:
-    """Raise OSError: a full disk is a SafetensorError, which is none."""
+    """Write the file. Raises OSError, also for a full disk, which safetensors reports as SafetensorError."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -161,7 +162,7 @@ def _save(tensors: Tensors, path: Path) -> None:
 
 
 def _place(source: Path, target: Path) -> None:
-    # A tokenizer of 10 MB need not be written again for every step.
+    # Avoid writing a tokenizer of 10 MB again at every step.
     try:
         os.link(source, target)
     except OSError:

@@ -1,8 +1,8 @@
-"""The trainer's end of an engine's weight-update group: rank 0 of a process group beside the default one.
+"""The trainer's side of an engine's weight-update group: rank 0 of a second process group.
 
 SGLang's `init_weights_update_group` joins with `PrefixStore(name, TCPStore)` and a group helper of torch that is not
-public; `torch.distributed.init_process_group` never meets it (and would clash with DeepSpeed's own group). So the
-same is done here. torch must be of one version on both sides.
+public; `torch.distributed.init_process_group` cannot join it (and would clash with DeepSpeed's group). So this
+module does the same. Both sides need the same version of torch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class BroadcastGroup:
-    """Rank 0 of a group of `world_size` ranks under `name`, which listens at `address`:`port`.
+    """Rank 0 of a group of `world_size` ranks under `name`, listening at `address`:`port`.
 
     Constructing blocks until every rank has joined; raises RuntimeError (torch's DistError) after `join_s` (by default
-    `timeout_s`). A broadcast may take `timeout_s`.
+    `timeout_s`). `timeout_s` bounds each broadcast.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class BroadcastGroup:
 
         timeout = timedelta(seconds=timeout_s if join_s is None else join_s)
         self.name = name
-        # Rank 0 owns the store, as `tcp://` would have it; the others are clients of it.
-        # It has no authentication, so it listens at this address only; by default it would on every interface.
+        # Rank 0 owns the store, as with `tcp://`; the others are its clients.
+        # It has no authentication, so it listens only at this address, not on every interface as by default.
         listener = _listener(address, port)
         fd = None if listener is None else listener.detach()
         self._store = TCPStore(address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=fd)
@@ -73,11 +73,11 @@ class BroadcastGroup:
         _set_pg_timeout(timedelta(seconds=timeout_s), self._group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send `tensor` to every other rank; blocks. Raises RuntimeError when a rank is gone or late."""
+        """Send `tensor` to every other rank; blocks. Raises RuntimeError if a rank is gone or late."""
         torch.distributed.broadcast(tensor, src=0, group=self._group)
 
     def close(self) -> None:
-        """Leave, once; the other ranks' pending receives fail. Never raises for a group that is broken already."""
+        """Leave the group, once; pending receives of other ranks fail. Never raises for a broken group."""
         try:
             torch.distributed.destroy_process_group(self._group)
         finally:
@@ -85,20 +85,20 @@ class BroadcastGroup:
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens at `address` only; None where that is none of this host's own (behind a translation)."""
+    """Return a socket listening only at `address`; None if it is not an address of this host (NAT)."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise RuntimeError(f"cannot listen on {address}:{port}: {error.strerror}") from None
-        log.warning("%s is no address of this host: the update group listens on every interface", address)
+        log.warning("%s is not an address of this host: the update group listens on every interface", address)
         return None
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a group find each other; `join_s` bounds the joining, `timeout_s` every broadcast."""
+    """Rendezvous of a group's ranks; `join_s` bounds joining, `timeout_s` every broadcast."""
 
     name: str
     address: str
@@ -110,10 +110,10 @@ class Rendezvous:
 
 
 class GroupSender:
-    """The thread of one group: joins it as rank 0, broadcasts what it is given, and closes it.
+    """The thread of one group: joins it as rank 0, broadcasts tensors, and closes it.
 
-    gloo cannot be interrupted. So every wait for this thread has a deadline; one that hangs in a broadcast ends when
-    the group's timeout is over, and closes the group then.
+    gloo cannot be interrupted, so every wait for this thread has a deadline; a hanging broadcast ends when
+    the group's timeout expires, and the thread then closes the group.
 
     Loop: consumes lists of tensors in the order of `send`; produces broadcasts, and done futures. Waits for the next
     list, and for the other ranks; is unblocked by `close`, or by the group's timeout.
@@ -128,21 +128,21 @@ class GroupSender:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread has yet to end."""
+        """Return whether the thread is still running."""
         return self._thread.is_alive()
 
     def send(self, tensors: Sequence[torch.Tensor]) -> Future[None]:
-        """Broadcast them one by one; the future fails with RuntimeError when a rank is gone or late."""
+        """Broadcast them one by one; the future fails with RuntimeError if a rank is gone or late."""
         done: Future[None] = Future()
         self._orders.put((tensors, done))
         return done
 
     def close(self) -> None:
-        """End the group after what is being sent; does not wait."""
+        """Close the group after the current send, without waiting."""
         self._orders.put(None)
 
     def join(self) -> None:
-        """Wait for the thread's end, which one of its timeouts brings about: torch does not survive it at exit."""
+        """Wait for the thread, which its timeouts end: torch crashes if it is running at exit."""
         self._thread.join(self.rendezvous.join_s + self.rendezvous.timeout_s)
 
     def _run(self) -> None:
@@ -176,4 +176,4 @@ class GroupSender:
         try:
             group.close()
         except RuntimeError as error:
-            log.info("group %s is closed: %s", rendezvous.name, error)
+            log.info("closing group %s: %s", rendezvous.name, error)

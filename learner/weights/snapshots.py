@@ -1,7 +1,7 @@
-"""Files of the present version for engines that were not in its view: joiners, and those that came to harm.
+"""Files of the current version for engines outside its view: new engines, and those whose transfer failed.
 
-It has its own thread, so that neither a training step nor a wait for data is in the way: an engine that needs the
-files may be the only one there is.
+It runs in its own thread, so that neither a training step nor a wait for data delays it: an engine that needs the files
+may be the only one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LOOK_S = 0.25
 LONGEST_PAUSE_S = 30.0
 LEAVING = (NodeState.DRAINING, NodeState.GONE)
 STARTING = ("launching", "reading")
-"""How the detail of a SYNCING engine begins that is being launched: it looks at the target again when it is up."""
+"""Prefix of the detail of a SYNCING engine that is being launched: it reads the target again once it is up."""
 
 
 class SnapshotWriter:
-    """Looks who needs files, and calls `write` for the version that is announced without any.
+    """Finds engines that need files, and calls `write` for an announced version without files.
 
-    write       the version's files, from the copy in main memory; None when there is no copy of it (any more)
-    patience_s  an engine that serves, and is only behind, is left for the next view for this long
+    write       the version's files, from the copy in main memory; None if its copy no longer exists
+    patience_s  seconds that a serving engine which is behind waits for the next view
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SnapshotWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after what it is writing."""
+        """Stop the thread after the current write."""
         self._stop.set()
         self._thread.join(60.0)
 
@@ -60,10 +60,10 @@ class SnapshotWriter:
                 self._turn()
                 pause_s = LOOK_S
             except (RedisUnavailable, StateLost, Fenced, UserError) as error:
-                log.debug("no look at the engines: %s", error)  # the training thread repairs it, or ends
+                log.debug("could not read the engines: %s", error)  # the training thread repairs this, or ends
             except OSError as error:
                 pause_s = min(LONGEST_PAUSE_S, 4 * pause_s)
-                log.error("no snapshot could be written: %s", error)
+                log.error("could not write a snapshot: %s", error)
 
     def _turn(self) -> None:
         update = self._announcement.update
@@ -76,13 +76,13 @@ class SnapshotWriter:
             written = self._write(update)
             if written is not None and self._announcement.add_path(written):
                 self.written += 1
-                log.info("%s was written for %s", update.version.label, ", ".join(needy))
+                log.info("wrote %s for %s", update.version.label, ", ".join(needy))
 
     def _needs(self, engine: EngineInfo, update: WeightUpdate) -> bool:
         if engine.state in LEAVING or engine.version == update.version:
             return False
         if engine.state is NodeState.LOADING:
-            return False  # a member of the view that is about to go on
+            return False  # a member of the view that is about to resume
         if engine.state is NodeState.JOINING or (
             engine.state is NodeState.SYNCING and engine.detail.startswith(STARTING)
         ):

@@ -1,12 +1,12 @@
-"""One version over one group, from prepare to verify: the conversation with the nodes. In the training thread.
+"""One version over one group, from prepare to verify: the protocol with the nodes. Runs in the training thread.
 
-    prepare    view written; the members say that they are there, join (a new group), and answer "prepared" without
-               a detail; the first bucket is gathered meanwhile
+    prepare    view written; the members report in, join (a new group), and answer "prepared" without a
+               detail; the first bucket is gathered meanwhile
     transfer   view written; each bucket is sent while the next one is gathered
-    verify     every member has answered with a checksum; those of one kind agree, and who can say what it holds
-               tensor by tensor holds what the policy has
+    verify     every member has answered with a checksum; those of one kind agree, and a member that reports its
+               tensors has the policy's
 
-Every wait has a deadline, and ends early when a member says that it failed, or is seen to be gone.
+Every wait has a deadline, and ends early if a member reports a failure or is gone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.005
 MEMBERSHIP_CHECK_S = 0.5
-"""How often the registrations of the members are looked at while they are waited for."""
+"""Seconds between checks of the members' registrations while waiting for them."""
 VIEW_OUTLIVES_S = 60.0
 GONE = (NodeState.SUSPECT, NodeState.QUARANTINED, NodeState.GONE)
 
 
 class TransferFailed(ForayError):
-    """The version did not reach every member. `missing`: members to do without for a while."""
+    """The version did not reach every member. `missing`: members to exclude for a while."""
 
     def __init__(self, what: str, missing: Sequence[str] = ()) -> None:
         super().__init__(what)
@@ -42,10 +42,10 @@ class TransferFailed(ForayError):
 
 
 class Transfer:
-    """`seconds` holds how long each phase took, by name. Link's errors pass through every method.
+    """Transfers one version. `seconds`: duration of each phase by name. Every method raises the errors of the link.
 
-    sums    of the tensors that are sent, complete when all are gathered
-    dtypes  that each member holds its weights in
+    sums    checksums of the sent tensors, complete when all are gathered
+    dtypes  weight dtype of each member
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Transfer:
         self._next_roll_call = 0.0
 
     def run(self, buckets: Iterator[PackedBucket], *, prepare_s: float, transfer_s: float, stall_s: float) -> None:
-        """The whole; `buckets` is gathered as it is consumed. Raises TransferFailed, and what gathering raises.
+        """Run the transfer; `buckets` is gathered as it is consumed. Raises TransferFailed and the errors of gathering.
 
-        prepare_s, transfer_s  deadlines of the phases; stall_s: of each single wait within the transfer
+        prepare_s, transfer_s  timeouts of the phases; stall_s: timeout of each single wait within the transfer
         """
         began = time.monotonic()
         self._write("prepare", prepare_s)
@@ -77,11 +77,11 @@ class Transfer:
         self._compare()
 
     def abort(self) -> None:
-        """Announce to the members that the transfer is aborted."""
+        """Notify the members that the transfer is aborted."""
         self._write("abort", 0.0)
 
     def commit(self) -> None:
-        """Announce to the members that they go on with the new version; the target says so already."""
+        """Notify the members to resume with the new version, which is already the target."""
         self._write("commit", VIEW_OUTLIVES_S)
 
     def _send(self, first: PackedBucket | None, rest: Iterator[PackedBucket], deadline: float, stall_s: float) -> None:
@@ -91,7 +91,7 @@ class Transfer:
             tensors = [packed.flat] if self.view.flattened else [tensor for _, tensor in packed.tensors()]
             under_way.append(self._sender.send(tensors))
             packed = self._gather(rest)
-            while under_way and (len(under_way) > 1 or packed is None):  # one is sent, one is ready
+            while under_way and (len(under_way) > 1 or packed is None):  # one being sent, one ready
                 self._wait(under_way[0].done, min(deadline, time.monotonic() + stall_s), "transfer")
                 self._settled(under_way.popleft())
 
@@ -107,7 +107,7 @@ class Transfer:
             raise TransferFailed(f"the group is broken: {str(error).strip().splitlines()[0][:300]}")
 
     def _write(self, phase: str, seconds: float) -> None:
-        buckets = self.view.buckets if phase in ("prepare", "transfer") else ()  # nodes read it again and again
+        buckets = self.view.buckets if phase in ("prepare", "transfer") else ()  # nodes poll it
         now = self._link.now()
         self.view = WeightView.model_validate(
             {**self.view.model_dump(), "phase": phase, "deadline": now + seconds, "buckets": buckets}
@@ -119,7 +119,7 @@ class Transfer:
             self._listen()
             if time.monotonic() > deadline:
                 raise self._late(phase)
-            if until():  # what was just heard may be it
+            if until():  # the last answers may complete it
                 return
             time.sleep(POLL_S)
 
@@ -128,14 +128,15 @@ class Transfer:
         return all(m in heard and heard[m].phase in phases and not heard[m].detail for m in self.view.members)
 
     def _late(self, phase: str) -> TransferFailed:
-        """Blame who did not say a word, or is behind the others. When all hang it may be any of them."""
+        """Return the failure, blaming silent members and those behind the others; if all hang, it may be any of
+        them."""
         silent = [member for member in self.view.members if member not in self.answers]
         behind = silent or [m for m in self.view.members if self.answers[m].phase != "loaded"]
         blamed = behind if silent or len(behind) < len(self.view.members) else []
-        return TransferFailed(f"the deadline of {phase} has passed, without {', '.join(behind)}", blamed)
+        return TransferFailed(f"{phase} timed out, waiting for {', '.join(behind)}", blamed)
 
     def _listen(self) -> None:
-        """Take in the answers. Raises TransferFailed when one says so, or when a member is gone."""
+        """Read the answers. Raises TransferFailed if a member reports a failure or is gone."""
         self.answers = self._link.answers(self.view.epoch, self.view.number)
         for member in self.view.members:
             answer = self.answers.get(member)
@@ -150,19 +151,19 @@ class Transfer:
                 raise TransferFailed(f"{member} is gone", [member])
 
     def _compare(self) -> None:
-        """Engines of one kind must hold the same, and each what was to be sent, as far as it can say so."""
+        """Raise TransferFailed unless engines of one kind agree, and each reported checksum matches what was sent."""
         sums: dict[str, dict[str, str]] = {}
         for member in self.view.members:
             answer = self.answers[member]
             sums.setdefault(answer.kind, {})[member] = answer.checksum
             wanted = self._sums.total(self._dtypes[member], answer.unused)
             if answer.tensors_sha256 and answer.tensors_sha256 != wanted:
-                raise TransferFailed(f"{member} does not hold the weights of the policy")
+                raise TransferFailed(f"the weights of {member} differ from the policy")
         for kind, by_member in sums.items():
             if len(set(by_member.values())) > 1:
                 raise TransferFailed(f"the checksums of the {kind} engines differ: {by_member}")
 
     def digest(self) -> str:
-        """Return what the members hold: kind and checksum of each kind."""
+        """Return the members' checksums, by kind."""
         found = {answer.kind: answer.checksum[:32] for answer in self.answers.values()}
         return ",".join(f"{kind}:{checksum}" for kind, checksum in sorted(found.items()))[:256]

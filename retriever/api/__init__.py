@@ -1,1 +1,1 @@
-"""The HTTP interface: routes, and one module for each dialect of clients."""
+"""The HTTP interface: routes, and one module per client dialect."""

@@ -29,7 +29,7 @@ ROUTE_ROLES: Mapping[str, Role] = {
     "/openapi.json": "viewer",
     "/v1/models": "viewer",
 }
-"""Routes that say how the service is. All others return passages or cost compute, or a provider's money: node."""
+"""Routes that report the service's state. All others return passages, use compute or cost money: role node."""
 
 
 def create_app(service: RetrieverState, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
@@ -101,7 +101,7 @@ def _counted(metrics: Any, route: str, handler: Handler, shape: Shape = _default
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """For what no handler sees: unknown paths, other methods."""
+    """Return errors outside any handler (unknown paths, other methods) as JSON."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -109,23 +109,23 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 async def _passage(request: web.Request) -> web.Response:
-    """By path (slashes may stand as they are, or escaped) or by `?id=`."""
+    """Return a passage by path (with plain or escaped slashes) or by `?id=`."""
     backend = _open_backend(request)
     wanted = request.match_info.get("id") or request.query.get("id")
     if not wanted:
-        raise ApiError(400, "which passage? GET /passages/ID or /passages?id=ID")
+        raise ApiError(400, "missing passage id: use GET /passages/ID or /passages?id=ID")
     try:
         passage = await backend.find(wanted)
     except WebSearchError as failure:
         raise api_error(failure.failure) from None
     if passage is None:
-        raise ApiError(404, "no passage has this id")
+        raise ApiError(404, "there is no passage with this id")
     return web.Response(body=document_json(passage), content_type="application/json")
 
 
 async def _health(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    retrievers = {"total": 1, "available": int(service.ready)}  # what ReSearch's clients look at
+    retrievers = {"total": 1, "available": int(service.ready)}  # read by ReSearch's clients
     return web.json_response({"status": "healthy", "ready": service.ready, "retrievers": retrievers})
 
 

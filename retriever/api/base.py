@@ -1,4 +1,4 @@
-"""What the handlers of all dialects share: the application's state, errors as JSON, and one search as outcomes.
+"""Shared code of all dialects' handlers: the application's state, errors as JSON, one search as outcomes.
 
 Every error is JSON with at least {"error": "what happened"}; dialects may add the field that their clients read.
 """
@@ -29,12 +29,12 @@ from retriever.serving.service import QueryService
 
 NOT_OPEN = "the index is not open"
 INTERNAL_CAUSES = frozenset({"index", "rerank", "internal"})
-"""Causes that are this service's own (500); others are a provider's (502)."""
+"""Causes of this service (500); all others are a provider's (502)."""
 
 BODY_S = 30.0
-"""Longest wait for a body in seconds: one that drips in would hold the memory that others wait for."""
+"""Timeout for a body, in seconds: a slow body would occupy memory that other requests wait for."""
 _SMALL, _BODIES = 1 << 16, 4
-"""Bodies up to `_SMALL` bytes are not counted; of larger ones, `_BODIES` of the largest size are held at once."""
+"""Bodies up to `_SMALL` bytes are not counted; larger ones share memory for `_BODIES` bodies of the maximum size."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -48,18 +48,18 @@ class EmbeddingInput(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddingService:
-    """What `/v1/embeddings` needs: the encoder's name, and the queue before it."""
+    """State of `/v1/embeddings`: the encoder's name, and its queue."""
 
     model: str
     texts: DynamicBatcher[EmbeddingInput, npt.NDArray[np.float32]]
 
 
 class RetrieverState:
-    """What the handlers share.
+    """State shared by the handlers.
 
     backend, searches, embedding  None until the back-end is open
-    num_passages                  size of the corpus; None until it is known, and for an online engine
-    draining                      the service is going down: not ready any more
+    num_passages                  size of the corpus; None until known, and for an online engine
+    draining                      the service is shutting down and no longer ready
     """
 
     def __init__(self, settings: RetrieverSettings) -> None:
@@ -83,7 +83,7 @@ class RetrieverState:
         if self._body_bytes and self._body_bytes + num_bytes > _BODIES * self.settings.max_body_mb * 2**20:
             self.metrics.rejected.inc()
             status = 503 if self.settings.overload == "wait" else 429
-            raise ApiError(status, "too many large requests at once", retry_after_s=1)
+            raise ApiError(status, "too many large requests in progress", retry_after_s=1)
         self._body_bytes += num_bytes
         try:
             yield
@@ -92,7 +92,7 @@ class RetrieverState:
 
     @property
     def ready(self) -> bool:
-        """Whether searches are answered."""
+        """Return whether searches are answered."""
         return self.searches is not None and not self.draining
 
 
@@ -107,30 +107,30 @@ class ApiError(Exception):
         self.status, self.message, self.retry_after_s, self.cause = status, message, retry_after_s, cause
 
     def headers(self) -> dict[str, str]:
-        """Return `Retry-After`, if trying again makes sense."""
+        """Return `Retry-After`, if a retry makes sense."""
         return {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
 
 
 @asynccontextmanager
 async def request_body(kind: type[Body], request: web.Request) -> AsyncIterator[Body]:
-    """Read and validate the request's body; its memory is reserved until the block ends, so also while it is queued.
+    """Read and validate the request's body; its memory is reserved until the block ends, including time in the queue.
 
-    Raises ApiError 400 with the first error only: a body with thousands of bad queries needs no longer answer. Odd
+    Raises ApiError 400 with the first error only, even for a body with thousands of bad queries. Malformed
     queries are made searchable and counted (`protocol.search.Query`).
     """
     service = request.app[SERVICE]
     size, most = request.content_length, int(service.settings.max_body_mb * 2**20)
     if size is not None and size > most:  # before it takes memory from other requests
         raise web.HTTPRequestEntityTooLarge(most, size)
-    # a body of unknown length may become as long as any
+    # a body of unknown length may reach the maximum
     async with service.body_memory(most if size is None else size):
         try:
             async with asyncio.timeout(BODY_S):
                 raw = await request.read()
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
         except web.RequestPayloadError:
-            raise ApiError(400, "the body is not what its headers say") from None
+            raise ApiError(400, "the body does not match its headers") from None
     async with service.body_memory(len(raw)):
         yield _checked(service, kind, raw)
 
@@ -138,16 +138,16 @@ async def request_body(kind: type[Body], request: web.Request) -> AsyncIterator[
 def _checked(service: RetrieverState, kind: type[Body], raw: bytes) -> Body:
     odd = Counter[str]()
     try:
-        # not pydantic's own parser: it refuses a body for one lone surrogate in it
+        # not pydantic's parser, which refuses a body for a single lone surrogate
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"Invalid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ApiError(400, "the body is not a JSON object")
     most = service.settings.max_hits
-    for name, value in content.items():  # before anything looks at each item
+    for name, value in content.items():  # before each item is validated
         if isinstance(value, list) and len(value) > most:
-            raise ApiError(400, f"{name:.64}: {len(value)} items are more than retriever.max_hits = {most}")
+            raise ApiError(400, f"{name:.64}: {len(value)} items exceed retriever.max_hits = {most}")
     try:
         body = kind.model_validate(content, context=odd)
     except ValidationError as error:
@@ -158,25 +158,27 @@ def _checked(service: RetrieverState, kind: type[Body], raw: bytes) -> Body:
     return body
 
 
-def _hits(service: RetrieverState, asked: int) -> int:
-    """Return `asked`, or the whole corpus if that is smaller. Raises ApiError 400 beyond `max_topk`."""
+def _hits(service: RetrieverState, requested: int) -> int:
+    """Return `requested`, or the whole corpus if that is smaller. Raises ApiError 400 beyond `max_topk`."""
     most, passages = service.settings.max_topk, service.num_passages
-    if asked <= most:
-        return asked
+    if requested <= most:
+        return requested
     if passages is not None and passages <= most:
         return max(1, passages)
-    raise ApiError(400, f"{asked} hits a query are more than retriever.max_topk = {most}")
+    raise ApiError(400, f"{requested} hits per query exceed retriever.max_topk = {most}")
 
 
 async def search_outcomes(
     service: RetrieverState, queries: Sequence[str], k: int, run: str = ""
 ) -> list[QueryResult | QueryFailure]:
-    """Return one outcome a query. Raises ApiError 400, 429 and 503."""
+    """Return one outcome per query. Raises ApiError 400, 429 and 503."""
     if service.searches is None or service.draining:
         raise ApiError(503, NOT_OPEN, retry_after_s=1)
     k = _hits(service, k)
     if len(queries) * k > service.settings.max_hits:
-        raise ApiError(400, f"{len(queries)} queries times {k} hits are more than {service.settings.max_hits}")
+        raise ApiError(
+            400, f"{len(queries)} queries times {k} hits exceed retriever.max_hits = {service.settings.max_hits}"
+        )
     start = time.perf_counter()
     try:
         return await service.searches.search(queries, k, run)
@@ -189,8 +191,8 @@ async def search_outcomes(
 
 
 async def search_results(service: RetrieverState, queries: Sequence[str], k: int, run: str = "") -> list[QueryResult]:
-    """Return one result a query. Raises ApiError for the first that failed: clients of this form cannot tell a failed
-    query from one without hits."""
+    """Return one result per query. Raises ApiError for the first failure: clients of this form cannot distinguish a
+    failed query from one without hits."""
     outcomes = await search_outcomes(service, queries, k, run)
     results = [outcome for outcome in outcomes if not isinstance(outcome, QueryFailure)]
     if len(results) < len(outcomes):
@@ -212,5 +214,5 @@ def api_error(failure: QueryFailure) -> ApiError:
 
 
 def json_response(body: bytes) -> web.Response:
-    """Return a response whose `body` is JSON already."""
+    """Return a response with a `body` that is already JSON."""
     return web.Response(body=body, content_type="application/json")

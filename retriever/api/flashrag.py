@@ -5,8 +5,8 @@
     POST /batch_search  {"query": ["..", ..], "top_n": 10, "return_score": false}
                         -> [[{"id", "contents"}, ..], ..]         or [[[documents], ..], [[scores], ..]]
 
-A blank query is refused in `/search`, as there, and has no hits in `/batch_search`. Errors also have FastAPI's
-`detail`. This form has no place for the failure of one query of several: it fails the request.
+As in FlashRAG, `/search` refuses a blank query, and `/batch_search` returns no hits for it. Errors also have FastAPI's
+`detail`. The format cannot report the failure of one query, so any failure fails the request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ManyQueries(_Request):
 
 
 async def search(request: web.Request) -> web.Response:
-    """`POST /search`."""
+    """Handle `POST /search`."""
     async with request_body(OneQuery, request) as body:
         if not body.query.strip():
             raise ApiError(400, "Query content cannot be empty")
@@ -51,20 +51,20 @@ async def search(request: web.Request) -> web.Response:
 
 
 async def batch_search(request: web.Request) -> web.Response:
-    """`POST /batch_search`."""
+    """Handle `POST /batch_search`."""
     async with request_body(ManyQueries, request) as body:
         answers = await search_results(request.app[SERVICE], body.query, body.top_n)
     return json_response(render_many(answers, scores=body.return_score))
 
 
 def render_one(answer: QueryResult, *, scores: bool) -> bytes:
-    """Body of the answer to `/search`."""
+    """Return the response body of `/search`."""
     documents = b"[%b]" % b",".join(answer.documents)
     return b"[%b,%b]" % (documents, _numbers(answer.scores)) if scores else documents
 
 
 def render_many(answers: Sequence[QueryResult], *, scores: bool) -> bytes:
-    """Body of the answer to `/batch_search`."""
+    """Return the response body of `/batch_search`."""
     documents = b"[%b]" % b",".join(render_one(answer, scores=False) for answer in answers)
     if not scores:
         return documents

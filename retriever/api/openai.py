@@ -1,9 +1,9 @@
-"""OpenAI's `POST /v1/embeddings` and `GET /v1/models`, over the encoder of the index that is served.
+"""OpenAI's `POST /v1/embeddings` and `GET /v1/models`, with the encoder of the served index.
 
     {"input": "text" | ["text", ..], "model": "..", "encoding_format": "float" | "base64", "input_type": "passage"}
     -> {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [..]}], "model", "usage"}
 
-`input_type` is Foray's own: encoders of the E5 family put another prefix before a query than before a passage. Texts
+`input_type` is an extension of Foray: E5 encoders use different prefixes for queries and passages. Texts
 and searches share one queue limit. Errors have OpenAI's shape: {"error": {"message", "type", "code"}}.
 """
 
@@ -37,20 +37,20 @@ from retriever.serving.admission import Overloaded
 from retriever.serving.batcher import ServiceStopped
 
 MAX_CHARS, MAX_TEXTS = 32768, 4096
-"""Longest text (an encoder cuts by tokens long before), and most texts of a request."""
+"""Maximum characters of a text (encoders truncate much earlier, by tokens), and maximum texts per request."""
 
 _Text = Annotated[str, Field(max_length=MAX_CHARS, min_length=1)]
 _OFF_LOOP = 16
-"""Answers with more vectors than this are rendered in a thread."""
+"""Responses with more vectors than this are rendered in a thread."""
 
 
 def _as_list(texts: object) -> object:
-    """Make one text a list of one, so that validation errors are those of a list and not of a union."""
+    """Wrap a single text in a list, so that validation errors are those of a list, not of a union."""
     return [texts] if isinstance(texts, str) else texts
 
 
 class EmbeddingRequest(BaseModel):
-    """Body of `POST /v1/embeddings`. `model` is not compared: there is one encoder, and the answer says which."""
+    """Body of `POST /v1/embeddings`. `model` is not checked: there is one encoder, which the response names."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -62,7 +62,7 @@ class EmbeddingRequest(BaseModel):
 
 
 async def embeddings(request: web.Request) -> web.Response:
-    """`POST /v1/embeddings`."""
+    """Handle `POST /v1/embeddings`."""
     service = request.app[SERVICE]
     async with request_body(EmbeddingRequest, request) as body:
         embedding = _embedding(service)
@@ -87,7 +87,7 @@ async def embeddings(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    """`GET /v1/models`."""
+    """Handle `GET /v1/models`."""
     embedding = _embedding(request.app[SERVICE])
     entry = {"id": embedding.model, "object": "model", "created": 0, "owned_by": "foray"}
     return web.json_response({"object": "list", "data": [entry]})
@@ -97,12 +97,12 @@ def _embedding(service: RetrieverState) -> EmbeddingService:
     if not service.ready:
         raise ApiError(503, NOT_OPEN, retry_after_s=1)
     if service.embedding is None:
-        raise ApiError(404, "what is served here has no encoder", cause="model_not_found")
+        raise ApiError(404, "the served index has no encoder", cause="model_not_found")
     return service.embedding
 
 
 def render(vectors: Sequence[npt.NDArray[np.float32]], body: EmbeddingRequest, model: str) -> bytes:
-    """Return the answer. Tokens are counted as words: the encoder's own count is not known here."""
+    """Return the response body. Tokens are counted as words: the encoder's count is not available here."""
     words = sum(len(text.split()) for text in body.input)
     data: list[dict[str, Any]] = [
         {"object": "embedding", "index": index, "embedding": _spelt(vector, body.encoding_format)}

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the retriever, made from the models that check the requests. Pure."""
+"""The OpenAPI 3.1 document of the retriever, generated from the request models. Pure."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ SUMMARIES = {
 }
 FAILURES = {
     **REFUSALS,
-    "400": "what is wrong with the request",
-    "404": "there is no such thing here",
-    "408": "the body did not come in time",
+    "400": "the error in the request",
+    "404": "not found",
+    "408": "the body did not arrive in time",
     "413": "the body is too large",
-    "429": "too much at once; see Retry-After",
+    "429": "overloaded; see Retry-After",
     "500": "the index failed",
     "502": "a provider failed",
     "503": "not open, or stopping",
@@ -82,7 +82,7 @@ FAILURES = {
 
 
 def describe() -> Object:
-    """Return the whole document."""
+    """Return the OpenAPI document."""
     models = [(model, "validation") for model in (*BODIES.values(), Passage)]
     _, definitions = models_json_schema(models, ref_template=REF)  # type: ignore[arg-type]
     failed, state, name = failures(FAILURES, ERROR), {"type": "object"}, {"type": "string", "minLength": 1}
@@ -107,7 +107,9 @@ def describe() -> Object:
         "/passages": get("A document by `?id=`.", document_of, parameter("id", "query", name)),
         "/passages/{id}": get("A document by its id.", document_of, parameter("id", "path", name)),
         "/info": get("What is served, and its limits.", response("state", state)),
-        "/health": {"get": operation({"200": response("well", state)}, summary="The process lives.", security=OPEN)},
+        "/health": {
+            "get": operation({"200": response("healthy", state)}, summary="The process is alive.", security=OPEN)
+        },
         "/ready": {"get": operation(ready, summary="Searches are answered.", security=OPEN)},
         "/metrics": get("Prometheus.", response("metrics", {"type": "string"}, TEXT)),
         "/openapi.json": get("This document.", response("OpenAPI", state)),

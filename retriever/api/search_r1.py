@@ -1,8 +1,8 @@
 """Search-R1's dialect: `POST /retrieve {"queries", "topk", "return_scores"}`, see `protocol.search`.
 
-Search-R1's own server answers `return_scores: false` wrongly (its loop unpacks a list of documents as if it were a
-pair); here all three forms are right. `partial` and `run` are Foray's extensions. SkyRL's and rLLM's
-clients send other names here, and rLLM's reads `results`: [{"id", "content", "score"}, ..].
+Search-R1's server handles `return_scores: false` wrongly (its loop unpacks a list of documents as if it were a
+pair); here all three forms work. `partial` and `run` are extensions of Foray. SkyRL's and rLLM's
+clients send other field names, and rLLM's reads `results`: [{"id", "content", "score"}, ..].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_HITS = QueryResult((), ())
 
 
 async def retrieve(request: web.Request) -> web.Response:
-    """`POST /retrieve`."""
+    """Handle `POST /retrieve`."""
     service = request.app[SERVICE]
     async with request_body(SearchRequest, request) as body:
         k = body.topk or service.settings.topk
@@ -42,8 +42,8 @@ def render(
     errors: Sequence[str | None] | None = None,
     results: bool = False,
 ) -> bytes:
-    """Body of the answer to `/retrieve`, put together from documents that are JSON already. `results` adds the first
-    answer in rLLM's form."""
+    """Return the response body of `/retrieve`, joined from documents that are already JSON. `results` adds the first
+    result in rLLM's format."""
     if scores:
         lists = [b",".join(map(_scored, answer.documents, answer.scores)) for answer in answers]
     else:
@@ -56,7 +56,7 @@ def render(
 
 
 def _for_rllm(answer: QueryResult) -> list[dict[str, Any]]:
-    """Return one object a hit: the document's fields, its `contents` as `content`, and `score`."""
+    """Return one object per hit: the document's fields, its `contents` as `content`, and `score`."""
     hits = [json.loads(document) | {"score": score} for document, score in zip(*answer, strict=True)]
     return [hit | {"content": hit.pop("contents")} for hit in hits]
 

@@ -1,8 +1,8 @@
-"""What a back-end promises: an index over a corpus, an online engine, a memory of earlier searches before either.
+"""The backend interface: an index over a corpus, an online engine, or a memory of earlier searches in front of either.
 
-    handlers --> QueryService (cache, joining, queue, batches) --> Backend.search --> one outcome a query
+    handlers --> QueryService (cache, joining, queue, batches) --> Backend.search --> one outcome per query
 
-`search` is called from the event loop; a back-end that computes does so in its own thread.
+`search` is called from the event loop; a backend that computes does so in its own thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy.typing as npt
 from protocol.search import Passage
 
 Kind = Literal["query", "passage"]
-"""Which of an encoder's two sides a text is for: some put a prefix before each."""
+"""Whether a text is a query or a passage: some encoders use different prefixes."""
 
 
 class QueryResult(NamedTuple):
-    """Hits of one query, best first: documents as JSON objects, ready to be sent, and their scores."""
+    """Hits of one query, best first: documents as serialised JSON objects, and their scores."""
 
     documents: tuple[bytes, ...]
     scores: tuple[float, ...]
@@ -29,7 +29,7 @@ class QueryResult(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryFailure:
-    """Why one query of a batch has no result; the others have theirs.
+    """The failure of one query of a batch; other queries may succeed.
 
     cause  a short word for counters: index, timeout, quota, unreachable, http_NNN, garbage, ..
     """
@@ -39,29 +39,29 @@ class QueryFailure:
 
 
 class Backend(Protocol):
-    """One source of answers. Belongs to the service's event loop."""
+    """A source of search results. Belongs to the service's event loop."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides a result: part of every cache key."""
+        """Return a hash of everything that determines a result: part of every cache key."""
 
     async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
-        """Return one outcome a query, in order, at most k documents each.
+        """Return one outcome per query, in order, with at most k documents each.
 
         Queries are normalised, distinct and not blank.
 
-        run  whose memory is searched and extended; "" for callers that name none. Only `memory` uses it.
+        run  run whose memory is searched and extended; "" for none. Only `memory` uses it.
         """
 
     async def find(self, passage_id: str) -> Passage | None:
-        """Return the document with this id: one of the corpus, or one of an earlier result. None if there is none.
+        """Return the document with this id: from the corpus or an earlier result; None if there is none.
 
-        Never fetches an address that a caller made up. Raises WebSearchError if the document is known and cannot be
-        had now (a page that does not answer).
+        Never fetches an address supplied by a caller. Raises WebSearchError if the document is known but currently
+        unavailable (its page does not answer).
         """
 
     def info(self) -> dict[str, Any]:
-        """Its part of the body of `/info`."""
+        """Return its part of the body of `/info`."""
 
     async def close(self) -> None:
         """Close threads and connections. Safe to call twice."""
@@ -72,7 +72,7 @@ class Embedder(Protocol):
 
     @property
     def model(self) -> str:
-        """Its name, for logs and answers."""
+        """Return its name, for logs and responses."""
 
     async def embed(self, texts: Sequence[str], kind: Kind) -> list[npt.NDArray[np.float32] | QueryFailure]:
-        """Return one vector [dim] of length 1 (or 0) a text, in order."""
+        """Return one vector [dim] of length 1 (or 0) per text, in order."""

@@ -1,4 +1,4 @@
-"""From settings to the back-end that answers: an index or an online engine, perhaps with a memory before it."""
+"""Open the backend of the settings: an index or an online engine, optionally behind a memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from retriever.metrics import Metrics
 
 @dataclass(frozen=True)
 class OpenBackend:
-    """A back-end that is ready for queries.
+    """A backend that is ready for queries.
 
     embedder                its encoder, for `/v1/embeddings`, if it has one
-    max_concurrent_batches  calls of `search` at once
-    max_batch               most queries in one of them
-    per_run                 whether a result depends on the run that asks
-    num_passages            size of the corpus; None: not known (an online engine)
+    max_concurrent_batches  concurrent calls of `search`
+    max_batch               maximum queries per call
+    per_run                 whether a result depends on the requesting run
+    num_passages            size of the corpus; None: unknown (an online engine)
     """
 
     backend: Backend
@@ -32,7 +32,7 @@ class OpenBackend:
 
 
 async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> OpenBackend:
-    """Open the back-end of these settings. UserError if a setting, the corpus or the index needs a change."""
+    """Open the backend of these settings. Raises UserError if a setting, the corpus or the index is invalid."""
     opened = await _open_source(settings, metrics)
     if settings.memory is None:
         return opened
@@ -48,7 +48,7 @@ async def _open_source(settings: RetrieverSettings, metrics: Metrics) -> OpenBac
     if settings.online is not None:
         online = open_online(settings.online)
         metrics.add_provider(settings.online.type, online.counters)
-        # twice as many as may be asked at once: some of them wait for pages, or for the rate limit
+        # twice the concurrency: some queries wait for pages or for the rate limit
         return OpenBackend(
             online, None, max_concurrent_batches=2 * settings.online.concurrency, max_batch=1, per_run=False
         )

@@ -1,8 +1,8 @@
-"""An index over a corpus as a back-end: one thread owns index, encoder and reranker.
+"""An index over a corpus as a backend: one thread owns index, encoder and reranker.
 
     IndexBackend (event loop) --> owner thread: Searcher --> Index --> RerankStage --> documents of the Corpus
 
-The thread that searches also opens: FAISS keeps its number of threads by thread.
+The searching thread also opens the index: FAISS sets its number of threads per thread.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class IndexBackend:
         return self.searcher.model
 
     async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
-        """See `Backend`. One call of the index; when it fails, one call a query, so that only those fail that must."""
+        """See `Backend`. One call of the index; if it fails, one call per query, so that only the bad ones fail."""
         return await self._one_by_one(lambda some: self.searcher.search(some, k), queries)
 
     async def embed(self, texts: Sequence[str], kind: Kind) -> list[npt.NDArray[np.float32] | QueryFailure]:
@@ -80,13 +80,14 @@ class IndexBackend:
             return [outcome for text in texts for outcome in await self._one_by_one(work, [text])]
         except Exception as error:
             if len(texts) > 1:
-                log.warning("a batch of %d failed (%r): trying its members one by one", len(texts), error)
+                log.warning("a batch of %d failed (%r): retrying its queries one by one", len(texts), error)
                 return [outcome for text in texts for outcome in await self._one_by_one(work, [text])]
             log.exception("the index failed on %r", texts[0])
             return [QueryFailure("index", f"{type(error).__name__}: {error}")]
 
     async def find(self, passage_id: str) -> Passage | None:
-        """See `Backend`. Reads the memory map, perhaps from a slow disk: not in the event loop, nor in the owner."""
+        """See `Backend`. Reads the memory map, possibly from a slow disk, outside the event loop and the owner
+        thread."""
         return await asyncio.to_thread(self.searcher.find, passage_id)
 
     def info(self) -> dict[str, Any]:
@@ -94,12 +95,12 @@ class IndexBackend:
         return self.searcher.info()
 
     async def close(self) -> None:
-        """See `Backend`. Waits for the call that runs."""
+        """See `Backend`. Waits for the running call."""
         await asyncio.to_thread(self._owner.shutdown)
 
 
 async def open_index_backend(settings: RetrieverSettings) -> IndexBackend:
-    """Open the index of `settings` in its owner thread. UserError if settings, corpus or index need a change."""
+    """Open the index of `settings` in its owner thread. Raises UserError if settings, corpus or index are invalid."""
     owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="owner")
     try:
         searcher = await asyncio.get_running_loop().run_in_executor(owner, open_searcher, settings)
@@ -110,7 +111,7 @@ async def open_index_backend(settings: RetrieverSettings) -> IndexBackend:
 
 
 class Searcher:
-    """An opened index with its corpus: queries in, documents out. Made by `open_searcher`.
+    """An opened index with its corpus: maps queries to documents. Created by `open_searcher`.
 
     Belongs to one thread, the owner, except `find`.
     """
@@ -124,7 +125,7 @@ class Searcher:
         reranking: RerankStage | None,
         fields: Collection[str] | None = None,
     ) -> None:
-        """`fields`: what documents carry beside id and contents; None: all that the corpus has."""
+        """`fields`: further document fields besides id and contents; None: all fields of the corpus."""
         self._fields = fields
         self._index, self._corpus, self._manifest, self._reranking = index, corpus, manifest, reranking
         self._encoder = _encoder_of(settings)
@@ -133,28 +134,28 @@ class Searcher:
         chosen = None if fields is None else sorted(fields)
         decides = json.dumps([manifest.fingerprint, self._search_time, rerank, chosen], sort_keys=True)
         self.fingerprint = hashlib.sha256(decides.encode()).hexdigest()[:16]
-        """Hash of all that decides a result: index, search settings, reranker, fields that are sent."""
+        """Return a hash of all that determines a result: index, search settings, reranker, sent fields."""
 
     @property
     def num_passages(self) -> int:
-        """Size of the corpus."""
+        """Return the size of the corpus."""
         return self._index.ntotal
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the index has an encoder."""
+        """Return whether the index has an encoder."""
         return self._index.encoder is not None
 
     @property
     def model(self) -> str:
-        """The encoder's name: its model's, or that of its folder, or its type."""
+        """Return the encoder's name: that of its model or its folder, or its type."""
         if self._encoder is None:
             return "none"
         model = getattr(self._encoder, "model", self._encoder.type)
         return model.name if isinstance(model, Path) else str(model)
 
     def info(self) -> dict[str, Any]:
-        """Its part of the body of `/info`."""
+        """Return its part of the body of `/info`."""
         return {
             "fingerprint": self.fingerprint,
             "index_fingerprint": self._manifest.fingerprint,
@@ -170,7 +171,7 @@ class Searcher:
         }
 
     def _sent_fields(self) -> list[str] | None:
-        """Return the names of fields beside id and contents, None if that is not known."""
+        """Return the names of fields besides id and contents, None if unknown."""
         known, chosen = self._manifest.fields, self._fields
         if known is None or chosen is None:
             given = known if chosen is None else chosen
@@ -208,9 +209,9 @@ class Searcher:
 
 
 def open_searcher(settings: RetrieverSettings) -> Searcher:
-    """Open the index, building it first when it is missing and the corpus is small.
+    """Open the index, building it first if it is missing and the corpus is small.
 
-    To be called in the thread that will search. UserError if a setting, the corpus or the index needs a change.
+    Call it in the thread that will search. Raises UserError if a setting, the corpus or the index is invalid.
     """
     directory = settings.index_path
     if not directory.exists() and settings.given_corpus is not None:
@@ -225,7 +226,7 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
         raise UserError(
             f"{directory} is inconsistent",
             why=f"{index.ntotal} rows in the index, {len(passages)} offsets, {manifest.passages} in the manifest",
-            todo="build the index again, with --overwrite",
+            todo="rebuild the index with --overwrite",
         )
     _check_fields(manifest, settings.fields or ())
     reranking = None if settings.rerank is None else open_rerank_stage(settings.rerank)
@@ -233,16 +234,16 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
 
 
 def document_json(passage: Passage) -> bytes:
-    """Return a passage as it is sent."""
+    """Return a passage in its sent form."""
     further = passage.model_extra or {}
     return json.dumps({"id": passage.id, "contents": passage.contents, **further}, ensure_ascii=False).encode()
 
 
 class RerankStage:
-    """The reranker between the index and the result. Belongs to the owner thread; made by `open_rerank_stage`.
+    """The reranker between the index and the result. Belongs to the owner thread; created by `open_rerank_stage`.
 
-    candidates  hits of the index that are scored again; the others keep their order after them
-    identity    what decides the scores
+    candidates  number of hits that are reranked; the others follow in their order
+    identity    values that determine the scores
     """
 
     def __init__(self, reranker: Reranker, candidates: int, identity: dict[str, Any]) -> None:
@@ -251,8 +252,8 @@ class RerankStage:
     def apply(self, queries: Sequence[str], ranked: Sequence[Ranked], text: Callable[[int], str]) -> list[Ranked]:
         """Return the hits of each query in their new order; `text` returns a row's contents.
 
-        Scores are the reranker's, in one call for all queries. What was not scored again gets the lowest of them less
-        its distance, so that scores fall with the rank throughout.
+        Scores are the reranker's, in one call for all queries. Hits that are not reranked get the lowest of these
+        scores minus their distance, so that scores decrease with the rank throughout.
         """
         heads = [rows[: self.candidates] for rows, _ in ranked]
         asked = [(query, list(map(text, head))) for query, head in zip(queries, heads, strict=True)]
@@ -267,7 +268,7 @@ class RerankStage:
 
 
 def open_rerank_stage(settings: RerankSettings) -> RerankStage:
-    """Load the model. To be called in the thread that will use it. UserError where it cannot be."""
+    """Load the model, in the thread that will use it. Raises UserError if it cannot be loaded."""
     return RerankStage(build_reranker(settings), settings.candidates, reranker_identity(settings))
 
 
@@ -277,7 +278,8 @@ def _found(rows: list[int], scores: list[float]) -> Ranked:
 
 
 def _encoder_of(settings: IndexSettings) -> EncoderSettings | None:
-    """The index's, or that of a hybrid's first member that has one: the one that the opened index shows."""
+    """Return the encoder settings of the index, or of a hybrid's first member with an encoder, as the opened index
+    does."""
     for part in getattr(settings, "members", (settings,)):
         encoder: EncoderSettings | None = getattr(part, "encoder", None)
         if encoder is not None:
@@ -286,22 +288,22 @@ def _encoder_of(settings: IndexSettings) -> EncoderSettings | None:
 
 
 def _check_fields(manifest: Manifest, fields: Collection[str]) -> None:
-    """Raise UserError for a field that no document has: it would be missing silently."""
+    """Raise UserError for a field that no document has; it would be silently missing."""
     known = manifest.fields
     if known is None or len(known) >= MAX_FIELDS:
-        return  # an older index, or one whose corpus may have more than are listed
+        return  # an older index, or a corpus with possibly more fields than listed
     if unknown := [name for name in fields if name not in known]:
         raise UserError(
             f"retriever.fields: the corpus has no field {unknown[0]!r}",
-            why="beside `id` and `contents`, which are always sent, it has: " + (", ".join(known) or "none"),
-            todo="correct the name or leave it out",
+            why="besides `id` and `contents`, which are always sent, it has: " + (", ".join(known) or "none"),
+            todo="correct or remove the name",
         )
 
 
 def _build_if_small(settings: RetrieverSettings) -> None:
     directory = settings.index_path
     refuse_large(settings)
-    log.info("no index at %s yet: building it", directory)
+    log.info("no index at %s: building it", directory)
     try:
         build_index(settings.corpus, directory, settings.index, progress=log.info)
     except UserError:

@@ -1,1 +1,1 @@
-"""Passages on disk: the memory-mapped corpus, the manifest of its index, and the formats it is converted from."""
+"""Passages on disk: the memory-mapped corpus, the manifest of its index, and the source formats."""

@@ -1,7 +1,7 @@
-"""The corpus: one JSON object a line, read through a memory map by byte offsets, so that no passage lives in memory.
+"""The corpus: one JSON object per line, read through a memory map by byte offsets, without passages in memory.
 
-Beside the index lie `offsets.npy` (int64 [n], where each line starts), `id_hashes.npy` (uint64 [n], sorted) and
-`id_rows.npy` (int64 [n], the rows in the order of the hashes): 24 bytes a passage on disk.
+The index directory has `offsets.npy` (int64 [n], start of each line), `id_hashes.npy` (uint64 [n], sorted) and
+`id_rows.npy` (int64 [n], the rows in the order of the hashes): 24 bytes per passage on disk.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from retriever.corpus.formats.base import MAX_FIELDS, cleaned, fields_of
 
 _OFFSETS, _HASHES, _ROWS = "offsets.npy", "id_hashes.npy", "id_rows.npy"
 SCAN_FILES = (_OFFSETS, _HASHES, _ROWS)
-"""What `scan_corpus` writes."""
+"""Files written by `scan_corpus`."""
 _UNSORTED = "id_hashes.unsorted.npy"
 _OWN = frozenset({"id", "contents"})
 _BOM = b"\xef\xbb\xbf"
 _SORT_ROWS = 1 << 21
-"""Ids that are sorted at once: 64 MiB of memory."""
+"""Ids sorted at a time: 64 MiB of memory."""
 _CODES = {"int64": "q", "uint64": "Q"}
 _BUFFER_ITEMS = 1 << 16
 
 
 class Corpus:
-    """Rows and ids to passages. Safe for any number of threads."""
+    """Maps rows and ids to passages. Thread-safe."""
 
     def __init__(self, path: Path, directory: Path) -> None:
-        """`directory` holds what `scan_corpus` wrote for exactly this file."""
+        """`directory`: output of `scan_corpus` for exactly this file."""
         with open_corpus(path).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._offsets = open_offsets(directory)
@@ -50,9 +50,9 @@ class Corpus:
         return len(self._offsets)
 
     def passage(self, row: int) -> Passage:
-        """Return the passage of a row in [0, len). IndexError outside: -1 is not the last passage here."""
+        """Return the passage of a row in [0, len). Raises IndexError outside, also for -1."""
         if not 0 <= row < len(self._offsets):
-            raise IndexError(f"row {row} of a corpus of {len(self._offsets)}")
+            raise IndexError(f"row {row} is outside a corpus of {len(self._offsets)} passages")
         start = int(self._offsets[row])
         end = self._map.find(b"\n", start)
         return parse_line(self._map[start : end if end >= 0 else len(self._map)])
@@ -71,8 +71,8 @@ class Corpus:
 
 @dataclass(frozen=True)
 class CorpusScan:
-    """What one pass over a corpus file found. `sha256` is in hexadecimal; `fields` are the names of further fields, in
-    the order of their appearance, as far as their number is bounded."""
+    """Result of one pass over a corpus file. `sha256` is in hexadecimal; `fields` are the names of further fields in
+    order of appearance, up to a limit."""
 
     passages: int
     bytes: int
@@ -83,8 +83,8 @@ class CorpusScan:
 def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None] | None = None) -> CorpusScan:
     """Read a corpus once and write offsets and ids into `directory`. Memory does not grow with the corpus.
 
-    `progress` is called with (bytes, passages) read so far, after every passage. Blank lines do not count; UserError
-    names the first bad line.
+    `progress` is called with (bytes, passages) read so far, after every passage. Blank lines are skipped. Raises
+    UserError that names the first bad line.
     """
     digest, end, passages = hashlib.sha256(), 0, 0
     fields: dict[str, None] = {}
@@ -122,21 +122,21 @@ def read_texts(path: Path, offset: int = 0) -> Generator[str, None, None]:
 
 
 def open_offsets(directory: Path) -> npt.NDArray[Any]:
-    """Return int64 [n]: where the line of each row starts. A memory map."""
+    """Return int64 [n], memory-mapped: the start of each row's line."""
     return np.asarray(np.load(directory / _OFFSETS, mmap_mode="r"))
 
 
 def parse_line(line: bytes) -> Passage:
     """Parse one line as a passage with its further fields (`formats.base.fields_of`).
 
-    Raises ValueError that says what is wrong. Lone surrogates, which JSON can spell and UTF-8 cannot, become `?`.
+    Raises ValueError with the reason. Lone surrogates, which JSON can spell and UTF-8 cannot, become `?`.
     """
     passage_id, contents, record = _read(line)
     return Passage(id=passage_id, contents=contents, **fields_of(record, _OWN))
 
 
 def open_corpus(path: Path) -> Path:
-    """Return `path` itself, or UserError when it cannot be read."""
+    """Return `path`. Raises UserError if it cannot be read."""
     try:
         with path.open("rb"):
             return path
@@ -144,12 +144,12 @@ def open_corpus(path: Path) -> Path:
         raise UserError(
             f"cannot read the corpus {path}",
             why=error.strerror or str(error),
-            todo='give retriever.corpus (or --corpus) a file of {"id", "contents"} lines',
+            todo='set retriever.corpus (or --corpus) to a file of {"id", "contents"} lines',
         ) from None
 
 
 class ColumnWriter:
-    """Write a one-dimensional array item by item in numpy's format, without holding it in memory.
+    """Writes a one-dimensional array item by item in numpy's format, in constant memory.
 
     `with ColumnWriter(path, np.int64) as column: column.append(3)`. The file is readable once it is closed.
     """
@@ -162,7 +162,7 @@ class ColumnWriter:
         self._data_at = self._write_header()
 
     def _write_header(self) -> int:
-        # numpy pads headers, so that a longer shape takes the same space: that is what `close` relies on
+        # numpy pads headers, so that a longer shape takes the same space; `close` relies on this
         header: dict[str, Any] = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._count,)}
         np.lib.format.write_array_header_1_0(self._file, header)
         return self._file.tell()
@@ -185,11 +185,11 @@ class ColumnWriter:
         del self._buffer[:]
 
     def close(self) -> None:
-        """Write what is buffered, and the number of items into the header."""
+        """Flush the buffer, and write the number of items into the header."""
         self._flush()
         self._file.seek(0)
         if self._write_header() != self._data_at:
-            raise RuntimeError("this numpy does not pad headers of arrays")
+            raise RuntimeError("this version of numpy does not pad array headers")
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -203,16 +203,16 @@ class ColumnWriter:
 
 
 def _read(line: bytes) -> tuple[str, str, dict[str, Any]]:
-    """Id, contents, and the whole record."""
+    """Return id, contents and the whole record."""
     try:
         record = json.loads(line.removeprefix(_BOM))
     except RecursionError:
         raise ValueError("nested too deep") from None
     if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__} where an object is needed")
+        raise ValueError(f"expected an object, found a {type(record).__name__}")
     missing = [key for key in ("id", "contents") if key not in record]
     if missing:
-        raise ValueError(f"no {' and no '.join(missing)}; it has {sorted(record)}")
+        raise ValueError(f"missing {' and '.join(missing)}; it has {sorted(record)}")
     passage_id, contents = record["id"], record["contents"]
     if not isinstance(contents, str) or not isinstance(passage_id, str | int):
         raise ValueError("`contents` must be a string, `id` a string or an integer")
@@ -228,14 +228,14 @@ def _checked(line: bytes, number: int, path: Path) -> tuple[str, str, dict[str, 
         return _read(line)
     except ValueError as error:
         raise UserError(
-            f"line {number} of {path} is not a passage",
+            f"line {number} of {path} is not a valid passage",
             why=str(error),
             todo='every line must be a JSON object with "id" and "contents"',
         ) from None
 
 
 def _sort_ids(hashes: npt.NDArray[np.uint64], directory: Path) -> None:
-    """Write the hashes in order, with their rows: range by range of hashes, so that memory is bounded."""
+    """Write the sorted hashes with their rows, one range of hashes at a time to bound memory."""
     bits = max(1, int(np.ceil(np.log2(max(len(hashes), 1) / _SORT_ROWS + 1))))
     with ColumnWriter(directory / _HASHES, np.uint64) as ordered, ColumnWriter(directory / _ROWS, np.int64) as places:
         for prefix in range(1 << bits):

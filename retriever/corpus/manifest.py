@@ -1,4 +1,4 @@
-"""`manifest.json` of a built index: what it was built from and how. Serving compares, and refuses what does not fit."""
+"""`manifest.json` of a built index: corpus and settings of the build. Serving compares them and refuses mismatches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from retriever.index.config import IndexSettings
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Raised whenever an index of the same settings would hold other content (tokenisation, hashing, file layout)."""
+"""Increased whenever the same settings give other index content (tokenisation, hashing, file layout)."""
 _SETTINGS: TypeAdapter[IndexSettings] = TypeAdapter(IndexSettings)
 
 
@@ -30,20 +30,20 @@ class Manifest(BaseModel):
 
     format: int
     fingerprint: str
-    """16 hexadecimal digits over everything that decides what the index holds."""
+    """16 hexadecimal digits of everything that determines the index's content."""
     index: dict[str, Any]
-    """The index's identity: settings that decide its content, type and encoder included."""
+    """The index's identity: settings that determine its content, including type and encoder."""
     settings: dict[str, Any]
     """All settings of the index at the build, for opening it without settings."""
     passages: int
     corpus: str
-    """Where the corpus is: a name in the index directory, or the absolute path at the build."""
+    """Location of the corpus: a name in the index directory, or the absolute path at the build."""
     corpus_bytes: int
     corpus_sha256: str
     source: dict[str, Any]
-    """What the corpus was made from: {"spec", "format", "words"}."""
+    """Origin of the corpus: {"spec", "format", "words"}."""
     fields: tuple[str, ...] | None = None
-    """What passages carry beside `id` and `contents`. None: not known, in an index of an older version."""
+    """Further fields of passages besides `id` and `contents`. None: unknown (an index of an older version)."""
     files: dict[str, int]
     """Name and size (bytes) of every other file in the directory."""
     checksums: dict[str, str]
@@ -56,7 +56,7 @@ class Manifest(BaseModel):
 
     @property
     def index_bytes(self) -> int:
-        """Size of the directory without the manifest, the corpus included where it lies there."""
+        """Return the size of the directory without the manifest, including a corpus in it."""
         return sum(self.files.values())
 
 
@@ -77,7 +77,7 @@ def make_manifest(
         "corpus_sha256": scan.sha256,
     }
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    # the converted corpus has been read once already, and it may have 14 GB
+    # the converted corpus has already been read once, and may have 14 GB
     known = {corpus: scan.sha256}
     return Manifest(
         **identity,
@@ -93,28 +93,28 @@ def make_manifest(
 
 
 def corpus_of(directory: Path, configured: Path | None) -> Path:
-    """Return the file of passages of a built index: the configured one, else what the manifest says.
+    """Return the corpus file of a built index: the configured one, else the manifest's.
 
-    Where the configured corpus is the one that the index was made from, and it was converted, the file in the index
-    directory is meant. UserError when there is no such file.
+    If the index was built from a converted copy of the configured corpus, this is the copy in the index directory.
+    Raises UserError if the file does not exist.
     """
     manifest = read_manifest(directory)
     if configured is not None and corpus_spec(configured) != manifest.source.get("spec"):
         return configured
-    corpus = directory / manifest.corpus  # an absolute path stays what it is
+    corpus = directory / manifest.corpus  # an absolute path is unchanged
     if not corpus.is_file():
         raise UserError(
-            f"the corpus of {directory} is not where it was",
+            f"the corpus of {directory} was moved or removed",
             why=f"no file {corpus}",
-            todo="give retriever.corpus (or --corpus) the file's place now",
+            todo="set retriever.corpus (or --corpus) to its current path",
         )
     return corpus
 
 
 def settings_of(directory: Path, changes: Mapping[str, Any] | None = None) -> IndexSettings:
-    """Return the settings that a built index was built with, for those who give none; `changes` go on top of them.
+    """Return the settings that a built index was built with, used if none are configured, with `changes` applied.
 
-    UserError when this version does not know the index's type or one of its settings.
+    Raises UserError if this version does not know the index's type or one of its settings.
     """
     content = read_manifest(directory).settings
     try:
@@ -123,7 +123,7 @@ def settings_of(directory: Path, changes: Mapping[str, Any] | None = None) -> In
         raise UserError(
             f"{directory} cannot be opened with the settings in its manifest",
             why="; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()),
-            todo="give the index's settings in the configuration, or build it again",
+            todo="set the index's settings in the configuration, or rebuild it",
         ) from None
 
 
@@ -137,7 +137,7 @@ def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a built index. UserError if it is missing or damaged."""
+    """Return the manifest of a built index. Raises UserError if it is missing or damaged."""
     path = directory / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_bytes())
@@ -149,36 +149,37 @@ def read_manifest(directory: Path) -> Manifest:
         ) from None
     except ValidationError as error:
         raise UserError(
-            f"{path} cannot be understood",
-            why=f"{error.error_count()} fields are wrong; it may come from another version",
-            todo="build the index again, with --overwrite",
+            f"cannot read {path}",
+            why=f"{error.error_count()} fields are invalid; it may come from another version",
+            todo="rebuild the index with --overwrite",
         ) from None
 
 
 def check_manifest(
     manifest: Manifest, directory: Path, index: dict[str, Any], corpus: Path, *, verify_corpus: bool
 ) -> None:
-    """Raise UserError unless the index was built from this corpus with these settings by this format, and is whole."""
+    """Raise UserError unless the index was built from this corpus with these settings and this format, and is
+    complete."""
     origin = manifest.source.get("spec", corpus)
     again = f"foray index build --corpus {origin} --out {directory} --index {index['type']} --overwrite"
     if manifest.format != FORMAT:
         raise UserError(f"{directory} has index format {manifest.format}, this version reads {FORMAT}", todo=again)
     if manifest.index != index:
         raise UserError(
-            f"{directory} was built with other settings than retriever.index",
+            f"{directory} was built with settings that differ from retriever.index",
             why="; ".join(_differences(manifest.index, index)),
-            todo=f"change the settings, or build again: {again}",
+            todo=f"change the settings, or rebuild: {again}",
         )
     for name, size in manifest.files.items():
         found = directory / name
         if not found.is_file() or found.stat().st_size != size:
-            raise UserError(f"{found} is missing or damaged", why=f"{size} bytes were written", todo=again)
+            raise UserError(f"{found} is missing or damaged", why=f"expected {size} bytes", todo=again)
     size = open_corpus(corpus).stat().st_size
     if size != manifest.corpus_bytes or (verify_corpus and sha256_file(corpus) != manifest.corpus_sha256):
         raise UserError(
             f"{directory} was built from another corpus than {corpus}",
-            why=f"size {manifest.corpus_bytes} then and {size} now, or other content of the same size",
-            todo=f"give the right corpus, or build again: {again}",
+            why=f"its size was {manifest.corpus_bytes} and is now {size}, or its content changed",
+            todo=f"set the right corpus, or rebuild: {again}",
         )
 
 
@@ -189,11 +190,11 @@ def _differences(built: dict[str, Any], asked: dict[str, Any], prefix: str = "")
         if isinstance(was, dict) and isinstance(now, dict):
             lines += _differences(was, now, f"{prefix}{key}.")
         elif was != now:
-            lines.append(f"{prefix}{key}: built with {_shown(was)}, asked for {_shown(now)}")
+            lines.append(f"{prefix}{key}: built with {_shown(was)}, configured {_shown(now)}")
     return lines
 
 
 def _shown(value: Any) -> str:
-    """Blanks count in a prefix, so text that has any, or nothing at all, is quoted."""
+    """Return the value as text; quote it if it is empty or has blanks, which count in a prefix."""
     quoted = isinstance(value, str) and (not value or any(map(str.isspace, value)))
     return repr(value) if quoted else str(value)

@@ -1,4 +1,4 @@
-"""Encoders: text to vectors, one file each, all behind `base.Encoder`."""
+"""Encoders from text to vectors, one file each, all behind `base.Encoder`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def build_encoder(settings: EncoderSettings) -> Encoder:
-    """Load the encoder of `settings`, in the thread that will use it. UserError if it cannot be loaded."""
+    """Load the encoder of `settings`, in the thread that will use it. Raises UserError if it cannot be loaded."""
     encoder: Encoder = resolve_name(REGISTRY[type(settings)])(settings)
     return encoder
 
 
 def encoder_identity(settings: EncoderSettings) -> dict[str, Any]:
-    """Return what decides a vector, as JSON-compatible values: model, prefixes, pooling, length.
+    """Return what determines a vector, as JSON-compatible values: model, prefixes, pooling, length.
 
-    The manifest of an index holds it, and serving refuses an index whose passages were encoded otherwise. UserError if
-    the model's folder is missing or unclear.
+    It is part of an index's manifest; serving refuses an index with another encoding. Raises UserError if
+    the model's folder is missing or ambiguous.
     """
     if isinstance(settings, TransformerEncoderSettings):
         from retriever.encoder.folder import transformer_identity

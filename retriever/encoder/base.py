@@ -1,4 +1,4 @@
-"""What an encoder promises."""
+"""The interface of encoders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Passages and queries to float32 rows that are compared by inner product. One thread at a time.
+    """Encodes passages and queries as float32 rows, compared by inner product. One thread at a time.
 
     A text's vector does not depend on what else is in the batch, so that cached and fresh answers agree: to the bit
     for `hashed`, to float noise for models (see `transformer`). Every number is finite.
@@ -22,11 +22,11 @@ class Encoder(Protocol):
 
     @property
     def dim(self) -> int:
-        """Width of a vector."""
+        """Return the dimension of a vector."""
 
     @property
     def normalized(self) -> bool:
-        """Rows have length 1 (or 0, for a text with nothing in it). False: any length, as DPR and Contriever want it.
+        """Return whether rows have length 1 (or 0 for an empty text). False: any length, as in DPR and Contriever.
 
         A bound on the rounding of inner products must then include the lengths of query and passage.
         """
@@ -39,14 +39,14 @@ class Encoder(Protocol):
 
 
 class NotFinite(ForayError):
-    """A model gave NaN or infinity for a text: half precision overflowed, or its weights are broken."""
+    """A model returned NaN or infinity for a text: half precision overflowed, or its weights are broken."""
 
 
 class EncoderUnavailable(ForayError):
-    """The embedding service did not give vectors: unreachable, refused, or its answer is not one.
+    """The embedding service returned no vectors: unreachable, refused, or an invalid response.
 
     cause    a short word for counters
-    for_all  all attempts failed whatever the texts were. False: perhaps one text of the batch is the cause.
+    for_all  all attempts failed independently of the texts. False: one text of the batch may be the cause.
     """
 
     def __init__(self, cause: str, detail: str, *, for_all: bool = False) -> None:
@@ -55,15 +55,15 @@ class EncoderUnavailable(ForayError):
 
 
 HALF = "try dtype bfloat16 or float32"
-"""Hint where a model computes."""
+"""Hint for errors of local models."""
 
 
 def check_finite(vectors: Vectors, texts: Sequence[str], where: str, hint: str = "") -> None:
-    """NotFinite, which names the first text that has no vector, unless all of vectors [len(texts), ...] are finite."""
+    """Raise NotFinite with the first affected text unless all of vectors [len(texts), ...] are finite."""
     finite = np.isfinite(vectors)
     if not finite.all():
         wrong = np.flatnonzero(~finite.reshape(len(texts), -1).all(axis=1))
         raise NotFinite(
-            f"{where} gives NaN or infinity for {len(wrong)} of {len(texts)} texts, the first being "
+            f"{where} returned NaN or infinity for {len(wrong)} of {len(texts)} texts, the first being "
             f"{texts[wrong[0]][:80]!r}" + (hint and f"; {hint}")
         )

@@ -31,7 +31,7 @@ class EncoderBase(Settings):
     """Base of the encoders' settings."""
 
     PLACEMENT: ClassVar[frozenset[str]] = frozenset()
-    """Fields that decide where and how fast vectors are made, not what they are (`encoder_identity` omits them)."""
+    """Fields that affect where and how fast vectors are computed, not their values (`encoder_identity` omits them)."""
 
     type: str
 
@@ -41,56 +41,56 @@ class HashedEncoderSettings(EncoderBase):
 
     type: Literal["hashed"] = "hashed"
     dim: int = Field(default=384, ge=8, le=65536)
-    """Width of a vector."""
+    """Dimension of a vector."""
     ngram: int = Field(default=4, ge=2, le=8)
-    """Length of the character n-grams (within words, which are padded with one `#` on each side)."""
+    """Length of the character n-grams (within words, padded with one `#` on each side)."""
 
 
 class ComputeSettings(Settings):
-    """Where and how a model runs: speed and last bits, never what a vector means."""
+    """Device, dtype and batch size of a model: affects speed and rounding only."""
 
     PLACEMENT: ClassVar[frozenset[str]] = frozenset({"device", "dtype", "batch_tokens", "threads"})
 
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """auto (a GPU where there is one), cpu, cuda or cuda:N."""
+    """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Type of weights and activations. auto: float32 on CPUs, float16 on GPUs (bfloat16 for models trained in it)."""
+    """Dtype of weights and activations. auto: float32 on CPUs, float16 on GPUs (bfloat16 for models trained in it)."""
     batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens, padding included, in one forward pass."""
+    """Maximum tokens per forward pass, including padding."""
     threads: int = Field(default=0, ge=0)
-    """Threads of torch, for the whole process; 0: torch's own choice. Take 1 where others share the machine."""
+    """Threads of torch, for the whole process; 0: torch's default. Use 1 if other processes share the machine."""
 
 
 class TransformerEncoderSettings(ComputeSettings, EncoderBase):
     """A transformer from a folder: e5, bge, contriever, DPR, gte, any sentence-transformers or AutoModel layout.
 
-    Prefixes, pooling, normalisation and lengths: what is set here, else what the folder says about itself, else the row
-    of the model's family in `encoder.families`. Nothing is downloaded, and code that comes with a model is not run.
+    Prefixes, pooling, normalisation and lengths: the values set here, else those in the folder, else the row
+    of the model's family in `encoder.families`. Nothing is downloaded, and code in a model's folder is not run.
     """
 
     type: Literal["transformer"] = "transformer"
     model: Path = Path("encoder")
     """Folder of the model: config.json, tokenizer, weights. For DPR that of the context encoder."""
     query_model: Path | None = None
-    """Folder of the model for queries where that is another one: DPR's question encoder."""
+    """Folder of the query model if it differs: DPR's question encoder."""
     family: FamilyName = "auto"
-    """Row of the table. auto: found by the folder's name, or by the name in its config.json."""
+    """Model family. auto: determined from the folder's name, or from the name in its config.json."""
     query_prefix: str | None = None
-    """Put before every query, in place of the folder's or the family's. Blanks count: end it with one where needed."""
+    """Prefix of queries, instead of the folder's or the family's. Blanks count: end it with one if needed."""
     passage_prefix: str | None = None
-    """Put before every passage, in place of the folder's or the family's."""
+    """Prefix of passages, instead of the folder's or the family's."""
     pooling: Literal["mean", "cls", "last", "pooler", "max"] | None = None
-    """How token vectors become one, where the folder does not say (what contradicts the folder is refused)."""
+    """Pooling of token vectors, if the folder does not define it (a contradiction is refused)."""
     normalize: bool | None = None
-    """Whether vectors are scaled to length 1. false is refused where the folder says that they are."""
+    """Scale vectors to length 1. false is refused if the folder defines normalisation."""
     max_query_tokens: int | None = Field(default=None, ge=4)
-    """Queries are cut to this many tokens, prefix and special tokens included."""
+    """Maximum tokens of a query, including prefix and special tokens; longer ones are cut."""
     max_passage_tokens: int | None = Field(default=None, ge=4)
-    """Passages are cut to this many tokens, prefix and special tokens included."""
+    """Maximum tokens of a passage, including prefix and special tokens; longer ones are cut."""
 
 
 class OpenAIEncoderSettings(EncoderBase):
-    """Vectors by a service that speaks OpenAI's `POST /v1/embeddings`: TEI, infinity, vLLM, SGLang, OpenAI, Foray."""
+    """Vectors from a service with OpenAI's `POST /v1/embeddings`: TEI, infinity, vLLM, SGLang, OpenAI, Foray."""
 
     PLACEMENT: ClassVar[frozenset[str]] = frozenset(
         {"url", "send_dimensions", "batch", "timeout_s", "retries", "backoff_s", "api_key_variable"}
@@ -100,30 +100,31 @@ class OpenAIEncoderSettings(EncoderBase):
     url: str = Field(default="http://127.0.0.1:8080/v1", pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
     """Base address; `/embeddings` is appended. Redirects are not followed."""
     model: str = Field(default="embedding", min_length=1)
-    """Name of the model in the request. It stands for the model in the index's manifest: no two models one name."""
+    """Name of the model in the request. It identifies the model in the index's manifest: use different names for
+    different models."""
     dim: int = Field(default=384, ge=1, le=65536)
-    """Width of a vector. An answer of another width is refused."""
+    """Dimension of a vector. Responses with another dimension are refused."""
     send_dimensions: bool = False
-    """Ask for vectors of `dim` numbers, which some models can shorten (`dimensions` in the request)."""
+    """Send `dim` as `dimensions` in the request; some models can shorten their vectors."""
     query_prefix: str = ""
-    """Put before every query, e.g. `query: ` for e5. The service does not know what is a query."""
+    """Prefix of queries, e.g. `query: ` for e5. The service does not distinguish queries from passages."""
     passage_prefix: str = ""
-    """Put before every passage, e.g. `passage: ` for e5."""
+    """Prefix of passages, e.g. `passage: ` for e5."""
     normalize: bool = True
-    """Scale vectors to length 1, whatever length the service gives them."""
+    """Scale vectors to length 1, independent of the service."""
     max_chars: int = Field(default=8192, ge=16)
-    """Texts are cut to this many characters, prefix included: services refuse what is too long for their model."""
+    """Maximum characters of a text, including its prefix; longer ones are cut, because services refuse them."""
     batch: int = Field(default=64, ge=1, le=2048)
-    """Most texts in one request."""
+    """Maximum texts per request."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Longest wait for the connection, and for each piece of an answer."""
+    """Timeout for the connection and for each chunk of a response, in seconds."""
     retries: int = Field(default=3, ge=0, le=20)
-    """Further attempts after no connection, no answer, or 408, 409, 429 and 5xx."""
+    """Retries after no connection, no response, or 408, 409, 429 and 5xx."""
     backoff_s: float = Field(default=0.5, ge=0)
-    """First pause before another attempt; doubled each time up to 30 s, times a random number from 0.5 to 1.
-    A longer Retry-After of the service is obeyed, up to 60 s."""
+    """First pause before a retry, in seconds; doubled each time up to 30 s, times a random number from 0.5 to 1.
+    A longer Retry-After of the service is respected, up to 60 s."""
     api_key_variable: str = Field(default="", pattern=r"^([A-Z_][A-Z0-9_]*)?$")
-    """NAME of the environment variable that holds the key (sent as a bearer token). Empty: no key."""
+    """Name of the environment variable with the key (sent as a bearer token). Empty: no key."""
 
 
 REGISTRY: dict[type[EncoderBase], str] = {
@@ -131,7 +132,7 @@ REGISTRY: dict[type[EncoderBase], str] = {
     TransformerEncoderSettings: "retriever.encoder.transformer:TransformerEncoder",
     OpenAIEncoderSettings: "retriever.encoder.openai:OpenAIEncoder",
 }
-"""Settings class to encoder class, which is imported when it is needed: only a transformer imports torch."""
+"""Settings class -> encoder class, imported on demand: only a transformer imports torch."""
 
 if TYPE_CHECKING:
     EncoderSettings = EncoderBase

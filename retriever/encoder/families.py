@@ -1,9 +1,9 @@
-"""What each family of models expects: the one table of prefixes, pooling, normalisation and lengths.
+"""Model families: the table of prefixes, pooling, normalisation and lengths.
 
-A model's folder that says so itself (`folder.ModelFolder`) comes before its row here; an explicit setting comes before
-both. The family is found by a pattern of whole words in the model's name: Search-R1's server looks for the substring
-"e5" and its index builder for the exact name "e5", so that an index of "e5-large" was built without the prefix it is
-asked with.
+Values defined in a model's folder (`folder.ModelFolder`) take precedence over its row here; explicit settings take
+precedence over both. The family is determined by a pattern of whole words in the model's name. (Search-R1's server
+matches the substring "e5" and its index builder the exact name "e5", so an index of "e5-large" is built without the
+prefix that queries get.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Pooling = Literal["mean", "cls", "last", "pooler", "max"]
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """One row. Lengths in tokens, special ones and the prefix included."""
+    """One row. Lengths in tokens, including special tokens and the prefix."""
 
     name: str
     pattern: str
@@ -41,7 +41,7 @@ def _word(inside: str) -> str:
 
 
 FAMILIES = (
-    # the first pattern that fits wins: special rows stand before general ones
+    # the first matching pattern wins: special rows come before general ones
     EncoderFamily("e5_mistral", _word("e5-mistral"), _ASK, "", "last", True, 512, 512,
            "Wang et al. 2024, arXiv 2401.00368, and the model card of intfloat/e5-mistral-7b-instruct"),
     EncoderFamily("e5_instruct", _START + r"e5[^/]*-instruct", _ASK, "", "mean", True, 512, 512,
@@ -67,12 +67,12 @@ FAMILIES = (
     EncoderFamily("gte", _START + r"gte-(?:tiny|small|base|large)", "", "", "mean", True, 512, 512,
            "Li et al. 2023, arXiv 2308.03281, section 3, and the model card of thenlper/gte-base"),
     EncoderFamily("plain", r"(?!)", "", "", "mean", True, 512, 512,
-           "what sentence-transformers makes of a model that says nothing: mean of the tokens, cosine similarity"),
+           "sentence-transformers' default for a model without settings: mean of the tokens, cosine similarity"),
 )  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def family_of(name: str) -> EncoderFamily | None:
-    """Return the family that a model's name tells, None for an unknown one. `name` is a folder's or a hub's name."""
+    """Return the family of a model's name, None if unknown. `name`: of a folder or on a hub."""
     lower = name.lower().replace("_", "-")
     return next((family for family in FAMILIES if re.search(family.pattern, lower)), None)

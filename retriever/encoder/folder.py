@@ -1,9 +1,9 @@
-"""What a model's folder says about itself, read from its JSON files: no torch, no transformers.
+"""Read a model's settings from the JSON files in its folder, without torch or transformers.
 
 The layout is that of sentence-transformers: `modules.json` lists the steps (Transformer, Pooling, Dense, Normalize),
-each with its own folder; `config_sentence_transformers.json` holds prompts and the similarity. A plain AutoModel
-folder has `config.json` only and says nothing. What a folder does not say is None here, and empty prompts say nothing:
-newer versions of sentence-transformers write them whether or not they are meant.
+each with its own folder; `config_sentence_transformers.json` has prompts and the similarity. A plain AutoModel folder
+only has `config.json`. Undefined values are None here. Empty prompts count as undefined, because newer versions of
+sentence-transformers write them in any case.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _NEW_MODES: dict[str, Pooling] = {"cls": "cls", "max": "max", "mean": "mean", "l
 _QUERY = ("query", "search_query", "retrieval.query")
 _PASSAGE = ("passage", "document", "corpus", "search_document", "retrieval.passage")
 _BEHIND_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text")
-"""Models whose count of positions starts behind the padding id, 1."""
+"""Models whose positions start after the padding id, 1."""
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
 EDGE_BYTES = 32 * 1024
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "__version__"})
 _TOKENIZER_STATE = frozenset({"truncation", "padding"})
-"""Parts of tokenizer.json that depend on how it was last called."""
+"""Parts of tokenizer.json that depend on its last use."""
 _TEXT_FILES = ("vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 _JSON_FILES = (
     "config.json",
@@ -54,10 +54,10 @@ _BIN = "pytorch_model*.bin"
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What one folder says; None where it says nothing."""
+    """Settings of one folder; None where undefined."""
 
     path: Path
-    """Where config.json, tokenizer and weights are (a subfolder in old sentence-transformers layouts)."""
+    """Folder with config.json, tokenizer and weights (a subfolder in old sentence-transformers layouts)."""
     config: dict[str, Any]
     """Content of config.json."""
     pooling: Pooling | None = None
@@ -68,13 +68,13 @@ class ModelFolder:
     passage_prompt: str | None = None
     max_tokens: int | None = None
     lower_case: bool = False
-    """Texts are lower-cased before the tokenizer."""
+    """Whether texts are lower-cased before the tokenizer."""
     has_modules: bool = False
-    """It is in sentence-transformers' layout."""
+    """Whether it has sentence-transformers' layout."""
 
     @property
     def positions(self) -> int | None:
-        """Longest input in tokens that the model has positions for, None where it does not matter."""
+        """Return the maximum input in tokens by the model's positions, None if unlimited."""
         found = self.config.get("max_position_embeddings")
         if not isinstance(found, int) or found <= 0:
             return None
@@ -83,7 +83,7 @@ class ModelFolder:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides a vector besides the weights. Lengths in tokens, prefix and special tokens included."""
+    """What determines a vector besides the weights. Lengths in tokens, including prefix and special tokens."""
 
     family: str
     query_prefix: str
@@ -95,11 +95,12 @@ class Recipe:
 
 
 def transformer_identity(settings: TransformerEncoderSettings) -> dict[str, Any]:
-    """Return fingerprints of the models and the resolved recipe. UserError if the folder is missing or unclear.
+    """Return fingerprints of the models and the resolved recipe. Raises UserError if the folder is missing or
+    ambiguous.
 
-    Not the place of the folder, and not device, dtype or batch: an index that a GPU built in float16 is meant to be
-    served by a CPU in float32. Measured on MiniLM over 16,793 passages, queries in float16 keep 99.9 % of float32's
-    ten best hits (vectors move by 1.2e-3), in bfloat16 99.3 % (9e-3).
+    Excludes the folder's location, device, dtype and batch: an index built on a GPU in float16 can be served on a CPU
+    in float32. Measured on MiniLM over 16,793 passages, queries in float16 keep 99.9 % of float32's ten best hits
+    (vectors change by 1.2e-3), in bfloat16 99.3 % (9e-3).
     """
     recipe = asdict(resolve(settings)[0])
     recipe.pop("family")  # a name for the rest
@@ -110,26 +111,26 @@ def transformer_identity(settings: TransformerEncoderSettings) -> dict[str, Any]
 
 
 def resolve(settings: TransformerEncoderSettings) -> tuple[Recipe, ModelFolder, ModelFolder]:
-    """Return the recipe, the passages' folder and the queries' folder (the same one, unless DPR).
+    """Return the recipe, the passages' folder and the queries' folder (the same except for DPR).
 
-    An explicit setting comes first, then the folder, then the family's row. UserError if it is unclear, or if an
-    explicit pooling or `normalize: false` contradicts the folder: the model was trained otherwise. Prefixes may be
-    replaced (instructions are the user's choice) and lengths may be cut.
+    Explicit settings take precedence over the folder, and the folder over the family's row. Raises UserError if the
+    result is ambiguous, or if explicit pooling or `normalize: false` contradicts the folder, with which the model was
+    trained. Prefixes may be replaced (instructions are the user's choice) and lengths may be reduced.
     """
     passages = read_folder(settings.model)
     queries = read_folder(settings.query_model) if settings.query_model else passages
     family = _family(settings, passages)
     if family.name == "dpr" and settings.query_model is None:
         raise UserError(
-            f"{settings.model} is one half of DPR",
-            why="passages and questions have an encoder each",
-            todo="give the context encoder as encoder.model and the question encoder as encoder.query_model",
+            f"{settings.model} is one of DPR's two encoders",
+            why="passages and questions need separate encoders",
+            todo="set encoder.model to the context encoder and encoder.query_model to the question encoder",
         )
     _refuse_contradictions(settings, passages)
     if queries is not passages:
         _refuse_contradictions(settings, queries)
         if (passages.pooling, passages.normalize) != (queries.pooling, queries.normalize):
-            raise UserError(f"{settings.model} and {settings.query_model} pool or normalise differently")
+            raise UserError(f"{settings.model} and {settings.query_model} have different pooling or normalisation")
     recipe = Recipe(
         family=family.name,
         query_prefix=_first(settings.query_prefix, queries.query_prompt, family.query_prefix),
@@ -143,12 +144,12 @@ def resolve(settings: TransformerEncoderSettings) -> tuple[Recipe, ModelFolder, 
 
 
 def read_folder(root: Path) -> ModelFolder:
-    """Read what `root` says. UserError if it is not a model's folder, or asks for an unsupported step."""
+    """Read the settings in `root`. Raises UserError if it is not a model's folder, or needs an unsupported step."""
     if not root.is_dir():
         raise UserError(
-            f"there is no model in {root}",
+            f"no model found in {root}",
             why="it is not a folder; nothing is downloaded from a hub",
-            todo="put the model's files there (config.json, tokenizer, safetensors) and give the folder's path",
+            todo="copy the model's files (config.json, tokenizer, safetensors) to a folder and set its path",
         )
     modules = _json(root / "modules.json", list) if (root / "modules.json").exists() else []
     steps = [(str(step.get("type", "")).rpartition(".")[2], root / str(step.get("path", ""))) for step in modules]
@@ -171,13 +172,14 @@ def read_folder(root: Path) -> ModelFolder:
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash everything in `folder` that decides a vector: 16 hexadecimal digits. UserError if it holds no weights.
+    """Return 16 hexadecimal digits of everything in `folder` that determines a vector. Raises UserError without
+    weights.
 
-    The place of the folder does not matter. Read are the model's JSON files (without the keys that saving again
-    changes), the tokenizer's files, and of every tensor in safetensors its name, type, shape and its first and last 32
-    KiB: a trained model differs from its start in every tensor, so this distinguishes models without reading 14 GB. How
-    the tensors are spread over files does not matter. Other weight files are read in full. A change of a few numbers in
-    the middle of one tensor is not detected.
+    The folder's location does not matter. The hash covers the model's JSON files (without keys that change on saving),
+    the tokenizer's files, and name, type, shape and the first and last 32 KiB of every tensor in safetensors: trained
+    models differ in every tensor, so this distinguishes models without reading 14 GB. The distribution of tensors over
+    files does not matter. Other weight files are read in full. A change of a few numbers in the middle of one tensor is
+    not detected.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and _counts(path))
     stamps = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
@@ -188,16 +190,16 @@ def _check_order(root: Path, names: list[str]) -> None:
     unknown = [name for name in names if name not in _KNOWN]
     if unknown:
         raise UserError(
-            f"the model in {root} has a step {unknown[0]!r}, which this encoder does not know",
-            why=f"its modules.json asks for {' -> '.join(names)}; known are {', '.join(_KNOWN)}",
-            todo="serve the model behind an OpenAI-compatible /v1/embeddings and take the encoder `openai`",
+            f"the model in {root} has an unsupported step {unknown[0]!r}",
+            why=f"its modules.json has {' -> '.join(names)}; supported: {', '.join(_KNOWN)}",
+            todo="serve the model behind an OpenAI-compatible /v1/embeddings and use encoder.type openai",
         )
     middle = names[2:-1] if names[-1:] == ["Normalize"] else names[2:]
     if names and (names[:2] != ["Transformer", "Pooling"] or any(name != "Dense" for name in middle)):
         raise UserError(
-            f"the steps of the model in {root} come in an order that this encoder does not know",
-            why=f"modules.json asks for {' -> '.join(names)}, known is Transformer, Pooling, any Dense, Normalize",
-            todo="serve the model behind an OpenAI-compatible /v1/embeddings and take the encoder `openai`",
+            f"the model in {root} has its steps in an unsupported order",
+            why=f"modules.json has {' -> '.join(names)}; supported: Transformer, Pooling, any Dense, Normalize",
+            todo="serve the model behind an OpenAI-compatible /v1/embeddings and use encoder.type openai",
         )
 
 
@@ -210,9 +212,9 @@ def _pooling(path: Path) -> Pooling:
     ]
     if len(modes) != 1 or modes[0] is None or said.get("include_prompt") is False:
         raise UserError(
-            f"{path} asks for a pooling that this encoder does not have",
-            why="known are the mean, the maximum, the first and the last token, one of them, prompt included",
-            todo="serve the model behind an OpenAI-compatible /v1/embeddings and take the encoder `openai`",
+            f"{path} has an unsupported pooling",
+            why="supported: one of mean, maximum, first and last token, with the prompt included",
+            todo="serve the model behind an OpenAI-compatible /v1/embeddings and use encoder.type openai",
         )
     return modes[0]
 
@@ -223,7 +225,7 @@ def _normalize(has_modules: bool, names: list[str], said: dict[str, Any]) -> boo
     similarity = said.get("similarity_fn_name")
     if similarity in ("cosine", "dot"):
         return bool(similarity == "cosine")
-    # a missing Normalize is no statement: models that are compared by cosine often leave it out
+    # a missing Normalize is undefined: models compared by cosine often omit it
     return None
 
 
@@ -244,12 +246,12 @@ def _json(path: Path, kind: type) -> Any:
         raise UserError(
             f"cannot read {path}",
             why=error.strerror or str(error),
-            todo="give a model's folder: config.json, tokenizer, weights",
+            todo="set the path of a model's folder: config.json, tokenizer, weights",
         ) from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON", why=str(error)) from None
     if not isinstance(value, kind):
-        raise UserError(f"{path} holds a {type(value).__name__}, not a {kind.__name__}")
+        raise UserError(f"{path} contains a {type(value).__name__}, not a {kind.__name__}")
     return value
 
 
@@ -259,7 +261,7 @@ def _counts(path: Path) -> bool:
 
 @lru_cache(maxsize=64)
 def _digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
-    """The stamps make a changed file a new key."""
+    """Return the digest; `stamps` make a changed file a new cache key."""
     parts: list[tuple[str, str]] = []
     weights = 0
     directories: dict[Path, set[str]] = {}
@@ -276,7 +278,7 @@ def _digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
         parts += [(f"{where}/{name}", sha256_file(directory / name)) for name in names if name in _TEXT_FILES]
         parts += [(f"{where}/{name}", _json_digest(directory / name)) for name in names if name in _JSON_FILES]
     if not weights:
-        raise UserError(f"there are no weights in {folder}", todo="put model.safetensors (or its shards) there")
+        raise UserError(f"no weights found in {folder}", todo="copy model.safetensors (or its shards) there")
     return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()[:16]
 
 
@@ -307,7 +309,7 @@ def _json_digest(path: Path) -> str:
     try:
         value: Any = json.loads(path.read_bytes())
     except ValueError:
-        # reading it for its content raises a UserError
+        # reading its content raises a UserError
         return sha256_file(path)
     if isinstance(value, dict):
         dropped = _VOLATILE | (_TOKENIZER_STATE if path.name == "tokenizer.json" else frozenset())
@@ -327,15 +329,15 @@ def _family(settings: TransformerEncoderSettings, folder: ModelFolder) -> Encode
         found = BY_NAME["plain"]
     if found is None:
         raise UserError(
-            f"cannot tell how {settings.model} makes vectors",
-            why="its name is of no known family, and it has no modules.json that says how",
+            f"cannot determine the encoding of {settings.model}",
+            why="its name matches no known family, and it has no modules.json",
             todo=f"set encoder.family to one of {', '.join(family.name for family in FAMILIES)}",
         )
     return found
 
 
 def _name(path: Path) -> str:
-    """Return the folder's name; in a hub's cache (models--ORG--NAME/snapshots/REVISION) the model's."""
+    """Return the folder's name; in a hub's cache (models--ORG--NAME/snapshots/REVISION) the model's name."""
     path = path.absolute()
     return path.parent.parent.name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
 
@@ -344,31 +346,31 @@ def _refuse_contradictions(settings: TransformerEncoderSettings, folder: ModelFo
     if settings.pooling and folder.pooling and settings.pooling != folder.pooling:
         raise UserError(
             f"encoder.pooling = {settings.pooling} contradicts the model in {folder.path}",
-            why=f"its own 1_Pooling says {folder.pooling}, and it was trained with that",
+            why=f"its 1_Pooling defines {folder.pooling}, with which it was trained",
             todo="remove encoder.pooling",
         )
     if settings.normalize is False and folder.normalize:
         raise UserError(
             f"encoder.normalize = false contradicts the model in {folder.path}",
-            why="it says itself that its vectors are compared by cosine, so they have length 1",
+            why="the folder defines cosine similarity, so vectors have length 1",
             todo="remove encoder.normalize",
         )
 
 
-def _length(name: str, asked: int | None, folder: ModelFolder, usual: int) -> int:
+def _length(name: str, requested: int | None, folder: ModelFolder, usual: int) -> int:
     limit = folder.positions
-    if asked is None:
-        asked = folder.max_tokens or usual
-        return min(asked, limit) if limit else asked
-    if limit and asked > limit:
+    if requested is None:
+        requested = folder.max_tokens or usual
+        return min(requested, limit) if limit else requested
+    if limit and requested > limit:
         raise UserError(
-            f"encoder.{name} = {asked} is more than the model in {folder.path} has positions for",
+            f"encoder.{name} = {requested} exceeds the positions of the model in {folder.path}",
             why=f"its config.json allows {limit} tokens",
             todo=f"set encoder.{name} to {limit} or less",
         )
-    return asked
+    return requested
 
 
-def _first(asked: T | None, said: T | None, usual: T) -> T:
+def _first(requested: T | None, said: T | None, usual: T) -> T:
     """Return the first that is not None."""
-    return asked if asked is not None else said if said is not None else usual
+    return requested if requested is not None else said if said is not None else usual

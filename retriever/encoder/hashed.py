@@ -1,9 +1,9 @@
-"""Lexical vectors that need no model and are the same on every machine.
+"""Lexical vectors without a model, the same on every machine.
 
 Every word and every character n-gram of it is hashed (CRC-32) to one of `dim` coordinates and a sign ("hashing trick",
 Weinberger et al. 2009, arXiv 0902.2206). A word and all its n-grams together have equal length, so that inflected
-forms and misspellings still meet; words of up to three letters count less, since most of them are function words, and
-repetitions count by their square root. It knows no synonyms.
+forms and misspellings still match; words of up to three letters count less, because most are function words, and
+repetitions count by their square root. Synonyms do not match.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class HashedEncoder:
     encode_queries = encode_passages
 
     def _word_features(self, word: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Coordinates and signed weights of one word and its n-grams."""
+        """Return coordinates and signed weights of one word and its n-grams."""
         padded = f"#{word}#"
         grams = [padded[i : i + self._ngram] for i in range(len(padded) - self._ngram + 1)]
         hashes = np.array([zlib.crc32(item.encode()) for item in [f"w:{word}", *grams]], dtype=np.int64)
         weight = 1.0 if len(word) > _SHORT else _SHORT_WEIGHT
         weights = np.full(len(hashes), weight / max(len(grams), 1) ** 0.5)
         weights[0] = weight
-        # the top bit gives the sign: the coordinate must not decide it
+        # the top bit gives the sign, independent of the coordinate
         return (hashes & 0x7FFFFFFF) % self.dim, np.where(hashes >> 31, -weights, weights)

@@ -1,9 +1,9 @@
-"""Vectors by an OpenAI-compatible `POST /v1/embeddings`: synchronous, since the owner thread waits for them anyway.
+"""Vectors from an OpenAI-compatible `POST /v1/embeddings`; synchronous, because the owner thread waits anyway.
 
     texts --> prefix, cut --> requests of `batch` texts --> retries --> checks --> rows in the order of the texts
 
-The answer is data of a stranger: its size is capped while it is read, and count, indexes, width and finiteness are
-checked before a number is used. Redirects are not followed (the key would travel with them), and proxies of the
+Responses are untrusted: their size is capped while reading, and count, indexes, dimension and finiteness are
+checked before use. Redirects are not followed (they would receive the key), and proxies from the
 environment are not used. A failure is `EncoderUnavailable` with a cause that counters can use: unreachable, timeout,
 http_NNN, too_large, garbage.
 """
@@ -28,7 +28,7 @@ from retriever.encoder.config import OpenAIEncoderSettings
 RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
 MAX_BACKOFF_S, MAX_RETRY_AFTER_S = 30.0, 60.0
 NUMBER_BYTES, SLACK_BYTES = 40, 64 * 1024
-"""A float as text has up to 25 characters; an answer may have NUMBER_BYTES a number, and SLACK_BYTES for names."""
+"""A float as text has up to 25 characters; a response may have NUMBER_BYTES per number, plus SLACK_BYTES for names."""
 
 
 class OpenAIEncoder:
@@ -42,21 +42,21 @@ class OpenAIEncoder:
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"} | _authorization(settings)
 
     def __del__(self) -> None:
-        # an encoder is not closed: it goes with the index that owns it
+        # encoders have no close(): they end with the index that owns them
         self._close()
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
-        """Return float32 [len(texts), dim]. EncoderUnavailable where the service gives none."""
+        """Return float32 [len(texts), dim]. Raises EncoderUnavailable if the service returns none."""
         return self._encode([self._settings.passage_prefix + text for text in texts])
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
-        """Return float32 [len(texts), dim]. EncoderUnavailable where the service gives none."""
+        """Return float32 [len(texts), dim]. Raises EncoderUnavailable if the service returns none."""
         return self._encode([self._settings.query_prefix + text for text in texts])
 
     def _encode(self, texts: list[str]) -> Vectors:
         vectors: Vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         texts = [text[: self._settings.max_chars] for text in texts]
-        # services refuse blank texts; here they have the zero vector
+        # services refuse blank texts; here they get the zero vector
         rows = [row for row, text in enumerate(texts) if text.strip()]
         for start in range(0, len(rows), self._settings.batch):
             chunk = rows[start : start + self._settings.batch]
@@ -68,12 +68,12 @@ class OpenAIEncoder:
         return vectors
 
     def _ask(self, texts: list[str]) -> Vectors:
-        """Return one request with its retries."""
+        """Send one request, with retries; return its vectors."""
         settings = self._settings
-        asked: dict[str, Any] = {"model": settings.model, "input": texts, "encoding_format": "float"}
+        payload: dict[str, Any] = {"model": settings.model, "input": texts, "encoding_format": "float"}
         if settings.send_dimensions:
-            asked["dimensions"] = settings.dim
-        body = json.dumps(asked).encode()
+            payload["dimensions"] = settings.dim
+        body = json.dumps(payload).encode()
         for attempt in range(settings.retries + 1):
             wait = min(settings.backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1)
             try:
@@ -97,7 +97,7 @@ class OpenAIEncoder:
         raise AssertionError("the last attempt returns or raises")
 
     def _request(self, body: bytes, count: int) -> tuple[int, float, bytes]:
-        """Return (status, seconds that Retry-After asks for, body). A kept connection that has died is opened again."""
+        """Return (status, seconds of Retry-After, body). Reopens a kept connection that has died."""
         for fresh in (self._connection is None, True):
             connection = self._connection or self._connect()
             try:
@@ -122,9 +122,9 @@ class OpenAIEncoder:
                 self._close()
                 raise EncoderUnavailable("too_large", f"{self._settings.url}: more than {limit} bytes")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the answer was not whole after {self._settings.timeout_s:g} s")
+                raise TimeoutError(f"the response was incomplete after {self._settings.timeout_s:g} s")
         missing = response.length
-        response.close()  # or the connection takes no further request
+        response.close()  # otherwise the connection accepts no further request
         if missing:
             raise http.client.IncompleteRead(bytes(answer[:0]), missing)
         return bytes(answer)
@@ -145,12 +145,12 @@ class OpenAIEncoder:
             data = json.loads(answer)["data"]
             order = sorted(range(len(data)), key=lambda i: data[i]["index"])
             if [data[i]["index"] for i in order] != list(range(count)):
-                raise ValueError(f"asked for {count} vectors, got {len(data)} or other indexes")
+                raise ValueError(f"requested {count} vectors, received {len(data)} or other indexes")
             rows = [data[i]["embedding"] for i in order]
             widths = {len(row) for row in rows}
             if widths != {self.dim}:
-                raise ValueError(f"vectors of {sorted(widths)} numbers, encoder.dim is {self.dim}")
-            with np.errstate(over="ignore"):  # infinity is refused below, with the text it belongs to
+                raise ValueError(f"vectors have dimension {sorted(widths)}, but encoder.dim is {self.dim}")
+            with np.errstate(over="ignore"):  # infinity is refused below, with its text
                 vectors = np.array(rows, dtype=np.float32)
             if vectors.shape != (count, self.dim):
                 raise ValueError(f"numbers of shape {vectors.shape}")
@@ -167,7 +167,7 @@ def _authorization(settings: OpenAIEncoderSettings) -> dict[str, str]:
     key = os.environ.get(name, "").strip()
     if not key:
         raise UserError(
-            f"the environment variable {name} is empty",
+            f"the environment variable {name} is empty or not set",
             why="encoder.api_key_variable names it",
             todo=f"export {name}=..",
         )
@@ -175,7 +175,7 @@ def _authorization(settings: OpenAIEncoderSettings) -> dict[str, str]:
 
 
 def _seconds(header: str | None) -> float:
-    """Retry-After in seconds; 0 for none, and for a date."""
+    """Return Retry-After in seconds; 0 if missing or a date."""
     try:
         return min(max(float(header or 0), 0.0), MAX_RETRY_AFTER_S)
     except ValueError:

@@ -1,15 +1,15 @@
-"""Vectors by a transformer: e5, bge, contriever, DPR, gte, any sentence-transformers or AutoModel folder.
+"""Vectors from a transformer: e5, bge, contriever, DPR, gte, any sentence-transformers or AutoModel folder.
 
     texts --> prefix --> tokens (cut to a length) --> length buckets --> model --> pooling --> Dense? --> length 1?
 
-What happens at each step is the `recipe`; passages and queries differ in prefix and length, and for DPR in the model.
+The `recipe` defines each step; passages and queries differ in prefix and length, and for DPR in the model.
 
-A vector depends on its text alone up to float noise. A text is padded to its own length rounded up to
-a multiple of 8 (what tensor cores like), at least 16 (smaller matrices are multiplied in another way), and only texts
-with the same padded length share a batch. So padding depends on the text alone (`batches`), and in float32 with
-one CPU thread vectors are equal to the bit, whatever the batch; with several threads or on a GPU the last bits can move
-with the number of rows (measured with 2 threads: at most 2e-7 a coordinate). Ranks of passages whose scores are that
-near may then change places between a fresh answer and a cached one; nothing else does.
+A vector depends only on its text, up to float noise. A text is padded to its own length rounded up to a multiple of 8
+(for tensor cores), at least 16 (smaller matrices use another multiplication), and only texts with the same padded
+length share a batch. So padding depends only on the text (`batches`), and in float32 with one CPU thread vectors are
+identical bit for bit in any batch. With several threads or on a GPU the last bits can change with the number of rows
+(measured with 2 threads: at most 2e-7 per coordinate). Passages with scores that close may then swap ranks between a
+fresh and a cached answer.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MULTIPLE, LEAST = 8, 16
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _WIDE = ("t5", "mt5", "umt5")
-"""Trained in bfloat16, with activations that float16 has no numbers for."""
+"""Models trained in bfloat16, with activations beyond float16's range."""
 
 
 class TransformerEncoder:
-    """See the module's docstring. Made, and used, by one thread."""
+    """See the module's docstring. Created and used by one thread."""
 
     def __init__(self, settings: TransformerEncoderSettings) -> None:
         self.recipe, passages, queries = resolve(settings)
@@ -53,16 +53,16 @@ class TransformerEncoder:
         self.dim = self._passages.dim
         if self._queries.dim != self.dim:
             raise UserError(
-                f"{settings.query_model} and {settings.model} do not belong together",
-                why=f"their vectors have {self._queries.dim} and {self.dim} numbers",
+                f"{settings.query_model} and {settings.model} do not match",
+                why=f"their vectors have dimensions {self._queries.dim} and {self.dim}",
             )
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
-        """Return float32 [len(texts), dim]. NotFinite where the model overflows."""
+        """Return float32 [len(texts), dim]. Raises NotFinite if the model overflows."""
         return self._passages.encode([self.recipe.passage_prefix + text for text in texts], self.recipe.max_passage)
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
-        """Return float32 [len(texts), dim]. NotFinite where the model overflows."""
+        """Return float32 [len(texts), dim]. Raises NotFinite if the model overflows."""
         return self._queries.encode([self.recipe.query_prefix + text for text in texts], self.recipe.max_query)
 
 
@@ -73,7 +73,7 @@ class _Tower:
         self._pooling, self._normalize, self._budget = recipe.pooling, recipe.normalize, settings.batch_tokens
         self._lower_case = folder.lower_case
         self._tokenizer = load_tokenizer(folder.path)
-        # models that were trained without a pooler are often saved without one; only `pooler` reads it
+        # models trained without a pooler are often saved without one; only pooling `pooler` uses it
         unused = () if recipe.pooling == "pooler" else ("pooler.",)
         self._model = load_model(folder.path, settings, unused=unused)
         self._dense = [_dense(path).to(self._model.device) for path in folder.dense]
@@ -81,7 +81,7 @@ class _Tower:
         self.dim = self._probe()
 
     def encode(self, texts: list[str], limit: int) -> Vectors:
-        """Encode texts with their prefix, cut to `limit` tokens: float32 [n, dim]. No token: the zero vector."""
+        """Return float32 [n, dim] of texts with their prefix, cut to `limit` tokens. Texts without tokens get zeros."""
         vectors: Vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         if not texts:
             return vectors
@@ -100,7 +100,8 @@ class _Tower:
         return torch.nn.functional.normalize(pooled, dim=1) if self._normalize else pooled
 
     def _probe(self) -> int:
-        """Return the width of a vector, found by making one. UserError where the model cannot be pooled as asked."""
+        """Return the dimension of a vector by encoding a text. Raises UserError if the model does not support the
+        pooling."""
         tokens: Any = self._tokenizer(["a"])
         with torch.inference_mode():
             for _, output, mask in forward(self._model, tokens, self._tokenizer.pad_token_id, 8, 8):
@@ -108,23 +109,23 @@ class _Tower:
                     return int(self._finish(pool(self._pooling, output, mask)).shape[1])
                 except (ValueError, AttributeError, RuntimeError) as error:
                     raise UserError(
-                        f"the model in {self._name} does not give what pooling `{self._pooling}` needs",
+                        f"the model in {self._name} does not support pooling `{self._pooling}`",
                         why=str(error).splitlines()[0],
-                        todo="set encoder.pooling or encoder.family to what the model was trained with",
+                        todo="set encoder.pooling or encoder.family as in the model's training",
                     ) from error
-        raise UserError(f"the tokenizer in {self._name} gives no token for the text 'a'")
+        raise UserError(f"the tokenizer in {self._name} returns no token for the text 'a'")
 
 
 def pool(mode: Pooling, output: Any, mask: torch.Tensor) -> torch.Tensor:
-    """Pool token vectors to float32 [n, hidden], from a model's output and the mask [n, length] of its tokens.
+    """Return pooled token vectors, float32 [n, hidden], from a model's output and the mask [n, length] of its tokens.
 
-    Texts start at position 0 (padding is on the right) and have at least one token. ValueError where the model has no
-    `pooler_output` but it is asked for.
+    Texts start at position 0 (padding is on the right) and have at least one token. Raises ValueError if the model has
+    no `pooler_output` but it is needed.
     """
     if mode == "pooler":
         pooled = getattr(output, "pooler_output", None)
         if pooled is None:
-            raise ValueError("the model gives no pooler_output")
+            raise ValueError("the model returns no pooler_output")
         return torch.as_tensor(pooled).float()
     states: torch.Tensor = output.last_hidden_state.float()
     if mode == "cls":
@@ -138,14 +139,14 @@ def pool(mode: Pooling, output: Any, mask: torch.Tensor) -> torch.Tensor:
 
 
 class Dense(torch.nn.Module):
-    """One Dense step of sentence-transformers: linear, then an activation out of torch.nn."""
+    """One Dense step of sentence-transformers: linear, then an activation from torch.nn."""
 
     def __init__(self, linear: torch.nn.Linear, activation: torch.nn.Module) -> None:
         super().__init__()
         self.linear, self.activation = linear, activation
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return float32 [n, in] to [n, out]."""
+        """Map float32 [n, in] to [n, out]."""
         result: torch.Tensor = self.activation(self.linear(vectors))
         return result
 
@@ -174,11 +175,11 @@ def _dense(folder: Path) -> Dense:
 def forward(
     model: Any, tokens: Mapping[str, Sequence[Sequence[int]]], pad_id: int | None, limit: int, budget: int
 ) -> Iterator[tuple[list[int], Any, torch.Tensor]]:
-    """Yield (positions, the model's output, mask int64 [n, length]) of every batch; to be used under `inference_mode`.
+    """Yield (positions, the model's output, mask int64 [n, length]) of every batch; use it under `inference_mode`.
 
-    tokens  what a tokenizer gave for the texts, unpadded: input_ids and perhaps token_type_ids. A text without a token
+    tokens  a tokenizer's unpadded output: input_ids and possibly token_type_ids. A text without a token
             is in no batch.
-    limit   longest text in tokens;  budget  most padded tokens in a batch
+    limit   maximum tokens of a text;  budget  maximum padded tokens in a batch
     """
     ids = tokens["input_ids"]
     full = [position for position, row in enumerate(ids) if len(row)]
@@ -201,10 +202,11 @@ def _padded(rows: Sequence[Sequence[int]], positions: list[int], length: int, va
 
 
 def batches(lengths: Sequence[int], limit: int, budget: int) -> Iterator[tuple[list[int], int]]:
-    """Yield (positions in `lengths`, padded length) of every batch, longest first: memory runs out early or never.
+    """Yield (positions in `lengths`, padded length) of every batch, longest first, so that memory runs out early or
+    never.
 
-    limit   longest input in tokens
-    budget  most padded tokens in a batch; a single text may be longer
+    limit   maximum input in tokens
+    budget  maximum padded tokens in a batch; a single text may exceed it
     """
     buckets: dict[int, list[int]] = {}
     for position, length in enumerate(lengths):
@@ -217,18 +219,19 @@ def batches(lengths: Sequence[int], limit: int, budget: int) -> Iterator[tuple[l
 
 
 def padded_length(length: int, limit: int) -> int:
-    """Return the next multiple of MULTIPLE, at least LEAST, at most `limit` (there may be no positions beyond)."""
+    """Return the next multiple of MULTIPLE, at least LEAST, at most `limit` (the model may have no more positions)."""
     return min(max(-(-length // MULTIPLE) * MULTIPLE, LEAST), max(limit, length))
 
 
 def load_model(folder: Path, compute: ComputeSettings, kind: str | None = None, unused: tuple[str, ...] = ()) -> Any:
-    """Load the folder's model in evaluation mode onto its device. Nothing is downloaded, no code of it is run.
+    """Load the folder's model in evaluation mode onto its device. Nothing is downloaded, and no code from the folder is
+    run.
 
-    transformers only warns if weights are missing, and fills them with random numbers: a DPR context encoder that is
-    loaded as a question encoder "works", with random vectors. Here that is a UserError.
+    transformers only warns about missing weights and initialises them randomly: a DPR context encoder loaded as a
+    question encoder "works", with random vectors. Here that is a UserError.
 
-    kind    class of transformers, e.g. AutoModelForSequenceClassification; None: what the folder says it is
-    unused  parts of parameter names that may be missing since nothing reads them
+    kind    class of transformers, e.g. AutoModelForSequenceClassification; None: as defined in the folder
+    unused  parts of parameter names that may be missing because they are not used
     """
     if compute.threads:
         torch.set_num_threads(compute.threads)
@@ -245,12 +248,12 @@ def load_model(folder: Path, compute: ComputeSettings, kind: str | None = None, 
     missing += [str(entry[0]) for entry in loading_info["mismatched_keys"]]
     if missing:
         raise UserError(
-            f"the weights in {folder} are not those of a {type(model).__name__}",
-            why=f"{len(missing)} tensors are missing or of another shape, e.g. {sorted(missing)[0]}",
-            todo="give the folder of the right model",
+            f"the weights in {folder} do not belong to a {type(model).__name__}",
+            why=f"{len(missing)} tensors are missing or have another shape, e.g. {sorted(missing)[0]}",
+            todo="set the folder of the right model",
         )
     log.info("%s from %s on %s in %s", type(model).__name__, folder.name, device, str(dtype).removeprefix("torch."))
-    # decoders would keep keys and values that nothing reads
+    # decoders would keep unused keys and values
     model.config.use_cache = False
     return model.to(device).eval()
 
@@ -261,27 +264,27 @@ def load_tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
 
-def choose_device(asked: str) -> torch.device:
-    """`auto` is a GPU where there is one. UserError for a device that this machine or this torch does not have."""
-    if asked == "auto":
+def choose_device(requested: str) -> torch.device:
+    """Return the device; `auto` is a GPU if there is one. Raises UserError for a device that is not available."""
+    if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"there is no device {asked!r} here",
+            f"device {requested!r} is not available",
             why=str(error).splitlines()[0],
             todo="set device to auto, cpu or cuda:0",
         ) from None
     return device
 
 
-def choose_dtype(asked: str, device: torch.device, config: Any) -> torch.dtype:
-    """`auto` is float32 on a CPU. On a GPU float16, whose vectors are eight times finer than bfloat16's, except for
-    models that were trained in bfloat16: they may overflow in float16."""
-    if asked != "auto":
-        return DTYPES[asked]
+def choose_dtype(requested: str, device: torch.device, config: Any) -> torch.dtype:
+    """Return the dtype. `auto` is float32 on a CPU. On a GPU it is float16, whose vectors are eight times finer than
+    bfloat16's, except for models trained in bfloat16, which may overflow in float16."""
+    if requested != "auto":
+        return DTYPES[requested]
     if device.type != "cuda":
         return torch.float32
     wide = config.model_type in _WIDE or getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16")
@@ -289,7 +292,7 @@ def choose_dtype(asked: str, device: torch.device, config: Any) -> torch.dtype:
 
 
 def _class_of(config: Any) -> str:
-    """AutoModel, except where that takes the wrong half: of DPR's two encoders, and of T5."""
+    """Return AutoModel, except for DPR's encoders and T5, where it would load the wrong part."""
     named = (config.architectures or [""])[0]
     if named.startswith("DPR") and named.endswith("Encoder"):
         return str(named)
@@ -304,13 +307,14 @@ def _as_user_error(folder: Path, what: str) -> Iterator[None]:
         raise UserError(
             f"cannot load the {what} in {folder}",
             why=" ".join(str(error).split())[:300] or type(error).__name__,
-            todo="the folder must hold config.json, a tokenizer and weights that this version of transformers knows",
+            todo="the folder must contain config.json, a tokenizer and weights that this version of transformers "
+            "supports",
         ) from error
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no load report while the block runs: what matters in it is checked here."""
+    """Suppress progress bars and load reports inside the block; missing weights are checked separately."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -13,7 +13,7 @@ from retriever.index.config import REGISTRY, HybridSettings, IndexSettings
 if TYPE_CHECKING:
     from retriever.index.base import BuildableIndex, Index, PassageSource
 
-# before any of the files here imports faiss, which reports every instruction set that its wheel does not hold
+# before any import of faiss, which logs every instruction set missing in its wheel
 logging.getLogger("faiss.loader").setLevel(logging.WARNING)
 
 
@@ -23,15 +23,15 @@ def write_index(settings: IndexSettings, source: PassageSource, directory: Path)
 
 
 def open_index(settings: IndexSettings, directory: Path, *, threads: int) -> Index:
-    """Open what `write_index` wrote, in the thread that will search it. `threads`: of one FAISS search; 0: all."""
+    """Open what `write_index` wrote, in the thread that will search it. `threads`: threads per FAISS search; 0: all."""
     return _class_of(settings)(settings, directory, threads=threads)
 
 
 def index_identity(settings: IndexSettings) -> dict[str, Any]:
-    """Return what decides the content of a built index, as JSON-compatible values.
+    """Return what determines the content of a built index, as JSON-compatible values.
 
-    The manifest of a built index holds it, and serving refuses an index that was built with another. With a `file`, the
-    file is the content, and settings of the build do not count. UserError if the file is missing.
+    It is part of the index's manifest; serving refuses an index with another identity. With a `file`, the file is the
+    content, and build settings are ignored. Raises UserError if the file is missing.
     """
     content: dict[str, Any] = settings.model_dump(mode="json", exclude=set(settings.SEARCH_TIME | settings.PLACEMENT))
     if (file := getattr(settings, "file", None)) is not None:
@@ -47,7 +47,7 @@ def index_identity(settings: IndexSettings) -> dict[str, Any]:
 
 
 def search_time(settings: IndexSettings) -> dict[str, Any]:
-    """Return the values of SEARCH_TIME: together with the identity they decide which hits a query gets."""
+    """Return the values of SEARCH_TIME: together with the identity they determine the hits of a query."""
     found: dict[str, Any] = settings.model_dump(mode="json", include=set(settings.SEARCH_TIME))
     if isinstance(settings, HybridSettings):
         found["members"] = [search_time(member) for member in settings.members]

@@ -1,4 +1,4 @@
-"""What an index promises, and the order of its hits.
+"""The interface of indexes, and the order of hits.
 
 Hits are ordered by (score descending, row ascending), exactly: equal passages come in the order of the corpus, and a
 query's hits do not depend on which other queries share its batch. So a cached answer equals a fresh one.
@@ -21,7 +21,7 @@ Scores = npt.NDArray[np.float32]
 
 
 NO_ROW = -1
-"""Row of a hit that is none, with score -inf: approximate indexes may find fewer than k. Always after the real hits."""
+"""Row of a missing hit, with score -inf: approximate indexes may find fewer than k. Always after the real hits."""
 
 
 class Hits(NamedTuple):
@@ -32,11 +32,11 @@ class Hits(NamedTuple):
 
 
 class PassageSource(Protocol):
-    """The passages that an index is built from. Streams as often as asked; holds none of them in memory."""
+    """The passages that an index is built from. Can be streamed repeatedly; keeps no passage in memory."""
 
     @property
     def num_passages(self) -> int:
-        """Known before the first text is read."""
+        """Return the number of passages, known before the first text is read."""
 
     def texts(self) -> Iterator[str]:
         """Yield the contents of every passage in the order of its row, from the start."""
@@ -44,7 +44,7 @@ class PassageSource(Protocol):
     def vectors(self, encoder: EncoderSettings, dtype: Literal["float32", "float16"], directory: Path) -> None:
         """Encode every passage into `store.FILE` in `directory` ([num_passages, dim], see `index.store`).
 
-        Bounded memory. An interrupted build goes on where it stopped when it is called again with the same arguments.
+        Bounded memory. After an interruption, a call with the same arguments resumes.
         """
 
 
@@ -53,21 +53,21 @@ class Index(Protocol):
 
     @property
     def ntotal(self) -> int:
-        """Number of passages."""
+        """Return the number of passages."""
 
     @property
     def encoder(self) -> Encoder | None:
-        """What turns texts into this index's vectors, None for a lexical one."""
+        """Return the encoder of this index, None for a lexical one."""
 
     def search(self, queries: Sequence[str], k: int) -> Hits:
         """Return the best min(k, ntotal) rows of every query, k >= 1, in the order of the module's docstring."""
 
 
 class BuildableIndex(Index, Protocol):
-    """What a class in `retriever.index.config.REGISTRY` has besides."""
+    """Interface of a class in `retriever.index.config.REGISTRY`."""
 
     def __init__(self, settings: Any, directory: Path, *, threads: int) -> None:
-        """Open what `build` wrote into `directory`. `threads`: of one FAISS search; 0: all."""
+        """Open what `build` wrote into `directory`. `threads`: threads per FAISS search; 0: all."""
 
     @staticmethod
     def build(settings: Any, source: PassageSource, directory: Path) -> None:
@@ -75,21 +75,21 @@ class BuildableIndex(Index, Protocol):
 
 
 class VectorIndex(Protocol):
-    """The same over vectors; `dense.DenseIndex` puts an encoder before it."""
+    """An index over vectors; `dense.DenseIndex` adds an encoder."""
 
     @property
     def ntotal(self) -> int:
-        """Number of vectors."""
+        """Return the number of vectors."""
 
     def search(self, queries: npt.NDArray[np.float32], k: int) -> Hits:
-        """queries float32 [n, dim] of length at most 1."""
+        """Return the best rows; queries float32 [n, dim] of length at most 1."""
 
 
 def top_rows(scores: Scores, k: int) -> Rows:
     """Return the positions of the k best of `scores` [n], k <= n, by (score descending, position ascending)."""
     n = len(scores)
     if k < n:
-        # argpartition alone would pick any of those that tie with the k-th
+        # argpartition alone would pick arbitrary ones among ties with the k-th
         threshold = np.partition(scores, n - k)[n - k]
         better = np.flatnonzero(scores > threshold)
         equal = np.flatnonzero(scores == threshold)[: k - len(better)]

@@ -1,12 +1,12 @@
-"""BM25 by bm25s (Lù 2024, arXiv 2407.03618): scores are computed at indexing time and summed at query time.
+"""BM25 with bm25s (Lù 2024, arXiv 2407.03618): scores are computed at indexing time and summed at query time.
 
-Only its index is used. Terms are found here, the same way for passages and queries, and hits are picked by `top_rows`,
-because bm25s's own top-k leaves ties in any order and takes jax where that happens to be installed.
+Only its index is used. Terms are extracted here, identically for passages and queries, and `top_rows` selects hits,
+because bm25s's top-k does not order ties and uses jax if that happens to be installed.
 
 With `tokens: lucene`, stop words and stems, an index has the terms and the scores of Lucene's EnglishAnalyzer, as
-pyserini and Anserini use it: words by the rules of Unicode's annex 29, without the possessive 's, and lengths as Lucene
-keeps them in one byte. Not reproduced: the annex's rules for Thai, Lao, Khmer, Katakana beside Kanji and emoji, the cut
-of words at 255 characters, and that passages without a term do not count.
+pyserini and Anserini use it: words by the rules of Unicode's annex 29, without the possessive 's, and lengths rounded
+as Lucene stores them in one byte. Not reproduced: the annex's rules for Thai, Lao, Khmer, Katakana beside Kanji and
+emoji, the cut of words at 255 characters, and the exclusion of passages without a term.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ STOPWORDS_LUCENE = (
     "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of",
     "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "will", "with",
 )  # fmt: skip
-"""Of Lucene's EnglishAnalyzer."""
+"""Stop words of Lucene's EnglishAnalyzer."""
 _STOPWORDS = {"none": (), "english": STOPWORDS_EN, "lucene": STOPWORDS_LUCENE}
 _EXACT = 24
-"""Lengths up to this (and 15 more) are kept as they are in Lucene's byte."""
+"""Lengths up to this (and 15 more) are exact in Lucene's byte."""
 
 
 @cache
 def _lucene() -> re.Pattern[str]:
-    """Words as Lucene's StandardTokenizer cuts them, up to what the module's docstring names."""
+    """Return a pattern for the words of Lucene's StandardTokenizer, except as noted in the module's docstring."""
     by_category: dict[str, str] = {}
     for character in map(chr, range(0x80, 0x10000)):
         category = unicodedata.category(character)
         by_category[category] = by_category.get(category, "") + character
-    # accents, vowel signs, joiners, marks of direction: part of the letter before them, though no \w for Python
+    # accents, vowel signs, joiners, direction marks: part of the preceding letter, though not \w in Python
     marks = "".join(by_category[category] for category in ("Mn", "Mc", "Cf"))
-    letter = rf"[^\W{_SINGLE}{by_category['No']}]"  # nor is ² a digit
+    letter = rf"[^\W{_SINGLE}{by_category['No']}]"  # ² is not a digit either
     run = rf"{letter}(?:{letter}|[{marks}])*"
     # within a word: a stop, colon or quote between letters, a stop, comma, semicolon or quote between digits
     link = rf"(?:(?<=[^\W\d_]|[{marks}])[.:'‘’·](?=[^\W\d_])|(?<=\d)[.,;'‘’](?=\d))"
@@ -60,7 +60,7 @@ def _lucene() -> re.Pattern[str]:
 
 
 class TextAnalyzer:
-    """Text to terms, in order, repetitions kept."""
+    """Maps a text to its terms, in order, with repetitions."""
 
     def __init__(self, settings: Bm25Settings) -> None:
         self._lucene = settings.tokens == "lucene"
@@ -69,7 +69,7 @@ class TextAnalyzer:
         self._stem = settings.stemming == "porter"
 
     def __call__(self, text: str) -> list[str]:
-        """Of a passage or a query."""
+        """Return the terms of a passage or a query."""
         words = self._word.findall(text.lower())
         if self._lucene:
             words = [word[:-2] if word.endswith(("'s", "’s")) else word for word in words]
@@ -79,7 +79,7 @@ class TextAnalyzer:
 
 
 def lucene_length(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Lengths as Lucene reads them back from one byte (SmallFloat.intToByte4): four significant bits above 40."""
+    """Return lengths as Lucene decodes them from one byte (SmallFloat.intToByte4): four significant bits above 40."""
     rest = np.maximum(lengths - _EXACT, 0)
     _, exponent = np.frexp(rest.astype(np.float64))
     shift = np.maximum(exponent.astype(np.int64) - 4, 0)
@@ -87,9 +87,9 @@ def lucene_length(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _use_lucene_lengths(model: bm25s.BM25, lengths: npt.NDArray[np.int64]) -> None:
-    """Change every score from a passage's length to the one that Lucene reads back.
+    """Recompute every score with the length that Lucene decodes.
 
-    A score is idf * tf / (tf + K) with K = k1 * (1 - b + b * length / mean): tf follows from it, as a whole number.
+    A score is idf * tf / (tf + K) with K = k1 * (1 - b + b * length / mean): tf follows from it as an integer.
     """
     data, indptr = model.scores["data"], model.scores["indptr"]
     if not len(data):
@@ -112,19 +112,19 @@ class Bm25Index:
     encoder = None
 
     def __init__(self, settings: Bm25Settings, directory: Path, *, threads: int = 1) -> None:
-        """`threads` is not used: scoring is single-threaded."""
+        """Open the index. `threads` is ignored: scoring is single-threaded."""
         self._model = bm25s.BM25.load(directory, mmap=True, show_progress=False)
         for name in ("data", "indices", "indptr"):
-            # plain views of the maps: numpy's memmap class makes every slice slower (a sixth of a query)
+            # plain views of the maps: numpy's memmap class makes every slice slower (by a sixth of a query's time)
             self._model.scores[name] = np.asarray(self._model.scores[name])
         self._vocabulary: dict[str, int] = self._model.vocab_dict
         self._terms = TextAnalyzer(settings)
 
     @staticmethod
     def build(settings: Bm25Settings, source: PassageSource, directory: Path) -> None:
-        """Index the texts and save.
+        """Index the texts and save the result.
 
-        Memory: 4 bytes a word of the corpus, and several times the index while sorting it.
+        Memory: 4 bytes per word of the corpus, and several times the index during sorting.
         """
         terms = TextAnalyzer(settings)
         vocabulary: dict[str, int] = {}
@@ -135,7 +135,7 @@ class Bm25Index:
         # a corpus without a single word must still give a well-formed index
         vocabulary = vocabulary or {"": 0}
         model = bm25s.BM25(k1=settings.k1, b=settings.b, method="lucene", backend="numpy", csc_backend="numpy")
-        with np.errstate(invalid="ignore"):  # the mean length of blank passages alone is 0
+        with np.errstate(invalid="ignore"):  # the mean length is 0 if all passages are blank
             model.index((rows, vocabulary), create_empty_token=False, show_progress=False)
         if settings.tokens == "lucene" and settings.k1 * settings.b:
             _use_lucene_lengths(model, np.array([len(row) for row in rows], dtype=np.int64))
@@ -143,11 +143,11 @@ class Bm25Index:
 
     @property
     def ntotal(self) -> int:
-        """Number of passages."""
+        """Return the number of passages."""
         return int(self._model.scores["num_docs"])
 
     def search(self, queries: Sequence[str], k: int) -> Hits:
-        """See `base.Index`. Passages that share no word with the query score 0 and come last, in corpus order."""
+        """See `base.Index`. Passages without a word of the query score 0 and come last, in corpus order."""
         k = min(k, self.ntotal)
         hits = Hits(np.empty((len(queries), k), dtype=np.int64), np.empty((len(queries), k), dtype=np.float32))
         for i, query in enumerate(queries):

@@ -12,15 +12,15 @@ from retriever.encoder.config import EncoderSettings, HashedEncoderSettings
 
 
 class IndexBase(Settings):
-    """Base of the indexes' settings: which of their fields decide what."""
+    """Base of the indexes' settings: the roles of their fields."""
 
     SEARCH_TIME: ClassVar[frozenset[str]] = frozenset()
-    """Fields that decide how a built index is searched and not what it holds: changing one needs no new build."""
+    """Fields that affect the search, not the content of a built index: a change needs no rebuild."""
     PLACEMENT: ClassVar[frozenset[str]] = frozenset()
-    """Fields that decide where and with how much work, and neither what the index holds nor which hits a query gets."""
+    """Fields that affect only resources, neither the index's content nor the hits."""
     ADDED: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are newer than the index format: their defaults are not part of the identity, so that indexes built
-    before them still fit."""
+    """Fields newer than the index format: their defaults are not part of the identity, so that indexes built
+    before them still match."""
 
     type: str
 
@@ -29,49 +29,49 @@ class DenseBase(IndexBase):
     """An index over vectors."""
 
     encoder: EncoderSettings = Field(default_factory=HashedEncoderSettings)
-    """What turns passages and queries into vectors."""
+    """Encoder of passages and queries."""
     dtype: Literal["float32", "float16"] = "float32"
-    """How the vectors are stored. float16 halves the disk and the memory; scores change in the fourth digit."""
+    """Dtype of the stored vectors. float16 halves disk and memory; scores change in the fourth digit."""
 
 
 class FileBase(DenseBase):
-    """An index over vectors that may come as a file built elsewhere."""
+    """An index over vectors, optionally from a file built elsewhere."""
 
     PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file"})
 
     file: Path | None = None
-    """A FAISS file to serve as it is, e.g. Search-R1's e5_Flat.index: one row a passage of the corpus, in its order,
-    encoded by `encoder`. It is memory-mapped in place. None: vectors are built from the corpus."""
+    """A prebuilt FAISS file to serve unchanged, e.g. Search-R1's e5_Flat.index: one row per passage, in corpus order,
+    encoded with `encoder`. It is memory-mapped in place. null: build vectors from the corpus."""
 
 
 class ApproximateBase(FileBase):
     """An index that may miss some of the best passages, for corpora too large to scan for every query."""
 
     exact_below: int = Field(default=10_000, ge=0)
-    """Corpora of fewer passages get no approximate index: scanning them is as fast, and exact."""
+    """Minimum passages for an approximate index: scanning fewer is as fast, and exact."""
 
 
 class FaissFlatSettings(FileBase):
-    """Exact inner product by FAISS on CPUs, straight from the memory-mapped vectors."""
+    """Exact inner product with FAISS on CPUs, directly on the memory-mapped vectors."""
 
     type: Literal["faiss_flat"] = "faiss_flat"
 
 
 class FaissGpuSettings(FileBase):
-    """Scans all vectors on GPUs, each of which holds its share. Needs a FAISS wheel with GPU support."""
+    """Exact scan of all vectors on GPUs, each with its share. Needs a FAISS wheel with GPU support."""
 
     SEARCH_TIME: ClassVar[frozenset[str]] = frozenset({"precision", "spare"})
     PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file", "devices", "temp_mb"})
 
     type: Literal["faiss_gpu"] = "faiss_gpu"
     devices: tuple[int, ...] = ()
-    """CUDA ordinals of the GPUs that share the vectors, in this order. Empty: all that are visible."""
+    """CUDA ordinals of the GPUs that share the vectors, in this order. Empty: all visible ones."""
     temp_mb: float = Field(default=512.0, gt=0)
-    """FAISS's scratch memory on each GPU, in MiB (its own default is up to 1.5 GiB)."""
+    """FAISS's scratch memory per GPU, in MiB (FAISS's default: up to 1.5 GiB)."""
     precision: Literal["float16", "float32"] = "float16"
-    """What the GPUs hold and multiply. float16 halves their memory; hits are scored again from the stored vectors."""
+    """Dtype on the GPUs. float16 halves the memory; hits are rescored from the stored vectors."""
     spare: int = Field(default=64, ge=0)
-    """Candidates beyond k that the GPUs are asked for, since float16 (relative error 2**-11) may misplace the k-th."""
+    """Extra candidates beyond k, because float16 (relative error 2**-11) may misplace the k-th."""
 
 
 class FaissHnswSettings(ApproximateBase):
@@ -82,33 +82,33 @@ class FaissHnswSettings(ApproximateBase):
 
     type: Literal["faiss_hnsw"] = "faiss_hnsw"
     m: int = Field(default=32, ge=2, le=512)
-    """Links a passage on every level but the lowest, which has twice as many: 8 * m bytes a passage."""
+    """Links per passage on every level but the lowest, which has twice as many: 8 * m bytes per passage."""
     ef_construction: int = Field(default=128, ge=1)
-    """Length of the candidate list while building: longer is slower and better."""
+    """Length of the candidate list during the build: longer is slower and better."""
     ef_search: int = Field(default=128, ge=1)
-    """Length of the candidate list of a search (raised to k where that is more)."""
+    """Length of the candidate list of a search (at least k)."""
     build_threads: int = Field(default=0, ge=0)
-    """Threads of the build; 0: OMP_NUM_THREADS, or one a core. Only 1 makes the same graph every time."""
+    """Threads of the build; 0: OMP_NUM_THREADS, or one per core. Only 1 gives a reproducible graph."""
 
 
 class IvfBase(ApproximateBase):
-    """Inverted lists round centroids: of `nlist` lists, the `nprobe` nearest to the query are scanned."""
+    """Inverted lists around centroids: the `nprobe` of `nlist` lists nearest to the query are scanned."""
 
     SEARCH_TIME: ClassVar[frozenset[str]] = frozenset({"nprobe"})
     PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file", "devices", "temp_mb"})
 
     nlist: int = Field(default=0, ge=0)
-    """Lists. 0: the power of two nearest to 4 * sqrt(passages), with 39 passages a list or more."""
+    """Number of lists. 0: the power of two nearest to 4 * sqrt(passages), with at least 39 passages per list."""
     nprobe: int = Field(default=64, ge=1)
-    """Lists scanned for a query."""
+    """Lists scanned per query."""
     train_size: int = Field(default=0, ge=0)
-    """Passages that the centroids are trained on, drawn by `seed`. 0: 64 a list."""
+    """Passages to train the centroids on, drawn by `seed`. 0: 64 per list."""
     seed: int = 0
     """Seed of the draw and of k-means."""
     devices: tuple[int, ...] = ()
     """CUDA ordinals of the GPUs that share the lists. Empty: the CPU."""
     temp_mb: float = Field(default=512.0, gt=0)
-    """FAISS's scratch memory on each GPU, in MiB."""
+    """FAISS's scratch memory per GPU, in MiB."""
 
 
 class FaissIvfSettings(IvfBase):
@@ -118,22 +118,23 @@ class FaissIvfSettings(IvfBase):
 
 
 class FaissIvfPqSettings(IvfBase):
-    """The same with product-quantised vectors (Jegou et al. 2011, doi 10.1109/TPAMI.2010.57): `pq_parts` bytes each.
+    """Inverted lists of product-quantised vectors (Jegou et al. 2011, doi 10.1109/TPAMI.2010.57): `pq_parts` bytes
+    each.
 
-    Rough scores come from the codes; the best candidates are scored again from the stored vectors.
+    Approximate scores come from the codes; the best candidates are rescored from the stored vectors.
     """
 
     SEARCH_TIME: ClassVar[frozenset[str]] = frozenset({"nprobe", "refine"})
 
     type: Literal["faiss_ivfpq"] = "faiss_ivfpq"
     pq_parts: int = Field(default=0, ge=0)
-    """Parts that a vector is cut into, each one code; must divide the dimension. 0: the dimension over 8 or less."""
+    """Parts of a vector, one code each; must divide the dimension. 0: at most the dimension divided by 8."""
     pq_bits: int = Field(default=8, ge=4, le=12)
-    """Bits a code."""
+    """Bits per code."""
     opq: bool = False
-    """Train a rotation first (Ge et al. 2013, OPQ): better codes, minutes more of training."""
+    """Train a rotation first (Ge et al. 2013, OPQ): better codes, minutes of extra training."""
     refine: int = Field(default=16, ge=1)
-    """Candidates a hit that are scored again exactly; 1 only reorders the k best codes."""
+    """Candidates per hit that are rescored exactly; 1 only reorders the k best codes."""
 
 
 class Bm25Settings(IndexBase):
@@ -148,19 +149,19 @@ class Bm25Settings(IndexBase):
     k1: float = Field(default=1.5, ge=0)
     """Saturation of the term frequency."""
     b: float = Field(default=0.75, ge=0, le=1)
-    """Share of the length normalisation."""
+    """Strength of the length normalisation."""
     stopwords: Literal["none", "english", "lucene"] = "none"
-    """Words that are ignored in passages and queries. `english` makes large indexes faster, recall is about equal;
+    """Ignored words in passages and queries. `english` makes large indexes faster with about equal recall;
     `lucene` are the 33 of Lucene's EnglishAnalyzer."""
     tokens: Literal["words", "lucene"] = "words"
-    """What counts as a word. `words`: two or more letters, digits or underscores. `lucene`: as Lucene's EnglishAnalyzer
-    cuts (Unicode annex 29, no possessive 's), and lengths rounded as Lucene keeps them."""
+    """Definition of a word. `words`: two or more letters, digits or underscores. `lucene`: as in Lucene's
+    EnglishAnalyzer (Unicode annex 29, without the possessive 's), with lengths rounded as in Lucene."""
     stemming: Literal["none", "porter"] = "none"
-    """`porter`: words are indexed and searched by their English stems (Porter 1980)."""
+    """`porter`: index and search English stems (Porter 1980)."""
 
 
 class MemoryIndexSettings(DenseBase):
-    """Exact inner product by numpy: the oracle for the other dense indexes, and enough for small corpora."""
+    """Exact inner product with numpy: the reference for other dense indexes, sufficient for small corpora."""
 
     type: Literal["memory"] = "memory"
 
@@ -177,7 +178,7 @@ REGISTRY: dict[type[IndexBase], str] = {
     FaissIvfPqSettings: "retriever.index.faiss_ivf:FaissIvfIndex",
     MemoryIndexSettings: "retriever.index.exact:ExactIndex",
 }
-"""Settings class to index class (`base.BuildableIndex`), which is imported when it is needed."""
+"""Settings class -> index class (`base.BuildableIndex`), imported on demand."""
 
 if TYPE_CHECKING:
     MemberSettings = IndexBase
@@ -194,9 +195,9 @@ class HybridSettings(IndexBase):
     members: tuple[MemberSettings, ...] = Field(default=(Bm25Settings(), FaissFlatSettings()), min_length=1)
     """The indexes. Each is built into its own subfolder."""
     weights: tuple[float, ...] = ()
-    """One a member, in their order: a hit of rank r there adds weight / (60 + r). Empty: all 1."""
+    """One weight per member, in order: a hit of rank r adds weight / (60 + r). Empty: all 1."""
     candidates: int = Field(default=100, ge=1)
-    """Hits that every member contributes (raised to k where that is more)."""
+    """Hits from every member (at least k)."""
 
     @field_validator("members", mode="before")
     @classmethod
@@ -212,7 +213,7 @@ class HybridSettings(IndexBase):
         if self.weights and len(self.weights) != len(self.members):
             raise ValueError(f"{len(self.weights)} weights for {len(self.members)} members")
         if any(weight <= 0 for weight in self.weights):
-            raise ValueError("a weight must be above 0: leave the member out instead")
+            raise ValueError("a weight must be above 0: remove the member instead")
         return self
 
 

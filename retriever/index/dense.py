@@ -1,8 +1,8 @@
-"""Exact inner-product search, the order of dense hits, and the encoder before a vector index.
+"""Exact inner-product search, the order of dense hits, and the encoder of a vector index.
 
-float32 matrix products differ in the last bits with the shape of the batch, so ranking by them would make a hit's
-place depend on its neighbours in the batch. Therefore they only select candidates, generously, and the candidates are
-scored again in float64, each pair by itself.
+float32 matrix products differ in the last bits with the shape of the batch, so a ranking by them would depend on the
+other queries in the batch. Therefore they only select candidates, generously, which are then rescored in float64, each
+pair separately.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from retriever.index import store
 from retriever.index.base import NO_ROW, Hits, Rows, Scores, VectorIndex, top_rows
 
 StoredVectors = npt.NDArray[Any]
-"""Vectors [ntotal, dim] as they are stored: float32 or float16, aligned or not."""
+"""Stored vectors [ntotal, dim]: float32 or float16, aligned or not."""
 _QUERIES = 128
-"""Most queries scored against one block of vectors at once."""
+"""Maximum queries scored against one block of vectors at a time."""
 _DOUBLES = 1 << 20
-"""Most float64 products held at once while scoring again (8 MiB)."""
+"""Maximum float64 products in memory during rescoring (8 MiB)."""
 _WIDEN = 16
 _WIDEST = 2048
 
@@ -38,7 +38,7 @@ class DenseIndex:
 
     @property
     def ntotal(self) -> int:
-        """Number of passages."""
+        """Return the number of passages."""
         return self._vectors.ntotal
 
     def search(self, queries: Sequence[str], k: int) -> Hits:
@@ -47,7 +47,7 @@ class DenseIndex:
 
 
 def exact_search(vectors: StoredVectors, queries: Vectors, k: int) -> Hits:
-    """Exact search by numpy over vectors [ntotal, dim] for queries [n, dim], block by block in bounded memory."""
+    """Search exactly with numpy over vectors [ntotal, dim] for queries [n, dim], block by block in bounded memory."""
     k = min(k, len(vectors))
     hits = Hits(np.empty((len(queries), k), dtype=np.int64), np.empty((len(queries), k), dtype=np.float32))
     for start in range(0, len(queries), _QUERIES):
@@ -59,7 +59,7 @@ def exact_search(vectors: StoredVectors, queries: Vectors, k: int) -> Hits:
 def _exact(vectors: StoredVectors, queries: Vectors, k: int) -> Hits:
     margin = np.float32(tolerance(vectors.shape[1]))
     best = Hits(np.full((len(queries), k), NO_ROW), np.full((len(queries), k), -np.inf, dtype=np.float32))
-    # a blank query ties with everything, and every passage would be scored again
+    # a blank query ties with everything, so every passage would be rescored
     blank = ~queries.any(axis=1)
     best.rows[blank], best.scores[blank] = np.arange(k), 0.0
     asked = np.flatnonzero(~blank)
@@ -72,7 +72,7 @@ def _exact(vectors: StoredVectors, queries: Vectors, k: int) -> Hits:
         for i in np.flatnonzero(rough.max(axis=1) >= floors).tolist() if len(asked) else ():
             query = asked[i]
             found = np.flatnonzero(rough[i] >= floors[i]) + first
-            # in the order of the corpus where scores are equal: earlier blocks first
+            # equal scores in corpus order: earlier blocks first
             rows = np.concatenate([best.rows[query], found])
             scores = np.concatenate([best.scores[query], rescore(vectors, queries[query][None], found[None])[0]])
             chosen = top_rows(scores, k)
@@ -87,10 +87,10 @@ def search_candidates(
     k: int,
     spare: int,
 ) -> Hits:
-    """Exact search from a rough one that returns (scores, rows) [n, c], best first, for c candidates.
+    """Search exactly, using an approximate search that returns (scores, rows) [n, c], best first, for c candidates.
 
-    Where the last candidate is too near the k-th to rule out that others tie with it, the query is searched again for
-    more candidates, and at last in full: rare in real text, but blank or duplicated passages do it.
+    If the last candidate is too close to the k-th to rule out further ties, the query is repeated with more candidates,
+    and finally in full: rare in real text, but blank or duplicated passages cause it.
     """
     ntotal, dim = vectors.shape
     k = min(k, ntotal)
@@ -115,9 +115,9 @@ def search_candidates(
 
 
 class ApproximateVectors:
-    """An approximate search whose candidates are scored again: what graphs, inverted lists and GPUs share.
+    """An approximate search with rescored candidates, shared by graphs, inverted lists and GPUs.
 
-    See `base.VectorIndex`. Fewer than k passages found: the rest is NO_ROW.
+    See `base.VectorIndex`. If fewer than k passages are found, the rest is NO_ROW.
     """
 
     def __init__(
@@ -127,16 +127,16 @@ class ApproximateVectors:
         vectors: StoredVectors | None,
         candidates: Callable[[int], int],
     ) -> None:
-        """`rough_search` gives (scores, rows) [n, c], rows distinct or NO_ROW; `candidates` maps k to c >= k.
+        """`rough_search` returns (scores, rows) [n, c], rows distinct or NO_ROW; `candidates` maps k to c >= k.
 
-        Without `vectors` the rough scores are the scores.
+        Without `vectors` the approximate scores are used.
         """
         self._rough, self._ntotal, self._vectors = rough_search, ntotal, vectors
         self._candidates = candidates
 
     @property
     def ntotal(self) -> int:
-        """Number of vectors."""
+        """Return the number of vectors."""
         return self._ntotal
 
     def search(self, queries: Vectors, k: int) -> Hits:
@@ -152,33 +152,34 @@ class ApproximateVectors:
 
 @runtime_checkable
 class UnitLengthIndex(VectorIndex, Protocol):
-    """An index whose exactness needs lengths of at most 1."""
+    """An index that is exact for vectors of length at most 1."""
 
     def longest(self) -> float:
         """Return the length of its longest vector. Reads all of them."""
 
 
 class QueryRescaler:
-    """Vectors of any length before an index that is exact for lengths of at most 1 (DPR's and Contriever's are longer).
+    """Adapts vectors of any length to an index that is exact for lengths of at most 1 (DPR's and Contriever's are
+    longer).
 
-    The bound on rounding errors (`tolerance`) grows with the lengths of both vectors. So every query is divided by a
-    power of two, such that its product with the longest passage stays within 1, and its scores are multiplied by it
-    again: both are exact in binary, so rows, order and scores are those of the original vectors.
+    The bound on rounding errors (`tolerance`) grows with the lengths of both vectors. Each query is therefore divided
+    by a power of two so that its product with the longest passage is at most 1, and its scores are multiplied by it.
+    Both operations are exact in binary, so rows, order and scores are those of the original vectors.
     """
 
     def __init__(self, inner: UnitLengthIndex) -> None:
-        """Reads all vectors of `inner` once."""
+        """Read all vectors of `inner` once."""
         self._inner, self._longest = inner, inner.longest()
 
     @property
     def ntotal(self) -> int:
-        """Number of vectors."""
+        """Return the number of vectors."""
         return self._inner.ntotal
 
     def search(self, queries: Vectors, k: int) -> Hits:
         """See `base.VectorIndex`; queries of any length."""
         products = np.linalg.norm(queries.astype(np.float64), axis=1, keepdims=True) * self._longest
-        # 1 for a blank query, and for what is short enough as it is
+        # 1 for blank queries and for those short enough already
         scales = np.exp2(np.ceil(np.log2(np.maximum(products, 1.0)))).astype(np.float32)
         hits = self._inner.search(queries / scales, k)
         return Hits(hits.rows, hits.scores * scales)
@@ -192,7 +193,7 @@ def longest(vectors: npt.NDArray[Any]) -> float:
 
 
 def tolerance(dim: int) -> float:
-    """Bound the difference of two float32 inner products of vectors of length <= 1, summed in any order.
+    """Return a bound on the difference of two float32 inner products of vectors of length <= 1, summed in any order.
 
     One dot product summed in 8 or more lanes is off by at most (dim / 8 + 8) * 2**-24 (Higham, Accuracy and Stability
     of Numerical Algorithms, section 3.1); two of them together stay below dim * 2**-24 for dim >= 22.
@@ -201,7 +202,7 @@ def tolerance(dim: int) -> float:
 
 
 def rank(vectors: StoredVectors, queries: Vectors, rows: Rows, k: int) -> Hits:
-    """Return the k best of the candidate rows [n, c >= k], which may hold NO_ROW, scored again."""
+    """Return the k best of the candidate rows [n, c >= k], which may contain NO_ROW, rescored."""
     rows = rows.astype(np.int64, copy=False)
     return sort_hits(rows, rescore(vectors, queries, np.maximum(rows, 0)), k)
 
@@ -209,7 +210,7 @@ def rank(vectors: StoredVectors, queries: Vectors, rows: Rows, k: int) -> Hits:
 def rescore(vectors: StoredVectors, queries: Vectors, rows: Rows) -> Scores:
     """Return the inner products [n, c] of queries [n, dim] with `vectors[rows]`, rows [n, c], summed in float64.
 
-    The same bits for a pair, always: a pair is summed by itself, whatever the shapes. In bounded memory.
+    A pair always gives the same bits, because it is summed separately. Uses bounded memory.
     """
     n, c = rows.shape
     dim = vectors.shape[1]

@@ -1,4 +1,4 @@
-"""Exact search by numpy over a memory-mapped matrix: the oracle, and enough for small corpora."""
+"""Exact search with numpy over a memory-mapped matrix: the reference, sufficient for small corpora."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from retriever.index.dense import DenseIndex, StoredVectors, exact_search, longe
 
 
 class ExactIndex(DenseIndex):
-    """An encoder before an exact search by numpy."""
+    """An encoder with an exact numpy search."""
 
     def __init__(self, settings: MemoryIndexSettings, directory: Path, *, threads: int) -> None:
-        """`threads` is not used: numpy's BLAS takes OMP_NUM_THREADS."""
+        """Open the index. `threads` is ignored: numpy's BLAS uses OMP_NUM_THREADS."""
         super().__init__(build_encoder(settings.encoder), ExactVectors(directory))
 
     @staticmethod
@@ -33,7 +33,7 @@ class ExactVectors:
 
     @property
     def ntotal(self) -> int:
-        """Number of vectors."""
+        """Return the number of vectors."""
         return len(self._vectors)
 
     def longest(self) -> float:

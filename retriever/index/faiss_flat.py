@@ -1,6 +1,6 @@
-"""Exact inner product by FAISS on CPUs, straight from the memory map: nothing is copied, replicas share the pages.
+"""Exact inner product with FAISS on CPUs, directly on the memory map: no copies, and replicas share the pages.
 
-The map is that of `vectors.npy`, or of a FAISS file built elsewhere, which is refused unless
+The map is `vectors.npy` or a FAISS file built elsewhere, which is refused unless
 it ranks by inner product and its rows are 0 .. ntotal-1.
 """
 
@@ -23,12 +23,12 @@ from retriever.index.config import DenseBase, FileBase
 from retriever.index.dense import DenseIndex, StoredVectors, longest, search_candidates
 
 SPARE = 8
-"""Candidates beyond k that FAISS is asked for."""
+"""Extra candidates beyond k requested from FAISS."""
 # FAISS scans vector by vector for batches below this many queries, and its default (128000 distances, in effect batches
 # of up to about 128) is 16 times slower at 64 queries than its BLAS path (measured, 100k x 768).
 _BLAS_FROM = 4
 _WIDENED_BYTES = 8 << 20
-"""Float32 vectors made of float16 ones at a time: few enough for the cache, many enough for a matrix product."""
+"""float16 vectors widened at a time: few enough for the cache, enough for a matrix product."""
 _READ = """
 import os, resource, sys
 import faiss
@@ -40,19 +40,19 @@ if os.path.exists("/proc/self/statm"):
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 faiss.read_index(path, faiss.IO_FLAG_MMAP_IFC)
 """
-"""A file is mapped, and what is read from it is no longer than it."""
+"""Program of the child process. Memory is limited, because a file's data cannot exceed its size."""
 _ALL_THREADS: int = faiss.omp_get_max_threads()
 
 
 class FaissFlatIndex(DenseIndex):
-    """An encoder before a flat index of FAISS."""
+    """An encoder with a flat FAISS index."""
 
     def __init__(self, settings: FileBase, directory: Path, *, threads: int) -> None:
         super().__init__(build_encoder(settings.encoder), open_flat(settings, directory, threads=threads))
 
     @staticmethod
     def build(settings: FileBase, source: PassageSource, directory: Path) -> None:
-        """Vectors from the corpus, or a look at the file that has them."""
+        """Build the vectors from the corpus, or check the configured file."""
         if settings.file is None:
             source.vectors(settings.encoder, settings.dtype, directory)
             return
@@ -61,7 +61,7 @@ class FaissFlatIndex(DenseIndex):
 
 
 class FaissFlatVectors:
-    """Over vectors [ntotal, dim], C order. The thread count belongs to the thread that opens it."""
+    """Flat search over vectors [ntotal, dim], C order. The thread count applies to the opening thread."""
 
     def __init__(self, vectors: StoredVectors, *, threads: int) -> None:
         faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM
@@ -70,7 +70,7 @@ class FaissFlatVectors:
 
     @property
     def ntotal(self) -> int:
-        """Number of vectors."""
+        """Return the number of vectors."""
         return len(self._vectors)
 
     def longest(self) -> float:
@@ -95,7 +95,7 @@ class FaissFlatVectors:
 
 
 def open_flat(settings: FileBase, directory: Path, *, threads: int) -> FaissFlatVectors:
-    """Over the file of the settings, or what `build` wrote."""
+    """Open the configured file, or the output of `build`."""
     vectors = store.open_vectors(directory) if settings.file is None else open_flat_file(settings.file)
     return FaissFlatVectors(vectors, threads=threads)
 
@@ -106,42 +106,44 @@ def open_flat_file(path: Path) -> StoredVectors:
     vectors = stored_vectors(index)
     if vectors is None:
         raise UserError(
-            f"{path} holds vectors that are quantised further than float16",
+            f"the vectors in {path} are quantised further than float16",
             todo="build it as a Flat or SQfp16 index",
         )
     return vectors
 
 
 def open_file(path: Path, kind: type[Any] | tuple[type[Any], ...], wanted: str) -> Any:
-    """Open the FAISS index in `path`, downcast. UserError unless it is of the FAISS class `kind` (named `wanted`)."""
+    """Open the FAISS index in `path`, downcast. Raises UserError unless it has the FAISS class `kind` (described by
+    `wanted`)."""
     try:
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except (RuntimeError, MemoryError) as error:
         raise UserError(
             f"cannot read {path} as a FAISS index",
             why=str(error).strip().rpartition("\n")[2][:300],
-            todo="give index.file a file that faiss.write_index wrote",
+            todo="set index.file to a file written by faiss.write_index",
         ) from None
     name = type(index).__name__
     if not isinstance(index, kind):
         raise UserError(
-            f"{path} holds a {name}, not {wanted}",
-            todo="take the index.type of that file: faiss_flat, faiss_hnsw, faiss_ivf or faiss_ivfpq",
+            f"{path} contains a {name}, not {wanted}",
+            todo="set the matching index.type: faiss_flat, faiss_hnsw, faiss_ivf or faiss_ivfpq",
         )
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise UserError(
-            f"{path} ranks by another measure than the inner product",
+            f"{path} does not use the inner product",
             why=f"FAISS metric {index.metric_type}",
-            todo="build it with faiss.METRIC_INNER_PRODUCT over normalised vectors, as Search-R1 does",
+            todo="rebuild it with faiss.METRIC_INNER_PRODUCT over normalised vectors, as Search-R1 does",
         )
     return index
 
 
 def stored_vectors(index: Any) -> StoredVectors | None:
-    """Return the vectors inside an opened index as a view [ntotal, d] that keeps it open, None where it has none whole.
+    """Return the vectors inside an opened index as a view [ntotal, d] that keeps it open, None if it has no full
+    vectors.
 
-    float32, or float16 for a float16 scalar quantiser. In a file they begin at an odd offset: FAISS does not mind
-    (measured: 200k x 384, the same time), numpy's matrix product would copy all (see `store.blocks`).
+    float32, or float16 for a float16 scalar quantiser. In a file they start at an odd offset, which does not slow FAISS
+    (measured: 200k x 384), but numpy's matrix product would copy everything (see `store.blocks`).
     """
     holder = faiss.downcast_index(index.storage) if isinstance(index, faiss.IndexHNSW) else index
     if isinstance(holder, faiss.IndexFlat):
@@ -154,7 +156,7 @@ def stored_vectors(index: Any) -> StoredVectors | None:
 
 
 class _OwnedArray:
-    """An array over memory that `owner` frees: numpy arrays made of this one hold on to it."""
+    """An array over memory that `owner` frees: numpy arrays derived from it keep it alive."""
 
     def __init__(self, array: StoredVectors, owner: Any) -> None:
         self.__array_interface__ = array.__array_interface__
@@ -162,40 +164,42 @@ class _OwnedArray:
 
 
 def check_readable(path: Path) -> None:
-    """Raise UserError if FAISS crashes on a file: it trusts what it maps, so a truncated download would end this
-    process, and a damaged length would take all memory.
+    """Raise UserError if FAISS crashes on a file. FAISS trusts mapped data: a truncated download would crash this
+    process, and a damaged length would exhaust the memory.
 
-    The file is read once in a child process (a quarter of a second) before it is taken for an index.
+    The file is first read in a child process (a quarter of a second).
     """
-    # not in the working directory: what lies there must not be imported
+    # not in the working directory: do not import from there
     done = subprocess.run([sys.executable, "-I", "-c", _READ, str(path.absolute())], capture_output=True, cwd="/")
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
         raise UserError(
             f"cannot read {path} as a FAISS index",
-            why=message if done.returncode > 0 else f"FAISS dies of it (signal {-done.returncode}): it is cut short",
-            todo="give index.file a file that faiss.write_index wrote, and compare its size with that of its source",
+            why=message
+            if done.returncode > 0
+            else f"FAISS crashes on it (signal {-done.returncode}): the file is truncated or damaged",
+            todo="compare its size with the source; index.file must be a file written by faiss.write_index",
         )
 
 
 def check_fits(path: Path, shape: tuple[int, int], settings: DenseBase, source: PassageSource) -> None:
-    """Raise UserError unless the file's vectors [ntotal, dim] are one a passage, as wide as the encoder's."""
+    """Raise UserError unless the file's vectors [ntotal, dim] match the passages and the encoder's dimension."""
     ntotal, width = shape
     dim = build_encoder(settings.encoder).dim
     if ntotal != source.num_passages:
         raise UserError(
-            f"{path} does not belong to this corpus",
+            f"{path} does not match this corpus",
             why=f"{ntotal:,} rows in the file, {source.num_passages:,} passages in the corpus",
-            todo="give the corpus that the file was built from",
+            todo="set the corpus that the file was built from",
         )
     if width != dim:
         raise UserError(
-            f"{path} does not belong to this encoder",
-            why=f"its vectors have {width} numbers, the encoder's {dim}",
+            f"{path} does not match this encoder",
+            why=f"its vectors have dimension {width}, the encoder's {dim}",
             todo="set index.encoder to the model that encoded the file",
         )
 
 
 def use_threads(threads: int) -> None:
-    """Threads of every FAISS call that this thread makes from now on; 0: OMP_NUM_THREADS, or one a core."""
+    """Set the threads of FAISS calls made by this thread; 0: OMP_NUM_THREADS, or one per core."""
     faiss.omp_set_num_threads(threads or _ALL_THREADS)

@@ -1,8 +1,8 @@
-"""FAISS on GPUs: a flat index in shards, and inverted lists in shards.
+"""FAISS on GPUs: sharded flat indexes and sharded inverted lists.
 
-The FAISS wheel for GPUs has the names used here; the one for CPUs has not, which `visible_devices` says first. A GPU
-index is not safe for several threads: like every index it belongs to the thread that opened it, and FAISS itself
-searches the devices in parallel. One resource object a device, each with bounded scratch memory.
+The names used here exist only in FAISS's GPU wheel; `visible_devices` checks that first. A GPU index is not
+thread-safe: like every index it belongs to the thread that opened it, and FAISS searches the devices in parallel. Each
+device has one resource object with bounded scratch memory.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from retriever.index.dense import ApproximateVectors, DenseIndex, StoredVectors
 from retriever.index.faiss_flat import FaissFlatIndex, open_flat_file
 
 NORM_BYTES = 4
-"""FAISS keeps a float32 norm beside every vector."""
+"""FAISS stores a float32 norm with every vector."""
 _PIECE_BYTES = 2 << 30
-"""Float32 vectors that are widened on the host at a time, where they are stored as float16."""
+"""float16 vectors widened on the host at a time."""
 _MAX_HITS = 2048
-"""Most hits of one FAISS search on a GPU."""
+"""Maximum hits per FAISS search on a GPU."""
 _Shards: Any = faiss.IndexShards
 
 
 class FaissGpuIndex(DenseIndex):
-    """An encoder before a flat index in shards on GPUs. Building needs no GPU unless the encoder does."""
+    """An encoder with a sharded flat index on GPUs. Building needs no GPU unless the encoder does."""
 
     def __init__(self, settings: FaissGpuSettings, directory: Path, *, threads: int) -> None:
-        """Copy the vectors to the GPUs. UserError if there are none, or if they do not fit."""
+        """Copy the vectors to the GPUs. Raises UserError if there are no GPUs or the vectors do not fit."""
         super().__init__(build_encoder(settings.encoder), open_gpu(settings, directory))
 
     build = staticmethod(FaissFlatIndex.build)
 
 
 def open_gpu(settings: FaissGpuSettings, directory: Path) -> ApproximateVectors:
-    """Copy the vectors of `settings.file`, or those that were built, to the GPUs."""
+    """Copy the vectors of `settings.file`, or the built ones, to the GPUs."""
     devices = visible_devices(settings.devices)
     vectors = store.open_vectors(directory) if settings.file is None else open_flat_file(settings.file)
     known = {device: free for device in devices if (free := free_bytes(device)) is not None}
@@ -60,17 +60,17 @@ def open_gpu(settings: FaissGpuSettings, directory: Path) -> ApproximateVectors:
 
 
 class GpuFlat:
-    """A tree of shards: devices, searched in parallel, and on each its pieces, searched one after the other.
+    """A tree of shards: devices are searched in parallel, the pieces on a device one after the other.
 
-    A GpuIndexFlat is filled by a single `add`: FAISS reserves exactly what that brings and copies it page by page,
-    whereas a second one would need memory for old and new at once. float32 vectors go straight from the memory map, one
-    piece a device.
+    A GpuIndexFlat is filled by a single `add`: FAISS reserves exactly that size and copies page by page, whereas a
+    second `add` would need memory for old and new data at the same time. float32 vectors are read directly from the
+    memory map, one piece per device.
     """
 
     def __init__(self, settings: FaissGpuSettings, vectors: StoredVectors, shards: Sequence[GpuShard]) -> None:
         dim = vectors.shape[1]
         self._kept: list[Any] = []  # FAISS's shards do not own their parts
-        self._shards = _Shards(dim, True, True)  # threads; ids count on from shard to shard
+        self._shards = _Shards(dim, True, True)  # threaded; ids continue from shard to shard
         for share in shards:
             memory = resources(settings.temp_mb)
             pieces = _Shards(dim, False, True)
@@ -91,7 +91,7 @@ class GpuFlat:
 
 
 class GpuInvertedLists:
-    """An inverted file whose lists are spread over GPUs."""
+    """An inverted file with lists distributed over GPUs."""
 
     def __init__(self, index: Any, settings: IvfSettings) -> None:
         """`index` is the opened file; its lists are copied."""
@@ -105,7 +105,7 @@ class GpuInvertedLists:
         faiss.GpuParameterSpace().set_index_parameter(self._index, "nprobe", min(settings.nprobe, nlist, _MAX_HITS))
 
     def search(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:
-        """Return best first; NO_ROW where the lists hold fewer."""
+        """Return best first; NO_ROW if the lists have fewer."""
         scores, rows = self._index.search(queries, min(count, _MAX_HITS))
         return scores, rows
 
@@ -128,11 +128,12 @@ def plan_shards(
     temp_bytes: int,
     free_bytes: Mapping[int, int],
 ) -> list[GpuShard]:
-    """Even, contiguous shards in the order of `devices`. UserError names every device whose share does not fit.
+    """Return even, contiguous shards in the order of `devices`. Raises UserError naming devices whose share does not
+    fit.
 
     Args:
         itemsize: bytes of a number on the GPU.
-        free_bytes: what each device has left; devices that are not in it are not checked.
+        free_bytes: free memory per device; devices not in it are not checked.
     """
     row_bytes = dim * itemsize + NORM_BYTES
     bounds = [ntotal * i // len(devices) for i in range(len(devices) + 1)]
@@ -148,45 +149,45 @@ def plan_shards(
                 f"GPU {share.device} needs {_gib(share.num_bytes)} and has {_gib(free_bytes[share.device])} free"
                 for share in short
             ),
-            todo="name more GPUs in index.devices, set index.precision=float16, free their memory, "
-            "or take faiss_ivfpq, which needs a tenth",
+            todo="add GPUs to index.devices, set index.precision=float16, free their memory, "
+            "or use faiss_ivfpq, which needs a tenth",
         )
     return [share for share in shards if share.stop > share.start]
 
 
-def choose_devices(asked: Sequence[int], *, supported: bool, visible: int) -> tuple[int, ...]:
-    """Return the CUDA ordinals to use: those asked for, or all. UserError, in words, where that cannot be."""
-    on_cpu = "or take index.type=faiss_flat, or leave out index.devices, to search on the CPU"
+def choose_devices(requested: Sequence[int], *, supported: bool, visible: int) -> tuple[int, ...]:
+    """Return the CUDA ordinals to use: the requested ones, or all. Raises UserError if that is not possible."""
+    on_cpu = "or search on the CPU: set index.type=faiss_flat, or remove index.devices"
     if not supported:
         raise UserError(
-            "this FAISS cannot use GPUs",
+            "the installed FAISS does not support GPUs",
             why="it is the faiss-cpu wheel",
-            todo=f"install faiss-gpu-cu12 in its place (extra `retriever-gpu`), {on_cpu}",
+            todo=f"install faiss-gpu-cu12 instead (extra `retriever-gpu`), {on_cpu}",
         )
     if not visible:
         raise UserError(
-            "no GPU is visible", why="CUDA finds none", todo=f"look at nvidia-smi and CUDA_VISIBLE_DEVICES, {on_cpu}"
+            "no GPU is visible", why="CUDA finds none", todo=f"check nvidia-smi and CUDA_VISIBLE_DEVICES, {on_cpu}"
         )
-    devices = tuple(asked) or tuple(range(visible))
+    devices = tuple(requested) or tuple(range(visible))
     if len(set(devices)) < len(devices):
         raise UserError(f"index.devices names a GPU twice: {list(devices)}")
     if wrong := [device for device in devices if not 0 <= device < visible]:
         raise UserError(
-            f"there is no GPU {', '.join(map(str, wrong))}",
+            f"GPU {', '.join(map(str, wrong))} does not exist",
             why=f"{visible} visible, counted from 0",
             todo="correct index.devices",
         )
     return devices
 
 
-def visible_devices(asked: Sequence[int]) -> tuple[int, ...]:
-    """Return those asked for, or all. UserError where this FAISS or this machine has none."""
+def visible_devices(requested: Sequence[int]) -> tuple[int, ...]:
+    """Return the requested GPUs, or all. Raises UserError if this FAISS or this machine has none."""
     supported = hasattr(faiss, "StandardGpuResources")
-    return choose_devices(asked, supported=supported, visible=faiss.get_num_gpus() if supported else 0)
+    return choose_devices(requested, supported=supported, visible=faiss.get_num_gpus() if supported else 0)
 
 
 def free_bytes(device: int) -> int | None:
-    """Return the free memory of a GPU by CUDA's driver library (FAISS does not report it). None without the library."""
+    """Return the free memory of a GPU, read from CUDA's driver library. None without the library."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -204,7 +205,7 @@ def free_bytes(device: int) -> int | None:
 
 
 def resources(temp_mb: float) -> Any:
-    """For one device: FAISS's own scratch memory would be up to 1.5 GiB."""
+    """Return FAISS's resources for one device; its default scratch memory would be up to 1.5 GiB."""
     made = faiss.StandardGpuResources()
     made.setTempMemory(int(temp_mb * 2**20))
     return made
@@ -223,12 +224,12 @@ def _pieces(vectors: StoredVectors, share: GpuShard) -> Any:
 
 
 def _on_gpu(device: int, call: Any, *args: Any) -> Any:
-    """FAISS reports all that goes wrong on a GPU as RuntimeError."""
+    """Call FAISS on a GPU. Raises UserError: FAISS reports all GPU errors as RuntimeError."""
     try:
         return call(*args)
     except RuntimeError as error:
         raise UserError(
             f"FAISS could not use GPU {device}",
             why=str(error).strip().rpartition("\n")[2][:300],
-            todo="free its memory, name other GPUs in index.devices, or lower index.temp_mb",
+            todo="free its memory, use other GPUs in index.devices, or lower index.temp_mb",
         ) from None

@@ -1,4 +1,4 @@
-"""A navigable graph by FAISS. One file, memory-mapped, holds links and vectors, and hits are scored again from it."""
+"""A navigable graph with FAISS. One memory-mapped file has links and vectors; hits are rescored from it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 FILE = "index.faiss"
 _Parameters: Any = getattr(faiss, "SearchParametersHNSW")  # noqa: B009 -- FAISS's type stubs do not know it
 SPARE = 8
-"""Candidates beyond k that are scored again: float32 sums may swap neighbours."""
+"""Extra candidates beyond k for rescoring: float32 sums may swap neighbours."""
 _ADD_BYTES = 256 << 20
 
 
 class FaissHnswIndex(DenseIndex):
-    """An encoder before a graph."""
+    """An encoder with a graph index."""
 
     def __init__(self, settings: FaissHnswSettings, directory: Path, *, threads: int) -> None:
         super().__init__(build_encoder(settings.encoder), open_hnsw(settings, directory, threads=threads))
 
     @staticmethod
     def build(settings: FaissHnswSettings, source: PassageSource, directory: Path) -> None:
-        """Encode and link, or check the file that is there already. Below `exact_below` only vectors are written.
+        """Encode and build the graph, or check the configured file. Below `exact_below` only vectors are written.
 
         Memory: all vectors and links.
         """
@@ -57,12 +57,12 @@ class FaissHnswIndex(DenseIndex):
         faiss.write_index(graph(settings, vectors), str(path))
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        # the graph's file holds the vectors too: once it is safe, the others are only disk
+        # the graph's file also has the vectors: once it is durable, the others only take disk space
         (directory / store.FILE).unlink()
 
 
 def open_hnsw(settings: FaissHnswSettings, directory: Path, *, threads: int) -> VectorIndex:
-    """Over the file of the settings, or what `build` wrote."""
+    """Open the configured file, or the output of `build`."""
     path = settings.file or directory / FILE
     if settings.file is None and not path.exists():
         return FaissFlatVectors(store.open_vectors(directory), threads=threads)
@@ -78,7 +78,7 @@ def open_hnsw(settings: FaissHnswSettings, directory: Path, *, threads: int) -> 
 
 
 def graph(settings: FaissHnswSettings, vectors: StoredVectors) -> Any:
-    """Return the linked vectors."""
+    """Return a graph of the vectors."""
     use_threads(settings.build_threads)
     dim = vectors.shape[1]
     index: Any

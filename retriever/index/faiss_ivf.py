@@ -1,8 +1,8 @@
-"""Inverted lists: trained on a draw of passages, built in bounded memory, searched on CPUs through a memory map or on
+"""Inverted lists: trained on a sample of passages, built in bounded memory, searched on CPUs through a memory map or on
 GPUs that share the lists.
 
-Which lists are scanned for a query is found exactly here and not by FAISS, whose float32 products differ in the last
-bits with the batch: else a query's hits could depend on its neighbours.
+The lists to scan are selected exactly here, not by FAISS, whose float32 products differ in the last bits with the
+batch: otherwise a query's hits could depend on its batch.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ log = logging.getLogger(__name__)
 FILE = "index.faiss"
 KINDS = (faiss.IndexIVF, faiss.IndexPreTransform)
 SPARE = 8
-"""Candidates beyond k that are scored again where lists hold whole vectors: float32 sums may swap neighbours."""
+"""Extra candidates beyond k for rescoring full vectors: float32 sums may swap neighbours."""
 _OPQ_ROUNDS = 20
-"""FAISS's 50 rounds cost 2.5 times as much; the error hardly falls after 20."""
+"""k-means rounds. FAISS's 50 take 2.5 times as long; the error hardly decreases after 20."""
 _BLOCK_BYTES = 512 << 20
 
 
 class FaissIvfIndex(DenseIndex):
-    """An encoder before inverted lists, of whole or of product-quantised vectors."""
+    """An encoder with inverted lists of full or product-quantised vectors."""
 
     def __init__(self, settings: IvfSettings, directory: Path, *, threads: int) -> None:
         super().__init__(build_encoder(settings.encoder), open_ivf(settings, directory, threads=threads))
 
     @staticmethod
     def build(settings: IvfSettings, source: PassageSource, directory: Path) -> None:
-        """Encode, train and fill, or look at the file that is there already."""
+        """Encode, train and fill, or check the configured file."""
         if settings.file is not None:
             check_readable(settings.file)
             found = open_file(settings.file, KINDS, "an inverted file (IVF)")
@@ -63,7 +63,7 @@ class FaissIvfIndex(DenseIndex):
 
 
 def open_ivf(settings: IvfSettings, directory: Path, *, threads: int) -> VectorIndex:
-    """Over the file of the settings, whose own scores are the scores, or what `build` wrote."""
+    """Open the configured file, whose scores are used directly, or the output of `build`."""
     path = settings.file or directory / FILE
     if settings.file is None and not path.exists():
         return FaissFlatVectors(store.open_vectors(directory), threads=threads)
@@ -87,7 +87,7 @@ class InvertedLists:
     """An IndexIVF, or one behind a rotation."""
 
     def __init__(self, index: Any, nprobe: int, *, threads: int) -> None:
-        self._whole = index  # owns what follows
+        self._whole = index  # owns the objects below
         self._before: list[Any] = []
         self._ivf: Any = faiss.extract_index_ivf(index)
         if isinstance(index, faiss.IndexPreTransform):
@@ -111,7 +111,7 @@ class InvertedLists:
     def _rotated(self, queries: Vectors) -> Vectors:
         if not self._before:
             return queries
-        # one at a time: FAISS's product over a batch differs in the last bits with its size
+        # one at a time: FAISS's batch product differs in the last bits with the batch size
         rotated = []
         for i in range(len(queries)):
             query = queries[i : i + 1]
@@ -130,7 +130,7 @@ class InvertedLists:
 def train(
     settings: IvfSettings, vectors: StoredVectors, parts: int
 ) -> tuple[faiss.IndexIVF, faiss.LinearTransform | None]:
-    """Return a trained, empty index, and the rotation to be done before it."""
+    """Return a trained, empty index, and the rotation applied before it."""
     ntotal, dim = vectors.shape
     nlist = min(settings.nlist or auto_nlist(ntotal), ntotal)
     drawn = _draw(settings, vectors, nlist)
@@ -163,7 +163,7 @@ def _rotation(settings: FaissIvfPqSettings, drawn: Vectors, parts: int) -> faiss
     rotation = faiss.OPQMatrix(dim, parts)
     rotation.pq, rotation.niter = quantizer, _OPQ_ROUNDS
     rotation.train(drawn)
-    rotation.pq = None  # it is freed here and now
+    rotation.pq = None  # freed immediately
     return rotation
 
 
@@ -207,7 +207,7 @@ def exact_instead(settings: IvfSettings, ntotal: int) -> bool:
 def write_filled(
     index: faiss.IndexIVF, rotation: faiss.LinearTransform | None, vectors: StoredVectors, path: Path
 ) -> None:
-    """Write the trained, empty `index` to `path`, filled with `vectors`, each rotated by `rotation` first.
+    """Write the trained, empty `index` to `path`, filled with `vectors`, each rotated by `rotation`.
 
     Two passes over the vectors: one finds the lists, the other writes. Memory: one block and 12 bytes a passage.
 
@@ -248,7 +248,7 @@ def _rotated(vectors: StoredVectors, rotation: faiss.LinearTransform | None) -> 
 def _write_empty(
     index: faiss.IndexIVF, rotation: faiss.LinearTransform | None, sizes: npt.NDArray[np.int64], path: Path
 ) -> npt.NDArray[np.int64]:
-    """Write all but the lists, extend the file for them, and return where each begins."""
+    """Write all but the lists, extend the file for them, and return the start of each."""
     index.ntotal = int(sizes.sum())
     whole: npt.NDArray[np.uint8] = faiss.serialize_index(
         index if rotation is None else faiss.IndexPreTransform(rotation, index)
@@ -256,7 +256,7 @@ def _write_empty(
     nothing = struct.pack("<4sQQ4sQ", b"ilar", index.nlist, index.code_size, b"sprs", 0)
     head = whole.tobytes()
     if not head.endswith(nothing):
-        raise RuntimeError(f"FAISS {faiss.__version__} writes empty inverted lists in a format that is not known here")
+        raise RuntimeError(f"FAISS {faiss.__version__} writes empty inverted lists in an unknown format")
     lengths = sizes.astype("<u8").tobytes()
     head = head.removesuffix(nothing)
     head += struct.pack("<4sQQ4sQ", b"ilar", index.nlist, index.code_size, b"full", index.nlist) + lengths

@@ -1,8 +1,8 @@
 """Several indexes over one corpus, fused by reciprocal ranks: score = sum over members of weight / (60 + rank).
 
 Cormack, Clarke and Buettcher, Reciprocal rank fusion outperforms Condorcet and individual rank learning methods,
-SIGIR 2009. Ranks count from 1, and hits that a member scores equally share the best of their ranks, so that equal
-passages get equal scores. What a lexical member scores 0 shares no word with the query and gets nothing from it.
+SIGIR 2009. Ranks start at 1, and hits with equal scores in a member share the best of their ranks, so that equal
+passages get equal scores. A passage with score 0 in a lexical member has no word of the query and gets nothing from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANK_CONSTANT = 60
 
 
 def folder(directory: Path, position: int, kind: str) -> Path:
-    """Return where a member is built: `0-bm25`, `1-faiss_flat`, .."""
+    """Return the folder of a member: `0-bm25`, `1-faiss_flat`, .."""
     return directory / f"{position}-{kind}"
 
 
@@ -38,7 +38,7 @@ class HybridIndex:
 
     @staticmethod
     def build(settings: HybridSettings, source: PassageSource, directory: Path) -> None:
-        """Every member into its folder. An interrupted build goes on where it stopped, as far as the members do."""
+        """Build every member into its folder. An interrupted build resumes as far as its members can."""
         for position, member in enumerate(settings.members):
             place = folder(directory, position, member.type)
             place.mkdir(exist_ok=True)
@@ -46,16 +46,16 @@ class HybridIndex:
 
     @property
     def ntotal(self) -> int:
-        """Number of passages."""
+        """Return the number of passages."""
         return self._members[0].ntotal
 
     @property
     def encoder(self) -> Encoder | None:
-        """That of the first dense member."""
+        """Return the encoder of the first dense member."""
         return next((member.encoder for member in self._members if member.encoder is not None), None)
 
     def search(self, queries: Sequence[str], k: int) -> Hits:
-        """See `base.Index`. Scores are sums of reciprocal ranks; passages that no member offers are missing."""
+        """See `base.Index`. Scores are sums of reciprocal ranks; passages found by no member are missing."""
         k = min(k, self.ntotal)
         found = [member.search(queries, max(k, self._candidates)) for member in self._members]
         fused = Hits(
@@ -81,5 +81,5 @@ class HybridIndex:
 
 
 def _ranks(scores: Scores) -> Rows:
-    """Of scores in descending order: 1 + how many are better."""
+    """Return the ranks of descending scores: 1 + the number of better ones."""
     return 1 + np.searchsorted(-scores, -scores, side="left")

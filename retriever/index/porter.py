@@ -63,7 +63,7 @@ def _past(word: str) -> str:
 
 
 def _replaced(word: str, table: tuple[tuple[str, str], ...]) -> str:
-    """The first suffix of the table that the word has decides, whether it is replaced or not."""
+    """Apply the first suffix of the table that the word has, whether or not its condition allows a replacement."""
     for suffix, other in table:
         if word.endswith(suffix):
             stem = word.removesuffix(suffix)

@@ -1,8 +1,8 @@
-"""The vectors of an index on disk: one raw matrix, memory-mapped, so that replicas on a host share it and none copies.
+"""The vectors of an index on disk: one raw matrix, memory-mapped, so that replicas on a host share it without copies.
 
 `vectors.npy` is numpy's format, [ntotal, dim] in float32 or float16, C order. It is written once, front to back;
-a reader sees either none or all of it, since an index directory appears by one rename. Rows are as long as the encoder
-gives them: 1 for most, anything for DPR and Contriever.
+readers see none or all of it, because an index directory appears by one rename. Rows have the length that the encoder
+gives them: 1 for most, any for DPR and Contriever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from retriever.encoder.base import Vectors
 
 FILE = "vectors.npy"
 BLOCK_BYTES = 32 << 20
-"""Size of a block of float32 vectors where a caller names none."""
+"""Default size of a block of float32 vectors."""
 DIGEST_BLOCK = 4096
 DIGEST_BLOCKS = 64
 
@@ -36,7 +36,7 @@ def create(directory: Path, ntotal: int, dim: int, dtype: str) -> npt.NDArray[An
 
 
 def open_vectors(directory: Path) -> npt.NDArray[Any]:
-    """Return the matrix, read-only; plain view of the map (numpy's memmap class makes every slice slower)."""
+    """Return the matrix, read-only, as a plain view of the map (numpy's memmap class makes every slice slower)."""
     return np.asarray(np.load(directory / FILE, mmap_mode="r"))
 
 
@@ -45,7 +45,7 @@ def blocks(
 ) -> Iterator[tuple[int, Vectors]]:
     """Yield (first row, aligned float32 [n, dim]) of rows start .. stop-1, in blocks of `block_bytes` or BLOCK_BYTES.
 
-    A block is good until the next is asked for: float16 and unaligned vectors are copied into one buffer.
+    A block is valid until the next one: float16 and unaligned vectors are copied into one buffer.
     """
     stop = len(vectors) if stop is None else stop
     dim = vectors.shape[1]
@@ -55,16 +55,16 @@ def blocks(
     for first in range(start, stop, step):
         block = vectors[first : min(first + step, stop)]
         if not as_is:
-            # a fresh array for every block would cost twice as much: its pages are faulted in one by one
+            # a new array per block would take twice as long, because its pages are faulted in one by one
             buffer[: len(block)] = block
             block = buffer[: len(block)]
         yield first, block
 
 
 def file_digest(path: Path) -> dict[str, Any]:
-    """Identify a file of tens of GB: `bytes` (size) and `sha256_of_blocks` (16 hexadecimal digits).
+    """Return the identity of a file of tens of GB: `bytes` (size) and `sha256_of_blocks` (16 hexadecimal digits).
 
-    Reads the head, the tail and what is evenly between, 256 KiB in all. UserError when it cannot be read.
+    Reads the head, the tail and evenly spaced blocks, 256 KiB in total. Raises UserError if it cannot be read.
     """
     try:
         size = path.stat().st_size
@@ -77,6 +77,6 @@ def file_digest(path: Path) -> dict[str, Any]:
         raise UserError(
             f"cannot read the index file {path}",
             why=error.strerror or str(error),
-            todo="give index.file the path of a FAISS file, or leave it out to build from the corpus",
+            todo="set index.file to a FAISS file, or remove it to build from the corpus",
         ) from None
     return {"bytes": size, "sha256_of_blocks": digest.hexdigest()[:16]}

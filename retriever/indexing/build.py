@@ -1,9 +1,9 @@
-"""Corpus to index directory: `build_index`, and `python -m retriever.indexing`.
+"""Build an index directory from a corpus: `build_index`, and `python -m retriever.indexing`.
 
     corpus --(convert)--> corpus.jsonl --(scan)--> offsets, ids, SHA-256 --(encode)--> vectors --(index)--> rename
 
-The directory appears by one rename when it is whole: a reader sees a complete index or none. Until then everything lies
-in `.NAME.building` beside it; after a kill the same command goes on there.
+The directory appears by one rename when it is complete: readers see a complete index or none. Until then everything is
+in `.NAME.building` beside it; after a kill the same command resumes there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from retriever.indexing.workdir import JOURNAL, BuildDirectory, BuildJournal, fi
 ENCODE_CHUNK = 1024
 """Passages encoded at a time."""
 JOURNAL_ROWS, JOURNAL_S = 8192, 5.0
-"""Rows, or seconds, after which what was encoded is made durable: the most that a kill can cost."""
+"""Rows, or seconds, after which encoded rows are made durable: the maximum loss by a kill."""
 
 
 def build_index(
@@ -55,20 +55,20 @@ def build_index(
     """Stream `corpus` into a new index directory `out` and return its manifest.
 
     corpus     a file or directory of passages (see `formats`), or `synthetic:N:SEED`
-    form       its format; None: found out from the first record
+    form       its format; None: detected from the first record
     words      cut longer documents into passages of this many words
-    overwrite  replace what is there, once the new index is whole
-    fresh      forget what an interrupted build of `out` has done; otherwise it is gone on with where it still fits
+    overwrite  replace the existing index once the new one is complete
+    fresh      discard an interrupted build of `out`; otherwise resume it as far as it matches
 
-    Raises UserError for a corpus that cannot be read or holds no passage, and for an `out` that exists, unless
-    `overwrite`. Of builders that race for the same `out` one builds and the others wait; those that wanted the same
+    Raises UserError for a corpus that cannot be read or has no passage, and for an existing `out` without `overwrite`.
+    If several processes build the same `out`, one builds and the others wait; those with the same settings then
     succeed.
     """
     given, out = read_input(corpus, form, words), out.absolute()
     if out.exists() and not overwrite:
         raise _exists(out)
     if any(path.resolve().is_relative_to(out.resolve()) for path in given.paths):
-        given = replace(given, in_place=False)  # the corpus lies in the directory that will be replaced: copy it
+        given = replace(given, in_place=False)  # the corpus is in the directory that will be replaced: copy it
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -83,16 +83,17 @@ def build_index(
 
 def _unwritable(out: Path, error: OSError) -> UserError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    todo = "free some disk and give the same command again" if full else "see that the directory can be written"
-    return UserError(f"the index {out} cannot be written", why=error.strerror or str(error), todo=todo)
+    todo = "free some disk space and run the same command again" if full else "make the directory writable"
+    return UserError(f"cannot write the index {out}", why=error.strerror or str(error), todo=todo)
 
 
 def _exists(out: Path) -> UserError:
-    return UserError(f"{out} exists already", todo="give --overwrite to replace it, or another --out")
+    return UserError(f"{out} already exists", todo="add --overwrite to replace it, or set another --out")
 
 
 def _made_meanwhile(workdir: BuildDirectory, given: CorpusInput, index: IndexSettings) -> Manifest:
-    """Return the manifest of the `out` that another process built meanwhile. UserError if it is another index."""
+    """Return the manifest of the `out` that another process built meanwhile. Raises UserError if it is another
+    index."""
     workdir.discard()
     found = read_manifest(workdir.out)
     same = found.index == index_identity(index) and found.source == given.describe()
@@ -114,7 +115,7 @@ class _Build:
         self._corpus = given.paths[0] if given.in_place else workdir.directory / CORPUS
 
     def run(self, *, fresh: bool) -> Manifest:
-        """Fill the directory and publish it. What can be gone on with stays after an error."""
+        """Fill the directory and publish it. After an error, resumable work is kept."""
         journal = self._open_journal(fresh=fresh)
         try:
             scan = self._scanned(journal)
@@ -125,11 +126,11 @@ class _Build:
                 self._workdir.sync()
                 journal.built(index_identity(self._index))
             if self._given.in_place and self._given.stamp() != journal.input:
-                raise UserError(f"{self._corpus} has changed while it was being indexed", todo="build again")
+                raise UserError(f"{self._corpus} changed while it was indexed", todo="run the build again")
             manifest = self._manifest(scan)
         except BaseException as error:
             if journal.vector_files:
-                self._progress.say(f"what was done is kept in {self._directory}: the same command goes on there")
+                self._progress.say(f"progress is kept in {self._directory}: run the same command to resume")
             else:
                 self._workdir.discard()
             if isinstance(error, OSError):
@@ -139,11 +140,11 @@ class _Build:
         return manifest
 
     def _is_built(self, journal: BuildJournal) -> bool:
-        """Return whether an earlier builder came so far that only the checksums were missing."""
+        """Return whether only the checksums of an earlier build are missing."""
         return journal.index is not None and journal.index == index_identity(self._index)
 
     def _open_journal(self, *, fresh: bool) -> BuildJournal:
-        """Return the journal of what is kept of an interrupted build; the rest is deleted."""
+        """Return the journal of an interrupted build; delete everything that cannot be reused."""
         journal = BuildJournal(self._directory)
         if fresh or not self._fits(journal):
             self._workdir.clear(keep=set())
@@ -153,7 +154,7 @@ class _Build:
         return journal
 
     def _fits(self, journal: BuildJournal) -> bool:
-        """Return whether the scan of an interrupted build is of the corpus as it is now."""
+        """Return whether the scan of an interrupted build matches the current corpus."""
         was, now = journal.input, self._given.stamp()
         if was is None:
             return False
@@ -163,12 +164,14 @@ class _Build:
         if same_name and self._given.in_place and journal.scan["sha256"] == sha256_file(self._corpus):
             journal.restamped(now)  # copied or touched
             return True
-        self._progress.say(f"an interrupted build of {self._workdir.out} was of another corpus: starting afresh")
+        self._progress.say(
+            f"the interrupted build of {self._workdir.out} used another corpus: starting from the beginning"
+        )
         return False
 
     def _scanned(self, journal: BuildJournal) -> CorpusScan:
         if journal.input is not None:
-            self._progress.say(f"going on with an interrupted build of {self._workdir.out}")
+            self._progress.say(f"resuming an interrupted build of {self._workdir.out}")
             return CorpusScan(**journal.scan)
         stamp = self._given.stamp()
         if not self._given.in_place:
@@ -178,7 +181,7 @@ class _Build:
         with self._progress.track_pass("scan") as report:
             scan = scan_corpus(self._corpus, self._directory, lambda end, passages: report(end / total, passages))
         if not scan.passages:
-            raise UserError(f"the corpus {self._given.spec} holds no passage", todo='write {"id", "contents"} lines')
+            raise UserError(f"the corpus {self._given.spec} has no passages", todo='add {"id", "contents"} lines')
         journal.scanned(stamp, asdict(scan))
         return scan
 
@@ -199,10 +202,10 @@ class BuildSource:
     """The scanned corpus as `index.base.PassageSource`: texts by streaming, vectors by a resumable pass of the encoder.
 
     Rows are encoded in chunks that begin at multiples of ENCODE_CHUNK, also after an interruption, so that a resumed
-    build writes the same bytes. They are written with plain writes and not through a memory map: a full disk is then an
-    OSError and not a SIGBUS, and no dirty page counts as the builder's memory.
+    build writes the same bytes. Plain writes are used instead of a memory map, so that a full disk raises OSError
+    instead of SIGBUS, and dirty pages do not count as the builder's memory.
 
-    directory  the building directory; it holds the scan's files
+    directory  the building directory, with the scan's files
     """
 
     def __init__(
@@ -213,7 +216,7 @@ class BuildSource:
 
     @property
     def num_passages(self) -> int:
-        """Rows of the index."""
+        """Return the number of rows of the index."""
         return self._scan.passages
 
     def texts(self) -> Iterator[str]:
@@ -247,16 +250,16 @@ class BuildSource:
             )
 
     def _rows_done(self, name: str, path: Path, identity: dict[str, object]) -> int:
-        """Return the rows that an earlier builder made of the same corpus with the same encoder."""
+        """Return the number of rows that an earlier build encoded from the same corpus with the same encoder."""
         was, rows = self._journal.rows(name)
         if not rows or not path.exists():
             return 0
         if was != identity:
             changed = ", ".join(key for key in identity if was.get(key) != identity[key])
-            self._progress.say(f"{rows:,} rows of {name} were made otherwise ({changed} changed): starting afresh")
+            self._progress.say(f"discarding {rows:,} rows of {name} ({changed} changed): starting from the beginning")
             path.unlink()
             return 0
-        self._progress.say(f"going on at row {rows:,} of {self.num_passages:,} of {name}")
+        self._progress.say(f"resuming at row {rows:,} of {self.num_passages:,} of {name}")
         return rows
 
     def _encode(
@@ -280,27 +283,27 @@ class BuildSource:
                 durable.written(row, fd, last=row == self.num_passages)
                 report(row / self.num_passages, row)
         if row != self.num_passages:
-            raise UserError(f"{self._corpus} has changed while it was being indexed", todo="build again")
+            raise UserError(f"{self._corpus} changed while it was indexed", todo="run the build again")
 
 
 def _check(block: Vectors, row: int, count: int, dim: int) -> None:
     if block.shape != (count, dim) or not np.isfinite(block).all():
         raise UserError(
-            f"the encoder's vectors of rows {row} to {row + count - 1} are no good",
-            why=f"shape {block.shape} where ({count}, {dim}) is needed, or values that are not finite",
-            todo="look at the encoder's model and dtype",
+            f"the encoder's vectors of rows {row} to {row + count - 1} are invalid",
+            why=f"shape {block.shape}, expected ({count}, {dim}), or non-finite values",
+            todo="check the encoder's model and dtype",
         )
 
 
 class _DurableRows:
-    """Makes rows durable and then says so in the journal, now and then."""
+    """Periodically makes rows durable and records them in the journal."""
 
     def __init__(self, journal: BuildJournal, name: str, identity: dict[str, object]) -> None:
         self._journal, self._name, self._identity = journal, name, identity
         self._rows, self._time = 0, time.monotonic()
 
     def written(self, row: int, fd: int, *, last: bool) -> None:
-        """The rows before `row` have been written to `fd`."""
+        """Record that the rows before `row` have been written to `fd`."""
         now = time.monotonic()
         if not last and row - self._rows < JOURNAL_ROWS and now - self._time < JOURNAL_S:
             return

@@ -1,7 +1,7 @@
-"""What an index takes before it is built: bytes on disk, memory, GPU memory, seconds. Pure arithmetic on the settings.
+"""Estimate the disk, memory, GPU memory and time of an index before it is built. Pure arithmetic on the settings.
 
-Formulas are by type of index, one line each in STRUCTURES; tests compare them with built indexes. Seconds come from
-rates that were measured on one core (RATES) or by a probe of the encoder on this machine.
+There is one formula per index type, in STRUCTURES; tests compare them with built indexes. Seconds come from
+rates measured on one core (RATES) or from a probe of the encoder on this machine.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any
 from retriever.index.config import IndexSettings
 
 COLUMN_BYTES = 24
-"""Offsets and ids beside every index, a passage (`corpus.SCAN_FILES`)."""
+"""Bytes of offsets and ids per passage (`corpus.SCAN_FILES`)."""
 PROCESS_BYTES = 120 << 20
-"""A builder or a server with nothing in it but its libraries (FAISS, bm25s, numpy); torch comes on top."""
+"""Memory of a process with only its libraries (FAISS, bm25s, numpy); torch adds to it."""
 TORCH_BYTES = 600 << 20
 RATES = {"convert": 40_000, "scan": 100_000, "copy_bytes": 700e6}
-"""Passages/s, and bytes/s of checksums and fsync. One quiet core of a Xeon (Sapphire Rapids), 100 words a passage;
-about half of it was measured where others computed beside it."""
+"""Passages/s, and bytes/s of checksums and fsync. One quiet core of a Xeon (Sapphire Rapids), 100 words per passage;
+about half of it was measured with other load on the machine."""
 HNSW_MACS = 0.4e9
-"""Multiply-adds/s of linking a graph on one core: scattered reads, more than arithmetic (measured, 384 dimensions)."""
+"""Multiply-adds/s of building a graph on one core, dominated by scattered reads (measured, 384 dimensions)."""
 BLAS_MACS = 45e9
-"""The same of matrix products: k-means, and finding the list of a passage."""
+"""Multiply-adds/s of matrix products: k-means, and assigning passages to lists."""
 PQ_MACS = 5e9
-"""The same of k-means and of coding in the few dimensions of a part of a vector."""
+"""Multiply-adds/s of k-means and coding in the few dimensions of a vector's part."""
 BM25_TOKENS = 1.2e6
 """Words/s of counting and sorting for BM25, one core."""
 BM25_BUILD = 4.5
-"""Peak memory of building BM25 over the size of its postings."""
+"""Peak memory of building BM25, relative to the size of its postings."""
 
 
 @dataclass(frozen=True)
 class CorpusStats:
-    """A corpus in numbers; means over passages.
+    """Statistics of a corpus; means over passages.
 
-    line_bytes  bytes of a line of the corpus     words, distinct  words of a passage, and different ones among them
+    line_bytes  bytes of a line of the corpus     words, distinct  words of a passage, and distinct words among them
     converted   whether the corpus is copied into the index directory
-    exact       whether `passages` was counted and not estimated
+    exact       whether `passages` was counted, not estimated
     """
 
     passages: int
@@ -52,11 +52,11 @@ class CorpusStats:
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """What a part takes: bytes, and seconds of one core.
+    """Resources of a part: bytes, and seconds of one core.
 
     disk     in the finished directory        scratch    more on disk, only while building
-    build    memory of the builder            serve      memory that serving keeps reading: less, and it reads the disk
-    gpu      memory of all GPUs together      seconds    by the name of the pass
+    build    memory of the builder            serve      working set of serving: with less, it reads the disk
+    gpu      memory of all GPUs together      seconds    by pass
     """
 
     disk: float = 0
@@ -67,7 +67,7 @@ class ResourceEstimate:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __add__(self, other: ResourceEstimate) -> ResourceEstimate:
-        """Parts that are made one after the other and served together."""
+        """Add parts that are built one after the other and served together."""
         return ResourceEstimate(
             self.disk + other.disk,
             max(self.scratch, other.scratch),
@@ -90,18 +90,19 @@ def _flat(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
 def _gpu(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
     vectors = _vectors(settings, facts.passages, dim)
     held = facts.passages * dim * (2 if settings.precision == "float16" else 4)
-    # of the stored vectors, serving reads those of the candidates
+    # serving reads only the candidates' stored vectors
     return ResourceEstimate(disk=vectors, gpu=held + max(1, len(settings.devices)) * settings.temp_mb * 2**20)
 
 
 def _hnsw(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
-    """Levels are drawn geometrically: 2 m links on the lowest, m on each higher, which 1 / m of the passages reach."""
+    """Levels are drawn geometrically: 2 m links on the lowest, m on each higher one, which 1 / m of the passages
+    reach."""
     n, m = facts.passages, settings.m
     vectors = _vectors(settings, n, dim)
     if n < settings.exact_below:
         return _flat(settings, facts, dim)
-    links = n * (4 * (2 * m + m / (m - 1)) + 12)  # 4 bytes a link; where a passage's begin, and its level
-    # a distance for every link of every candidate that is looked at, about three quarters of them seen before
+    links = n * (4 * (2 * m + m / (m - 1)) + 12)  # 4 bytes per link, plus offset and level per passage
+    # one distance per link of every visited candidate; about three quarters were seen before
     macs = n * dim * settings.ef_construction * math.log2(n) * 0.45
     return ResourceEstimate(
         disk=vectors + links,
@@ -123,7 +124,7 @@ def _ivf_of(settings: Any, facts: CorpusStats, dim: int, code: float, training: 
     drawn = min(n, max(settings.train_size or 64 * nlist, training))
     file = n * (code + 8) + nlist * (4 * dim + 8)
     block = min(n * dim * 4, 512 << 20)
-    macs = dim * nlist * (10.0 * drawn + n)  # ten rounds of k-means, then a list for every passage
+    macs = dim * nlist * (10.0 * drawn + n)  # ten rounds of k-means, then assigning every passage to a list
     return ResourceEstimate(
         disk=vectors + file,
         build=drawn * dim * 8 + 12 * n + 2 * block + nlist * dim * 4,
@@ -146,9 +147,9 @@ def _ivfpq(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
     parts = settings.pq_parts or next(p for p in range(max(1, dim // 8), 0, -1) if dim % p == 0)
     need = _ivf_of(settings, facts, dim, parts * settings.pq_bits / 8, 64 * codes)
     codebook = codes * dim * 4 + (dim * dim * 4 if settings.opq else 0)
-    # only the vectors of candidates are read: the file is what is scanned
+    # the file is scanned; only candidates' vectors are read
     vectors = _vectors(settings, facts.passages, dim)
-    coding = (facts.passages + 25 * 64 * codes) * dim * codes / PQ_MACS  # 25 rounds over 64 passages a code
+    coding = (facts.passages + 25 * 64 * codes) * dim * codes / PQ_MACS  # 25 rounds over 64 passages per code
     seconds = {"index": need.seconds["index"] + coding}
     return ResourceEstimate(need.disk + codebook, 0, need.build, need.serve - vectors + codebook, need.gpu, seconds)
 
@@ -190,7 +191,7 @@ STRUCTURES: dict[str, Callable[[Any, CorpusStats, int], ResourceEstimate]] = {
 
 
 def structure(settings: IndexSettings, facts: CorpusStats, dim: int) -> ResourceEstimate:
-    """Estimate the index alone, vectors included; with `file`, whose vectors lie elsewhere, only reading it."""
+    """Estimate the index alone, vectors included; with `file`, whose vectors exist already, only reading it."""
     file = getattr(settings, "file", None)
     if file is not None:
         size = file.stat().st_size if file.is_file() else 0
@@ -199,7 +200,7 @@ def structure(settings: IndexSettings, facts: CorpusStats, dim: int) -> Resource
 
 
 def dense_members(settings: Any) -> int:
-    """Return how often the corpus is encoded."""
+    """Return the number of times that the corpus is encoded."""
     if settings.type == "hybrid":
         return sum(dense_members(member) for member in settings.members)
     return int(hasattr(settings, "encoder") and getattr(settings, "file", None) is None)
@@ -208,7 +209,7 @@ def dense_members(settings: Any) -> int:
 def estimate(
     settings: IndexSettings, facts: CorpusStats, dim: int, encode_rate: float | None, model_bytes: int
 ) -> ResourceEstimate:
-    """Estimate conversion, scan, encoding, structure and checksums. `encode_rate`: passages/s, None: not known."""
+    """Estimate conversion, scan, encoding, structure and checksums. `encode_rate`: passages/s, None: unknown."""
     n = facts.passages
     need = structure(settings, facts, dim)
     corpus = facts.line_bytes * n if facts.converted else 0.0

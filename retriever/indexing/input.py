@@ -1,6 +1,6 @@
-"""What `--corpus` names, and how it becomes the one file of `{"id", "contents"}` lines that is indexed and served.
+"""The input of `--corpus`, and its conversion to the file of `{"id", "contents"}` lines that is indexed and served.
 
-A file of such lines is taken where it lies. Everything else (another format, gzip, parquet, several files, long
+A file of such lines is used in place. Everything else (another format, gzip, parquet, several files, long
 documents to be split, synthetic text) is streamed into `corpus.jsonl` in the index directory.
 """
 
@@ -29,12 +29,12 @@ _PROGRESS_EVERY = 256
 
 @dataclass(frozen=True)
 class CorpusInput:
-    """A corpus as it was named.
+    """A corpus as specified.
 
-    spec    what was said: a path made absolute, or `synthetic:N:SEED`
+    spec    specification: an absolute path, or `synthetic:N:SEED`
     paths   the files, in order; none for synthetic text
     format  name in `formats.table`, or "synthetic"
-    words   longer documents are cut into passages of this many words; 0: they are not
+    words   split longer documents into passages of this many words; 0: no splitting
     """
 
     spec: str
@@ -45,27 +45,28 @@ class CorpusInput:
 
     @property
     def size(self) -> int:
-        """Bytes of the files as they lie."""
+        """Return the size of the files in bytes."""
         return sum(path.stat().st_size for path in self.paths)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the manifest says about the origin."""
+        """Return the origin for the manifest."""
         return {"spec": self.spec, "format": self.format, "words": self.words}
 
     def stamp(self) -> dict[str, Any]:
-        """Changes when a file is written, replaced or touched: cheap, so that a resumed build need not read it all."""
+        """Return a stamp that changes if a file is written, replaced or touched; a resumed build need not read the
+        files."""
         stats = [path.stat() for path in self.paths]
         return self.describe() | {"files": [[s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for s in stats]}
 
 
 def read_input(corpus: Path | str, form: str | None = None, words: int | None = None) -> CorpusInput:
-    """Find out what `corpus` is. UserError when it cannot be read or its format is not known."""
+    """Return the input that `corpus` specifies. Raises UserError if it cannot be read or its format is unknown."""
     if str(corpus).startswith(PREFIX):
         if form not in (None, "synthetic"):
-            raise UserError(f"{corpus} is synthetic text and not {form}", todo="leave out --format")
+            raise UserError(f"{corpus} is synthetic text, not {form}", todo="remove --format")
         return CorpusInput(corpus_spec(corpus), (), "synthetic", words or 0, False)
     if form is not None and form not in FORMATS:
-        raise UserError(f"unknown format {form!r}", todo="known here: " + ", ".join(FORMATS))
+        raise UserError(f"unknown format {form!r}", todo="use one of: " + ", ".join(FORMATS))
     path = Path(corpus).absolute()
     paths = _files(path)
     with closing(iter(RecordReader(paths[0]))) as records:
@@ -80,7 +81,7 @@ def _files(path: Path) -> tuple[Path, ...]:
         return (open_corpus(path),)
     found = tuple(sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()))
     if not found:
-        raise UserError(f"there is no corpus in {path}", why="no file ends in " + ", ".join(sorted(_SUFFIXES)))
+        raise UserError(f"no corpus found in {path}", why="no file ends in " + ", ".join(sorted(_SUFFIXES)))
     return found
 
 
@@ -91,11 +92,11 @@ def _is_lines(path: Path) -> bool:
 
 
 Tick = Callable[[float, int], None]
-"""Called with (share of the input that has been read, passages so far)."""
+"""Called with (share of the input read, passages so far)."""
 
 
 def documents(given: CorpusInput, tick: Tick) -> Generator[Document, None, None]:
-    """Yield every passage of the input, named. UserError names the first record that does not fit the format."""
+    """Yield every passage of the input, with an id. Raises UserError for the first record of another format."""
     split = _split(given.words) if given.words else iter_one
     seen: set[str] = set()
     count = 0
@@ -109,28 +110,28 @@ def documents(given: CorpusInput, tick: Tick) -> Generator[Document, None, None]
 
 
 def first_passages(corpus: Path, count: int) -> int:
-    """Reads the first `count` passages as a build would, and returns how many there were.
+    """Read the first `count` passages as a build would, and return their number.
 
-    Raises what a build would raise because of them, and UserError for a corpus without any.
+    Raises the errors of a build for these passages, and UserError for a corpus without any.
     """
     given = read_input(corpus)
     passages = read_texts(given.paths[0]) if given.in_place else documents(given, lambda share, passages: None)
     with closing(passages):
         found = sum(1 for _ in islice(passages, count))
     if not found:
-        raise UserError(f"the corpus {corpus} holds no passage", todo='give a file of {"id", "contents"} lines')
+        raise UserError(f"the corpus {corpus} has no passages", todo='use a file of {"id", "contents"} lines')
     return found
 
 
 def refuse_large(settings: RetrieverSettings) -> None:
-    """Raises UserError for a corpus without an index that is too large for the service to build one at its start."""
+    """Raise UserError if the index is missing and the corpus is too large to build one at start."""
     directory = settings.index_path
     size = open_corpus(settings.corpus).stat().st_size
     if not directory.exists() and size > settings.build_limit_mb * 2**20:
         raise UserError(
-            f"there is no index at {directory}",
-            why=f"{settings.corpus} has {size / 2**20:.0f} MiB, and the service builds up to "
-            f"retriever.build_limit_mb = {settings.build_limit_mb:g} by itself",
+            f"no index found at {directory}",
+            why=f"{settings.corpus} has {size / 2**20:.0f} MiB, but the service builds an index itself only up to "
+            f"retriever.build_limit_mb = {settings.build_limit_mb:g}",
             todo=f"foray index build --corpus {settings.corpus} --out {directory} --index {settings.index.type}",
         )
 
@@ -141,7 +142,7 @@ def iter_one(document: Document) -> Iterator[Document]:
 
 
 def _named(given: CorpusInput, seen: set[str]) -> Iterator[tuple[Callable[[], float], Document]]:
-    """Yield the documents with an id: those without one get a hash of their content, and duplicates are dropped.
+    """Yield the documents with an id: without one they get a hash of their content, and duplicates are dropped.
 
     `seen` takes about 100 bytes for each of the latter.
     """
@@ -180,9 +181,9 @@ def _documents_of(record: Record, number: int, path: Path, name: str) -> list[Do
         return list(FORMATS[name].documents(record))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"record {number} of {path} does not fit the format {name!r}",
+            f"record {number} of {path} does not match the format {name!r}",
             why=f"no {error}" if isinstance(error, KeyError) else str(error),
-            todo=f"correct or remove it; this format is {FORMATS[name].help}",
+            todo=f"fix or remove it; the format is {FORMATS[name].help}",
         ) from None
 
 

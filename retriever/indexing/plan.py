@@ -1,4 +1,4 @@
-"""A plan of a build: the corpus is sampled, the encoder is timed, and what is needed is compared with what is there."""
+"""Plan a build: sample the corpus, time the encoder, and compare required with available resources."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from retriever.indexing.input import CorpusInput, as_line, documents
 from retriever.indexing.progress import amount, duration
 
 SAMPLE = 2000
-"""Passages that the corpus is judged by: its first ones."""
+"""Number of first passages that are sampled."""
 PROBE_S, PROBE_CHUNK = 1.5, 64
-"""Seconds for which the encoder is timed, and passages at a time."""
+"""Duration of timing the encoder, in seconds, and passages per call."""
 
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What a build will take. `encode_rate` passages/s; None: not known, or there is nothing to encode."""
+    """Resources of a build. `encode_rate` passages/s; None: unknown, or nothing to encode."""
 
     facts: CorpusStats
     type: str
@@ -37,7 +37,7 @@ class BuildPlan:
     need: ResourceEstimate
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the plan as text."""
         facts, need = self.facts, self.need
         about = "" if facts.exact else "about "
         shape = f", {self.dim} x {self.dtype}" if self.dim else ""
@@ -52,16 +52,16 @@ class BuildPlan:
         parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in need.seconds.items() if seconds >= 1)
         out.append(f"  time          {duration(total)} on one core" + (f": {parts}" if parts else ""))
         if lacks_encode_rate(self):
-            out.append("  (without the encoding: the encoder was not timed; give --encode-rate PASSAGES_PER_SECOND)")
+            out.append("  (without encoding: the encoder was not timed; set --encode-rate PASSAGES_PER_SECOND)")
         return out
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines: bytes and seconds."""
+        """Return the plan as bytes and seconds."""
         return asdict(self) | {"seconds": sum(self.need.seconds.values())}
 
 
 def lacks_encode_rate(plan: BuildPlan) -> bool:
-    """Return whether there is something to encode and the speed is not known."""
+    """Return whether there is something to encode at an unknown speed."""
     return plan.dim > 0 and plan.encode_rate is None
 
 
@@ -77,7 +77,7 @@ def plan_build(given: CorpusInput, index: IndexSettings, rate: float | None = No
 
 
 def make_plan(index: IndexSettings, facts: CorpusStats, dim: int, encode_rate: float | None) -> BuildPlan:
-    """Return a plan on paper."""
+    """Return a plan without reading anything."""
     need = estimate(index, facts, dim, encode_rate, _model_bytes(index))
     first = _dense(index)
     dtype = "" if first is None else first.dtype
@@ -91,7 +91,7 @@ def _dense(index: Any) -> Any:
 
 
 def dim_of(index: IndexSettings) -> int | None:
-    """Return the width of the vectors if the settings say it; 0 without vectors; None: only the model knows."""
+    """Return the dimension of the vectors if set; 0 without vectors; None: only the model knows."""
     dense = _dense(index)
     if dense is None:
         return 0
@@ -107,7 +107,7 @@ def _model_bytes(index: IndexSettings) -> int:
 
 
 def sample(given: CorpusInput) -> tuple[CorpusStats, list[str]]:
-    """Return the corpus in numbers from its first passages, and their texts."""
+    """Return the corpus statistics from its first passages, and their texts."""
     count, lines, words, distinct, share = 0, 0, 0, 0, 0.0
     at_share = 0
     texts: list[str] = []
@@ -148,7 +148,7 @@ def probe(encoder: Encoder, texts: Sequence[str]) -> float:
 
 
 def memory_available() -> int | None:
-    """Return the bytes a new process can take: the kernel's estimate, or what the control group's limit leaves."""
+    """Return the bytes available to a new process: the kernel's estimate, or the rest of the control group's limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -163,28 +163,28 @@ def memory_available() -> int | None:
 
 
 def refuse_if_too_large(plan: BuildPlan, out: Path, *, have: int = 0) -> None:
-    """Raise UserError unless disk and memory are enough. `have`: bytes that an interrupted build has on disk."""
+    """Raise UserError unless disk and memory are enough. `have`: bytes of an interrupted build already on disk."""
     place = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
     free = shutil.disk_usage(place).free + have
     wanted = plan.need.disk + plan.need.scratch
     if wanted > free:
         raise UserError(
-            f"there is not enough disk for this index at {out}",
-            why=f"it takes {amount(wanted)} while building, and {amount(free)} are free",
-            todo="free some, give another --out, take dtype=float16 or faiss_ivfpq, or --force if you know better",
+            f"not enough disk space for the index {out}",
+            why=f"the build needs {amount(wanted)}, but {amount(free)} are free",
+            todo="free disk space, set another --out, use dtype=float16 or faiss_ivfpq, or add --force to build anyway",
         )
     memory = memory_available()
     if memory is not None and plan.need.build > memory:
         raise UserError(
-            f"there is not enough memory to build {plan.type}",
-            why=f"it takes {amount(plan.need.build)}, and {amount(memory)} are available",
-            todo="build it on a larger machine, take another --index (faiss_flat and faiss_ivfpq need little), or "
-            "--force if you know better",
+            f"not enough memory to build {plan.type}",
+            why=f"the build needs {amount(plan.need.build)}, but {amount(memory)} are available",
+            todo="build on a larger machine, use another --index (faiss_flat and faiss_ivfpq need little), or add "
+            "--force to build anyway",
         )
 
 
 def constants() -> dict[str, float]:
-    """Return what the plan's seconds are made from."""
+    """Return the constants behind the plan's seconds."""
     from retriever.indexing import estimate as formulas
 
     return RATES | {

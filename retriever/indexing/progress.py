@@ -1,4 +1,4 @@
-"""How far a build is: a bar on a terminal, otherwise a line every few seconds; passages/s, share and time left."""
+"""Progress of a build: a bar on a terminal, otherwise a line every few seconds; passages/s, share and time left."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _BAR_EVERY_S = 0.1
 
 
 def to_stderr(line: str) -> None:
-    """Print a line of progress: the default."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 class PassProgress:
-    """One pass over the corpus, as it is being made. Call it with (share done in [0, 1], passages done)."""
+    """One pass over the corpus in progress. Call it with (share done in [0, 1], passages done)."""
 
     def __init__(self, name: str, emit: Callable[[str], None], bar: tuple[Progress, TaskID] | None) -> None:
         self._name, self._emit, self._bar = name, emit, bar
@@ -34,7 +34,7 @@ class PassProgress:
     def __call__(self, share: float, passages: int) -> None:
         now = time.monotonic()
         if self._first is None:
-            self._first = share, passages  # a resumed pass begins in the middle
+            self._first = share, passages  # a resumed pass starts in the middle
         self.passages = passages
         if now - self._last < (LINE_EVERY_S if self._bar is None else _BAR_EVERY_S):
             return
@@ -58,7 +58,7 @@ class PassProgress:
         )
 
     def finish(self) -> None:
-        """Say what the pass took, where it took long enough to be of interest."""
+        """Report the duration of the pass if it was long enough."""
         now = time.monotonic()
         if self._bar is not None:
             bar, task = self._bar
@@ -69,7 +69,8 @@ class PassProgress:
 
 
 class BuildProgress:
-    """`with BuildProgress(emit) as progress:` `emit` gets lines; `bar` draws on stderr instead of progress lines."""
+    """`with BuildProgress(emit) as progress:` `emit` receives lines; `bar` draws on stderr instead of progress
+    lines."""
 
     def __init__(self, emit: Callable[[str], None], *, bar: bool = False) -> None:
         self._emit, self._bar = emit, _make_bar() if bar else None
@@ -84,7 +85,7 @@ class BuildProgress:
             self._bar.stop()
 
     def say(self, line: str) -> None:
-        """Something that happened."""
+        """Report an event."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -92,7 +93,7 @@ class BuildProgress:
 
     @contextmanager
     def track_pass(self, name: str) -> Iterator[PassProgress]:
-        """One pass."""
+        """Track one pass."""
         task = None if self._bar is None else (self._bar, self._bar.add_task(name, total=1.0, rate=""))
         current = PassProgress(name, self.say, task)
         yield current
@@ -101,7 +102,7 @@ class BuildProgress:
 
 @contextmanager
 def showing_index_log(progress: BuildProgress) -> Iterator[None]:
-    """Shows what indexes log while they are built: `"%d of %d ..."` of passages becomes a pass, the rest a line."""
+    """Show the log messages of index builds: `"%d of %d ..."` of passages becomes a pass, others a line."""
     logger = logging.getLogger("retriever.index")
     before = logger.level, logger.propagate
     with ExitStack() as passes:
@@ -132,7 +133,7 @@ class _IndexLog(logging.Handler):
             return
         name = str(record.msg).removeprefix(self._STEP)
         if self._pass is None or self._name != name:
-            self._passes.close()  # the step before is over
+            self._passes.close()  # the previous step is over
             self._name, self._pass = (
                 name,
                 self._passes.enter_context(self._progress.track_pass(f"index: {name.removeprefix('are ')}")),

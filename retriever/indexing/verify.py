@@ -1,4 +1,4 @@
-"""Does a built index hold what its manifest says, and does it find its own passages?"""
+"""Verify a built index: its content matches the manifest, and it finds its own passages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from retriever.index.config import IndexSettings
 from retriever.indexing.progress import BuildProgress
 
 SAMPLE_ROWS = 100_000
-"""Vectors that are looked at, evenly spread, unless all are."""
+"""Number of evenly spaced vectors to check, unless all are checked."""
 PASSAGES = 5
-"""Passages that are searched by their own text."""
+"""Number of passages to search by their own text."""
 FOUND_AMONG = 10
 _EPSILON = {"float32": 1e-3, "float16": 5e-3}
-"""By how much a vector may be longer than 1."""
+"""Tolerance by which a vector may exceed length 1."""
 _BLOCK = 4096
 
 
@@ -38,15 +38,15 @@ def verify_index(
     quick: bool = False,
     changes: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Return what was looked at and found to be right, one line each; UserError names the first thing that is wrong.
+    """Return the checks that passed, one line each. Raises UserError for the first failure.
 
-    full     look at every vector and not at some      quick  sizes only, no checksums: seconds instead of minutes
-    changes  settings of the index other than at the build, e.g. {"encoder": {"device": "cpu"}}
+    full     check every vector, not a sample      quick  sizes only, no checksums: seconds instead of minutes
+    changes  settings of the index that differ from the build, e.g. {"encoder": {"device": "cpu"}}
     """
     manifest, settings = read_manifest(directory), settings_of(directory, changes)
     path = corpus_of(directory, corpus)
     check_manifest(manifest, directory, index_identity(settings), path, verify_corpus=not quick)
-    done = [f"{len(manifest.files)} files have their sizes, the corpus {'its size' if quick else 'its SHA-256'}"]
+    done = [f"{len(manifest.files)} files have the right sizes, the corpus the right {'size' if quick else 'SHA-256'}"]
     if not quick:
         done.append(_checksums(directory, manifest, progress))
     for file in sorted(directory.rglob(store.FILE)):
@@ -55,7 +55,7 @@ def verify_index(
 
 
 def _wrong(directory: Path, what: str, why: str) -> UserError:
-    return UserError(f"{directory} is damaged: {what}", why=why, todo="build the index again, with --overwrite")
+    return UserError(f"{directory} is damaged: {what}", why=why, todo="rebuild the index with --overwrite")
 
 
 def _checksums(directory: Path, manifest: Manifest, progress: BuildProgress) -> str:
@@ -63,25 +63,25 @@ def _checksums(directory: Path, manifest: Manifest, progress: BuildProgress) -> 
     with progress.track_pass("checksums") as report:
         for name, expected in manifest.checksums.items():
             if name != manifest.corpus and sha256_file(directory / name) != expected:
-                raise _wrong(directory, name, "its content is not what was written: the SHA-256 differs")
+                raise _wrong(directory, name, "its content was changed: the SHA-256 differs")
             done += manifest.files[name]
             report(done / total, manifest.passages * done // total)
-    return f"{len(manifest.checksums)} files have their SHA-256"
+    return f"{len(manifest.checksums)} files have the right SHA-256"
 
 
 def _vectors(path: Path, passages: int, *, full: bool) -> str:
     vectors = store.open_vectors(path.parent)
     if len(vectors) != passages:
-        raise _wrong(path.parent, path.name, f"{len(vectors)} rows for {passages} passages")
+        raise _wrong(path.parent, path.name, f"{len(vectors)} rows, but {passages} passages")
     longest, looked = 0.0, 0
     for rows in _rows(passages, full=full):
         lengths = _lengths(vectors[rows])
         looked += len(lengths)
         if not np.isfinite(lengths).all():
-            raise _wrong(path.parent, path.name, "some of its numbers are not finite")
+            raise _wrong(path.parent, path.name, "some values are not finite")
         longest = max(longest, float(lengths.max(initial=0.0)))
     if longest > 1 + _EPSILON[vectors.dtype.name]:
-        raise _wrong(path.parent, path.name, f"a vector has length {longest:.4f}; at most 1 is possible")
+        raise _wrong(path.parent, path.name, f"a vector has length {longest:.4f}, above 1")
     return f"{looked:,} of {passages:,} vectors x {vectors.shape[1]} are finite, the longest has length {longest:.4f}"
 
 
@@ -102,20 +102,20 @@ def _searches(directory: Path, manifest: Manifest, settings: IndexSettings, path
     index, corpus = open_index(settings, directory, threads=0), Corpus(path, directory)
     if not index.ntotal == len(corpus) == manifest.passages:
         counts = f"{index.ntotal} rows in the index, {len(corpus)} offsets, {manifest.passages} in the manifest"
-        raise _wrong(directory, "its parts do not fit together", counts)
+        raise _wrong(directory, "its parts are inconsistent", counts)
     rows = sorted({round(i * (manifest.passages - 1) / max(PASSAGES - 1, 1)) for i in range(PASSAGES)})
     found, searched = 0, 0
     for row in rows:
         passage = corpus.passage(row)
         by_id = corpus.find(passage.id)
         if by_id is None:
-            raise _wrong(directory, "its ids", f"the passage in row {row} is not found by its id {passage.id!r}")
+            raise _wrong(directory, "its ids", f"id {passage.id!r} does not find the passage in row {row}")
         if _is_searchable(index.encoder, passage.contents):
             searched += 1
             found += _finds(index, corpus, passage.contents)
-    # an approximate index may miss one, and a model may think another passage nearer; missing all is no accident
+    # an approximate index may miss one, and a model may rank another passage higher; missing all is an error
     if searched and not found:
-        raise _wrong(directory, "it does not find its passages", f"none of {searched} by their own text")
+        raise _wrong(directory, "it does not find its passages", f"none of {searched} was found by its own text")
     return [f"{found} of {searched} passages are found by their own text, {len(rows)} of {len(rows)} by their id"]
 
 
@@ -125,7 +125,7 @@ def _finds(index: Index, corpus: Corpus, contents: str) -> bool:
 
 
 def _is_searchable(encoder: Encoder | None, contents: str) -> bool:
-    """Blank passages are found by nothing; nor is one by an encoder that gives it no direction."""
+    """Return whether a passage can be found: not if it is blank or its vector is zero."""
     if not contents.strip():
         return False
     return encoder is None or bool(np.any(encoder.encode_passages([contents])))

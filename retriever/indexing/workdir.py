@@ -1,6 +1,6 @@
-"""The directory `.NAME.building` in which an index NAME grows: one builder at a time, and it survives being killed.
+"""The directory `.NAME.building` in which the index NAME is built: one builder at a time, resumable after a kill.
 
-The lock is the kernel's (`flock`), so it goes with the process that holds it, however that ends.
+The lock is a kernel lock (`flock`), which is released when its process ends.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class BuildDirectory:
 
     def _try(self) -> bool:
         try:
-            # not exist_ok, which looks whether it is there after making it failed: by then it may be published
+            # not exist_ok, which checks for existence after mkdir failed: by then it may be published
             self.directory.mkdir()
         except FileExistsError:
             pass
         try:
             lock = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
-            return False  # it was published just now
+            return False  # it has just been published
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # the locked directory may have become the finished index meanwhile
+            # the locked directory may have become the finished index
             if os.fstat(lock).st_ino != (self.directory / _LOCK).stat().st_ino:
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
@@ -76,15 +76,15 @@ class BuildDirectory:
                 if name := (self.directory / _LOCK).read_text():
                     return name
             except OSError:
-                return "it is just finishing"
-            time.sleep(_POLL_S)  # it has the lock and not yet written its name
-        return "it does not say who"
+                return "it is about to finish"
+            time.sleep(_POLL_S)  # it has the lock but has not written its name yet
+        return "unknown process"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         os.close(self._lock)
 
     def clear(self, keep: set[str]) -> None:
-        """Delete what an earlier builder left, except the files named (paths relative to the directory)."""
+        """Delete the files of an earlier builder, except those named (paths relative to the directory)."""
         for path in sorted(self.directory.rglob("*"), reverse=True):
             name = path.relative_to(self.directory).as_posix()
             if path.is_dir() and not path.is_symlink():
@@ -102,9 +102,9 @@ class BuildDirectory:
         fsync_tree(self.directory)
 
     def publish(self, without: str) -> None:
-        """Make everything durable, rename the directory to `out`, and then delete the file `without` in it, with which
-        a killed builder could still have gone on. What was there before is moved aside and deleted last; open readers
-        keep their files."""
+        """Make everything durable, rename the directory to `out`, then delete the file `without` in it, with which a
+        killed builder could still have resumed. A previous `out` is moved aside and deleted last; open readers keep
+        their files."""
         self.sync()
         aside = self.directory.with_name(self.directory.name + ".old")
         shutil.rmtree(aside, ignore_errors=True)
@@ -118,15 +118,15 @@ class BuildDirectory:
 
 
 class BuildJournal:
-    """`journal.json` in the building directory: what of an unfinished build is on disk for certain.
+    """`journal.json` in the building directory: the durable part of an unfinished build.
 
-    Read at the start; every setter writes it durably. Data are flushed before they are entered in it, and it is
+    Read at the start; every setter writes it durably. Data are flushed before they are recorded, and the file is
     replaced by a rename.
 
-    input    what `CorpusInput.stamp` said when the corpus was scanned
+    input    `CorpusInput.stamp` at the scan of the corpus
     scan     fields of `corpus.CorpusScan`
-    index    identity of the index whose files are all there, None while they are not
-    vectors  name of a vector file -> {"identity": of corpus and encoder, "rows": on disk for certain}
+    index    identity of the index once all its files exist, else None
+    vectors  name of a vector file -> {"identity": of corpus and encoder, "rows": number of durable rows}
     """
 
     def __init__(self, directory: Path) -> None:
@@ -137,19 +137,19 @@ class BuildJournal:
 
     @property
     def input(self) -> dict[str, Any] | None:
-        """None: nothing has been scanned."""
+        """Return the stamp of the scanned input; None: nothing has been scanned."""
         found: dict[str, Any] | None = self._content.get("input")
         return found
 
     @property
     def scan(self) -> dict[str, Any]:
-        """Only where `input` is not None."""
+        """Return the scan; requires `input`."""
         found: dict[str, Any] = self._content["scan"]
         return found
 
     @property
     def vector_files(self) -> set[str]:
-        """Those that have rows."""
+        """Return the vector files with rows."""
         return set(self._content.get("vectors", {}))
 
     @property
@@ -159,28 +159,28 @@ class BuildJournal:
         return found
 
     def scanned(self, stamp: dict[str, Any], scan: dict[str, Any]) -> None:
-        """The corpus and the arrays beside it are on disk. Whatever was known before is forgotten."""
+        """Record that the corpus and its arrays are on disk; discard everything else."""
         self._content = {"input": stamp, "scan": scan, "vectors": {}}
         self._write()
 
     def restamped(self, stamp: dict[str, Any]) -> None:
-        """The same corpus under another date."""
+        """Record a new stamp of the same corpus."""
         self._content["input"] = stamp
         self._write()
 
     def rows(self, name: str) -> tuple[dict[str, Any], int]:
-        """Return (identity, rows on disk) of a vector file; ({}, 0) when it is new."""
+        """Return (identity, rows on disk) of a vector file; ({}, 0) if it is new."""
         entry = self._content["vectors"].get(name)
         return ({}, 0) if entry is None else (entry["identity"], entry["rows"])
 
     def wrote(self, name: str, identity: dict[str, Any], rows: int) -> None:
-        """The first `rows` rows of the file are on disk."""
+        """Record that the first `rows` rows of the file are on disk."""
         self._content["vectors"][name] = {"identity": identity, "rows": rows}
         self._content.pop("index", None)
         self._write()
 
     def built(self, identity: dict[str, Any]) -> None:
-        """Everything that the index needs is on disk."""
+        """Record that all files of the index are on disk."""
         self._content["index"] = identity
         self._write()
 
@@ -189,19 +189,19 @@ class BuildJournal:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a journal. UserError if it is damaged: its content must not be guessed."""
+    """Return the content of a journal. Raises UserError if it is damaged."""
     try:
         content = json.loads(path.read_text())
         vectors = content.get("vectors", {})
         if content.get("input") is not None:
             CorpusScan(**content["scan"])
         if not all(isinstance(entry["identity"], dict) and type(entry["rows"]) is int for entry in vectors.values()):
-            raise ValueError("an entry of a vector file that is none")
+            raise ValueError("an invalid entry of a vector file")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged",
             why=f"{type(error).__name__}: {str(error)[:200]}",
-            todo=f"remove {path.parent} and build again: nothing in it can be trusted",
+            todo=f"remove {path.parent} and build again: its content cannot be trusted",
         ) from None
     found: dict[str, Any] = content
     return found

@@ -1,4 +1,4 @@
-"""Rerankers: a second, more expensive look at the best hits of an index, one file each, all behind `base.Reranker`."""
+"""Rerankers: a second, more expensive ranking of an index's best hits, one file each, behind `base.Reranker`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from retriever.rerank.base import Reranker
 
 REGISTRY: dict[type[RerankSettings], str] = {CrossEncoderSettings: "retriever.rerank.cross_encoder:CrossEncoder"}
-"""Settings class to reranker class, which is imported when it is needed."""
+"""Settings class -> reranker class, imported on demand."""
 
 
 def build_reranker(settings: RerankSettings) -> Reranker:
-    """Load the model, in the thread that will use it. UserError if it cannot be loaded."""
+    """Load the model, in the thread that will use it. Raises UserError if it cannot be loaded."""
     reranker: Reranker = resolve_name(REGISTRY[type(settings)])(settings)
     return reranker
 
 
 def reranker_identity(settings: RerankSettings) -> dict[str, Any]:
-    """Return what decides scores and so answers, as JSON-compatible values; part of the service's fingerprint.
+    """Return what determines scores and thus answers, as JSON-compatible values; part of the service's fingerprint.
 
-    Not the place of the folder, device, dtype or batch.
+    Excludes the folder's location, device, dtype and batch.
     """
     from retriever.encoder.folder import fingerprint
 

@@ -1,4 +1,4 @@
-"""What a reranker promises, and the order that its scores make."""
+"""The interface of rerankers, and the order by their scores."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Scores = npt.NDArray[np.float32]
 
 
 class Reranker(Protocol):
-    """Scores of documents for a query. One thread at a time."""
+    """Scores documents for a query. One thread at a time."""
 
     def scores(self, pairs: Sequence[tuple[str, Sequence[str]]]) -> list[Scores]:
         """Return one float32 array [len(texts)] for every (query, texts), higher is better, all finite.
 
-        A query meets its own texts only (Search-R1's rerank server pairs every query with the documents of all).
+        Each query is paired only with its own texts (Search-R1's rerank server pairs it with those of all queries).
         """
 
 

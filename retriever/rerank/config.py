@@ -11,19 +11,19 @@ from retriever.encoder.config import ComputeSettings
 
 
 class CrossEncoderSettings(ComputeSettings):
-    """Every candidate is read together with its query by a classification model (ms-marco-MiniLM, bge-reranker).
+    """A classification model reads every candidate together with its query (ms-marco-MiniLM, bge-reranker).
 
     Far more expensive than a vector index: queries times `candidates` forward passes.
     """
 
     type: Literal["cross_encoder"] = "cross_encoder"
     model: Path = Path("reranker")
-    """Folder of an AutoModelForSequenceClassification with one label, or with two of which the second is `relevant`."""
+    """Folder of an AutoModelForSequenceClassification with one label, or two with `relevant` as the second."""
     candidates: int = Field(default=50, ge=1)
-    """Hits of the index that are scored again, best first; the others keep their order behind them. The index is asked
-    for as many, or for `topk` where that is more."""
+    """Hits to rerank, best first; the others follow in their order. The index returns this many, or `topk` if that is
+    larger."""
     max_tokens: int = Field(default=512, ge=8)
-    """Query and document together are cut to this many tokens (the longer of the two first), special ones included."""
+    """Maximum tokens of query and document together, including special tokens; the longer one is cut first."""
 
 
 RerankSettings = CrossEncoderSettings

@@ -1,8 +1,8 @@
 """Query and document through one model together (cross-encoder; Nogueira and Cho 2019, arXiv 1901.04085).
 
-    (query, its texts) .. --> pairs --> tokens (the longer one cut) --> length buckets --> logits --> one score a pair
+    (query, its texts) .. --> pairs --> tokens (the longer one cut) --> length buckets --> logits --> one score per pair
 
-Pairs of all queries share batches, but a pair is always a query and one of its own texts. The score is the logit of the
+Pairs of all queries share batches, but each pair is a query and one of its own texts. The score is the logit of the
 only label, or that of the second label minus the first, which orders documents as the softmax of the two does.
 """
 
@@ -21,17 +21,17 @@ from retriever.rerank.base import Scores
 from retriever.rerank.config import CrossEncoderSettings
 
 _CHUNK = 4096
-"""Pairs that are tokenised at once: the ids of a whole burst with 50 candidates a query would take gigabytes."""
+"""Pairs tokenised at a time: the ids of a whole burst with 50 candidates per query would take gigabytes."""
 
 
 class CrossEncoder:
-    """See the module's docstring. Made, and used, by one thread."""
+    """See the module's docstring. Created and used by one thread."""
 
     def __init__(self, settings: CrossEncoderSettings) -> None:
         positions = read_folder(settings.model).positions
         if positions and settings.max_tokens > positions:
             raise UserError(
-                f"rerank.max_tokens = {settings.max_tokens} is more than {settings.model} has positions for",
+                f"rerank.max_tokens = {settings.max_tokens} exceeds the positions of {settings.model}",
                 why=f"its config.json allows {positions} tokens",
                 todo=f"set rerank.max_tokens to {positions} or less",
             )
@@ -41,11 +41,11 @@ class CrossEncoder:
         if self._model.config.num_labels not in (1, 2):
             raise UserError(
                 f"{settings.model} is not a reranker",
-                why=f"it tells {self._model.config.num_labels} labels apart; a reranker has one, or two",
+                why=f"it has {self._model.config.num_labels} labels; a reranker has one or two",
             )
 
     def scores(self, pairs: Sequence[tuple[str, Sequence[str]]]) -> list[Scores]:
-        """See `base.Reranker`. NotFinite where the model overflows."""
+        """See `base.Reranker`. Raises NotFinite if the model overflows."""
         queries = [query for query, texts in pairs for _ in texts]
         texts = [text for _, own in pairs for text in own]
         parts = [slice(start, start + _CHUNK) for start in range(0, len(texts), _CHUNK)]

@@ -1,1 +1,1 @@
-"""From a request's queries to batches of a back-end: cache, admission, dynamic batching."""
+"""Process queries in batches of a backend: cache, admission, dynamic batching."""

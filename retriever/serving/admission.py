@@ -1,7 +1,7 @@
-"""Admission control: how many queries may be queued, and the Retry-After of those that are refused.
+"""Admission control: the limit of queued queries, and the Retry-After of refused ones.
 
-With `max_wait_s` a request waits for its turn, first come first served: many clients do not try again after 429, and
-one refusal fails their batch.
+With `max_wait_s` a request waits for its turn, first come first served: many clients do not retry after 429, and a
+single refusal fails their batch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from protocol.errors import ForayError
 from retriever.metrics import Metrics
 
 MAX_RETRY_AFTER_S = 30
-"""Longest Retry-After (s): speeds change, and a client that is asked to wait for minutes gives up."""
+"""Maximum Retry-After, in seconds: speeds change, and clients give up on waits of minutes."""
 
 MAX_WAITING = 1024
-"""Requests that wait for admission at once; further ones are refused."""
+"""Maximum requests waiting for admission; further ones are refused."""
 
 _NEWEST_WEIGHT = 0.3
-"""Weight of the newest batch in the moving average of the speed."""
+"""Weight of the latest batch in the moving average of the speed."""
 
 
 class Overloaded(ForayError):
-    """The queue is full: try again in `retry_after_s` seconds.
+    """The queue is full: retry in `retry_after_s` seconds.
 
-    `status` is 429, or 503 after a wait, because clients that wait try again after 503 only.
+    `status` is 429, or 503 after a wait, because such clients retry only after 503.
     """
 
     def __init__(self, message: str, retry_after_s: int, status: int) -> None:
@@ -35,10 +35,10 @@ class Overloaded(ForayError):
 
 
 class QueueLimit:
-    """One bound over all queries and texts that wait for the back-end or are being processed by it.
+    """One limit for all queries and texts that are queued or in progress.
 
-    max_concurrent_batches  batches that the back-end processes at once: the speed that Retry-After is computed from
-    max_wait_s              longest wait for admission before a request is refused; 0: refuse at once
+    max_concurrent_batches  concurrent batches of the backend; used to compute Retry-After
+    max_wait_s              maximum wait for admission before a refusal; 0: refuse immediately
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class QueueLimit:
         self._seconds_each: float | None = None
 
     def try_acquire(self, count: int) -> bool:
-        """Admit `count` queries if they fit and no request waits. An empty service admits a request of any size:
-        refused now, it would be refused always."""
+        """Admit `count` queries if they fit and no request waits. An empty service admits a request of any size, which
+        would otherwise always be refused."""
         if self._waiting or not self._fits(count):
             return False
         self._add(count)
@@ -75,9 +75,9 @@ class QueueLimit:
         except BaseException as error:
             if entry in self._waiting:
                 self._waiting.remove(entry)
-                self._admit()  # it may have been a large one that held up smaller ones
+                self._admit()  # it may have been a large request that blocked smaller ones
             elif admitted.done() and not admitted.cancelled():
-                self.release(count)  # admitted and cancelled in the same turn of the loop
+                self.release(count)  # admitted and cancelled in the same iteration of the loop
             if isinstance(error, TimeoutError):
                 raise self._overloaded() from None
             raise
@@ -94,7 +94,7 @@ class QueueLimit:
         self._seconds_each = each if before is None else before + _NEWEST_WEIGHT * (each - before)
 
     def retry_after_s(self) -> int:
-        """Return the seconds until what is queued now will be done: whole, from 1 to MAX_RETRY_AFTER_S."""
+        """Return the seconds until the current queue is done, as an integer from 1 to MAX_RETRY_AFTER_S."""
         seconds = self._used * (self._seconds_each or 0.0) / self._max_concurrent_batches
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(seconds)))
 
@@ -114,5 +114,5 @@ class QueueLimit:
 
     def _overloaded(self) -> Overloaded:
         waited = f" after {self._max_wait_s:g} s" if self._max_wait_s else ""
-        message = f"{self._used} queries are queued{waited}, the limit is {self._limit}"
+        message = f"{self._used} queries are queued{waited}; the limit is {self._limit}"
         return Overloaded(message, self.retry_after_s(), 503 if self._max_wait_s else 429)

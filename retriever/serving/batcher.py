@@ -1,11 +1,11 @@
-"""Dynamic batching across requests, for searches and for embeddings: many requests, few calls of the back-end.
+"""Dynamic batching across requests, for searches and embeddings: many requests, few calls of the backend.
 
     handlers --submit()--> waiting --run()--> call(batch), at most `max_concurrent_batches` --> outcomes --> handlers
                  |  equal keys join           one batch, one group at a time
 
-One batch of 512 costs a dense index about as much as a few single queries, and neither FAISS on GPUs nor an encoder may
-be entered by two threads: with one concurrent batch, requests meet here and one call at a time is made. A back-end that
-only waits for another service takes many, so that a slow answer holds up no other.
+A batch of 512 costs a dense index about as much as a few single queries, and FAISS on GPUs and encoders are not
+thread-safe: with one concurrent batch, all requests share one call at a time. A backend that only waits for another
+service can run many batches concurrently, so that a slow answer does not block others.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from retriever.serving.admission import QueueLimit
 log = logging.getLogger(__name__)
 
 REBATCH_DELAY = 0.1
-"""Share of a call's time for which the next batch waits for the clients that the call has answered. Clients that ask
-again at once would otherwise form two halves that take turns, and batches of half the size cost a flat index a tenth
+"""Share of a call's time for which the next batch waits for the clients of the last call. Clients that send their next
+request immediately would otherwise form two alternating halves, and batches of half the size cost a flat index a tenth
 more."""
 
 Key = TypeVar("Key", bound=Hashable)
@@ -34,10 +34,10 @@ Value = TypeVar("Value")
 
 
 class ServiceStopped(ForayError):
-    """The service is going down (503)."""
+    """The service is shutting down (503)."""
 
 
-_STOPPED_FAILURE = QueryFailure("stopped", "the service is going down")
+_STOPPED_FAILURE = QueryFailure("stopped", "the service is shutting down")
 
 
 class _Waiter:
@@ -51,7 +51,7 @@ class _Waiter:
 
 
 class _Pending(Generic[Key, Value]):
-    """One distinct key that is waiting or being processed, and the requests that wait for it."""
+    """One distinct key that is queued or in progress, and the requests that wait for it."""
 
     __slots__ = ("arrived", "key", "outcome", "waiters")
 
@@ -61,7 +61,7 @@ class _Pending(Generic[Key, Value]):
         self.waiters: set[_Waiter] = set()
 
     def resolve(self, outcome: Value | QueryFailure) -> None:
-        """Set the outcome, and wake the requests for which it was the last one."""
+        """Set the outcome, and wake requests that have all their outcomes."""
         self.outcome = outcome
         for waiter in self.waiters:
             waiter.left -= 1
@@ -73,8 +73,8 @@ class _Pending(Generic[Key, Value]):
 class DynamicBatcher(Generic[Key, Value]):
     """Belongs to one event loop. Any number of tasks call `submit`, one calls `run`.
 
-    call       returns one outcome a key, in order, for keys of one `group`
-    on_result  is called once with every result that is not a failure
+    call       returns one outcome per key, in order, for keys of one `group`
+    on_result  is called once for every successful result
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class DynamicBatcher(Generic[Key, Value]):
         self._stopped = False
 
     async def submit(self, keys: Sequence[Key]) -> dict[Key, Value | QueryFailure]:
-        """Return one outcome a distinct key.
+        """Return one outcome per distinct key.
 
         Raises Overloaded (nothing was queued) or ServiceStopped. When cancelled, its keys are dropped unless another
-        request waits for the same ones or the back-end has them already.
+        request waits for them or they are in progress.
         """
         if self._stopped:
             raise ServiceStopped(_STOPPED_FAILURE.detail)
@@ -114,7 +114,7 @@ class DynamicBatcher(Generic[Key, Value]):
         joined, new = self._join(distinct)
         if new and not self._queue_limit.try_acquire(len(new)):
             await self._queue_limit.acquire(len(distinct))
-            # meanwhile some keys may have been submitted by others, and others answered
+            # meanwhile other requests may have submitted some keys, and some may be answered
             joined, new = self._join(distinct)
             if self._stopped:
                 self._queue_limit.release(len(distinct))
@@ -138,7 +138,7 @@ class DynamicBatcher(Generic[Key, Value]):
         return outcomes
 
     def _join(self, keys: Sequence[Key]) -> tuple[list[_Pending[Key, Value]], list[Key]]:
-        """Return (what is pending of these keys, the other keys)."""
+        """Return (the pending ones of these keys, the other keys)."""
         found = [(key, self._waiting.get(key) or self._in_flight.get(key)) for key in keys]
         return [pending for _, pending in found if pending], [key for key, pending in found if not pending]
 
@@ -158,10 +158,10 @@ class DynamicBatcher(Generic[Key, Value]):
             raise
 
     async def run(self) -> None:
-        """Consume waiting keys and produce their outcomes, until cancelled; all that are left fail as stopped.
+        """Process queued keys until cancelled; the remaining ones fail as stopped.
 
-        Waits for a first key, then until the oldest is `window_s` old or `max_batch` are there, then for a free slot,
-        then a little for the clients that the last call has answered. Unblocked by `submit` and by the end of a batch.
+        Waits for a first key, then until the oldest is `window_s` old or `max_batch` are queued, then for a free slot,
+        then briefly for the clients of the last call. Unblocked by `submit` and by the end of a batch.
         """
         try:
             async with asyncio.TaskGroup() as batches:
@@ -177,7 +177,7 @@ class DynamicBatcher(Generic[Key, Value]):
                     if batch := self._take():
                         batches.create_task(self._dispatch(batch))
                     else:
-                        self._slots.release()  # all that waited were cancelled
+                        self._slots.release()  # all waiting requests were cancelled
         finally:
             self._stopped = True
             left = [*self._waiting.values(), *self._in_flight.values()]
@@ -188,7 +188,7 @@ class DynamicBatcher(Generic[Key, Value]):
                 pending.resolve(_STOPPED_FAILURE)
 
     async def _gather(self, count: int, until: float) -> None:
-        """Wait until `count` keys (or a full batch) are waiting, or the clock says `until`."""
+        """Wait until `count` keys (or a full batch) are queued, or until the time `until`."""
         self._wanted = min(count, self._max_batch)
         left = until - time.monotonic()
         if left <= 0 or len(self._waiting) >= self._wanted:
@@ -198,7 +198,7 @@ class DynamicBatcher(Generic[Key, Value]):
             async with asyncio.timeout(left):
                 await self._full.wait()
         except TimeoutError:
-            pass  # the time is over
+            pass  # the time has passed
 
     def _take(self) -> list[_Pending[Key, Value]]:
         batch = list(islice(self._waiting.values(), self._max_batch))
@@ -231,11 +231,11 @@ class DynamicBatcher(Generic[Key, Value]):
             if len(outcomes) != len(keys):
                 raise RuntimeError(f"{len(outcomes)} outcomes for {len(keys)} keys")
         except Exception as error:
-            # back-ends return a QueryFailure for what can go wrong: this is a bug, which must not end the service
+            # backends return a QueryFailure for expected failures: this is a bug, which must not stop the service
             log.exception("a batch of %d failed", len(keys))
             outcomes = [QueryFailure("internal", f"{type(error).__name__}: {error}")] * len(keys)
         for pending, outcome in zip(group, outcomes, strict=True):
-            # removed before any request wakes: one that asks again must not join a key that is done
+            # removed before any request wakes: a repeated request must not join a finished key
             self._in_flight.pop(pending.key, None)
             if isinstance(outcome, QueryFailure):
                 self._metrics.failed(outcome.cause)

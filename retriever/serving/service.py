@@ -1,4 +1,4 @@
-"""What every dialect's handler calls: queries in any spelling to results, through cache and batcher.
+"""The search service behind all dialects: queries to results, through cache and batcher.
 
 handler --search()--> ResultCache --> DynamicBatcher (joins equal queries, bounds, batches) --> Backend.search
 """
@@ -16,7 +16,7 @@ from retriever.metrics import Metrics
 from retriever.serving.admission import QueueLimit
 from retriever.serving.batcher import DynamicBatcher
 
-# Roughly what CPython adds to a result: key, tuples, floats, one bytes header a document.
+# Approximate overhead of CPython per result: key, tuples, floats, one bytes header a document.
 _OVERHEAD_ENTRY, _OVERHEAD_HIT = 400, 90
 
 
@@ -25,12 +25,12 @@ EMPTY = QueryResult((), ())
 
 
 def normalise(query: str) -> str:
-    """Return what is searched and cached: Unicode NFC, white space collapsed to one blank, none at the ends."""
+    """Return the searched and cached form: Unicode NFC, white space collapsed to one blank and stripped."""
     return " ".join(unicodedata.normalize("NFC", query).split())
 
 
 class QueryService:
-    """Belongs to one event loop. `search` is for any number of tasks, `run` for one."""
+    """Belongs to one event loop. Any number of tasks call `search`, one calls `run`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class QueryService:
         queue_limit: QueueLimit,
         metrics: Metrics,
     ) -> None:
-        """`per_run`: results depend on the run that asks; otherwise all runs share them."""
+        """`per_run`: results depend on the requesting run; otherwise all runs share them."""
         self._backend, self._per_run, self.queue_limit = backend, per_run, queue_limit
         self._fingerprint = backend.fingerprint
         self._cache, self._metrics = cache, metrics
@@ -60,7 +60,7 @@ class QueryService:
         )
 
     async def search(self, queries: Sequence[str], k: int, run: str = "") -> list[QueryResult | QueryFailure]:
-        """Return one outcome a query, in order; a blank query has no hits. Raises Overloaded or ServiceStopped."""
+        """Return one outcome per query, in order; a blank query has no hits. Raises Overloaded or ServiceStopped."""
         run = run if self._per_run else ""
         keys = [CacheKey(normalise(query), k, self._fingerprint, run) for query in queries]
         known: dict[CacheKey, QueryResult | QueryFailure] = {}
@@ -89,7 +89,7 @@ class QueryService:
         await self._batcher.run()
 
     async def _call(self, keys: Sequence[CacheKey]) -> Sequence[QueryResult | QueryFailure]:
-        # one search for the largest k, cut, would do for exact indexes; approximate ones have no such prefix property
+        # a single search for the largest k suffices only for exact indexes; approximate ones lack the prefix property
         start = time.perf_counter()
         outcomes = await self._backend.search([key.query for key in keys], keys[0].k, keys[0].run)
         self._metrics.calls.inc()
@@ -104,7 +104,7 @@ class QueryService:
 
 
 class CacheKey(NamedTuple):
-    """What decides a result: the normalised query, the number of hits, the back-end's fingerprint, and the run if it
+    """What determines a result: the normalised query, the number of hits, the backend's fingerprint, and the run if it
     has a memory ("" otherwise)."""
 
     query: str
@@ -131,7 +131,7 @@ class ResultCache:
         return result
 
     def put(self, key: CacheKey, result: QueryResult) -> None:
-        """Store a result and evict the oldest. One that is larger than the whole cache is not stored."""
+        """Store a result and evict the oldest. Results larger than the whole cache are not stored."""
         size = _size(key, result)
         if size > self._max_bytes:
             return

@@ -102,7 +102,7 @@ def test_what_is_too_large_is_refused_unless_forced(
     ("arguments", "complaint"),
     [
         (["build"], "no corpus or no output directory"),
-        (["build", "--corpus", "synthetic:9", "--out", "x", "--words", "0"], "at least one word"),
+        (["build", "--corpus", "synthetic:9", "--out", "x", "--words", "0"], "must be at least 1"),
         (["estimate"], "no corpus is given"),
         (["info"], "no index directory is given"),
         (["info", "here", "there"], "takes one directory"),

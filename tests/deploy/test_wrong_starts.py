@@ -169,7 +169,7 @@ def half_a_model(start: Start) -> None:
 
 WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     # what is wrong: how it is made, what the first error says, word by word
-    "parquet questions": (parquet, ["are a Parquet file", "question, golden_answers", "pyarrow.parquet"]),
+    "parquet questions": (parquet, ["is a Parquet file", "question, golden_answers", "pyarrow.parquet"]),
     "a JSON array of questions": (
         holds("questions.jsonl", [SEARCH_R1]),
         ["learner.questions", "one JSON array", "jq -c '.[]'"],
@@ -182,10 +182,10 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         holds("corpus.jsonl", b'{"id": "1", "contents": "x"}\n{"id": "2", "passage": "y"}\n'),
         ["retriever.corpus", "line 2 of", "no contents", '"id" and "contents"'],
     ),
-    "an empty corpus": (holds("corpus.jsonl", b""), ["retriever.corpus", "holds no passage"]),
+    "an empty corpus": (holds("corpus.jsonl", b""), ["retriever.corpus", "has no passages"]),
     "a corpus too large to index at the start": (
         told("retriever.build_limit_mb=0"),
-        ["there is no index at", "build_limit_mb = 0", "foray index build"],
+        ["no index found at", "build_limit_mb = 0", "foray index build"],
     ),
     "a 3B model on the CPU engine": (
         holds("model/config.json", QWEN_3B),

@@ -1,4 +1,4 @@
-"""Advantages against values worked out by hand."""
+"""Advantages compared with manually computed values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_group_of_one_gets_zero():
     assert rloo_advantages(outcomes([5.0])).tolist() == [0.0]
 
 
-def test_who_does_not_vote_gets_zero_and_moves_nobody():
+def test_invalid_trajectories_get_zero_and_change_no_other():
     given = outcomes([1, 0, 99, 0, 0], valid=[1, 1, 0, 1, 1])
     np.testing.assert_allclose(grpo(given), [1.5, -0.5, 0, -0.5, -0.5], rtol=1e-12)
     assert grpo(outcomes([1, 0, 0], valid=[1, 0, 0])).tolist() == [0.0] * 3, "one voter has no one to compare with"
@@ -89,7 +89,7 @@ def test_outcomes_are_read_from_groups_in_order():
     assert read.group.tolist() == [0, 0, 1, 1]
 
 
-def test_the_control_permutes_rewards_across_groups_and_leaves_who_does_not_vote():
+def test_the_control_permutes_rewards_across_groups_but_not_invalid_ones():
     rewards = np.arange(40.0)
     valid = [i % 5 != 0 for i in range(40)]
     given = outcomes(rewards, valid=valid, group=np.repeat(np.arange(10), 4))
@@ -143,8 +143,8 @@ def test_a_part_of_the_reward_takes_its_place_and_an_unknown_one_is_refused_with
     assert given.rewards.tolist() == [1.0, 0.0]
     with pytest.raises(UserError, match=r"no trajectory .* 'EM'"):
         given.part("EM")
-    nobody = Outcomes(np.ones(2), np.zeros(2, bool), np.zeros(2, np.int64))
-    assert nobody.part("em").rewards.tolist() == [0.0, 0.0], "a batch that failed brings no parts"
+    empty = Outcomes(np.ones(2), np.zeros(2, bool), np.zeros(2, np.int64))
+    assert empty.part("em").rewards.tolist() == [0.0, 0.0], "a batch that failed brings no parts"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_part_of_the_reward_takes_its_place_and_an_unknown_one_is_refused_with
         ([1e9, 1e9 + 1e-3], [1, 1], False),
     ],
 )
-def test_a_group_is_informative_when_two_voters_differ_by_more_than_rounding(rewards, valid, expected):
+def test_a_group_is_informative_if_two_valid_rewards_differ_by_more_than_rounding(rewards, valid, expected):
     found = informative(np.asarray(rewards, np.float64), np.asarray(valid, bool))
     assert found is expected
     assert bool(grpo(outcomes(rewards, valid=valid)).any()) is expected, "exactly those have an advantage"

@@ -209,7 +209,7 @@ def test_advantages_follow_their_trajectory_in_any_order(name, batch, random):
 @every
 @settings(max_examples=10, deadline=None)
 @given(batches())
-def test_who_does_not_vote_gets_exactly_zero_and_moves_nobody(name, batch):
+def test_invalid_trajectories_get_exactly_zero_and_change_no_other(name, batch):
     found = EVERY[name][0](batch)
     assert (found[~batch.valid] == 0).all()
     other = Outcomes(
@@ -237,9 +237,9 @@ def test_a_group_of_equal_rewards_gets_exactly_zero_whatever_the_rounding(name, 
 
 
 @every
-def test_a_batch_without_trajectories_or_without_voters_has_no_advantages(name):
-    nobody = outcomes([], parts={"em": np.zeros(0), "form": np.zeros(0)})
-    assert EVERY[name][0](nobody).shape == (0,)
+def test_a_batch_without_valid_trajectories_has_no_advantages(name):
+    empty = outcomes([], parts={"em": np.zeros(0), "form": np.zeros(0)})
+    assert EVERY[name][0](empty).shape == (0,)
     assert EVERY[name][0](outcomes([1.0, 0.0, 3.0], valid=[0, 0, 0])).tolist() == [0.0] * 3
 
 

@@ -99,7 +99,7 @@ def test_a_late_turn_is_compared_with_those_that_reached_it_by_hand():
     np.testing.assert_allclose(found[:, 1], np.array([-1, 1, 0]) / math.sqrt(2))
     alone = Turns(np.array([[1.0, 5], [0, 0]]), np.array([[1, 1], [1, 0]], bool))
     two = Outcomes(np.zeros(2), np.ones(2, bool), np.zeros(2, np.int64))
-    assert normalized_turns(alone, two)[0, 1] == 0.0, "nobody to compare with"
+    assert normalized_turns(alone, two)[0, 1] == 0.0, "nothing to compare with"
 
 
 @settings(max_examples=80, deadline=None)

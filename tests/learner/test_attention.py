@@ -85,7 +85,7 @@ def test_without_spans_rows_are_causal():
 
 def test_a_model_s_own_mask_is_not_left_out_without_a_word():
     tensors = [torch.randn(1, heads, 5, 8) for heads in (4, 2, 2)]
-    with pytest.raises(ValueError, match="mask of its own"):
+    with pytest.raises(ValueError, match="builds its own mask"):
         attend(tensors, spans=Spans.of(documents_of([[5]])), mask=torch.zeros(1, 1, 5, 5))
 
 

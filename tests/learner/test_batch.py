@@ -59,7 +59,7 @@ def test_a_trajectory_becomes_inputs_and_the_tokens_that_they_predict():
     (m,) = batch.micro_batches
     assert m.ids[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9], "the last token is only predicted"
     assert m.positions[0].tolist() == list(range(9))
-    assert m.index[:4].tolist() == [2, 3, 7, 8], "logits at t predict t + 1; observations are predicted by nobody"
+    assert m.index[:4].tolist() == [2, 3, 7, 8], "logits at t predict t + 1; observations are not predicted"
     assert m.targets[:4].tolist() == [4, 5, 9, 10]
     np.testing.assert_allclose(m.behaviour[:4], [-0.1, -0.2, -0.3, -0.4], rtol=1e-6)
     np.testing.assert_allclose(m.advantages, [1, 1, 1, 1, -1, -1, -1, -1], rtol=1e-6)
@@ -120,7 +120,7 @@ def test_padding_belongs_to_no_document():
 def test_first_fit_decreasing_packs_the_textbook_example():
     assert pack_rows([4, 8, 1, 4, 2, 1], 10) == [[0, 3, 2, 5], [1, 4]], "4 4 1 1 and 8 2"
     assert pack_rows([3, 5], 0) == [[1], [0]], "capacity 0: a row each"
-    assert pack_rows([12, 3], 10) == [[0], [1]], "longer than the capacity: a row of its own"
+    assert pack_rows([12, 3], 10) == [[0], [1]], "longer than the capacity: a separate row"
     assert pack_rows([], 10) == []
 
 
@@ -179,7 +179,7 @@ def test_tokens_of_an_abandoned_branch_are_masked_and_counted():
     assert batch.stats["tokens_stale"] == 0
 
 
-def test_a_trajectory_that_does_not_vote_is_masked_whole_and_counts_in_no_baseline():
+def test_an_invalid_trajectory_is_masked_and_counts_in_no_baseline():
     failed = make_trajectory(1.0, status=Status.FAILED)
     batch = build([group_of(make_trajectory(1.0), make_trajectory(0.0), failed)], std_ddof=0, epsilon=0.0)
     assert batch.num_tokens == 8

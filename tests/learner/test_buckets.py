@@ -52,7 +52,7 @@ def test_every_tensor_arrives_bit_for_bit_in_a_bucket_of_bounded_size(
     assert all(torch.equal(arrived[name], tensor) and arrived[name].dtype == tensor.dtype for name, tensor in named)
 
 
-def test_a_bucket_is_gathered_only_when_it_is_asked_for() -> None:
+def test_a_bucket_is_gathered_only_when_requested() -> None:
     named = tensors([(4, 4, 0)] * 6)
     taken = []
 

@@ -98,7 +98,7 @@ def test_dying_at_any_moment_leaves_the_previous_one_in_force(
 
 
 @pytest.mark.fault(41)
-def test_a_full_disk_is_told_and_leaves_no_litter(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_files(checkpoints: Checkpoints, tmp_path: Path) -> None:
     def full(directory: Path) -> None:
         save(directory)
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
@@ -195,12 +195,12 @@ def test_a_signed_checkpoint_is_loaded_by_its_key_and_by_those_who_only_look(
     ("harm", "why"),
     [
         ("unsigned", "it is not signed"),
-        ("other key", "signed with another key .*; ours is .* from the test"),
-        ("changed", "its signature does not fit"),
-        ("half", "its signature does not fit"),
+        ("other key", "signed with another key .*; this run.s key is .* from the test"),
+        ("changed", "its signature is invalid"),
+        ("half", "its signature is invalid"),
     ],
 )
-def test_a_checkpoint_that_the_key_refuses_is_loaded_only_when_a_person_says_so(
+def test_a_checkpoint_that_the_key_refuses_is_loaded_only_with_trust_checkpoint(
     signed: Checkpoints, tmp_path: Path, harm: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = {"unsigned": None, "other key": RunKey("o" * 16, "elsewhere")}.get(harm, KEY)
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_the_key_refuses_is_loaded_only_when_a_person_says_so(
         signed.load()
     assert str(path) in caught.value.what and "--trust-checkpoint" in caught.value.todo
     trusting = Checkpoints(tmp_path / "c", keep=2, key=KEY, trust=True)
-    assert trusting.load() and "--trust-checkpoint: going on" in caplog.text
+    assert trusting.load() and "--trust-checkpoint: resuming" in caplog.text
     write(trusting, 8)
     assert signed.load().facts["step"] == 8, "what is written from then on is signed"
 
@@ -229,12 +229,12 @@ def test_a_checkpoint_under_another_ones_name_is_refused_and_its_epoch_is_no_flo
     for look in (signed.load, signed.current_epoch):
         with pytest.raises(UserError) as caught:
             look()
-        assert "it is of step 8 of epoch 2" in caught.value.why and "step_4.e2" in caught.value.todo
+        assert "it is for step 8 of epoch 2" in caught.value.why and "step_4.e2" in caught.value.todo
     write(signed, 12, epoch=78)
     assert signed.current_epoch() == 78, "a good one may follow"
 
 
-def test_going_back_to_an_older_checkpoint_is_told(
+def test_going_back_to_an_older_checkpoint_is_logged(
     signed: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (4, 8):
@@ -242,7 +242,7 @@ def test_going_back_to_an_older_checkpoint_is_told(
     assert signed.load().facts["step"] == 8 and not caplog.records
     (tmp_path / "c" / "CURRENT").write_text("step_4.e2\n")
     assert signed.load().facts["step"] == 4
-    assert "CURRENT says step_4.e2, although step_8.e2 is newer" in caplog.text
+    assert "CURRENT names step_4.e2, although step_8.e2 is newer" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["state/model.pt", "state/ranks", "manifest.json", "."])
@@ -332,7 +332,7 @@ def test_a_learner_that_sleeps_before_it_moves_the_pointer_keeps_its_successor_w
     assert moves == ["step_8.e2\n", "step_5.e3\n"] and checkpoints.load().facts["step"] == 5
 
 
-def test_a_folder_that_another_process_holds_is_waited_for_and_then_told(
+def test_a_locked_folder_is_waited_for_and_then_reported(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(checkpoints, 4)
@@ -358,7 +358,7 @@ def test_the_key_may_come_from_the_environment_or_from_a_file(tmp_path: Path) ->
     given = run_key(tmp_path / "run", {"FORAY_RUN_KEY": "f" * 32, "FORAY_RUN_KEY_FILE": "/nowhere"})
     assert named.name == given.name and not (tmp_path / "run").exists(), "no key is made where one is given"
     for environ, what in (
-        ({"FORAY_RUN_KEY_FILE": str(tmp_path / "missing")}, "cannot be read"),
+        ({"FORAY_RUN_KEY_FILE": str(tmp_path / "missing")}, "cannot read the run key"),
         ({"FORAY_RUN_KEY": "short"}, "5 characters"),
     ):
         with pytest.raises(UserError, match=what):

@@ -16,7 +16,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
-def test_mistakes_of_a_person_are_named(
+def test_user_mistakes_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("FORAY_REDIS_URL", raising=False)
@@ -25,23 +25,23 @@ def test_mistakes_of_a_person_are_named(
     assert "no Redis is configured" in refusal(capsys)
     assert "needs model.lora.rank" in refusal(capsys, url, "learner.publish.type=adapter")
     two = ("learner.publish.type=adapter", "learner.model.lora.rank=4", "learner.model.lora.alpha=8")
-    assert "must be one number" in refusal(capsys, url, *two)
+    assert "must be equal" in refusal(capsys, url, *two)
     alone = ("run.group_size=1", "learner.algorithm.type=reinforce", "learner.algorithm.baseline=group")
-    assert "every trajectory has advantage 0" in refusal(capsys, url, *alone)
+    assert "a group of one has advantage 0" in refusal(capsys, url, *alone)
     assert "cannot read the questions" in refusal(capsys, url, f"learner.questions={tmp_path / 'none'}")
     (tmp_path / "q").write_text('{"question": "who ?", "answers": ["x"]}\n')
     rest = (f"learner.questions={tmp_path / 'q'}", f"run.dir={tmp_path / 'r'}")
     assert "is not a Redis URL" in refusal(capsys, "run.redis_url=nonsense", *rest)
     monkeypatch.setattr(serve, "REDIS_PATIENCE_S", 0.0)
     secret = "run.redis_url=redis://u:geheim@127.0.0.1:1/0"
-    told = refusal(capsys, secret, *rest)
-    assert "cannot reach Redis at redis://u:[secret]@127.0.0.1:1/0" in told and "geheim" not in told
+    reported = refusal(capsys, secret, *rest)
+    assert "cannot reach Redis at redis://u:[secret]@127.0.0.1:1/0" in reported and "geheim" not in reported
 
 
 @pytest.mark.parametrize(
     ("error", "status"), [(Fenced("by x"), 75), (ForayError("the accounting is not consistent"), 1)]
 )
-def test_the_exit_status_tells_a_script_what_to_do(
+def test_the_exit_status_distinguishes_outcomes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
 ) -> None:
     def fail(*_: object, **__: object) -> int:

@@ -123,7 +123,7 @@ def test_a_failed_group_is_dead_and_takes_no_room(source: StreamConsumer, db: re
     assert len(source) == 0 and source._delivery.ledger.notes == [(4, Outcome.DEAD, "search")]
 
 
-def test_old_groups_are_dropped_only_when_told_so(source: StreamConsumer, db: redis.Redis) -> None:
+def test_old_groups_are_dropped_only_if_configured(source: StreamConsumer, db: redis.Redis) -> None:
     for seq, step in ((1, 2), (2, 5), (3, 4)):
         add(db, seq, version=PolicyVersion(1, step))
     source.tick()
@@ -163,7 +163,7 @@ def test_unusable_entries_leave_evidence_and_are_due_again(
     assert source._delivery.due == {2, 3, 4}, "a good group has come meanwhile"
 
 
-def test_an_unusable_entry_cannot_bring_a_seq_into_the_books_that_was_never_issued(
+def test_an_unusable_entry_cannot_add_a_seq_that_was_never_issued(
     source: StreamConsumer, db: redis.Redis, tmp_path: Path
 ) -> None:
     header, body = seal(make_group(10**6, run="somebody-else"))

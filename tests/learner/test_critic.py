@@ -1,4 +1,4 @@
-"""Critics: values of the state before each trained token, by a backbone of their own or a head on the policy."""
+"""Critics: values of the state before each trained token, by a separate backbone or a head on the policy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def texts(changed: int | None = None) -> list[torch.Tensor]:
 
 
 def packed(changed: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Both texts in one row with two places of padding; every place of a text is asked for."""
+    """Both texts in one row with two places of padding; every position of a text is requested."""
     filling = torch.zeros(2, dtype=torch.long)
     ids = torch.cat([*texts(changed), filling])[None]
     positions = torch.cat([*(torch.arange(n) for n in LENGTHS), filling])[None]
@@ -96,7 +96,7 @@ def test_gradients_never_cross_into_the_text_beside_it(directory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_critic_learns_in_an_engine_of_its_own(directory, stage):
+def test_a_critic_learns_in_a_separate_engine(directory, stage):
     engine = DeepSpeedEngine(
         load_critic(directory, CriticSettings(), ModelSettings()), optim=OptimSettings(lr=0.01),
         engine=DeepSpeedSettings(zero_stage=stage), dtype="float32", total_updates=50, seed=0,
@@ -123,8 +123,8 @@ def test_adapters_are_for_the_policy_only(directory):
     assert not any("lora" in name for name, _ in critic.named_parameters())
 
 
-def test_a_missing_model_is_a_persons_error(directory, tmp_path):
-    with pytest.raises(UserError, match="no model in"):
+def test_a_missing_model_is_a_user_error(directory, tmp_path):
+    with pytest.raises(UserError, match="no model found in"):
         load_critic(directory, CriticSettings(model=tmp_path), ModelSettings())
 
 
@@ -162,7 +162,7 @@ def test_the_policys_loss_does_not_move_the_value_head(directory):
     assert not any("value_head" in name for name in scored(1.0, "logprobs")[1])
 
 
-def test_the_value_head_has_a_learning_rate_of_its_own(directory):
+def test_the_value_head_has_its_own_learning_rate(directory):
     policy = load_policy(directory, ModelSettings(), critic=CriticSettings(backbone="policy", head_lr_scale=7.0))
     engine = DeepSpeedEngine(
         policy, optim=OptimSettings(lr=0.001, beta1=0.0, beta2=0.0, eps=1e-12), engine=DeepSpeedSettings(),
@@ -180,7 +180,7 @@ def test_the_value_head_has_a_learning_rate_of_its_own(directory):
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(ValidationError, match="of no use"):
+    with pytest.raises(ValidationError, match="has no effect"):
         CriticSettings(backbone="policy", model=Path("somewhere"))
 
 

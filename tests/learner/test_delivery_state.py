@@ -98,7 +98,7 @@ def test_a_failed_attempt_is_due_again_until_the_last_one() -> None:
     assert 2 in delivery.ledger and delivery.ledger.notes == [(2, Outcome.DEAD, "corrupt")]
 
 
-def test_books_come_back_from_a_checkpoint_and_refuse_one_that_does_not_close() -> None:
+def test_state_is_restored_from_a_checkpoint_and_an_inconsistent_one_is_refused() -> None:
     delivery = DeliveryState(issued=9)
     for seq in (1, 2, 4, 5):
         came(delivery, b"%d-0" % seq, seq)
@@ -112,7 +112,7 @@ def test_books_come_back_from_a_checkpoint_and_refuse_one_that_does_not_close() 
         again.committed == again.ledger and again.accounting == delivery.accounting and again.accounting.generated == 40
     )
     assert (again.due, again.attempts) == ({7}, {7: 2})
-    assert set(again.unacked) == {b"1-0", b"2-0", b"4-0", b"5-0"}, "perhaps nobody has acknowledged them"
+    assert set(again.unacked) == {b"1-0", b"2-0", b"4-0", b"5-0"}, "they may not have been acknowledged"
     broken = delivery.to_state()
     broken["ledger"]["counts"]["trained"] = 9
     with pytest.raises(ForayError, match="is inconsistent"):
@@ -125,7 +125,7 @@ def test_what_is_settled_was_issued_even_when_redis_has_lost_count() -> None:
     assert delivery.issued == 5 and delivery.inconsistency() == ""
 
 
-def test_books_that_do_not_close_say_where() -> None:
+def test_inconsistent_accounting_is_located() -> None:
     delivery = DeliveryState(issued=3)
     delivery.commit_step([1, 2], sampled=0, trained=0)
     assert delivery.inconsistency() == "" and delivery.in_flight() == [3]
@@ -135,7 +135,7 @@ def test_books_that_do_not_close_say_where() -> None:
     assert "1 issued, but 2 settled" in delivery.inconsistency()
 
 
-def test_a_checkpoint_of_an_older_version_is_resumed_and_the_law_begins_there() -> None:
+def test_a_checkpoint_without_token_accounting_is_resumed_and_counting_begins_there() -> None:
     delivery = DeliveryState(issued=2)
     delivery.commit_step([1, 2], sampled=0, trained=0)
     state = delivery.to_state()
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_an_older_version_is_resumed_and_the_law_begins_there() 
     assert again.inconsistency() == "" and again.accounting.generated == 0 and again.mark_durable(state) == []
 
 
-def test_tokens_that_went_nowhere_or_twice_are_told_with_their_number() -> None:
+def test_missing_or_doubled_tokens_are_reported_with_their_number() -> None:
     delivery = DeliveryState(issued=2)
     came(delivery, b"1-0", 1)
     came(delivery, b"2-0", 2)
@@ -162,7 +162,7 @@ def test_tokens_that_went_nowhere_or_twice_are_told_with_their_number() -> None:
     assert delivery.inconsistency().endswith("= 22: 2 too many")
 
 
-def test_a_seq_that_a_person_asks_for_is_due_again_with_all_its_attempts() -> None:
+def test_a_requested_seq_is_due_again_with_all_its_attempts() -> None:
     delivery = DeliveryState(issued=4)
     for _ in range(3):
         delivery.record_failed_attempt(2, 3, 3, "corrupt")
@@ -189,7 +189,7 @@ def test_after_the_last_step_nothing_is_opened_again() -> None:
 
 
 @given(st.data())
-def test_the_law_by_token_holds_through_any_deliveries_crashes_and_acknowledgements(data: st.DataObject) -> None:
+def test_token_accounting_holds_through_any_deliveries_crashes_and_acknowledgements(data: st.DataObject) -> None:
     """A stream of entries, and learners that crash at any moment: every entry is counted once in what survives."""
     stream: dict[bytes, tuple[int, int]] = {}  # pending and unread, as Redis has them
     published, delivery, state = 0, DeliveryState(issued=9), None

@@ -103,7 +103,7 @@ def heavy_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_learner.TinyEngine, "iter_weights", padded)
 
 
-def told(db: redis.Redis, run: RunSettings) -> MetricsSnapshot | None:
+def reported(db: redis.Redis, run: RunSettings) -> MetricsSnapshot | None:
     raw = db.get(Keys(run.id).metrics("learner", "0"))
     return decode_as(MetricsSnapshot, raw) if raw else None
 
@@ -119,7 +119,7 @@ def test_what_is_full_is_really_full(disk: Callable[[Path], Disk], tmp_path: Pat
 
 
 @pytest.mark.fault(41)
-def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_room_mends_it(
+def test_without_disk_space_for_checkpoints_training_continues_then_issuing_stops_until_there_is_space(
     run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
     db: redis.Redis, disk: Callable[[Path], Disk], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     heavy_states: None,
@@ -138,7 +138,7 @@ def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_ro
     def watch() -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            now = told(db, run)
+            now = reported(db, run)
             if now is not None and now.values.get("checkpoint_failures", 0) >= recovery.FAILED_CHECKPOINTS + 1:
                 current = Checkpoints(run.checkpoint_dir, 2).load()
                 seen.update(values=now.values, text=now.text, step=current.facts["step"] if current else -1)
@@ -157,8 +157,8 @@ def test_without_room_for_checkpoints_training_goes_on_then_issuing_stops_and_ro
     assert steps_when_full[:2] == [3, 4], "training went on"
     assert seen["values"]["issued"] <= (6 + run.max_lag + 1) * run.groups_per_step, "and then nothing more was issued"
     assert "could not be written" in seen["text"]["checkpoint_error"]
-    assert "no more tasks are issued until one succeeds" in caplog.text and "step 2 stays in force" in caplog.text
-    last = told(db, run)
+    assert "issuing tasks is paused until one succeeds" in caplog.text and "step 2 remains current" in caplog.text
+    last = reported(db, run)
     assert last and last.values["checkpoint_failures"] == 0 and last.values["trained"] == 16 * run.groups_per_step
     kinds = [fields[b"kind"] for _, fields in db.xrange(Keys(run.id).events)]
     assert b"checkpoint-failed" in kinds and b"checkpoint-again" in kinds
@@ -171,7 +171,7 @@ def test_without_room_for_weights_the_learner_stops_and_the_last_version_stays_w
 ) -> None:  # fmt: skip
     full = disk(run.weights_dir)
     with tiny_learner.Player(address, run.id):
-        with pytest.raises(UserError, match=r"weights of version 1\.5 could not be written.*(space|large)") as caught:
+        with pytest.raises(UserError, match=r"cannot write the weights of version 1\.5.*(space|large)") as caught:
             serve(run, settings, before=lambda updates: full.fill() if updates == 4 else None)
         assert "make room" in caught.value.todo and str(run.dir) in caught.value.todo
         target = decode_as(WeightUpdate, db.hget(Keys(run.id).target, "b"))
@@ -188,9 +188,9 @@ def test_without_room_for_the_journal_the_learner_stops_and_what_is_written_can_
 ) -> None:  # fmt: skip
     full = disk(run.dir / "journal")
     if not full.mounted:
-        pytest.skip("the journal of this run is smaller than any limit on files: it needs a file system of its own")
+        pytest.skip("the journal of this run is smaller than any limit on files: it needs a separate file system")
     with tiny_learner.Player(address, run.id):
-        with pytest.raises(UserError, match=r"step 5 could not be written to the journal.*No space left") as caught:
+        with pytest.raises(UserError, match=r"cannot write step 5 to the journal.*No space left") as caught:
             serve(run, settings, before=lambda updates: full.fill() if updates == 4 else None)
         assert "make room" in caught.value.todo
         full.free()
@@ -208,7 +208,7 @@ def test_without_room_for_evidence_training_goes_on(
 ) -> None:  # fmt: skip
     full = disk(run.dir / "skipped")
     if not full.mounted:
-        pytest.skip("evidence is smaller than any limit on files: it needs a file system of its own")
+        pytest.skip("the files are smaller than any limit on files: the test needs a separate file system")
     full.fill()
     calls: list[int] = []
 
@@ -218,22 +218,22 @@ def test_without_room_for_evidence_training_goes_on(
 
     with tiny_learner.Player(address, run.id):
         assert serve(run, settings, verdict=verdict) == 0
-    assert "the skipped batch could not be kept" in caplog.text
+    assert "could not save the skipped batch" in caplog.text
 
 
 @pytest.mark.fault(41)
-def test_without_room_at_the_start_it_says_so_and_leaves_nothing(
+def test_without_disk_space_at_the_start_it_reports_that_and_leaves_nothing(
     run: RunSettings, settings: LearnerSettings, disk: Callable[[Path], Disk], db: redis.Redis, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     full = disk(run.dir)
     if not full.mounted:
-        pytest.skip("the key of a run is smaller than any limit on files: it needs a file system of its own")
+        pytest.skip("the key of a run is smaller than any limit on files: it needs a separate file system")
     full.fill()
     tree = {"run": json.loads(run.model_dump_json()), "learner": {"questions": str(settings.questions)}}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     assert cli.main(["--config", str(tmp_path / "c.yaml")]) == 2
     said = capsys.readouterr().err
-    assert "error: the disk is full: [Errno 28] No space left on device" in said and "do: make room" in said
+    assert "error: the disk is full: [Errno 28] No space left on device" in said and "do: free disk space" in said
     assert [p.name for p in run.dir.iterdir() if p.name != ".filler"] == []
     assert not db.exists(Keys(run.id).lease)

@@ -146,11 +146,11 @@ def test_weights_are_on_the_device_before_they_are_renamed_and_announced(
     run = RunSettings(id="t1", dir=tmp_path / "run", model=tmp_path / "m")
     lost: list[list[str]] = []
 
-    class Told:
+    class RecordingLink:
         def target(self, update: WeightUpdate, _: str) -> None:
             lost.append(device.lost(Path(update.path)))
 
-    link: EngineLink = Told()  # type: ignore[assignment]
+    link: EngineLink = RecordingLink()  # type: ignore[assignment]
     publisher = build_publisher(settings, run, [tmp_path / "m" / "tokenizer.json"], link)
     for step in range(2):
         publisher.announce(publisher.publish(PolicyVersion(1, step), ADAPTER), "ready")

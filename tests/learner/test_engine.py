@@ -82,7 +82,7 @@ def plain(updates: int, **optim) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def plain_loss(updates: int) -> float:
-    """Of all data after so many updates."""
+    """State after this many updates on all data."""
     model = Toy().requires_grad_(False)
     model.load_state_dict(plain(updates)[0])
     return model(data()).square().mean().item()
@@ -174,7 +174,7 @@ def test_a_warm_up_can_be_a_share_of_the_run():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_part_of_the_module_can_have_a_rate_of_its_own(stage):
+def test_a_part_of_the_module_can_have_its_own_learning_rate(stage):
     module = Toy()
     module.lr_scales = {"last.": 0.25}
     plain_moves, scaled_moves = ({}, {})
@@ -245,7 +245,7 @@ def test_nothing_is_written_to_stdout(capfd):
     assert capfd.readouterr().out == ""
 
 
-# What runs in processes of its own: this file is started with a role and writes what it found as JSON.
+# Runs in separate processes: this file is started with a role and writes its results as JSON.
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_two_ranks_do_what_one_does(stages, tmp_path, zygote):
 def _resume(directory: Path, stage: int) -> dict[str, object]:
     torch.manual_seed(99)
     engine = start(stage)
-    update(engine, data(3), 1)  # a state of its own, to be replaced whole
+    update(engine, data(3), 1)  # another state, to be replaced completely
     engine.load_state(directory / "state")
     norm = update(engine, data(), 2).grad_norm
     found = {name: [x.hex() for x in t.flatten().tolist()] for name, t in engine.iter_weights()}

@@ -34,7 +34,7 @@ ROWS = 12
 
 
 class Net(torch.nn.Module):
-    """Odd sizes, a tied matrix, a frozen one, buffers of both kinds, and a part with a learning rate of its own."""
+    """Odd sizes, a tied matrix, a frozen one, buffers of both kinds, and a part with another learning rate."""
 
     lr_scales = {"head.": 4.0}  # noqa: RUF012  # a plain dict is what the engine looks for
 
@@ -140,7 +140,7 @@ def role_three(folder: Path) -> None:
 
 def resume(stage: int, dtype: str, here: Path, *, dropout: bool) -> None:
     engine = start(stage, dtype)
-    update(engine, 9, dropout=True)  # a state of its own, to be replaced whole
+    update(engine, 9, dropout=True)  # another state, to be replaced completely
     engine.load_state(here / "state")
     if engine.rank == 0:
         save_file(state(engine), here / f"loaded.{engine.world_size}")
@@ -309,7 +309,7 @@ def test_files_that_cannot_be_written_are_an_os_error(tmp_path: Path) -> None:
     engine.save_state(tmp_path / "folder")
 
 
-def test_an_average_begins_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_an_average_begins_on_request(tmp_path: Path) -> None:
     engine = start(2, "float32")
     update(engine, 1)
     engine.save_state(tmp_path)
@@ -345,7 +345,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "good" / "state.json").read_text())
     index["shapes"]["first.bias"] = [8]
     (tmp_path / "good" / "state.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="of another model") as caught:
+    with pytest.raises(UserError, match="belongs to another model") as caught:
         engine.load_state(tmp_path / "good")
     assert "first.bias is [8] there and [7] here" in caught.value.why
 

@@ -121,7 +121,7 @@ def test_the_average(model, tmp_path):
     assert not expected["model.norm.weight"].equal(published(engine, settings)["model.norm.weight"])
 
 
-def test_no_average_is_a_persons_error(model, tmp_path):
+def test_no_average_is_a_user_error(model, tmp_path):
     settings = ModelSettings()
     engine = DeepSpeedEngine(
         load_policy(model, settings), optim=OptimSettings(), engine=DeepSpeedSettings(), dtype="float32",
@@ -164,14 +164,14 @@ def test_peft_loads_the_adapter_and_computes_the_same(model, stage, tmp_path):
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == LORA.alpha
 
 
-def test_another_model_and_a_damaged_file_are_a_persons_errors(model, tmp_path):
+def test_another_model_and_a_damaged_file_are_user_errors(model, tmp_path):
     settings = ModelSettings()
     trained(model, settings).save_state(tmp_path / "state")
     for layers in (1, 3):
         config = transformers.AutoConfig.from_pretrained(model)
         config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
-        with pytest.raises(UserError, match="is of another model"):
+        with pytest.raises(UserError, match="does not belong to the model"):
             export_model(tmp_path / "state", tmp_path / "other", settings, tmp_path / "out")
     file = next((tmp_path / "state").glob("master*"))
     file.write_bytes(file.read_bytes()[:-100])

@@ -37,7 +37,7 @@ def notes(run: RunSettings) -> dict[int, tuple[str, str]]:
     return {seq: (outcome, reason) for seq, outcome, reason in found.facts["ledger"]["notes"]}
 
 
-def test_most_groups_teach_nothing_and_the_run_ends_with_its_books_closed(
+def test_most_groups_have_no_signal_and_the_run_ends_with_consistent_accounting(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]
 ) -> None:
     def die(updates: int) -> None:
@@ -80,7 +80,7 @@ def group(rewards: tuple[float, ...], **more: Any) -> TrajectoryGroup:
     ("rewards", "kept"),
     [((1.0, 0.0), True), ((1.0, 1.0), False), ((0.0, 0.0, 0.0), False), ((0.1 + 0.2, 0.3), False), ((1.0,), True)],
 )
-def test_a_group_teaches_when_its_voters_differ(rewards: tuple[float, ...], kept: bool) -> None:
+def test_a_group_has_a_signal_if_its_valid_rewards_differ(rewards: tuple[float, ...], kept: bool) -> None:
     assert GroupFilter(EM, 4).refuses(group(rewards)) is not kept
     assert not GroupFilter(FilterSettings(), 4).refuses(group(rewards)), "off unless a metric is named"
 
@@ -95,7 +95,7 @@ def test_patience_is_for_groups_in_a_row_and_lasts_until_a_step() -> None:
     assert made.refuses(same)
 
 
-def test_who_does_not_vote_makes_no_difference() -> None:
+def test_invalid_trajectories_do_not_affect_filtering() -> None:
     whole = group((1.0, 1.0, 0.0))
     *right, wrong = whole.trajectories
     failed = wrong.model_copy(update={"status": Status.FAILED})
@@ -111,12 +111,12 @@ def test_the_metric_is_a_part_of_the_reward_or_the_whole(caplog: pytest.LogCaptu
     assert not GroupFilter(FilterSettings(metric="reward"), 4).refuses(shaped)
     with caplog.at_level(logging.WARNING):
         assert not GroupFilter(FilterSettings(metric="emm"), 4).refuses(shaped), "a misspelt part loses nothing"
-    assert "no reward 'emm', the whole is used; known: em" in caplog.text
+    assert "no reward named 'emm', using the whole reward; known: em" in caplog.text
 
 
 def test_an_algorithm_may_ask_for_it(settings: LearnerSettings) -> None:
     assert settings.filtering.metric == ""
     dapo = LearnerSettings.model_validate({"algorithm": {"type": "dapo"}})
     assert dapo.filtering.metric == "reward"
-    told = LearnerSettings.model_validate({"algorithm": {"type": "dapo"}, "filter": {"metric": "em"}})
-    assert told.filtering.metric == "em"
+    reported = LearnerSettings.model_validate({"algorithm": {"type": "dapo"}, "filter": {"metric": "em"}})
+    assert reported.filtering.metric == "em"

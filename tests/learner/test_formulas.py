@@ -341,7 +341,7 @@ def test_the_second_moment_of_what_stays_is_bounded_over_the_whole_batch(thresho
     assert (sum(rejected) > 0) == (threshold < 1)
 
 
-def test_the_bound_is_one_for_all_ranks_whoever_holds_the_tokens() -> None:
+def test_the_bound_is_the_same_for_any_distribution_over_ranks() -> None:
     draw = torch.Generator().manual_seed(0)
     squares = torch.randn(500, generator=draw, dtype=torch.float64).square() * 0.1
     alone = second_moment_bound([squares], 0.04, lambda vector: vector)

@@ -133,7 +133,7 @@ def test_parts_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match="'exact'"):
         algorithm_of(type="grpo", parts={"exact": 1.0}).advantages(Outcomes.of(over_the_wire()))
     for given, words in (
-        ({"type": "grpo", "turns": "turn"}, "not with rewards of turns"),
+        ({"type": "grpo", "turns": "turn"}, "cannot be combined with turns"),
         ({"type": "dapo", "overlong_length": 100}, "overlong_length"),
     ):
         with pytest.raises(ValidationError, match=words):

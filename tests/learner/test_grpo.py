@@ -65,7 +65,7 @@ def as_scored(x: TokenInputs) -> TokenScores:
 
 
 def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[float]]:
-    """Loss, gradient to log-probs, gradient to entropies; one token at a time, derivatives by hand."""
+    """Loss, gradient to log-probs, gradient to entropies; one token at a time, derivatives derived manually."""
     total, to_logprobs, to_entropy = 0.0, [], []
     columns = [t.tolist() for t in (x.logprobs, x.entropy, x.old, x.reference, x.advantages, x.weights)]
     for lp, h, old, ref, a, w, iw in zip(*columns, slow_importance(x, s), strict=True):
@@ -182,7 +182,7 @@ def test_the_metrics_are_sums_over_tokens():
     assert out.sums["entropy"].item() == pytest.approx(x.entropy.sum().item())
 
 
-def test_a_reference_is_asked_for_only_when_it_counts():
+def test_a_reference_is_required_only_if_it_has_a_weight():
     assert not build_algorithm(GrpoSettings()).requirements.reference
     assert build_algorithm(GrpoSettings(kl={"coefficient": 0.01})).requirements.reference
     assert not build_algorithm(GrpoSettings()).requirements.entropy_gradient

@@ -1,4 +1,4 @@
-"""Keys of another type, values that are none, ids that no clock makes, tasks that somebody else adds.
+"""Keys of another type, invalid values, ids that no clock generates, tasks of other programs.
 
 What the learner needs is named with the way out; what only informs people is left out and logged.
 """
@@ -82,7 +82,7 @@ def test_a_count_that_is_none_is_named_with_the_way_out(store: RunStore, db: red
     refused(KEYS.epoch, lambda: store.acquire("me", 0, 60_000, takeover=False))
 
 
-def test_a_lease_without_a_holder_is_nobodys_and_is_taken(store: RunStore, db: redis.Redis, tmp_path: Path) -> None:
+def test_a_lease_without_a_holder_is_free(store: RunStore, db: redis.Redis, tmp_path: Path) -> None:
     db.delete(KEYS.lease)
     db.hset(KEYS.lease, "foo", "bar")
     assert store.holder() is None
@@ -93,7 +93,7 @@ def test_a_lease_without_a_holder_is_nobodys_and_is_taken(store: RunStore, db: r
     assert holder is not None and (holder.epoch, holder.since, holder.renewed_s) == (0, 0.0, None)
     with pytest.raises(Fenced):
         lease.renew()
-    assert lease.reacquire() and lease.epoch == 3, "what somebody has overwritten is taken again"
+    assert lease.reacquire() and lease.epoch == 3, "an overwritten lease is reacquired"
 
 
 def test_a_stream_that_can_take_no_entry_more_is_no_silence(store: RunStore, db: redis.Redis, tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ def test_a_takeover_trains_nothing_of_the_run_it_replaces(
     assert [g.question for g in groups] == [own.question(g.seq) for g in groups]
     assert facts["tally"]["dead_letters"] == facts["tally"]["requeued"] == facts["tally"]["reissued"] == 0
     assert db.hget(KEYS.meta, LINEAGE_FIELD).decode() == lineage(heir) != lineage(begun)
-    told = [events.parse(fields)["text"] for _, fields in db.xrange(KEYS.events)]
-    assert [text for text in told if lineage(begun)[:8] in text], "the history says what was deleted"
+    reported = [events.parse(fields)["text"] for _, fields in db.xrange(KEYS.events)]
+    assert [text for text in reported if lineage(begun)[:8] in text], "the history says what was deleted"
     assert f"run.dir {heir.dir}" in str(refusal(begun))
 
 
@@ -175,9 +175,9 @@ def test_a_run_from_before_there_were_lineage_ids_is_adopted(
             serve(begun, settings, no_such_setting=1)  # the engine fails before a task is issued
         after = trains_to_the_end(begun, settings, serve, address)
     assert after[LINEAGE_FIELD] == lineage(begun) == db.hget(KEYS.meta, LINEAGE_FIELD).decode()
-    told = [r.getMessage() for r in caplog.records]
-    assert {text.split(" was ")[0].split(" holds ")[0] for text in told} == {"the checkpoint", "Redis"}
-    assert all("adopted by lineage" in text for text in told)
+    reported = [r.getMessage() for r in caplog.records]
+    assert {text.split(" is from ")[0] for text in reported} == {"the checkpoint", "Redis' state"}
+    assert all("assigning it to lineage" in text for text in reported)
 
 
 def test_a_checkpoint_that_was_copied_from_another_run_is_refused_with_the_way_out(
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_was_copied_from_another_run_is_refused_with_the_way_o
     shutil.copy(begun.dir / "run.key", copy.dir)
     before = kept(db)
     error = refusal(copy)
-    assert f"is of lineage {lineage(begun)[:8]}, the run directory of {lineage(copy)[:8]}" in str(error)
+    assert f"has lineage {lineage(begun)[:8]}, the run directory {lineage(copy)[:8]}" in str(error)
     assert "foray export" in error.todo and lineage(begun) in error.todo
     assert kept(db) == before
 
@@ -199,7 +199,7 @@ def test_a_lost_file_is_made_again_from_the_checkpoint_and_a_spoilt_one_is_refus
     path.unlink()
     assert ensure_lineage_id(begun) == ensure_lineage_id(begun) == lineage(begun) == was
     path.write_text("not hex\n")
-    with pytest.raises(UserError, match="cannot be read") as refused:
+    with pytest.raises(UserError, match="cannot read the run's lineage id") as refused:
         ensure_lineage_id(begun)
     assert was in refused.value.todo
 
@@ -214,12 +214,12 @@ def test_a_count_beyond_what_this_directory_can_have_issued_stops_the_start(
 ) -> None:
     db.set(KEYS.issued, 20_000)
     error = refusal(begun)
-    assert "has issued tasks up to seq 20000, and" in str(error) and "none above 10" in str(error)
+    assert "of run t1 up to seq 20000, but" in str(error) and "none above 10" in str(error)
     assert "--takeover" in error.todo
     trains_to_the_end(begun, settings, serve, address, takeover=True)
 
 
-def test_a_count_that_grows_while_the_run_goes_on_is_ignored_and_told(
+def test_a_count_that_grows_during_the_run_is_ignored_and_reported(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
@@ -237,8 +237,8 @@ def test_a_count_that_grows_while_the_run_goes_on_is_ignored_and_told(
         serve(run, settings, before=meddle)
     assert max(seq for seq, _ in player.seen) == 32 == int(db.get(KEYS.issued))
     assert len(tiny_learner.surviving(run.dir)) == run.steps
-    (told,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
-    assert told.startswith(f"{KEYS.issued} in Redis says 20000, but no more than ")
+    (reported,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert reported.startswith(f"{KEYS.issued} in Redis is 20000, but this run can have issued at most ")
     assert [f for _, f in db.xrange(KEYS.events) if f[b"kind"] == b"issued-ignored"]
 
 

@@ -103,7 +103,7 @@ def test_a_learner_that_lost_the_lease_cannot_issue(issuer: TaskIssuer, store: R
         issuer.tick()
 
 
-def test_tasks_wait_until_the_disk_says_that_they_may_be_issued(issuer: TaskIssuer, run: RunSettings) -> None:
+def test_tasks_wait_until_the_reservation_is_on_disk(issuer: TaskIssuer, run: RunSettings) -> None:
     """A start would otherwise find more issued in Redis than its directory knows of, and refuse it."""
     epochs, away = run.checkpoint_dir / "epochs", run.checkpoint_dir / "away"
     epochs.rename(away)
@@ -113,7 +113,7 @@ def test_tasks_wait_until_the_disk_says_that_they_may_be_issued(issuer: TaskIssu
     assert IssueReservation(epochs).highest() >= 12
 
 
-def test_a_count_in_redis_that_nobody_can_have_issued_is_as_good_as_none(issuer: TaskIssuer, db: redis.Redis) -> None:
+def test_an_impossible_count_in_redis_is_ignored(issuer: TaskIssuer, db: redis.Redis) -> None:
     """`SET issued 5000000` made a list of five million seqs, and as many tasks."""
     db.set(Keys("t1").issued, 5_000_000)
     issuer.recount()
@@ -122,5 +122,5 @@ def test_a_count_in_redis_that_nobody_can_have_issued_is_as_good_as_none(issuer:
     db.set(Keys("t1").issued, 5_000_000)
     issuer.recount()
     assert issuer.tick() == 12 and issuer._delivery.issued == 12, "nothing is known: they are issued again"
-    told = [fields[b"text"] for _, fields in db.xrange(Keys("t1").events)]
-    assert len(told) == 1 and b"says 5000000, but no more than " in told[0]
+    reported = [fields[b"text"] for _, fields in db.xrange(Keys("t1").events)]
+    assert len(reported) == 1 and b"is 5000000, but this run can have issued at most " in reported[0]

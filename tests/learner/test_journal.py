@@ -107,7 +107,7 @@ def test_a_step_can_be_found_and_read_alone(tmp_path: Path, journal: Callable[[]
 
 
 @pytest.mark.parametrize("harm", ["none", "missing", "short", "cut", "flip", "off by one", "ahead"])
-def test_the_index_says_the_same_whatever_became_of_it(
+def test_a_damaged_or_missing_index_is_rebuilt_identically(
     tmp_path: Path, journal: Callable[[], GroupJournal], harm: str
 ) -> None:
     written = journal()
@@ -160,7 +160,7 @@ def test_a_journal_of_limited_size_loses_its_oldest_steps_but_none_that_is_neede
     assert seqs(tmp_path)[-1] == (1, 21, 21)
 
 
-def test_a_full_disk_is_told_once_and_spoils_nothing(tmp_path: Path, journal: Callable[[], GroupJournal]) -> None:
+def test_a_full_disk_is_reported_once_and_damages_nothing(tmp_path: Path, journal: Callable[[], GroupJournal]) -> None:
     written = journal()
     append(written, 1, 1, 1)
     (data,) = tmp_path.glob("*.bin")

@@ -80,7 +80,7 @@ def test_the_expected_value_and_gradient_are_those_of_the_full_divergence(way, k
     if drawn == "policy":
         chances, estimates = world.policy.detach().exp(), world.estimates(function, head)
     else:
-        # The head is exact whoever drew the token; only the tail is weighed.
+        # The head is exact for any sampling policy; only the tail is weighted.
         chances = world.sampler.exp()
         estimates = world.estimates(function, head, importance=world.sampler)
     mean, exact = (chances * estimates).sum(), world.full(full)

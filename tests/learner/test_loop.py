@@ -76,9 +76,9 @@ def test_a_run_ends_with_every_seq_trained_once_and_nothing_in_flight(
     assert update.version == (1, 8) and Path(update.path, "model.safetensors").is_file()
     assert db.xpending(keys.traj, "learner")["pending"] == 0 and db.xlen(keys.traj) == 0
     assert db.exists(keys.lease) == 0
-    told = decode_as(MetricsSnapshot, db.get(keys.metrics("learner", "0")))
-    assert told.text["state"] == "done"
-    assert (told.values["issued"], told.values["trained"], told.values["in_flight"]) == (32, 32, 0)
+    reported = decode_as(MetricsSnapshot, db.get(keys.metrics("learner", "0")))
+    assert reported.text["state"] == "done"
+    assert (reported.values["issued"], reported.values["trained"], reported.values["in_flight"]) == (32, 32, 0)
     journalled = list(read_journal(run.dir / "journal"))
     assert [e.group.seq for e in journalled] == [s for batch in tiny_learner.surviving(run.dir).values() for s in batch]
     line = tiny_learner.step_lines(run.dir)[-1]
@@ -130,7 +130,7 @@ def test_a_resumed_learner_has_the_weights_of_its_checkpoint_and_publishes_them_
         with pytest.raises(tiny_learner.Crash):
             serve(run, settings, before=die)
         serve(run, settings, before=look)
-    assert seen[0] == (2, 3), "the engines were told the resumed version before the first step"
+    assert seen[0] == (2, 3), "the engines received the resumed version before the first step"
     saved = json.loads((Checkpoints(run.checkpoint_dir, 2).load().path / "state" / "tiny.json").read_text())
     assert saved[0] == run.steps
 
@@ -159,13 +159,13 @@ def test_tokens_of_steps_that_a_crash_undid_are_trained_or_masked(
 def test_a_signal_before_training_ends_it_at_once(run: RunSettings, settings: LearnerSettings, db: redis.Redis) -> None:
     from learner.main import serve
 
-    def told(run: RunSettings, settings: LearnerSettings) -> Any:
+    def reported(run: RunSettings, settings: LearnerSettings) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
         raise AssertionError("the signal was not heard")
 
     with pytest.raises(SystemExit) as caught:
-        serve(run, settings, make_engine=told)
+        serve(run, settings, make_engine=reported)
     assert caught.value.code == 0 and not db.exists(Keys(run.id).lease)
 
 
@@ -178,7 +178,7 @@ def test_publishing_twice_and_redelivery_are_suppressed(
     db: redis.Redis,
 ) -> None:
     def replay(updates: int) -> None:
-        # Somebody adds groups that were trained, or are buffered, past the publishing function.
+        # Adds groups that were trained, or are buffered, bypassing the publishing function.
         for seq in (1, 2, 4 * updates + 6):
             header, body = seal(make_group(seq, run=run.id))
             db.xadd(Keys(run.id).traj, {"seq": seq, "h": header, "b": body})
@@ -247,14 +247,14 @@ def test_flushing_redis_in_the_middle_costs_only_rollouts(
     facts = assert_exactly_once(run)
     assert [epoch for epoch, _ in facts["lineage"]] == [1, 2, 3], "a lapsed lease is taken again with a new epoch"
     assert (facts["tally"]["state_lost"], facts["tally"]["lease_lapsed"]) == (2, 2)
-    assert facts["redis"]["lost"] < 0, "what was received, and Redis has forgotten, is told"
+    assert facts["redis"]["lost"] < 0, "received tokens that Redis has lost are reported"
     keys, kinds = Keys(run.id), [events.parse(e)["kind"] for _, e in db.xrange(Keys(run.id).events)]
     assert "state-lost" in kinds and "redis-lost" in kinds and kinds[-1] == "done"
     assert db.hget(keys.meta, "schema") and db.hget(keys.tokens, "life"), "meta and the counts are there again"
 
 
 @pytest.mark.fault(29)
-def test_flushing_redis_while_the_learner_waits_is_mended_at_once(
+def test_flushing_redis_while_the_learner_waits_is_repaired_immediately(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
@@ -289,7 +289,7 @@ def test_a_target_that_redis_has_forgotten_is_announced_again(
         def forget() -> None:
             while db.hget(target, "state") is None or not player.resting.wait(0.01):
                 pass
-            time.sleep(0.3)  # the step is announced, and the learner waits for groups that nobody begins
+            time.sleep(0.3)  # the step is announced, and the learner waits for groups that never begin
             forgotten.append(db.delete(target))
             player.paused.clear()
 
@@ -365,7 +365,7 @@ def test_batches_that_are_not_finite_are_dead_and_three_in_a_row_stop_the_run(
     assert len({e.group.seq for e in read_journal(run.dir / "skipped")}) == 12 + 12
 
 
-def test_groups_too_old_are_dropped_when_told_so(
+def test_stale_groups_are_dropped_if_configured(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
@@ -394,7 +394,7 @@ def test_a_deleted_task_is_found_and_issued_again(
     with tiny_learner.Player(address, run.id) as player:
 
         def unread() -> list[bytes]:
-            """Tasks that nobody leased."""
+            """Tasks that were not leased."""
             last = db.xinfo_groups(keys.tasks)[0]["last-delivered-id"]
             return [id_ for id_, _ in db.xrange(keys.tasks, min=b"(" + last)]
 
@@ -404,7 +404,7 @@ def test_a_deleted_task_is_found_and_issued_again(
                 player.paused.set()
                 player.resting.clear()
                 assert player.resting.wait(10)
-            if updates == 2:  # the credit of the second step becomes tasks that nobody leases
+            if updates == 2:  # the credit of the second step becomes tasks that are not leased
                 deadline = time.monotonic() + 10
                 while len(unread()) < 4 and time.monotonic() < deadline:
                     time.sleep(0.02)
@@ -432,7 +432,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
     with tiny_learner.Player(address, run.id), caplog.at_level(logging.ERROR):
         serve(run, settings.model_copy(update={"checkpoint_every": 2}))
     assert tries == [2, 4, 5, 6, 7, 8]
-    assert "step 2 stays in force" in caplog.text and "no more tasks are issued" in caplog.text
+    assert "step 2 remains current" in caplog.text and "no more tasks are issued" in caplog.text
     assert_exactly_once(run)
 
 
@@ -491,7 +491,7 @@ def test_versions_that_an_engine_still_serves_are_not_collected(
 
 @pytest.fixture
 def launch(run: RunSettings, settings: LearnerSettings, tmp_path: Path) -> Callable[[int], subprocess.Popen[str]]:
-    """Starts a learner process for so many steps."""
+    """Starts a learner process for this many steps."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(steps: int) -> subprocess.Popen[str]:

@@ -76,8 +76,8 @@ def test_chosen_layers_only(directory):
     assert kinds == {"q_proj", "down_proj"}
 
 
-def test_layers_that_do_not_exist_are_a_persons_error(directory):
-    with pytest.raises(UserError, match="target_modules is Wqkv") as caught:
+def test_layers_that_do_not_exist_are_a_user_error(directory):
+    with pytest.raises(UserError, match="target_modules: Wqkv") as caught:
         policy(directory, LoraSettings(rank=2, target_modules=("Wqkv",)))
     assert "q_proj" in caught.value.render()
 

@@ -76,7 +76,7 @@ def test_chunks_hold_no_more_logits_than_allowed():
     assert 0 < widest <= 20_000
 
 
-def test_the_entropy_has_a_gradient_only_when_asked():
+def test_the_entropy_has_a_gradient_only_on_request():
     logits = torch.randn(3, 5, requires_grad=True)
     assert not score_logits(logits, torch.tensor([0, 1, 2]), 1.0).entropy.requires_grad
     assert score_logits(logits, torch.tensor([0, 1, 2]), 1.0, entropy_gradient=True).entropy.requires_grad

@@ -1,4 +1,4 @@
-"""Corrections for tokens of another policy: slow loops in plain Python, bounds by hand, sums over ranks."""
+"""Corrections for tokens of another policy: slow loops in plain Python, bounds computed manually, sums over ranks."""
 
 from __future__ import annotations
 

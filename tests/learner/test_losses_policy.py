@@ -1,4 +1,4 @@
-"""Policy losses against slow float64 loops written from the papers' formulas, gradients included, and by hand."""
+"""Policy losses against slow float64 loops from the papers' formulas, with gradients, and against manual values."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def slow_ppo(leaves: list[torch.Tensor], case: Case, dual: float | None = None) 
 
 
 def slow_gspo(leaves: list[torch.Tensor], case: Case) -> list[torch.Tensor]:
-    """Equation 5 as it stands: the ratio of the sequence carries the gradient of all its tokens."""
+    """Equation 5 literally: the ratio of the sequence carries the gradient of all its tokens."""
     losses = []
     for span in case.spans():
         if span:

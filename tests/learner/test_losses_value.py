@@ -1,4 +1,4 @@
-"""The critic's loss against a slow loop and by hand; explained variance from sums over parts."""
+"""The critic's loss against a slow loop and manual values; explained variance from sums over parts."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ def test_the_page_of_a_learner_that_trains(
 ) -> None:
     keys, urls, pages = Keys(run.id), list[str](), list[str]()
     for id_, rate in (("r1", 1000.0), ("r2", 91.0)):
-        told = MetricsSnapshot(process="rollout", id=id_, values={"tokens_generated_per_s": rate})
-        db.set(keys.metrics("rollout", id_), encode(told))
+        reported = MetricsSnapshot(process="rollout", id=id_, values={"tokens_generated_per_s": rate})
+        db.set(keys.metrics("rollout", id_), encode(reported))
         db.zadd(keys.processes, {f"rollout:{id_}": 4e9})
 
     def look(updates: int) -> None:
         if updates == 5:
-            told = decode_as(MetricsSnapshot, db.get(keys.metrics("learner", "0")))
-            urls.append(told.text["metrics_url"])
+            reported = decode_as(MetricsSnapshot, db.get(keys.metrics("learner", "0")))
+            urls.append(reported.text["metrics_url"])
             with urllib.request.urlopen(urls[0], timeout=10) as answer:
                 pages.append(answer.read().decode())
 
@@ -86,10 +86,10 @@ def test_counters_of_a_resumed_learner_begin_at_zero(
     def look(updates: int) -> None:
         if updates == 4:  # one step of this process is done
             deadline = time.monotonic() + 30
-            while (told := snapshot()).values["epoch"] < 2:
+            while (reported := snapshot()).values["epoch"] < 2:
                 assert time.monotonic() < deadline, "the second learner does not report"
                 time.sleep(0.02)
-            with urllib.request.urlopen(told.text["metrics_url"], timeout=10) as answer:
+            with urllib.request.urlopen(reported.text["metrics_url"], timeout=10) as answer:
                 families = check_page(answer.read().decode()).values()
             samples = [s for family in families for s in family.samples]
             pages.append({s.name: s.value for s in samples if not s.labels.keys() - {"run"}})

@@ -93,7 +93,7 @@ def score(model: PolicyModel, batch) -> tuple[dict[tuple[int, int], float], dict
 
 
 def one_by_one(model: PolicyModel, groups, batch) -> tuple[dict[tuple[int, int], float], dict[str, torch.Tensor]]:
-    """The same with nothing of ours: transformers' own forward pass over each trajectory alone."""
+    """The reference: transformers' forward pass over each trajectory alone."""
     model.zero_grad()
     advantage = {int(i): float(a) for m in batch.micro_batches for i, a in zip(m.trajectory, m.advantages, strict=True)}
     found: dict[tuple[int, int], float] = {}
@@ -182,8 +182,8 @@ def test_a_model_loads_in_the_dtype_of_the_settings(tmp_path):
     assert {p.dtype for p in load_policy(tmp_path, ModelSettings()).parameters()} == {torch.float32}
 
 
-def test_a_missing_model_is_a_persons_error(tmp_path):
-    with pytest.raises(UserError, match="no model in"):
+def test_a_missing_model_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="no model found in"):
         load_policy(tmp_path / "nothing", ModelSettings())
 
 
@@ -243,7 +243,7 @@ def test_a_state_that_runs_through_the_row_cannot_be_packed_but_trained(tmp_path
     shape = {"state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2}
     config = transformers.Mamba2Config(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, **shape)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="cannot be packed") as caught:
+    with pytest.raises(UserError, match="several trajectories in one row") as caught:
         load_policy(tmp_path, ModelSettings(attention="eager"))
     assert "row_tokens to 0" in caught.value.render()
     load_policy(tmp_path, ModelSettings(attention="eager"), packed=False)
@@ -256,11 +256,11 @@ def test_a_cap_on_attention_that_sdpa_leaves_out_is_refused(tmp_path):
     assert "attention to eager" in caught.value.render()
 
 
-def test_an_attention_that_transformers_lacks_is_a_persons_error(tmp_path):
+def test_an_attention_that_transformers_lacks_is_a_user_error(tmp_path):
     config = transformers.GptOssConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="does not compute with attention sdpa") as caught:
+    with pytest.raises(UserError, match="does not support attention sdpa") as caught:
         load_policy(tmp_path, ModelSettings(), packed=False)
     assert "attention to eager" in caught.value.todo and "row_tokens" not in caught.value.todo
     transformers.FalconMambaConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
@@ -304,7 +304,7 @@ def test_the_check_sees_a_mask_that_leaks_in_any_dtype(dtype, tmp_path, monkeypa
 
     monkeypatch.setattr("learner.model.policy.attention_mask", leaking)
     monkeypatch.setattr("learner.model.parity_check.use_spans", lambda causal: False)
-    with pytest.raises(UserError, match="cannot be packed"):
+    with pytest.raises(UserError, match="several trajectories in one row"):
         load_policy(tmp_path, ModelSettings(dtype=dtype))
     load_policy(tmp_path, ModelSettings(dtype=dtype), packed=False)
 
@@ -317,7 +317,7 @@ def test_bfloat16_s_rounding_is_no_reason_to_refuse(name, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_no_setting_can_mend_is_refused_in_any_dtype(dtype, tmp_path):
+def test_a_model_that_no_setting_can_fix_is_refused_in_any_dtype(dtype, tmp_path):
     for name, kind in (("scaled", "hyperclovax"), ("bidirectional", "bert")):
         tiny(kind, **({"logits_scaling": 2.0} if name == "scaled" else {})).save_pretrained(tmp_path / name)
         with pytest.raises(UserError, match="scored wrongly"):

@@ -63,7 +63,7 @@ def test_rollouts_that_are_faster_than_the_learner_are_held_back_and_redis_stays
 
 
 @pytest.mark.fault(49)
-def test_a_learner_that_is_faster_than_its_rollouts_waits_says_so_and_does_not_spin(
+def test_a_learner_faster_than_its_rollouts_waits_reports_it_and_does_not_spin(
     run: RunSettings,
     settings: LearnerSettings,
     serve: Serve,
@@ -80,6 +80,6 @@ def test_a_learner_that_is_faster_than_its_rollouts_waits_says_so_and_does_not_s
         assert serve(few, settings) == 0
     took, burnt = time.monotonic() - began, time.process_time() - burnt
     waits = decode_as(MetricsSnapshot, db.get(Keys(run.id).metrics("learner", "0"))).waits
-    assert waits["data"] > 0.5 * 16 * 0.1, "it says whom it waited for"
+    assert waits["data"] > 0.5 * 16 * 0.1, "it reports what it waited for"
     assert took > 16 * 0.1 and burnt < 0.7 * took, f"{burnt:.2f} s of processor time in {took:.2f} s"
     assert db.xpending(Keys(run.id).tasks, TASK_GROUP)["pending"] == 0

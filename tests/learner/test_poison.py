@@ -1,4 +1,4 @@
-"""A group that kills whoever reads it is set aside unread; its innocent neighbours are not."""
+"""A group that crashes its readers becomes a dead letter unread; its neighbours do not."""
 
 from __future__ import annotations
 

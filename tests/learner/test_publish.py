@@ -36,10 +36,10 @@ def run(tmp_path: Path) -> RunSettings:
 
 @pytest.fixture
 def publisher(run: RunSettings) -> WeightPublisher:
-    return build_publisher(LearnerSettings().publish, run, sorted(run.model.iterdir()), Told())
+    return build_publisher(LearnerSettings().publish, run, sorted(run.model.iterdir()), RecordingLink())
 
 
-class Told(list):
+class RecordingLink(list):
     """A link that keeps what was announced over it."""
 
     def target(self, update: WeightUpdate, state: str) -> None:
@@ -87,7 +87,7 @@ def test_a_real_model_can_be_loaded_from_it(run: RunSettings) -> None:
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     config.save_pretrained(run.model)
-    publisher = build_publisher(LearnerSettings().publish, run, sorted(run.model.iterdir()), Told())
+    publisher = build_publisher(LearnerSettings().publish, run, sorted(run.model.iterdir()), RecordingLink())
     update = publisher.publish(PolicyVersion(1, 0), model.state_dict().items())  # with the tied head twice
     again = AutoModelForCausalLM.from_pretrained(update.path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -134,13 +134,13 @@ publisher.publish(PolicyVersion(1, 1), [("a", torch.arange(4.0))])
 @pytest.mark.slow
 @pytest.mark.fault(42)
 def test_a_learner_that_is_killed_between_two_files_has_published_nothing(run: RunSettings) -> None:
-    # a process of its own: a fork of this one, in which other tests have left torch's threads, would prove nothing
+    # a new process: a fork of this one, with torch threads of other tests, would prove nothing
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(run.dir), str(run.model)], stderr=subprocess.PIPE)
     _, said = child.communicate(timeout=60)
     assert child.returncode == -signal.SIGKILL, said.decode()
     (left,) = run.weights_dir.iterdir()
     assert left.name == f".v1.1.{child.pid}.tmp" and [p.name for p in left.iterdir()] == ["model.safetensors"]
-    publisher = build_publisher(DiskPublishSettings(), run, sorted(run.model.iterdir()), Told())
+    publisher = build_publisher(DiskPublishSettings(), run, sorted(run.model.iterdir()), RecordingLink())
     assert list(run.weights_dir.iterdir()) == [], "the next start removes it"
     publisher.publish(PolicyVersion(2, 1), weights())
     assert [p.name for p in run.weights_dir.iterdir()] == ["v2.1"]
@@ -151,13 +151,13 @@ def test_what_a_killed_learner_left_is_replaced(run: RunSettings) -> None:
     (run.weights_dir / ".v1.1.77.tmp").mkdir(parents=True)
     (run.weights_dir / "v1.1").mkdir()
     (run.weights_dir / "v1.1" / "half").touch()
-    publisher = build_publisher(DiskPublishSettings(fsync=False), run, [], Told())
+    publisher = build_publisher(DiskPublishSettings(fsync=False), run, [], RecordingLink())
     publisher.publish(PolicyVersion(1, 1), weights())
     assert sorted(p.name for p in run.weights_dir.rglob("*")) == ["manifest.json", "model.safetensors", "v1.1"]
 
 
 def test_the_newest_and_those_in_use_are_kept(run: RunSettings) -> None:
-    publisher = build_publisher(DiskPublishSettings(keep_versions=2), run, [], Told())
+    publisher = build_publisher(DiskPublishSettings(keep_versions=2), run, [], RecordingLink())
     for version in [(1, 9), (1, 10), (2, 5), (2, 6), (2, 7)]:
         publisher.publish(PolicyVersion(*version), weights())
     (run.weights_dir / "vendor").mkdir()
@@ -170,16 +170,16 @@ def test_what_nodes_would_refuse_beside_a_model_does_not_travel(
 ) -> None:
     for name in (".gitattributes", "training_args.bin", "a note (1).md", "merges.txt"):
         (run.model / name).write_text("x")
-    update = build_publisher(DiskPublishSettings(fsync=False), run, sorted(run.model.iterdir()), Told()).publish(
-        PolicyVersion(1, 0), weights()
-    )
+    update = build_publisher(
+        DiskPublishSettings(fsync=False), run, sorted(run.model.iterdir()), RecordingLink()
+    ).publish(PolicyVersion(1, 0), weights())
     names = {p.name for p in Path(update.path).iterdir()}
     assert names == {"config.json", "manifest.json", "merges.txt", "model.safetensors", "tokenizer.json"}
-    assert "a note (1).md is not published" in caplog.text and ".gitattributes" not in caplog.text
+    assert "a note (1).md with the weights" in caplog.text and ".gitattributes" not in caplog.text
 
 
 def test_what_does_not_change_is_written_once(run: RunSettings) -> None:
-    publisher = build_publisher(DiskPublishSettings(fsync=False), run, sorted(run.model.iterdir()), Told())
+    publisher = build_publisher(DiskPublishSettings(fsync=False), run, sorted(run.model.iterdir()), RecordingLink())
     for step in range(5):
         publisher.publish(PolicyVersion(1, step), [(f"t{i}", torch.ones(100, 100)) for i in range(20)])
     assert os.stat(run.weights_dir / "v1.0" / "tokenizer.json").st_nlink >= 5, "the tokenizer is written once"
@@ -196,8 +196,8 @@ def lora(rank: int = 4) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_an_adapter_is_a_directory_in_pefts_layout(run: RunSettings) -> None:
-    told = Told()
-    publisher = build_publisher(AdapterPublishSettings(alpha=8), run, sorted(run.model.iterdir()), told)
+    reported = RecordingLink()
+    publisher = build_publisher(AdapterPublishSettings(alpha=8), run, sorted(run.model.iterdir()), reported)
     given = lora()
     update = publisher.publish(PolicyVersion(1, 3), given)
     path = Path(update.path)
@@ -220,12 +220,12 @@ def test_an_adapter_is_a_directory_in_pefts_layout(run: RunSettings) -> None:
         raw = (path / name).read_bytes()
         assert (len(raw), hashlib.sha256(raw).hexdigest()) == (facts["bytes"], facts["sha256"])
     publisher.announce(update, "ready")
-    assert told == [(update, "ready")]
+    assert reported == [(update, "ready")]
 
 
 def test_what_is_no_adapter_is_refused(run: RunSettings) -> None:
-    publisher = build_publisher(AdapterPublishSettings(), run, [], Told())
-    with pytest.raises(UserError, match="no LoRA parameter"):
+    publisher = build_publisher(AdapterPublishSettings(), run, [], RecordingLink())
+    with pytest.raises(UserError, match="not a LoRA parameter"):
         publisher.publish(PolicyVersion(1, 0), weights())
     with pytest.raises(UserError, match="ranks"):
         publisher.publish(PolicyVersion(1, 0), [*lora(4)[:2], *lora(2)[2:]])

@@ -1,4 +1,4 @@
-"""Weights by broadcast: a real Redis, real gloo, real nodes with embedded engines in processes of their own."""
+"""Weights by broadcast: a real Redis, real gloo, real nodes with embedded engines in separate processes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Fleet:
         return store, publisher, epoch
 
     def start(self, name: str, **settings: Any) -> None:
-        """A node in a process of its own."""
+        """A node in a separate process."""
         tree = {
             "run": self.run.model_dump(mode="json"),
             "engine": {
@@ -107,7 +107,7 @@ class Fleet:
         config = self.folder / f"{name}.yaml"
         config.write_text(json.dumps(tree))
         argv = [sys.executable, "-m", "rollout_server.node", "--config", str(config)]
-        # given, so that the test can ask the control routes too: a node draws one that nobody else knows
+        # given, so that the test can use the control routes, too: by default a node generates a secret one
         env = {**os.environ, "OMP_NUM_THREADS": "1", "FORAY_ENGINE_ADMIN_KEY": ADMIN_KEY}
         with (self.folder / f"{name}.log").open("ab") as log:
             self.nodes[name] = subprocess.Popen(argv, stdout=log, stderr=log, cwd=self.folder, env=env)

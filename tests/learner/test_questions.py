@@ -31,7 +31,7 @@ def test_every_known_shape_is_read(tmp_path: Path, record: dict[str, Any]) -> No
     assert question.meta == ({"hops": 2, "supporting_ids": "4,6"} if "hops" in record else {})
 
 
-def test_hotpotqa_has_one_answer_and_an_id_of_its_own(tmp_path: Path) -> None:
+def test_hotpotqa_has_one_answer_and_its_own_id_field(tmp_path: Path) -> None:
     record = {
         "_id": "5a8",
         "question": "who ?",
@@ -43,7 +43,7 @@ def test_hotpotqa_has_one_answer_and_an_id_of_its_own(tmp_path: Path) -> None:
     assert (question.id, question.answers, question.meta) == ("5a8", ("Badr Hari",), {"type": "bridge"})
 
 
-def test_the_fingerprint_is_of_what_is_asked_not_of_how_it_is_written(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_questions_not_on_the_file_format(tmp_path: Path) -> None:
     one = load_questions(write(tmp_path / "a", SHAPES[0], "", SHAPES[1]))
     same = load_questions(write(tmp_path / "b", SHAPES[1], SHAPES[0]))
     other = load_questions(write(tmp_path / "c", SHAPES[0], SHAPES[1] | {"answers": ["Bob"]}))
@@ -62,7 +62,7 @@ def test_the_fingerprint_is_of_what_is_asked_not_of_how_it_is_written(tmp_path: 
         ({"question": "who ?", "answers": []}, "`answers` is not"),
         ({"question": "who ?", "answers": [1]}, "`answers` is not"),
         ({"question": "who ?", "answers": ["x"], "id": "i" * 300}, "at most 256"),
-        ({"question": "who ?", "answers": ["x" * 600_000] * 2}, "are more than the 1044480 that a task has room for"),
+        ({"question": "who ?", "answers": ["x" * 600_000] * 2}, "exceed a task's limit of 1044480"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, why: str) -> None:
@@ -74,7 +74,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, why: str) -> None:
 def test_missing_empty_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         load_questions(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match="are empty"):
+    with pytest.raises(UserError, match="is empty"):
         load_questions(write(tmp_path / "q.jsonl", ""))
     (tmp_path / "b").write_bytes(b"\xff\xfe{}")
     with pytest.raises(UserError, match="not UTF-8"):

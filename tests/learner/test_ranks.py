@@ -1,4 +1,4 @@
-"""One trainer on several ranks: rank 0 commands, the others follow, and nobody waits for somebody who is gone.
+"""One trainer on several ranks: rank 0 commands, the others follow, and no rank waits for one that is gone.
 
 The processes are this file, started by torchrun or by themselves; what they found they write as JSON.
 """
@@ -76,7 +76,7 @@ def test_a_share_of_other_code_is_refused() -> None:
     wide = dataclasses.replace(first, weights=first.weights.astype(np.float64))
     with pytest.raises(TypeError, match=r"RankBatch.minibatches\[0\]\[0\].weights should be"):
         encode(RankBatch(((wide,),), 1.0, 1, {}))
-    with pytest.raises(TypeError, match=r"RankBatch\.num_tokens should be int and is float"):
+    with pytest.raises(TypeError, match=r"RankBatch\.num_tokens should be int, not float"):
         encode(RankBatch((), 1.0, 1.0, {}))  # type: ignore[arg-type]
 
     @dataclasses.dataclass(frozen=True)
@@ -216,11 +216,11 @@ def test_a_trainer_over_ranks_looks_like_one(tmp_path: Path) -> None:
         assert found["weights"][name] == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
-# ---- somebody dies; no DeepSpeed, only the line
+# ---- a rank dies; no DeepSpeed, only the channel
 
 
 def role_mortal(folder: Path) -> None:
-    """Rank `die` ends without a word when told; the others say how they learnt of it."""
+    """Rank `die` ends abruptly on command; the others report how they detect it."""
     join_ranks()
     ranks, die = RankChannel(), int(os.environ["DIE"])
     (folder / f"up{ranks.rank}").touch()

@@ -36,7 +36,7 @@ def source(store: RunStore, delivery: DeliveryState, tmp_path: Path) -> StreamCo
 
 @pytest.fixture
 def reconciler(store: RunStore, delivery: DeliveryState, source: StreamConsumer) -> MissingSeqReconciler:
-    """Seqs 1 to 6 are issued: 1 settled, 2 here, 3 undelivered, 4 leased, 5 read by nobody, 6 lost."""
+    """Seqs 1 to 6 are issued: 1 settled, 2 here, 3 undelivered, 4 leased, 5 unread, 6 lost."""
     delivery.settle([1], Outcome.DEAD, "x")
     store.issue(0, [(4, b"t"), (5, b"t"), (6, b"t")])
     return MissingSeqReconciler(store, delivery, source, EventLog(store))
@@ -90,7 +90,7 @@ def test_a_task_that_is_none_is_no_reason_to_stop(
     assert reconciler.tick() == []
 
 
-def test_entries_nobody_has_looked_at_may_be_any_seq(
+def test_unread_entries_may_be_any_seq(
     reconciler: MissingSeqReconciler, db: redis.Redis, store: RunStore, source: StreamConsumer, delivery: DeliveryState
 ) -> None:
     arrange(db, store, source)
@@ -114,7 +114,7 @@ def test_an_entry_given_to_a_fenced_learner_is_taken_over(
     assert reconciler.tick() == reconciler.tick() == []
 
 
-def test_missing_streams_are_told(reconciler: MissingSeqReconciler, db: redis.Redis) -> None:
+def test_missing_streams_are_reported(reconciler: MissingSeqReconciler, db: redis.Redis) -> None:
     db.delete(KEYS.traj)
     with pytest.raises(StateLost):
         reconciler.tick()

@@ -1,4 +1,4 @@
-"""What Redis counted against what was received: zero as long as Redis forgets nothing, told when it does."""
+"""The Redis audit: the difference is zero as long as Redis loses nothing, and reported otherwise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENS = 16
 
 
 class Learner:
-    """Books, source and cross-check of one life of a learner."""
+    """Delivery state, consumer and audit of one learner start."""
 
     def __init__(self, store: RunStore, folder: Path, checkpoint: dict[str, Any] | None = None, name: str = "") -> None:
         self.store, self.delivery, event_log = store, DeliveryState(issued=40), EventLog(store)
@@ -85,14 +85,14 @@ def publish(db: redis.Redis, *seqs: int) -> None:
         assert db.fcall(fn.PUBLISH, 3, KEYS.tasks, KEYS.traj, KEYS.tokens, id_, seq, header, body, TOKENS) != b"DUP"
 
 
-def told(db: redis.Redis, kind: str) -> list[str]:
+def reported(db: redis.Redis, kind: str) -> list[str]:
     lines = [events.parse(fields) for _, fields in db.xrange(KEYS.events)]
     return [line["text"] for line in lines if line["kind"] == kind]
 
 
 def test_published_is_received_or_waits_at_every_moment(learner: Learner, db: redis.Redis, store: RunStore) -> None:
     publish(db, 1, 2, 3)
-    assert learner.cross.compare() == "", "nobody was given them"
+    assert learner.cross.compare() == "", "no learner has received them"
     learner.source.tick()
     learner.train(1, 2)
     publish(db, 4)
@@ -110,9 +110,9 @@ def test_published_is_received_or_waits_at_every_moment(learner: Learner, db: re
 def test_an_entry_that_vanished_from_redis_is_found_missing(learner: Learner, db: redis.Redis) -> None:
     publish(db, 1, 2)
     db.xdel(KEYS.traj, db.xrange(KEYS.traj)[0][0])
-    assert learner.cross.compare() == "16 tokens were published that no learner received"
+    assert learner.cross.compare() == "16 published tokens were received by no learner"
     learner.delivery.accounting.received_counted += 3  # and an entry counted twice
-    assert learner.cross.compare() == "13 tokens were published that no learner received"
+    assert learner.cross.compare() == "13 published tokens were received by no learner"
 
 
 def test_a_learner_that_crashed_anywhere_around_a_checkpoint_counts_every_entry_once(
@@ -132,23 +132,23 @@ def test_a_learner_that_crashed_anywhere_around_a_checkpoint_counts_every_entry_
     state = again.checkpoint("step_2.e2")
     third = Learner(store, tmp_path, state, "step_2.e2")
     third.delivery.accounting.received_counted -= 5  # a mistake in the arithmetic of resuming would not go unnoticed
-    assert third.cross.compare() == "5 tokens were published that no learner received"
+    assert third.cross.compare() == "5 published tokens were received by no learner"
 
 
 @pytest.mark.fault(29)
-def test_a_wiped_redis_is_told_and_never_silently_folded(
+def test_a_wiped_redis_is_reported(
     learner: Learner, db: redis.Redis, store: RunStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(db, 1, 2)
     learner.source.tick()
-    publish(db, 3)  # nobody receives it
+    publish(db, 3)  # no learner receives it
     db.flushall()
     store.prepare()
     with caplog.at_level(logging.WARNING):
         assert learner.cross.compare() == ""
     assert learner.cross.values()["token_accounting_redis_lost"] == -2 * TOKENS, "received, and Redis has forgotten it"
-    assert "32 tokens were received that Redis has not counted" in caplog.text
-    assert len(told(db, "redis-lost")) == 1
+    assert "32 received tokens are not counted" in caplog.text
+    assert len(reported(db, "redis-lost")) == 1
     publish(db, 3)
     assert learner.cross.compare() == "", "and from there on every token is accounted for again"
     db.xdel(KEYS.traj, db.xrange(KEYS.traj)[0][0])
@@ -164,14 +164,14 @@ def test_a_group_that_redis_lost_while_it_was_held_is_no_fault_of_the_successor(
     db.flushall()
     store.prepare()
     assert store.acquire("me", 0, 60_000, takeover=True) == 1
-    assert learner.cross.compare() == "" and "32 tokens were received" in told(db, "redis-lost")[0]
+    assert learner.cross.compare() == "" and "32 received tokens" in reported(db, "redis-lost")[0]
     state = learner.checkpoint("step_1.e1")  # seq 2 is held, and undecided; then the learner ends
     successor = Learner(store, tmp_path, state, "step_1.e1")
     assert successor.cross.compare() == "", "what it will never receive is not missing"
     assert successor.cross.values()["token_accounting_redis_lost"] == -TOKENS
 
 
-def test_a_learner_that_goes_on_from_an_older_checkpoint_books_what_the_newer_one_had(
+def test_resuming_from_an_older_checkpoint_counts_what_the_newer_one_had(
     learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
 ) -> None:
     publish(db, 1, 2)
@@ -184,7 +184,7 @@ def test_a_learner_that_goes_on_from_an_older_checkpoint_books_what_the_newer_on
     assert again.cross.values()["token_accounting_redis_lost"] == 2 * TOKENS
 
 
-def test_a_checkpoint_that_knows_nothing_of_it_is_where_it_begins(
+def test_a_checkpoint_without_an_audit_starts_one(
     learner: Learner, db: redis.Redis, store: RunStore, tmp_path: Path
 ) -> None:
     publish(db, 1, 2)
@@ -221,9 +221,7 @@ def test_rejected_attempts_are_counted_on_across_a_redis_that_forgot(
     assert learner.cross.values()["token_accounting_rejected"] == 37
 
 
-def test_a_group_that_is_dead_on_arrival_or_unreadable_is_in_the_books_by_token(
-    learner: Learner, db: redis.Redis
-) -> None:
+def test_tokens_of_dead_and_unreadable_groups_are_counted(learner: Learner, db: redis.Redis) -> None:
     id_ = db.xadd(KEYS.tasks, {"seq": 1, "b": b"task"})
     db.xreadgroup(TASK_GROUP, "r1", {KEYS.tasks: ">"}, count=1)
     db.fcall(fn.PUBLISH, 3, KEYS.tasks, KEYS.traj, KEYS.tokens, id_, 1, b"\xc1", b"?", 21)

@@ -140,7 +140,7 @@ def test_a_redis_that_is_killed_is_waited_for_and_what_it_forgot_is_made_again(
         db = redis.Redis(unix_socket_path=str(folder / "s"))
         made = assert_whole(run)
         assert values(db).waits["redis"] > 0.05
-        # With its file the streams are there again; without it they were made anew, which only the mending does.
+        # With its file the streams exist again; without it only the repair can recreate them.
         assert made["tally"]["state_lost"] == (0 if kept else 1) == kinds(db).count("state-lost")
         assert kept or made["redis"]["lost"] < 0, "it has forgotten what was received"
         db.close()
@@ -186,7 +186,7 @@ def test_at_maxmemory_leases_live_acknowledging_goes_on_and_nothing_is_lost(
 def test_a_redis_whose_disk_is_full_pauses_the_run_which_goes_on_when_there_is_room(
     run: RunSettings, settings: LearnerSettings, serve: Serve, folder: Path, fsync: str
 ) -> None:
-    """RLIMIT_FSIZE stands for the full disk: Redis' append-only file may not grow, as on a device without room.
+    """RLIMIT_FSIZE simulates a full disk: Redis' append-only file may not grow, as on a device without room.
 
     With everysec Redis answers MISCONF to every write. With always it ends, and must be started again.
     """

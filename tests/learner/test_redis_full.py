@@ -61,7 +61,7 @@ class Limit:
         self.rescued = False
 
     def leave(self, room: int, run: RunSettings | None = None) -> None:
-        """From now on so many bytes more than are used. run: once it has its functions and streams."""
+        """Limit memory to this many bytes above the current use. run: after its functions and streams exist."""
         if run is not None:
             store = RunStore(run.redis_url, run.id)
             store.prepare()
@@ -113,7 +113,7 @@ def test_a_redis_that_is_full_of_trained_groups_makes_the_starving_learner_check
     with tiny_learner.Player(address, run.id):
         assert serve(run, settings, before=fill) == 0
     assert not limit.rescued, "nothing moved any more, though four of five groups in Redis were trained"
-    assert limit.refused() > 0 and "Redis is full and no batch comes: a checkpoint now" in caplog.text
+    assert limit.refused() > 0 and "Redis is full and no batch arrives: writing a checkpoint" in caplog.text
     assert_whole(run)
     assert committed(run)["lineage"] == [[1, 0]], "the lease was renewed all the time"
 

@@ -131,7 +131,7 @@ def test_the_likeliest_are_those_of_the_ids_that_the_policy_has(directory, tmp_p
 
 
 def test_a_reference_of_fewer_ids_is_refused_at_load(directory, tmp_path):
-    with pytest.raises(UserError, match="has 50 ids, the policy 61"):
+    with pytest.raises(UserError, match="has 50 ids, but the policy has 61"):
         Run(directory, model=save(tmp_path, seed=1, vocabulary=50))
 
 
@@ -212,7 +212,7 @@ def test_several_updates_at_once_do_not_jump_over_a_change(directory):
     assert_close(seen(run), run.policy())
 
 
-def test_a_change_is_made_once_however_often_it_is_asked_for(directory):
+def test_an_update_is_applied_once_for_repeated_calls(directory):
     run = Run(directory, kind="ema", tau=0.5, every=2)
     run.train(2)
     before = seen(run)

@@ -16,10 +16,10 @@ from protocol.settings import RunSettings
 
 REFUSED = {
     "rejection: {also: [{measure: k3, high: 1.0e-9}]}": "level off",
-    "rejection: {also: [{}]}": "without a level",
-    "rejection: {measure: k3, high: .01}": "rejection.measure does nothing",
-    "rejection: {high: 1.5}": "rejection.high does nothing",
-    "rejection: {low: .9, veto: .1}": "rejection.low does nothing",
+    "rejection: {also: [{}]}": "needs a level",
+    "rejection: {measure: k3, high: .01}": "rejection.measure has no effect",
+    "rejection: {high: 1.5}": "rejection.high has no effect",
+    "rejection: {low: .9, veto: .1}": "rejection.low has no effect",
     "rejection: {level: token, measure: k2, low: .1, high: 1}": "no lower bound",
     "rejection: {level: token, low: 3}": "low 3 is above rejection.high 2",
     "rejection: {level: sequence, high: .3}": "low 0.5 is above rejection.high 0.3",
@@ -31,15 +31,15 @@ REFUSED = {
     "entropy_coefficient: .nan": "finite",
     "parts: {em: .nan}": "finite",
     "parts: {em: .inf}": "finite",
-    "parts: {em: 0, format: 0}": "no weight but 0",
+    "parts: {em: 0, format: 0}": "all weights in parts are 0",
     "{normalize_batch: true, turns: turn}": "normalize_batch",
     "{normalize_batch: true, turns: group}": "normalize_batch",
     "{turns: turn, std: none}": "std group",
     "{type: dr_grpo, turns: group}": "std group",
     "{turns: turn, estimator: opo}": "estimator grpo",
-    "{type: distill, kl: {type: k1, importance: false}}": "but for noise",
-    "{type: distill, filter: true}": "leave out filter",
-    "{type: distill, whiten: true}": "leave out whiten",
+    "{type: distill, kl: {type: k1, importance: false}}": "expected gradient of 0",
+    "{type: distill, filter: true}": "remove filter",
+    "{type: distill, whiten: true}": "remove whiten",
 }
 ACCEPTED = (
     "rejection: {level: token, low: 2, high: 2}",
@@ -59,13 +59,13 @@ def read(text: str) -> Any:
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_would_do_nothing_or_fail_later_is_refused(text: str) -> None:
+def test_settings_without_effect_or_that_fail_later_are_refused(text: str) -> None:
     with pytest.raises(ValidationError, match=REFUSED[text]):
         read(text)
 
 
 @pytest.mark.parametrize("text", [*ACCEPTED, "{}"])
-def test_what_says_something_is_read_and_so_is_a_file_that_says_every_default(text: str) -> None:
+def test_effective_settings_and_files_with_every_default_are_accepted(text: str) -> None:
     settings = read(text)
     assert read(yaml.safe_dump(settings.model_dump(mode="json"))) == settings
 
@@ -81,5 +81,5 @@ def test_a_group_of_one_learns_where_its_turns_are_compared_with_each_other() ->
     run = RunSettings(group_size=1)
     require_groups(run, LearnerSettings(algorithm=read("turns: group")))
     for text in ("turns: turn", "turns: 'off'"):
-        with pytest.raises(UserError, match="group_size = 1"):
+        with pytest.raises(UserError, match="group_size is 1"):
             require_groups(run, LearnerSettings(algorithm=read(text)))

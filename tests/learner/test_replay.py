@@ -32,7 +32,7 @@ Serve = Callable[..., int]
 
 @pytest.fixture
 def again(tmp_path: Path) -> Callable[..., RunSettings]:
-    """Replays `source` into a directory of its own; keyword arguments beside these are the engine's."""
+    """Replays `source` into a new directory; further keyword arguments are the engine's."""
 
     def call(
         run: RunSettings, settings: LearnerSettings, source: Path, *, into: str = "replay", **engine: Any
@@ -116,11 +116,11 @@ def test_a_signal_ends_a_replay_with_a_checkpoint(
 ) -> None:
     write_journal(tmp_path / "old", 7)
 
-    def told(updates: int) -> None:
+    def reported(updates: int) -> None:
         if updates == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert weights(again(run, settings, tmp_path / "old", before=told))[0] == 5, "after the present step"
+    assert weights(again(run, settings, tmp_path / "old", before=reported))[0] == 5, "after the present step"
     whole = again(run, settings, tmp_path / "old", into="whole")
     assert weights(again(run, settings, tmp_path / "old")) == weights(whole)
 
@@ -141,7 +141,7 @@ def test_a_replay_ends_at_run_steps(
     assert not [line for line in shown if "generated" in line or "wait" in line], "nothing of that was measured"
 
 
-def test_batches_may_be_formed_anew_from_what_teaches(
+def test_batches_can_be_regrouped_with_filtering(
     run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
 ) -> None:
     write_journal(tmp_path / "old", 7, rewards=lambda seq: (1.0, float(seq % 5 == 0)))
@@ -185,7 +185,7 @@ def test_what_cannot_be_replayed_is_refused(
     assert "is the directory of the run that is replayed" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert cli.main([f"run.dir={tmp_path / 'x'}", "--replay", str(tmp_path / "empty")]) == 2
-    assert "there is no journal in" in capsys.readouterr().err
+    assert "no journal found in" in capsys.readouterr().err
     again(run, settings, run.dir)
     assert len(list(read_journal(run.dir / "journal"))) == 8, "a replay journals nothing and changes nothing"
 
@@ -197,10 +197,10 @@ def test_a_run_does_not_go_on_from_a_replay_nor_a_replay_from_a_run(
     write_journal(tmp_path / "old", 2)
     with tiny_learner.Player(address, run.id):
         serve(run.model_copy(update={"steps": 1}), settings)
-    with pytest.raises(UserError, match="a run that is no replay"):
+    with pytest.raises(UserError, match="checkpoints of a live run"):
         again(run, settings, tmp_path / "old", into="run")
     mine = again(run, settings, tmp_path / "old")
-    with pytest.raises(UserError, match="is of a replay"):
+    with pytest.raises(UserError, match="is from a replay"):
         # an id that Redis does not know: under the old one the first run's lineage is refused before
         serve(run.model_copy(update={"dir": mine.dir, "id": "t2"}), settings)
 
@@ -220,14 +220,12 @@ def test_a_journal_that_lost_its_beginning_can_be_replayed(
     assert len(tiny_learner.step_lines(mine.dir)) == min(len(left), 8)
 
 
-def test_trackers_are_told_of_every_step(
-    run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
-) -> None:
+def test_trackers_receive_every_step(run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_journal(tmp_path / "old", 3)
     mine = again(run, settings.model_copy(update={"trackers": (TensorBoardSettings(),)}), tmp_path / "old")
-    told = EventAccumulator(str(mine.dir / "tensorboard"))
-    told.Reload()
-    assert [(e.step, e.value) for e in told.Scalars("loss")] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    reported = EventAccumulator(str(mine.dir / "tensorboard"))
+    reported.Reload()
+    assert [(e.step, e.value) for e in reported.Scalars("loss")] == [(1, 0.5), (2, 0.5), (3, 0.5)]

@@ -1,4 +1,4 @@
-"""A person may have a seq that was given up tried again: once, whatever crashes, and the run still ends."""
+"""A given-up seq can be retried on request: once, across any crash, and the run still ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEYS = Keys("t1")
 Serve = Callable[..., int]
 
 
-def told(db: redis.Redis, kind: str) -> list[str]:
+def reported(db: redis.Redis, kind: str) -> list[str]:
     lines = [events.parse(fields) for _, fields in db.xrange(KEYS.events)]
     return [line["text"] for line in lines if line["kind"] == kind]
 
@@ -49,13 +49,13 @@ def test_dead_and_stale_seqs_are_opened_and_all_other_requests_are_refused_with_
     db.sadd(KEYS.requeue, 1, 2, 3, 4, 5, 99, "x", b"\xff", "-1", "9" * 30)
     requests.tick()
     assert delivery.due == delivery.requeue_requests == {1, 2} and db.smembers(KEYS.requeue) == {b"1", b"2"}
-    assert set(told(db, "requeued")) == {
-        "seq 1 was dead (corrupt) and is tried again",
-        "seq 2 was stale (too_old) and is tried again",
+    assert set(reported(db, "requeued")) == {
+        "seq 1 was dead (corrupt); retrying it",
+        "seq 2 was stale (too_old); retrying it",
     }
-    refused = " / ".join(sorted(told(db, "requeue-refused")))
+    refused = " / ".join(sorted(reported(db, "requeue-refused")))
     assert "seq 3 is filtered" in refused and "seq 4 is trained" in refused and "seq 5 is not settled" in refused
-    assert len(told(db, "requeue-refused")) == 8
+    assert len(reported(db, "requeue-refused")) == 8
     requests.tick()
     assert delivery.counters.requeued == 2, "what is honoured is not honoured again before the checkpoint"
     requests.committed(delivery.to_state()["requests"])
@@ -97,7 +97,7 @@ def test_a_dead_seq_is_trained_after_all_and_the_accounting_is_consistent(
             if updates == 4:
                 player.fails.discard(5)
                 db.sadd(KEYS.requeue, 5, 2)
-                wait_until(lambda: told(db, "requeued") and told(db, "requeue-refused"), "both are answered")
+                wait_until(lambda: reported(db, "requeued") and reported(db, "requeue-refused"), "both are answered")
 
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
@@ -121,7 +121,7 @@ def test_a_crash_before_the_checkpoint_honours_the_request_again_and_once(
             if updates == 4:
                 player.fails.discard(5)
                 db.sadd(KEYS.requeue, 5)
-                wait_until(lambda: told(db, "requeued"), "it is requeued")
+                wait_until(lambda: reported(db, "requeued"), "it is requeued")
                 raise tiny_learner.Crash  # the last checkpoint is of step 3, and knows seq 5 as dead
 
         with pytest.raises(tiny_learner.Crash):
@@ -144,15 +144,15 @@ def test_a_seq_that_is_opened_at_the_very_end_does_not_hold_up_the_run(
             if updates == 7:
                 player.paused.set()
                 db.sadd(KEYS.requeue, 5)
-                wait_until(lambda: told(db, "requeued"), "it is requeued")
+                wait_until(lambda: reported(db, "requeued"), "it is requeued")
 
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
     assert made["step"] == run.steps and [5, "filtered", "excess"] in made["ledger"]["notes"]
     assert made["tally"]["excess"] >= 1 and made["ledger"]["reopened"] == []
     in_flight = {fields[b"seq"] for _, fields in db.xrange(KEYS.tasks)}
-    assert b"5" in in_flight, "its task was there, and nobody waited for it"
-    assert db.hget(KEYS.target, "state") == b"done" and told(db, "done")
+    assert b"5" in in_flight, "its task existed, and the run did not wait for it"
+    assert db.hget(KEYS.target, "state") == b"done" and reported(db, "done")
 
 
 @pytest.mark.fault(29)
@@ -169,7 +169,7 @@ def test_an_opened_seq_is_issued_again_when_redis_has_lost_everything(
                 player.paused.set()
                 assert player.resting.wait(10)
                 db.sadd(KEYS.requeue, 5)
-                wait_until(lambda: told(db, "requeued"), "it is requeued")
+                wait_until(lambda: reported(db, "requeued"), "it is requeued")
                 db.flushall()
                 player.paused.clear()
 

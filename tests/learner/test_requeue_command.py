@@ -1,4 +1,4 @@
-"""`foray dlq requeue` against a learner that is training: what was given up is tried again, and trained."""
+"""`foray dlq requeue` against a learner that is training: given-up seqs are retried and trained."""
 
 from __future__ import annotations
 

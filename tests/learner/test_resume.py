@@ -154,13 +154,13 @@ def test_killed_anywhere_it_ends_with_the_parameters_of_a_run_that_never_was(
     dead = [seq for seq, *why in checkpoint.facts["ledger"]["notes"] if why == ["dead", "nonfinite"]]
     assert POISON in dead and len(dead) == run.groups_per_step == len(checkpoint.facts["ledger"]["notes"])
     assert_same_parameters(run, tmp_path, model)
-    # Another algorithm makes another policy of the same groups, in batches of its own.
+    # Another algorithm makes another policy of the same groups, in different batches.
     lines = tiny_learner.step_lines(tmp_path / "other")
     assert [seq for line in lines for seq in line["seqs"]] == seqs[: len(seqs) // 6 * 6]
 
 
 @pytest.mark.slow
-def test_all_that_has_a_state_of_its_own_is_resumed_too(
+def test_every_part_with_state_is_resumed(
     run: RunSettings, address: dict[str, Any], chain: Callable[..., list[int]], model: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip

@@ -34,7 +34,7 @@ def test_an_entry_in_the_bytes_of_schema_1_0_is_read(kind: str) -> None:
     header = read_header(seal(message)[0]).model_copy(update={"crc": checksum(body), "num_bytes": len(body)})
     fields = {b"seq": str(message.seq).encode(), b"h": pack(header.model_dump()), b"b": body}
     entry = read_entry(b"1-1", fields, message.run)
-    assert entry.message.seq == message.seq and entry.counted == 0, "and nobody says how many tokens it has"
+    assert entry.message.seq == message.seq and entry.counted == 0, "and its token count is unknown"
 
 
 @pytest.mark.fault(31, 52)
@@ -46,7 +46,7 @@ def test_rollout_servers_of_an_older_and_a_newer_minor_serve_one_learner(
     db: redis.Redis,
 ) -> None:
     """The player publishes as servers did before tokens were counted: two keys, four arguments. Of its messages every
-    second is of schema 1.0 (what came later is not in it), the others of a 1.9 with fields that nobody here knows.
+    second is of schema 1.0 (what came later is not in it), the others of a 1.9 with unknown fields.
     """
     minors: list[int] = []
 

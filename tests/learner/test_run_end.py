@@ -1,4 +1,4 @@
-"""How a run begins and ends: what it tells all others, back-pressure both ways, and a ledger that must close."""
+"""How a run begins and ends: its metadata, back-pressure in both directions, and consistent accounting."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trained(run: RunSettings) -> list[int]:
     return [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
 
 
-def test_a_run_says_what_all_must_share_and_tells_its_history(
+def test_a_run_publishes_its_metadata_and_its_history(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
@@ -63,31 +63,31 @@ def test_a_run_says_what_all_must_share_and_tells_its_history(
     assert meta is not None and meta.schema[0] == SCHEMA_MAJOR
     assert meta.tokenizer == tokenizer_digest(b'{"a": 2, "b": 1}')
     assert (meta.facts["run"], meta.facts["group_size"], meta.facts["max_lag"]) == ("t1", "4", "2")
-    told = history(db)
-    assert {(line["process"], line["id"]) for line in told} == {("learner", "0")}
-    assert [line["kind"] for line in told] == ["epoch", "checkpoint", "checkpoint", "checkpoint", "done"]
-    assert told[0]["text"] == "epoch 1 begins at step 0 of 8" and "accounting is consistent" in told[-1]["text"]
+    reported = history(db)
+    assert {(line["process"], line["id"]) for line in reported} == {("learner", "0")}
+    assert [line["kind"] for line in reported] == ["epoch", "checkpoint", "checkpoint", "checkpoint", "done"]
+    assert reported[0]["text"] == "epoch 1 begins at step 0 of 8" and "accounting is consistent" in reported[-1]["text"]
 
 
-def test_the_law_by_token_is_exported(
+def test_token_accounting_is_exported(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip
     with tiny_learner.Player(address, run.id, fails={3}):
         serve(run, settings)
-    told = values(db).values
-    law = {name: told[f"token_accounting_{name}"] for name in (*TokenOutcome, "in_flight")}
-    assert told["tokens_generated_total"] == sum(law.values()) == 32 * 16 + 7
-    assert (law["failed"], law["trained"] + law["masked"]) == (7, 512) and law["trained"] > 400
+    reported = values(db).values
+    counts = {name: reported[f"token_accounting_{name}"] for name in (*TokenOutcome, "in_flight")}
+    assert reported["tokens_generated_total"] == sum(counts.values()) == 32 * 16 + 7
+    assert (counts["failed"], counts["trained"] + counts["masked"]) == (7, 512) and counts["trained"] > 400
     assert (
-        told["token_accounting_consistent"],
-        told["token_accounting_rejected"],
-        told["token_accounting_redis_lost"],
+        reported["token_accounting_consistent"],
+        reported["token_accounting_rejected"],
+        reported["token_accounting_redis_lost"],
     ) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("wrong", ["token", "seq"])
-def test_books_that_do_not_close_end_the_run_with_status_1_and_the_place(
+def test_inconsistent_accounting_ends_the_run_with_status_1_and_the_difference(
     run: RunSettings, settings: LearnerSettings, address: dict[str, Any], db: redis.Redis,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str,
 ) -> None:  # fmt: skip
@@ -122,7 +122,7 @@ def test_books_that_do_not_close_end_the_run_with_status_1_and_the_place(
     assert f"error: the accounting is not consistent: {where[wrong]}" in said
     assert wrong == "seq" or ": 3 are missing" in said
     (first, *_) = [line for line in history(db) if line["kind"] == "inconsistent"]
-    assert "the accounting is not consistent" in first["text"], "told at the next checkpoint, not only at the end"
+    assert "the accounting is not consistent" in first["text"], "reported at the next checkpoint, not only at the end"
 
 
 @pytest.mark.fault(8)
@@ -143,7 +143,7 @@ def test_a_learner_killed_between_checkpoint_and_acknowledgement_acknowledges_an
         assert facts(run)["step"] == 3 and db.xpending(KEYS.traj, "learner")["pending"] >= 12
         with caplog.at_level(logging.INFO):
             serve(run, settings)
-    assert "12 entries that the checkpoint had decided are acknowledged now" in caplog.text
+    assert "12 entries that the checkpoint had decided" in caplog.text
     made = facts(run)
     assert made["tally"]["duplicates"] == 0 == made["redis"]["lost"]
     assert made["tokens"]["generated"] == sum(made["tokens"]["buckets"].values()) == 512

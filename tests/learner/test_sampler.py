@@ -18,14 +18,14 @@ def ids(sampler: Sampler, seqs: range) -> list[str]:
     return [sampler.question(seq).id for seq in seqs]
 
 
-def test_each_pass_asks_every_question_once_in_an_order_of_its_own() -> None:
+def test_each_pass_has_every_question_once_in_its_own_order() -> None:
     sampler = Sampler(question_set(50), seed=3)
     passes = [ids(sampler, range(1 + 50 * n, 51 + 50 * n)) for n in range(4)]
     assert all(len(set(p)) == 50 for p in passes)
     assert len({tuple(p) for p in passes}) == 4
 
 
-def test_the_answer_depends_on_nothing_that_was_asked_before() -> None:
+def test_the_question_of_a_seq_does_not_depend_on_earlier_calls() -> None:
     forward = ids(Sampler(question_set(20), 1), range(1, 101))
     backward = ids(Sampler(question_set(20), 1), range(100, 0, -1))
     assert forward == backward[::-1]

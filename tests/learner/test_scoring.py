@@ -52,7 +52,7 @@ def by_log_softmax(hidden, layer) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def weighted(logprobs, entropy, at) -> torch.Tensor:
-    """A loss in which every number has a weight of its own."""
+    """A loss in which every number has a different weight."""
     total = torch.zeros((), dtype=torch.float64)
     for number, part in enumerate((logprobs, entropy, at)):
         if part is not None:

@@ -108,7 +108,7 @@ def test_a_tracker_that_hangs_delays_neither_training_nor_the_end(
         trackers.log(step, VALUES)  # would wait for `hold`, which nothing sets before the end
     assert 50 - 4 - 1 <= trackers.dropped <= 50 - 4, "all but those in the queue and the one in its hands"
     trackers.close(0.2)
-    assert "left behind" in caplog.text and not hold.is_set()
+    assert "abandoned" in caplog.text and not hold.is_set()
     hold.set()
 
 
@@ -127,7 +127,7 @@ def test_a_tracker_whose_service_comes_back_is_opened_later(tmp_path: Path, monk
     assert [step for step, _ in tracker.seen] == [2] and trackers.dropped == 1
 
 
-def test_the_configuration_is_told_without_the_redis_password(tmp_path: Path) -> None:
+def test_the_configuration_is_logged_without_the_redis_password(tmp_path: Path) -> None:
     config = facts_of(tmp_path).config
     assert config["run.id"] == "run-7" and config["learner.lr"] == 1e-3 and config["epoch"] == 1
     assert "geheim" not in json.dumps(dict(config))
@@ -218,7 +218,7 @@ def test_wandb_offline_writes_a_run_that_holds_every_step(tmp_path: Path) -> Non
 
 
 def read_wandb(file: Path, name: str) -> list[tuple[int, float]]:
-    """(step, value) of every record in W&B's file: LevelDB's log format (blocks of 32 KiB) after 7 bytes of its own."""
+    """(step, value) of every record in W&B's file: LevelDB's log format (blocks of 32 KiB) after 7 bytes of header."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, body, found = file.read_bytes(), 7, b"", []

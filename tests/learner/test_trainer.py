@@ -171,7 +171,7 @@ def test_the_tokens_of_another_model_are_refused(start):
     trainer = start()
     batch = batch_of(trainer)
     batch.micro_batches[0].targets[0] = VOCABULARY
-    with pytest.raises(UserError, match="holds token 40"):
+    with pytest.raises(UserError, match="contains token 40"):
         trainer.train(batch)
 
 

@@ -68,7 +68,7 @@ CASES = (
 )
 
 
-def test_every_case_is_looked_at() -> None:
+def test_every_case_is_checked() -> None:
     assert tuple(rank_pair.CASES) == CASES
 
 

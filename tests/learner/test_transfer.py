@@ -91,7 +91,7 @@ def test_members_that_hold_what_the_policy_has_are_committed() -> None:
 
 def test_one_engine_alone_that_holds_something_else_is_found_out() -> None:
     """With one engine there is no other to compare it with: what the learner sent decides."""
-    with pytest.raises(TransferFailed, match="e/1 does not hold the weights of the policy"):
+    with pytest.raises(TransferFailed, match="the weights of e/1 differ from the policy"):
         transfer({"e/1": {"kind": "cpu", "checksum": "c", "tensors_sha256": "0" * 64}})
 
 

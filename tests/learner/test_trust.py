@@ -1,4 +1,4 @@
-"""A learner goes on from a checkpoint of its own run only, unless a person says where it is from."""
+"""A learner resumes only from a checkpoint of its own run, unless the user trusts another one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def manifest_of(run: RunSettings) -> Path:
     return run.checkpoint_dir / current / "manifest.json"
 
 
-def test_a_checkpoint_under_another_key_is_refused_until_a_person_trusts_it(
+def test_a_checkpoint_under_another_key_is_refused_until_trusted(
     trained: RunSettings,
     settings: LearnerSettings,
     serve: Callable[..., int],
@@ -60,7 +60,7 @@ def test_a_checkpoint_under_another_key_is_refused_until_a_person_trusts_it(
 
     with tiny_learner.Player(address, trained.id), caplog.at_level(logging.WARNING):
         assert real(trained, settings, trust_checkpoint=True, make_engine=make) == 0
-    assert "--trust-checkpoint: going on" in caplog.text
+    assert "--trust-checkpoint: resuming" in caplog.text
     assert serve(trained, settings) == 0, "what it has written since is signed with the new key"
     # The key that the environment gives goes before the file.
     monkeypatch.setenv("FORAY_RUN_KEY", "e" * 32)
@@ -68,14 +68,14 @@ def test_a_checkpoint_under_another_key_is_refused_until_a_person_trusts_it(
         serve(trained, settings)
 
 
-def test_books_that_were_changed_by_hand_are_refused_and_those_who_only_look_still_read_them(
+def test_a_manually_changed_ledger_is_refused_but_readable(
     trained: RunSettings, settings: LearnerSettings, serve: Callable[..., int], tmp_path: Path
 ) -> None:
     path = manifest_of(trained)
     manifest = json.loads(path.read_text())
     manifest["ledger"]["notes"] = [[1, "dead", "corrupt"]]
     path.write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="its signature does not fit"):
+    with pytest.raises(UserError, match="its signature is invalid"):
         serve(trained, settings)
     delivery = read_ledger_totals(trained.dir)
     assert delivery and delivery.step == 8

@@ -63,9 +63,9 @@ def test_two_runs_finish_side_by_side_and_refuse_what_is_the_others(
         assert facts["run"] == of.id
     letters = [json.loads(line) for line in (two.dir / "dead_letters.jsonl").read_text().splitlines()]
     assert [letter["seq"] for letter in letters] == strayed
-    assert {(letter["reason"], letter["detail"]) for letter in letters} == {("foreign_run", "of run 'a'")}
+    assert {(letter["reason"], letter["detail"]) for letter in letters} == {("foreign_run", "it belongs to run 'a'")}
     assert not (one.dir / "dead_letters.jsonl").exists() and db.xlen(Keys("a").dlq) == 0
-    told = decode_as(MetricsSnapshot, db.get(Keys("b").metrics("learner", "0"))).values
-    assert told["dead_letters"] == len(strayed) == db.xlen(Keys("b").dlq)
+    reported = decode_as(MetricsSnapshot, db.get(Keys("b").metrics("learner", "0"))).values
+    assert reported["dead_letters"] == len(strayed) == db.xlen(Keys("b").dlq)
     named = {key.decode() for key in db.scan_iter()}
     assert named == {key for key in named if key.startswith(("{a}:", "{b}:"))}, "a key of no run is everybody's"

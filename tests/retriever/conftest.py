@@ -37,7 +37,7 @@ def write_corpus(path: Path, contents: Iterable[str]) -> Path:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """40 passages, five each about eight titles; each has a number word of its own."""
+    """40 passages, five each about eight titles; each has a unique number word."""
     return write_corpus(
         tmp_path / "corpus.jsonl",
         (f'"{TITLES[i % 8]}"\n{TITLES[i % 8]} wrote number{i} to {TITLES[(i + 1) % 8]} city.' for i in range(40)),

@@ -294,7 +294,7 @@ async def test_a_list_of_a_million_items_costs_no_look_at_each(settings: Setting
         for item in (0, ""):
             body = {name: [item] * 1001}
             status, answer, _ = await asyncio.to_thread(post, f"http://127.0.0.1:{port}{path}", body)
-            assert status == 400 and answer["error"] == f"{name}: 1001 items are more than retriever.max_hits = 1000"
+            assert status == 400 and answer["error"] == f"{name}: 1001 items exceed retriever.max_hits = 1000"
 
 
 async def test_a_request_that_waits_keeps_the_memory_of_its_body_counted(bench: StartBench) -> None:

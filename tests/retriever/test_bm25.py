@@ -48,7 +48,7 @@ def test_scores_are_those_of_the_formula(tmp_path: Path, query: str, k1: float, 
     assert hits.rows[0].tolist() == sorted(range(4), key=lambda row: (-round(expected[row], 6), row))
 
 
-def test_stopwords_are_ignored_when_asked(tmp_path: Path) -> None:
+def test_stopwords_are_ignored_if_configured(tmp_path: Path) -> None:
     index = open_over(Bm25Settings(stopwords="english"), tmp_path)
     assert index.search(["the of and"], 4).scores[0].tolist() == [0, 0, 0, 0]
     assert index.search(["the cat"], 1).scores[0, 0] > 0

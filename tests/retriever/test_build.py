@@ -37,7 +37,7 @@ Settings = Callable[..., RetrieverSettings]
 
 
 def quiet(_line: str) -> None:
-    """Progress that nobody reads."""
+    """Discarded progress."""
 
 
 @pytest.mark.parametrize("kind", ["bm25", "faiss_flat", pytest.param("memory", marks=pytest.mark.slow)])
@@ -106,7 +106,7 @@ def test_a_killed_build_goes_on_where_it_was_and_ends_with_the_same_bytes(tmp_pa
     said: list[str] = []
     settings = MemoryIndexSettings.model_validate({"encoder": {"type": "hashed", "dim": 32}})
     resumed = build_index(f"synthetic:{size}", out, settings, progress=said.append)
-    assert f"going on at row {rows:,} of {size:,} of vectors.npy" in said
+    assert f"resuming at row {rows:,} of {size:,} of vectors.npy" in said
     whole = build_index(f"synthetic:{size}", tmp_path / "whole", settings, progress=quiet)
     assert resumed == whole
     for name in [MANIFEST, *whole.files]:
@@ -114,7 +114,7 @@ def test_a_killed_build_goes_on_where_it_was_and_ends_with_the_same_bytes(tmp_pa
 
 
 class Interrupted(Exception):
-    """Stands for whatever ends a build."""
+    """Simulates the end of a build."""
 
 
 class Interrupting(HashedEncoder):
@@ -169,33 +169,33 @@ def test_a_full_disk_is_said_in_words_and_what_was_done_is_kept(
         patch.setattr(indexing_build, "_write", full)
         build_index(interrupted, tmp_path / "index", small_memory(), progress=said.append)
     assert "No space left" in caught.value.why and "same command" in caught.value.todo
-    assert "what was done is kept" in said[-1]
-    assert "going on at row 128 of 300" in build_after(interrupted, tmp_path / "index", small_memory())
+    assert "progress is kept" in said[-1]
+    assert "resuming at row 128 of 300" in build_after(interrupted, tmp_path / "index", small_memory())
 
 
 def test_an_interrupted_build_goes_on(interrupted: Path, tmp_path: Path) -> None:
-    assert "going on at row 128 of 300" in build_after(interrupted, tmp_path / "index", small_memory())
+    assert "resuming at row 128 of 300" in build_after(interrupted, tmp_path / "index", small_memory())
 
 
 def test_a_corpus_that_was_only_touched_is_gone_on_with(interrupted: Path, tmp_path: Path) -> None:
     os.utime(interrupted, ns=(1, 1))
-    assert "going on at row 128" in build_after(interrupted, tmp_path / "index", small_memory())
+    assert "resuming at row 128" in build_after(interrupted, tmp_path / "index", small_memory())
 
 
 def test_a_changed_corpus_starts_afresh(interrupted: Path, tmp_path: Path) -> None:
     interrupted.write_bytes(interrupted.read_bytes().replace(b"a", b"o"))
     said = build_after(interrupted, tmp_path / "index", small_memory())
-    assert "was of another corpus: starting afresh" in said
-    assert "going on" not in said
+    assert "used another corpus: starting from the beginning" in said
+    assert "resuming" not in said
 
 
 def test_a_changed_encoder_starts_the_vectors_afresh(interrupted: Path, tmp_path: Path) -> None:
     said = build_after(interrupted, tmp_path / "index", small_memory(ngram=5))
-    assert "128 rows of vectors.npy were made otherwise (encoder changed): starting afresh" in said
+    assert "discarding 128 rows of vectors.npy (encoder changed): starting from the beginning" in said
 
 
 def test_fresh_forgets_what_was_done(interrupted: Path, tmp_path: Path) -> None:
-    assert "going on" not in build_after(interrupted, tmp_path / "index", small_memory(), fresh=True)
+    assert "resuming" not in build_after(interrupted, tmp_path / "index", small_memory(), fresh=True)
 
 
 def test_rows_that_were_never_made_durable_are_made_again(interrupted: Path, tmp_path: Path) -> None:
@@ -205,14 +205,14 @@ def test_rows_that_were_never_made_durable_are_made_again(interrupted: Path, tmp
     content[beyond:] = b"\x7f" * (len(content) - beyond)
     vectors.write_bytes(content)
     (tmp_path / ".index.building" / "half_written.faiss").write_bytes(b"x")
-    assert "going on at row 128" in build_after(interrupted, tmp_path / "index", small_memory())
+    assert "resuming at row 128" in build_after(interrupted, tmp_path / "index", small_memory())
     assert not (tmp_path / "index" / "half_written.faiss").exists()
 
 
-def test_an_existing_index_is_replaced_only_when_asked(corpus: Path, tmp_path: Path) -> None:
+def test_an_existing_index_is_replaced_only_on_request(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "index"
     build_index(corpus, out, Bm25Settings(), progress=quiet)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         build_index(corpus, out, Bm25Settings(k1=1.2), progress=quiet)
     build_index(corpus, out, Bm25Settings(k1=1.2), overwrite=True, progress=quiet)
     assert read_manifest(out).index["k1"] == 1.2
@@ -256,7 +256,7 @@ def test_of_builders_that_race_for_one_directory_one_builds_and_all_succeed(
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_a_builder_that_waited_for_another_index_is_told(corpus: Path, tmp_path: Path) -> None:
+def test_a_builder_that_waited_for_another_index_gets_an_error(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "index"
     with BuildDirectory(out, quiet) as site, ThreadPoolExecutor(1) as other:
         said: queue.Queue[str] = queue.Queue()
@@ -266,7 +266,7 @@ def test_a_builder_that_waited_for_another_index_is_told(corpus: Path, tmp_path:
         for name in [MANIFEST, *made.files]:
             (tmp_path / "made" / name).rename(site.directory / name)
         site.publish(without="journal.json")
-        with pytest.raises(UserError, match="exists already"):
+        with pytest.raises(UserError, match="already exists"):
             waiting.result(timeout=20)
     assert read_manifest(out) == made
 
@@ -284,7 +284,7 @@ def test_replicas_that_start_together_without_an_index_all_open_it(settings: Set
 def test_an_empty_corpus_and_a_missing_one_are_user_errors(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
-    with pytest.raises(UserError, match="holds no passage"):
+    with pytest.raises(UserError, match="has no passages"):
         build_index(empty, tmp_path / "index", Bm25Settings(), progress=quiet)
     with pytest.raises(UserError, match="cannot read the corpus"):
         build_index(tmp_path / "absent", tmp_path / "index", Bm25Settings(), progress=quiet)
@@ -356,7 +356,7 @@ def _garbled_manifest(directory: Path, corpus: Path) -> dict[str, Any]:
         (_missing_file, "missing or damaged"),
         (_later_format, "format 99"),
         (_no_manifest, "not a built index"),
-        (_garbled_manifest, "cannot be understood"),
+        (_garbled_manifest, "cannot read"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(
@@ -372,7 +372,7 @@ def test_an_index_that_does_not_fit_is_refused(
 
 
 def test_a_missing_index_is_built_beside_a_small_corpus_only(corpus: Path, settings: Settings) -> None:
-    with pytest.raises(UserError, match="there is no index"):
+    with pytest.raises(UserError, match="no index found"):
         open_searcher(settings(build_limit_mb=0))
     assert open_searcher(settings()).num_passages == 40
     assert (corpus.parent / "corpus.jsonl.bm25.index" / MANIFEST).is_file()

@@ -91,7 +91,7 @@ def test_a_large_corpus_is_judged_by_its_first_passages(
     assert facts.words == pytest.approx(103, rel=0.05)
 
 
-def test_a_plan_times_the_encoder_and_says_what_it_takes(
+def test_a_plan_times_the_encoder_and_reports_resources(
     synthetic: CorpusInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexing_plan, "PROBE_S", 0.05)
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_in_words(
 
 
 def test_the_plan_for_wikipedia_is_what_is_documented() -> None:
-    """21 million passages of 768 dimensions: bytes that nobody can argue with."""
+    """21 million passages of 768 dimensions: the exact bytes."""
     facts = CorpusStats(21_000_000, exact=True)
     vectors = 21_000_000 * 768 * 2
     flat = TypeAdapter(IndexSettings).validate_python({"type": "faiss_flat", "dtype": "float16"})

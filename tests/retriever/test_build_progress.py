@@ -11,7 +11,7 @@ from retriever.indexing.progress import BuildProgress, amount, duration, showing
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that advances on request."""
 
     def __init__(self) -> None:
         self.now = 1000.0

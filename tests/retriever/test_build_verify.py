@@ -23,7 +23,7 @@ HASHED = {"type": "hashed", "dim": 32}
 
 
 def quiet(_line: str) -> None:
-    """Progress that nobody reads."""
+    """Discarded progress."""
 
 
 def built(directory: Path, **fields: Any) -> Path:
@@ -50,7 +50,7 @@ def verify(directory: Path, **options: Any) -> str:
 def test_a_sound_index_passes(tmp_path: Path, fields: dict[str, Any]) -> None:
     said = verify(built(tmp_path / "index", **fields), full=True)
     assert "5 of 5 passages are found by their own text, 5 of 5 by their id" in said
-    assert "files have their SHA-256" in said
+    assert "files have the right SHA-256" in said
     assert ("120 of 120 vectors x 32 are finite" in said) == (fields["type"] in ("memory", "hybrid"))
 
 

@@ -84,7 +84,7 @@ def test_of_equal_ids_the_first_passage_is_found(tmp_path: Path) -> None:
     assert found.contents == "0"
 
 
-def test_ids_whose_hashes_collide_are_told_apart(tmp_path: Path) -> None:
+def test_ids_with_colliding_hashes_are_distinguished(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in ROWS))
     scanned(path, tmp_path)
@@ -121,7 +121,7 @@ def test_ids_sorted_in_many_ranges_are_found_and_texts_are_read_from_any_row(
     ("line", "complaint"),
     [
         ("{not json}", "Expecting property name"),
-        ("[1]", "a list where an object is needed"),
+        ("[1]", "expected an object, found a list"),
         ('{"id": "1", "text": "x"}', "no contents; it has ['id', 'text']"),
         ('{"id": "1", "contents": null}', "must be a string"),
         ('{"id": [], "contents": "x"}', "must be a string"),

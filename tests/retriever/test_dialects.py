@@ -1,4 +1,4 @@
-"""What the dialects owe beyond their forms: causes by query, runs, service without a corpus, who waits for whom."""
+"""Dialects beyond their formats: causes per query, runs, service without a corpus, concurrency."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_a_backend_that_raises_ends_neither_the_service_nor_later_searches
         assert (await post(session, "/retrieve", {"queries": ["fine"]}))[0] == 200
 
 
-async def test_a_slow_answer_of_an_online_engine_holds_up_nobody() -> None:
+async def test_a_slow_answer_of_an_online_engine_blocks_no_other() -> None:
     slow = asyncio.Event()
     async with serving(Scripted({"slow": slow}), max_concurrent_batches=4, max_batch=1) as (session, service):
         held = asyncio.create_task(post(session, "/retrieve", {"queries": ["slow", "beside it"]}))
@@ -172,7 +172,7 @@ async def test_answers_of_different_runs_are_kept_apart() -> None:
         assert backend.asked == [(["same"], "a"), (["same"], "b"), (["same"], "")]
 
 
-async def test_a_refused_client_is_told_to_come_back_when_the_queue_will_be_done() -> None:
+async def test_a_refused_client_gets_the_time_until_the_queue_is_done() -> None:
     slow = asyncio.Event()
     backend = Scripted({"held": slow})
     async with serving(backend, queue_limit=20, max_batch=1) as (session, service):
@@ -281,7 +281,7 @@ def test_reranking_orders_the_candidates_and_leaves_the_rest_behind_them() -> No
     assert stage.apply(["q"], [([4, 1], [1.0, 1.0])], lambda row: texts[row])[0][0] == [4, 1]
 
 
-def test_the_index_is_asked_for_the_candidates_and_answers_are_cut_to_k(corpus: Path) -> None:
+def test_the_index_returns_the_candidates_and_answers_are_cut_to_k(corpus: Path) -> None:
     settings = RetrieverSettings(corpus=corpus)
     plain = open_searcher(settings)
     reranked = Searcher(

@@ -83,7 +83,7 @@ async def test_what_cannot_be_embedded_is_refused_in_openais_shape(
     assert answer["error"]["type"] == "invalid_request_error"
 
 
-async def test_an_index_without_encoder_says_so(settings: Settings) -> None:
+async def test_an_index_without_encoder_reports_that(settings: Settings) -> None:
     async with running(settings()) as port:
         for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/models", None)):
             status, answer = await ask(port, body, path)

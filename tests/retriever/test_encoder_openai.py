@@ -1,4 +1,4 @@
-"""The client of `/v1/embeddings` against a server that answers as told: retries, checks, caps, named failures."""
+"""The client of `/v1/embeddings` against a scripted server: retries, checks, caps, named failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIM = 4
 
 
 def honest(asked: dict[str, Any]) -> dict[str, Any]:
-    """Vectors that tell the text's length."""
+    """Vectors that encode the text's length."""
     rows = [[float(len(text)), 1.0, 0.0, 0.0] for text in asked["input"]]
     return {"data": [{"index": i, "embedding": row} for i, row in enumerate(rows)]}
 
@@ -111,7 +111,7 @@ def test_blank_texts_are_not_sent_and_have_the_zero_vector(server: Server, clien
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_what_may_pass_is_asked_again(server: Server, client: Callable[..., Encoder], status: int) -> None:
+def test_transient_failures_are_retried(server: Server, client: Callable[..., Encoder], status: int) -> None:
     server.script = [(status, b"busy", {"Retry-After": "0.01"}), (status, b"busy", {"Connection": "close"})]
     assert client().encode_queries(["a"]).shape == (1, DIM)
     assert len(server.asked) == 3
@@ -180,7 +180,7 @@ def test_an_answer_that_is_too_large_is_cut_off(server: Server, client: Callable
         client().encode_queries(["a"])
 
 
-def test_nobody_there_is_unreachable_and_silence_a_timeout(server: Server, client: Callable[..., Encoder]) -> None:
+def test_no_server_is_unreachable_and_silence_a_timeout(server: Server, client: Callable[..., Encoder]) -> None:
     with pytest.raises(EncoderUnavailable, match="unreachable"):
         client(url="http://127.0.0.1:9").encode_queries(["a"])
     # more is announced than comes
@@ -189,7 +189,7 @@ def test_nobody_there_is_unreachable_and_silence_a_timeout(server: Server, clien
         client(timeout_s=0.2, retries=0).encode_queries(["a"])
 
 
-def test_a_kept_connection_that_died_is_opened_anew(server: Server, client: Callable[..., Encoder]) -> None:
+def test_a_kept_connection_that_died_is_reopened(server: Server, client: Callable[..., Encoder]) -> None:
     encoder = client(retries=0)
     for _ in range(2):
         # closed without saying so
@@ -200,7 +200,7 @@ def test_a_kept_connection_that_died_is_opened_anew(server: Server, client: Call
     assert server.connections == 3
 
 
-def test_the_key_comes_from_the_environment_and_its_absence_is_told(
+def test_the_key_comes_from_the_environment_and_its_absence_is_reported(
     server: Server, client: Callable[..., Encoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMBEDDING_KEY", "sesame")
@@ -229,7 +229,7 @@ async def test_a_services_failure_is_a_named_fault_of_every_query_and_is_not_mul
         outcomes = await backend.search(["a", "b", "c"], 3, "")
         assert [outcome.cause for outcome in outcomes if isinstance(outcome, QueryFailure)] == ["http_503"] * 3
         assert len(server.asked) == 2
-        # refused at once: perhaps because of one of them, so each is asked alone
+        # refused as a batch: possibly because of one text, so each is sent alone
         server.script = [(413, b"too long", {}), (200, None, {}), (413, b"too long", {})]
         outcomes = await backend.search(["a", "b", "c"], 3, "")
         assert [isinstance(outcome, QueryFailure) for outcome in outcomes] == [False, True, False]

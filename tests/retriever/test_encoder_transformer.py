@@ -1,4 +1,4 @@
-"""Vectors of models against a slow computation written out here: one text at a time, no padding, pooling by hand."""
+"""Vectors of models against a slow computation written out here: one text at a time, no padding, manual pooling."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def test_weights_that_are_not_the_models_are_refused_and_never_made_up(tmp_path:
     save_file(without_pooler, folder / "model.safetensors", {"format": "pt"})
     expected = unit(slowly(folder, TEXTS, "", "mean", 64))
     np.testing.assert_allclose(build(folder, family="plain").encode_passages(TEXTS), expected, rtol=0, atol=1e-6)
-    with pytest.raises(UserError, match="not those of a BertModel"):
+    with pytest.raises(UserError, match="do not belong to a BertModel"):
         build(folder, pooling="pooler")
     without_pooler.pop("encoder.layer.1.output.dense.weight")
     save_file(without_pooler, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="not those of a BertModel"):
+    with pytest.raises(UserError, match="do not belong to a BertModel"):
         build(folder, family="plain")
 
 

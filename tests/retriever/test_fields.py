@@ -30,7 +30,7 @@ def test_the_fields_that_are_sent_belong_to_the_fingerprint(rich: Path) -> None:
     assert [searcher.info()["fields"] for searcher in opened] == [["title", "url"], [], ["url"]]
 
 
-def test_an_index_that_does_not_know_its_fields_says_so(rich: Path) -> None:
+def test_an_index_with_unknown_fields_reports_that(rich: Path) -> None:
     manifest = RetrieverSettings(corpus=rich).index_path / MANIFEST
     open_searcher(RetrieverSettings(corpus=rich))
     old = json.loads(manifest.read_text())

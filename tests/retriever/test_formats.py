@@ -146,7 +146,7 @@ def test_a_directory_is_read_file_by_file(tmp_path: Path) -> None:
     (folder / "README.md").write_text("not a corpus")
     assert [line["id"] for line in lines_of(read_input(folder), tmp_path)] == ["1", "2", "3"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="there is no corpus in"):
+    with pytest.raises(UserError, match="no corpus found in"):
         read_input(tmp_path / "empty")
 
 
@@ -195,7 +195,7 @@ def _missing_field(path: Path) -> None:
         (_broken_array, "record 2 of"),
         (_damaged_parquet, "cannot read the corpus"),
         (_latin_1, "not UTF-8"),
-        (_wrong_type, "`text` is a int and not text"),
+        (_wrong_type, "`text` is a int, not text"),
         (_missing_field, "no 'text'"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_broken_file_is_named(tmp_path: Path, write: Callable[[Path], None], c
     assert str(tmp_path / "c") in caught.value.render()
 
 
-def test_what_is_not_known_is_refused_and_says_what_is(tmp_path: Path) -> None:
+def test_unknown_formats_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     as_lines(tmp_path / "c.jsonl", [{"question": "?", "answer": "!"}])
     with pytest.raises(UserError, match="the format of") as caught:
         read_input(tmp_path / "c.jsonl")

@@ -1,4 +1,4 @@
-"""FAISS files that somebody else built are served as they are, or refused in words."""
+"""FAISS files built elsewhere are served unchanged, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -146,12 +146,12 @@ def test_a_file_of_another_kind_is_refused(
 
 def test_a_file_of_another_corpus_or_encoder_is_refused(write: Write, tmp_path: Path) -> None:
     path = write("Flat")
-    with pytest.raises(UserError, match="does not belong to this corpus") as refused:
+    with pytest.raises(UserError, match="does not match this corpus") as refused:
         write_index(FaissFlatSettings(encoder=ENCODER, file=path), TextSource(TEXTS[1:]), tmp_path)
     assert "900 rows in the file, 899 passages" in refused.value.render()
-    with pytest.raises(UserError, match="does not belong to this encoder") as refused:
+    with pytest.raises(UserError, match="does not match this encoder") as refused:
         write_index(FaissFlatSettings(file=path), TextSource(TEXTS), tmp_path)
-    assert "64 numbers, the encoder's 384" in refused.value.render()
+    assert "dimension 64, the encoder's 384" in refused.value.render()
 
 
 def test_what_is_no_index_is_refused_in_words(tmp_path: Path) -> None:

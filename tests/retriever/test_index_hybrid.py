@@ -1,4 +1,4 @@
-"""Fusion by reciprocal ranks, by hand."""
+"""Fusion by reciprocal ranks, compared with manual values."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_passage_without_a_word_of_the_query_gets_nothing_from_the_lexical_mem
     assert (hits.scores[hits.rows == -1] == -np.inf).all()
 
 
-def test_members_give_as_many_candidates_as_are_asked_for(tmp_path: Path) -> None:
+def test_members_return_as_many_candidates_as_requested(tmp_path: Path) -> None:
     texts = [f"word{i} common" for i in range(30)]
     index = opened(HybridSettings(members=(MemoryIndexSettings(),), candidates=4), tmp_path, texts)
     assert (index.search(["common"], 2).rows >= 0).all()

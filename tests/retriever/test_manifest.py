@@ -17,12 +17,12 @@ from retriever.indexing.build import build_index
 
 
 def quiet(_line: str) -> None:
-    """Progress that nobody reads."""
+    """Discarded progress."""
 
 
 @pytest.fixture
 def converted(tmp_path: Path) -> Path:
-    """An index of synthetic text: its corpus lies in it."""
+    """An index of synthetic text, with its corpus inside."""
     settings = MemoryIndexSettings.model_validate({"encoder": {"type": "hashed", "dim": 16}})
     build_index("synthetic:30", tmp_path / "index", settings, progress=quiet)
     return tmp_path / "index"
@@ -64,7 +64,7 @@ def test_a_corpus_that_was_indexed_where_it_lies_is_found_there(corpus: Path, tm
     assert corpus_of(tmp_path / "index", None) == corpus
     assert not (tmp_path / "index" / "corpus.jsonl").exists()
     corpus.rename(tmp_path / "moved.jsonl")
-    with pytest.raises(UserError, match="is not where it was"):
+    with pytest.raises(UserError, match="was moved or removed"):
         corpus_of(tmp_path / "index", None)
     assert corpus_of(tmp_path / "index", tmp_path / "moved.jsonl") == tmp_path / "moved.jsonl"
 
@@ -81,15 +81,15 @@ def test_the_settings_of_the_build_are_known_and_can_be_changed_in_part(converte
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"encoder": {"type": "hashed", "dim": 24}}, "encoder.dim: built with 16, asked for 24"),
-        ({"encoder": {"type": "hashed", "dim": 16, "ngram": 3}}, "encoder.ngram: built with 4, asked for 3"),
+        ({"encoder": {"type": "hashed", "dim": 24}}, "encoder.dim: built with 16, configured 24"),
+        ({"encoder": {"type": "hashed", "dim": 16, "ngram": 3}}, "encoder.ngram: built with 4, configured 3"),
         (
             {"encoder": {"type": "openai", "dim": 16, "query_prefix": "query: "}},
-            "encoder.query_prefix: built with absent, asked for 'query: '",
+            "encoder.query_prefix: built with absent, configured 'query: '",
         ),
         (
             {"encoder": {"type": "hashed", "dim": 16}, "dtype": "float16"},
-            "dtype: built with float32, asked for float16",
+            "dtype: built with float32, configured float16",
         ),
     ],
 )

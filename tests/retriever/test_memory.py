@@ -103,7 +103,7 @@ async def test_a_similar_search_of_the_same_run_is_answered_without_asking(start
         assert (count(metrics, "memory_reuses_total"), count(metrics, "memory_hits_total")) == (2, 2)
 
 
-async def test_other_runs_other_meanings_and_more_hits_are_asked_for(start: Start) -> None:
+async def test_other_runs_other_meanings_and_more_hits_are_searched(start: Start) -> None:
     async with start(reuse_above=0.8) as (memory, inner, _):
         await memory.search(["capital of France"], 3, "run")
         for query, k, run in [
@@ -279,7 +279,7 @@ async def test_replicas_that_share_a_directory_have_a_memory_each(start: Start, 
 
 async def test_a_directory_that_cannot_be_written_is_explained(start: Start, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot keep a memory"):
+    with pytest.raises(UserError, match="cannot store the search memory"):
         async with start(directory=tmp_path / "file"):
             pass
 

@@ -25,7 +25,7 @@ Open = Callable[..., AbstractAsyncContextManager[OnlineBackend]]
 
 
 class Web:
-    """A provider whose hits lead to a site that is there (`url`), and to places where nobody may go."""
+    """A provider whose hits lead to an existing site (`url`) and to forbidden addresses."""
 
     def __init__(self, fake: FakeProvider, url: str) -> None:
         self.fake, self.url = fake, url
@@ -196,7 +196,7 @@ async def test_a_disk_that_takes_nothing_costs_the_recording_not_the_answer(
     assert "could not be recorded" in caplog.text
 
 
-def test_a_replay_without_its_directory_is_told_at_the_start(tmp_path: Path) -> None:
+def test_a_replay_without_its_directory_is_reported_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
         open_online(SerperSettings(record="replay", recordings=tmp_path / "nowhere"))
 

@@ -171,7 +171,7 @@ HTML = "<html><head><title>Zola</title></head><body><p>Émile Zola</p></body></h
 
 
 class Site:
-    """A web site on 127.0.0.1 under any name, and a resolver that tells what it is told."""
+    """A web site on 127.0.0.1 under any name, and a resolver with given answers."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -238,7 +238,7 @@ async def test_without_the_allowance_the_same_page_is_refused(site: Site) -> Non
     assert not site.paths
 
 
-async def test_a_rebinding_name_is_asked_once_and_only_its_first_answer_counts(site: Site) -> None:
+async def test_a_rebinding_name_is_resolved_once_and_only_its_first_answer_counts(site: Site) -> None:
     site.answers = [["127.0.0.1"], ["169.254.169.254"], ["10.0.0.1"]]
     await site.pages_of().read(site.url(host="rebind.example"))
     assert site.lookups == ["rebind.example"] and len(site.paths) == 1

@@ -22,7 +22,7 @@ from tests.support.web_search import KEY, FakeProvider, fake_provider
 
 
 class Clock:
-    """Time that passes where somebody sleeps."""
+    """Time that passes during sleeps."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -135,7 +135,7 @@ def test_a_bound_in_money_without_a_price_is_refused() -> None:
         SerperSettings(max_cost=1.0)
 
 
-async def test_requests_are_sent_at_the_rate_whoever_asks(
+async def test_the_rate_applies_to_all_callers(
     sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider
 ) -> None:
     one, clock = sender(rate=2.0, burst=2, deadline_s=60, concurrency=1)
@@ -218,7 +218,7 @@ async def test_a_hanging_provider_is_given_up_at_the_deadline(fake: FakeProvider
     ("status", "body"),
     [(400, {"message": "Not enough credits"}), (429, {"error": "NOT ENOUGH CREDITS"}), (402, {}), (432, {})],
 )
-async def test_an_account_without_credits_is_quota_and_not_asked_again(
+async def test_an_account_without_credits_is_quota_and_not_retried(
     sender: Callable[..., tuple[ProviderClient, Clock]], fake: FakeProvider, status: int, body: dict[str, str]
 ) -> None:
     one, _ = sender()

@@ -77,7 +77,7 @@ def test_order_is_by_score_and_then_by_the_place_before() -> None:
     assert order(np.zeros(0, dtype=np.float32)).tolist() == []
 
 
-def test_identity_is_the_model_and_what_is_asked_of_it(folder: Path, tmp_path: Path) -> None:
+def test_identity_is_the_model_and_its_settings(folder: Path, tmp_path: Path) -> None:
     def identity(**fields: Any) -> dict[str, Any]:
         return reranker_identity(CrossEncoderSettings.model_validate({"model": folder, **fields}))
 
@@ -91,9 +91,9 @@ def test_what_is_no_reranker_is_refused_in_words(tmp_path: Path) -> None:
     three = tiny_model(tmp_path / "three", "BertForSequenceClassification", num_labels=3)
     with pytest.raises(UserError, match="not a reranker"):
         build(three)
-    with pytest.raises(UserError, match="not those of a BertForSequenceClassification"):
+    with pytest.raises(UserError, match="do not belong to a BertForSequenceClassification"):
         build(tiny_model(tmp_path / "encoder"))
-    with pytest.raises(UserError, match="has positions for"):
+    with pytest.raises(UserError, match="exceeds the positions of"):
         build(three, max_tokens=65)
-    with pytest.raises(UserError, match="there is no model"):
+    with pytest.raises(UserError, match="no model found"):
         build(tmp_path / "nowhere")

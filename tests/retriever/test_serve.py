@@ -94,7 +94,7 @@ def test_help_and_mistakes_import_nothing_heavy(module: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_of_a_search_do_not_spin_unless_somebody_wants_it(given: dict[str, str], expected: str) -> None:
+def test_threads_of_a_search_do_not_spin_by_default(given: dict[str, str], expected: str) -> None:
     code = "import os; from retriever.cli import main; main(['retriever.prot=1']); print(os.environ['OMP_WAIT_POLICY'])"
     env = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | given
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=env)

@@ -1,8 +1,7 @@
-"""What a trajectory, a turn or a token was worth (pure numpy and torch): one file a family.
+"""Advantages of trajectories, turns and tokens (pure numpy and torch): one file per family.
 
-Once a batch, in numpy float64: `Outcomes` -> one number for each trajectory (`groups`, `baselines`, `shaping`,
-`moments`). On tokens, in torch: returns and GAE over rows [B, T] (`returns`), whitening over the whole batch
-(`whitening`), credit by turns (`turns`). `rows` goes from a micro-batch's flat tokens to rows and back.
+Per batch, in numpy float64: `Outcomes` -> one number per trajectory (`group`), credit by turns (`turns`). On tokens,
+in torch: returns and GAE over rows [B, T] (`gae`), whitening over the whole batch (`whitening`).
 """
 
 from learner.algorithms.advantages.gae import PaddedRows, discounted_returns, gae, settled_rewards, to_rows

@@ -1,12 +1,12 @@
 """Credit over time within a trajectory (pure torch): discounted returns and generalised advantage estimation.
 
-Rows [B, T] with a mask that is True at the policy's tokens and may have holes, where observations stand. Time counts
-the policy's tokens only: the recursion skips a hole and carries on what stands after it, so a hole neither discounts
-nor adds, as in verl >= 0.9 and AReaL. (OpenRLHF discounts through holes, with values of 0 in them; slime and Search-R1
-ignore the mask and use the critic's values of observations; older verl lost every reward beyond a hole. With gamma =
-lambda = 1 the first two agree.) What stands on a masked position, NaN included, never matters, but for a finite
-reward (`settled_rewards`). Results are constants (no gradient), computed in float64, in the dtype given, and exactly 0
-where the mask is False (verl leaves carried values there).
+Rows are [B, T] with a mask that is True at the policy's tokens. The mask may have holes, where the observations are.
+Time counts the policy's tokens only: the recursion skips a hole, so a hole neither discounts nor adds, as in
+verl >= 0.9 and AReaL. (OpenRLHF discounts through holes, with values of 0 in them; slime and Search-R1 ignore the mask
+and use the critic's values of observations; older verl lost every reward beyond a hole. With gamma = lambda = 1 the
+first two agree.) Values at masked positions have no effect, even NaN, with one exception: finite rewards
+(`settled_rewards`). Results are constants (no gradient), computed in float64, returned in the dtype given, and
+exactly 0 where the mask is False (verl leaves carried values there).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 
 
 def settled_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, T]: every reward on a masked position added to that of the last token before it where `mask` holds.
+    """Return [B, T] rewards in which each masked position's reward is added to the last token before it that `mask`
+    keeps.
 
-    verl loses such a reward (a trajectory cut off right after an observation). With no such token before it, it goes
-    to the row's first: the rewards of a row add up to the same, as they do in a batch, where only trained tokens are
-    left. A row without any stays 0. On masked positions what is not finite counts as 0.
+    verl loses such a reward (a trajectory cut off right after an observation). With no such token before it, the reward
+    goes to the row's first kept token, so the rewards of a row keep their sum, as they do in a batch, which has trained
+    tokens only. A row without kept tokens stays 0. Non-finite values at masked positions count as 0.
     """
     given = torch.where(mask | rewards.isfinite(), rewards, 0.0).detach()
     if not mask.shape[1]:
@@ -33,10 +34,10 @@ def settled_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """[B, T]: G_t = r_t + gamma * G of the row's next token where `mask` holds (see the module for holes).
+    """Return [B, T]: G_t = r_t + gamma * G of the row's next token where `mask` holds (see the module for holes).
 
-    rewards [B, T], mask [B, T] bool. With KL already in the rewards, and whitened over the batch, these are the
-    advantages of REINFORCE++ (arXiv 2501.03262).
+    rewards [B, T], mask [B, T] bool. With the KL penalty already in the rewards, and whitened over the batch, these are
+    the advantages of REINFORCE++ (arXiv 2501.03262).
     """
     settled = settled_rewards(rewards.double(), mask)
     carried = settled.new_zeros(len(settled))
@@ -61,10 +62,10 @@ def gae(
     delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, `next` being the row's next token
     where the mask holds.
 
-    rewards     [B, T]; those on masked positions move (`settled_rewards`)
+    rewards     [B, T]; those at masked positions are moved (`settled_rewards`)
     values      [B, T] of the critic, in the dtype of the results, before the token is sampled
     mask        [B, T] bool
-    last_value  [B] the critic's value after the last token, for a trajectory that was cut off; 0 when left out
+    last_value  [B] the critic's value after the last token, for a truncated trajectory; default 0
     """
     settled = settled_rewards(rewards.double(), mask)
     known = torch.where(mask, values, 0.0).detach().double()
@@ -82,9 +83,9 @@ def gae(
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where each of N flat tokens stands among B rows of T tokens, one row a trajectory, T the longest.
+    """Positions of N flat tokens in B rows of T tokens: one row per trajectory, T the longest.
 
-    ids     [B] int64, the trajectory of each row, in the order in which they come
+    ids     [B] int64, the trajectory of each row, in order of appearance
     row     [N] int64
     column  [N] int64
     mask    [B, T] bool, False where a row is padded at its end; there are no holes
@@ -96,33 +97,33 @@ class PaddedRows:
     mask: torch.Tensor
 
     def pad(self, flat: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """[B, T] of the dtype of `flat` [N], `fill` where a row is padded; gradients pass."""
+        """Return [B, T] in the dtype of `flat` [N], `fill` where a row is padded; gradients pass."""
         padded = torch.full(self.mask.shape, fill, dtype=flat.dtype, device=flat.device)
         return padded.index_put((self.row, self.column), flat)
 
     def flat(self, padded: torch.Tensor) -> torch.Tensor:
-        """[N] from [B, T], or [N, ...] from [B, T, ...]; gradients pass."""
+        """Return [N] from [B, T], or [N, ...] from [B, T, ...]; gradients pass."""
         return padded[self.row, self.column]
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] from one value a row [B]: each token gets that of its trajectory."""
+        """Return [N]: each token gets the value of its trajectory [B]."""
         return values[self.row]
 
     def last(self) -> torch.Tensor:
-        """[B] int64: the flat position of the last token of each row."""
+        """Return [B] int64: the flat position of the last token of each row."""
         return self.mask.sum(1).cumsum(0) - 1
 
 
 def to_rows(trajectory: torch.Tensor) -> PaddedRows:
-    """Return rows of flat tokens, given the number of each one's trajectory [N] int64.
+    """Return the rows of flat tokens from each token's trajectory number [N] int64.
 
-    The tokens of a trajectory stand together and in order; the numbers are arbitrary. Observations are not among the N,
-    so the holes of a multi-turn trajectory vanish: neighbours in a row are neighbours among the trained tokens.
-    N = 0 gives B = T = 0. Raises ValueError when the tokens of a trajectory are not together.
+    The tokens of a trajectory must be contiguous and in order; the numbers are arbitrary. Observations are not among
+    the N, so the holes of a multi-turn trajectory vanish: neighbours in a row are neighbours among the trained tokens.
+    N = 0 gives B = T = 0. Raises ValueError if the tokens of a trajectory are not contiguous.
     """
     ids, row, counts = torch.unique_consecutive(trajectory, return_inverse=True, return_counts=True)
     if len(torch.unique(ids)) != len(ids):
-        raise ValueError("the tokens of a trajectory do not stand together")
+        raise ValueError("the tokens of a trajectory are not contiguous")
     column = torch.arange(len(trajectory), device=trajectory.device) - (counts.cumsum(0) - counts)[row]
     longest = int(counts.max()) if len(counts) else 0
     mask = torch.arange(longest, device=trajectory.device)[None, :] < counts[:, None]

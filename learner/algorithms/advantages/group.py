@@ -1,9 +1,9 @@
-"""Advantages against the siblings in a group, or the batch (pure numpy, float64): one number for each trajectory.
+"""Advantages relative to the group or the batch (pure numpy, float64): one number per trajectory.
 
-In all of these a trajectory that does not vote counts in no baseline, no deviation and no denominator, and gets
-exactly 0. A group whose voters have the same reward but for rounding, and a group with one voter, get exactly 0, so
-that rounding divided by a small epsilon is never trained on. The order of trajectories does not matter; groups may be
-interleaved and of any size.
+In all of these an invalid trajectory counts in no baseline, deviation or denominator, and gets exactly 0. A group
+whose valid trajectories have equal rewards (up to rounding), and a group with one valid trajectory, get exactly 0:
+otherwise rounding divided by a small epsilon would be trained on. The order of trajectories does not matter; groups
+may be interleaved and of any size.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import numpy as np
 from learner.algorithms.advantages.outcomes import SAME, Bool, Float64, Outcomes, contested, same, tolerance
 
 Spread = Literal["group", "batch", "none"]
-"""What centred rewards are divided by: the deviation of their group, that of all voters of the batch, or nothing."""
+"""What centred rewards are divided by: the deviation of their group, that of all valid trajectories of the batch, or
+nothing."""
 
 
 def grpo_advantages(outcomes: Outcomes, *, std: Spread = "group", ddof: int = 1, epsilon: float = 1e-6) -> Float64:
-    """[n] float64: (r - mean of the group) / (deviation + epsilon) (GRPO, arXiv 2402.03300, section 4.1.2).
+    """Return [n] float64: (r - mean of the group) / (deviation + epsilon) (GRPO, arXiv 2402.03300, section 4.1.2).
 
-    std="group" takes the deviation of the group, "batch" that of the rewards of all voters of the batch (TRL's
-    `scale_rewards="batch"`, arXiv 2508.08221), "none" divides by nothing (Dr. GRPO). ddof=1 divides the variance by
+    std="group" takes the deviation of the group, "batch" that of all valid rewards of the batch (TRL's
+    `scale_rewards="batch"`, arXiv 2508.08221), "none" does not divide (Dr. GRPO). ddof=1 divides the variance by
     n - 1, as verl, TRL, OpenRLHF, slime and AReaL do; epsilon is 1e-6 in verl and slime, 1e-4 in TRL, 1e-9 in
     OpenRLHF, 1e-5 in AReaL.
 
-    A group with one voter gets 0, as in TRL; verl and Search-R1 set mean 0 and deviation 1 there, which trains on the
-    raw reward; OpenRLHF refuses. A group of equal rewards gets exactly 0.
+    A group with one valid trajectory gets 0, as in TRL; verl and Search-R1 set mean 0 and deviation 1 there, which
+    trains on the raw reward; OpenRLHF refuses. A group of equal rewards gets exactly 0.
     """
     out = np.zeros(len(outcomes.rewards))
     voting = outcomes.rewards[outcomes.valid]
@@ -42,19 +43,19 @@ def grpo_advantages(outcomes: Outcomes, *, std: Spread = "group", ddof: int = 1,
 
 
 def dr_grpo_advantages(outcomes: Outcomes) -> Float64:
-    """[n] float64: r - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2).
+    """Return [n] float64: r - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
-    Belongs with a loss whose denominator is a constant (`seq_mean_token_sum_norm`), else the bias towards long wrong
-    answers comes back. It is also REINFORCE with the group's mean as baseline, and prime-rl's default. One voter or
-    equal rewards: 0.
+    Use it with a loss whose denominator is a constant (`seq_mean_token_sum_norm`); otherwise the bias towards long
+    wrong answers returns. It is also REINFORCE with the group's mean as baseline, and prime-rl's default. One valid
+    trajectory or equal rewards: 0.
     """
     return grpo_advantages(outcomes, std="none")
 
 
 def rloo_advantages(outcomes: Outcomes) -> Float64:
-    """[n] float64: r - mean of the others in the group (RLOO, arXiv 2402.14740, equation 8).
+    """Return [n] float64: r - mean of the others in the group (RLOO, arXiv 2402.14740, equation 8).
 
-    One voter: 0, as in verl's `rloo_vectorized`; its `rloo` leaves the raw reward. Equal rewards: 0.
+    One valid trajectory: 0, as in verl's `rloo_vectorized`; its `rloo` leaves the raw reward. Equal rewards: 0.
     """
     out = np.zeros(len(outcomes.rewards))
     for members in contested(outcomes):
@@ -64,21 +65,21 @@ def rloo_advantages(outcomes: Outcomes) -> Float64:
 
 
 def reinforce_pp_baseline_advantages(outcomes: Outcomes) -> Float64:
-    """[n] float64: r - mean of the group, to be whitened over all tokens of the batch (`whiten`).
+    """Return [n] float64: r - mean of the group, to be whitened over all tokens of the batch (`whiten`).
 
-    The form of REINFORCE++ with a group baseline (arXiv 2501.03262): the whitening is over tokens, so
-    long answers weigh more in its moments. One voter or equal rewards: 0 before the whitening, which may shift it;
-    verl leaves the raw reward of one voter.
+    REINFORCE++ with a group baseline (arXiv 2501.03262): the whitening is over tokens, so long answers weigh more in
+    its moments. One valid trajectory or equal rewards: 0 before the whitening, which may shift it; verl leaves the raw
+    reward of a single valid trajectory.
     """
     return grpo_advantages(outcomes, std="none")
 
 
 def opo_advantages(outcomes: Outcomes) -> Float64:
-    """[n] float64: r - sum(length * r) / sum(length) over the group (OPO, arXiv 2505.23585).
+    """Return [n] float64: r - sum(length * r) / sum(length) over the group (OPO, arXiv 2505.23585).
 
-    The baseline of least variance when the gradient's norm grows with the length; lengths are sampled tokens. A
-    group without a sampled token takes the plain mean. One voter or equal rewards: 0 (verl leaves the raw reward of
-    one).
+    The baseline of least variance when the gradient's norm grows with the length; lengths are sampled tokens. A group
+    without a sampled token takes the plain mean. One valid trajectory or equal rewards: 0 (verl leaves the raw reward
+    of one).
     """
     out = np.zeros(len(outcomes.rewards))
     for members in contested(outcomes):
@@ -89,11 +90,12 @@ def opo_advantages(outcomes: Outcomes) -> Float64:
 
 
 def normalized_batch(advantages: Float64, valid: Bool, *, ddof: int = 1, epsilon: float = 1e-6) -> Float64:
-    """[n] float64: (a - mean) / (deviation + epsilon) over all voters of the batch; 0 for the others.
+    """Return [n] float64: (a - mean) / (deviation + epsilon) over the valid trajectories of the batch; 0 for the
+    others.
 
-    The last step of GDPO (arXiv 2601.05242), there and in TRL (epsilon 1e-4) over trajectories. One voter, or
-    advantages [n] that are equal but for rounding: 0. A mean of 0 but for rounding is 0, so that an advantage of
-    exactly 0, of a group that teaches nothing, stays that where the advantages of groups are centred.
+    The last step of GDPO (arXiv 2601.05242), there and in TRL (epsilon 1e-4) over trajectories. One valid trajectory,
+    or advantages [n] that are equal up to rounding: 0. A mean of 0 up to rounding is taken as 0, so that an advantage
+    of exactly 0 (a group without a learning signal) stays 0 where the advantages of groups are centred.
     """
     out = np.zeros(len(advantages))
     voting = advantages[valid]
@@ -106,10 +108,10 @@ def normalized_batch(advantages: Float64, valid: Bool, *, ddof: int = 1, epsilon
 
 
 def max_rl_advantages(outcomes: Outcomes) -> Float64:
-    """[n] float64: (r - mean) / mean of the group, 0 where the mean is not above 0 (MaxRL, as prime-rl has it).
+    """Return [n] float64: (r - mean) / mean of the group, 0 where the mean is not above 0 (MaxRL, as prime-rl has it).
 
     With rewards of 0 and 1 it ascends the log-likelihood of being right; a mean near 0 makes it large (n - 1 for one
-    right of n). One voter or equal rewards: 0.
+    right of n). One valid trajectory or equal rewards: 0.
     """
     out = np.zeros(len(outcomes.rewards))
     for members in contested(outcomes):
@@ -123,11 +125,12 @@ def max_rl_advantages(outcomes: Outcomes) -> Float64:
 def pass_at_k_advantages(
     outcomes: Outcomes, *, epsilon: float = 1e-6, ddof: int = 1, normalize_std: bool = True
 ) -> Float64:
-    """[n] float64: (best - second) / (deviation of the group + epsilon) for the best of each group, 0 for all others.
+    """Return [n] float64: (best - second) / (deviation of the group + epsilon) for the best of each group, 0 for all
+    others.
 
-    Leave-one-out of the maximum (arXiv 2503.19595): only the one whose absence would lower the best of k is credited.
-    Two that share the best reward, but for rounding, share nothing: all get 0. One voter: 0; verl refuses it.
-    normalize_std=False leaves the division out.
+    Leave-one-out of the maximum (arXiv 2503.19595): only the trajectory whose absence would lower the best of k is
+    credited. If two share the best reward (up to rounding), all get 0. One valid trajectory: 0; verl refuses it.
+    normalize_std=False omits the division.
     """
     out = np.zeros(len(outcomes.rewards))
     for members in contested(outcomes):
@@ -140,15 +143,15 @@ def pass_at_k_advantages(
 
 
 Baseline = Literal["none", "batch", "group"]
-"""What REINFORCE subtracts: nothing, the mean of all voters of the batch, or the mean of the group."""
+"""What REINFORCE subtracts: nothing, the mean of all valid trajectories of the batch, or the mean of the group."""
 
 
 def reinforce_advantages(outcomes: Outcomes, *, baseline: Baseline = "none") -> Float64:
-    """[n] float64: r - baseline (REINFORCE, Williams 1992).
+    """Return [n] float64: r - baseline (REINFORCE, Williams 1992).
 
-    none   r itself, also for a group of one; where rewards become returns and are whitened over tokens, it is the
+    none   r itself, also for a group of one; with returns whitened over tokens it is the
            outcome of REINFORCE++ (arXiv 2501.03262)
-    batch  r - mean of all voters; exactly 0 when they all have one reward but for rounding, or there is only one
+    batch  r - mean of all valid trajectories; exactly 0 if their rewards are equal up to rounding, or there is only one
     group  r - mean of the group (`dr_grpo_advantages`); 0 for a group of one or of equal rewards
     """
     if baseline == "group":
@@ -165,12 +168,12 @@ def reinforce_advantages(outcomes: Outcomes, *, baseline: Baseline = "none") -> 
 def gpg_advantages(
     outcomes: Outcomes, *, nonzero: Literal["rewards", "advantages"] = "rewards", norm: float = 1.0
 ) -> Float64:
-    """[n] float64: alpha * (r - mean of the group) / norm (GPG, arXiv 2504.02546).
+    """Return [n] float64: alpha * (r - mean of the group) / norm (GPG, arXiv 2504.02546).
 
-    alpha = voters of the batch / those of them that are not 0, which makes up for trajectories without a gradient: it
-    spans the batch. nonzero="rewards" counts rewards that are not 0, as verl does; "advantages" counts the
-    trajectories of groups whose rewards differ, which is what the paper derives (B / (B - M), M samples of groups that
-    are all right or all wrong). Alpha is voters / 1 when none is counted. One voter or equal rewards: 0; verl leaves
+    alpha = valid trajectories of the batch / those of them that are not 0. It compensates for trajectories without a
+    gradient, over the whole batch. nonzero="rewards" counts rewards that are not 0, as verl does; "advantages" counts
+    the trajectories of groups whose rewards differ, as the paper derives (B / (B - M), M samples of groups that are all
+    right or all wrong). If none is counted, the denominator is 1. One valid trajectory or equal rewards: 0; verl leaves
     alpha * reward for a group of one.
     """
     centred = dr_grpo_advantages(outcomes)

@@ -1,4 +1,4 @@
-"""What is known of the trajectories of a batch, and rewards shaped by length (pure numpy, float64).
+"""Outcomes of the trajectories of a batch, and rewards shaped by length (pure numpy, float64).
 
 Filter groups on the raw rewards, before they are shaped.
 """
@@ -19,18 +19,18 @@ Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 SAME = 1e-9
-"""Rewards that differ by less than this, relative to their size, are one reward: 0.1 + 0.2 is not 0.3."""
+"""Rewards are equal if they differ by less than this, relative to their size: 0.1 + 0.2 equals 0.3."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What is known of the n trajectories of a batch.
+    """Rewards and facts of the n trajectories of a batch.
 
     rewards    [n] float64
-    valid      [n] bool, False where a trajectory ended for reasons of infrastructure
+    valid      [n] bool, False if an infrastructure failure ended the trajectory
     group      [n] int64, equal for the trajectories of one group; any numbers, in any order
-    lengths    [n] int64, tokens that the policy sampled; where it is left out, all are as long (1)
-    truncated  [n] bool, True where the token budget ended it; where it is left out, none was
+    lengths    [n] int64, tokens that the policy sampled; default: all have length 1
+    truncated  [n] bool, True if the token budget ended it; default: all False
     parts      name -> [n] float64, the unweighted parts of the rewards; 0 where a trajectory has no such part
 
     Raises ValueError when the arrays differ in length.
@@ -51,7 +51,7 @@ class Outcomes:
             object.__setattr__(self, "truncated", np.zeros(n, bool))
         sizes = {len(x) for x in (self.valid, self.group, self.lengths, self.truncated, *self.parts.values())}
         if sizes != {n}:
-            raise ValueError(f"{n} rewards, and arrays of {sorted(sizes)} beside them")
+            raise ValueError(f"arrays differ in length: {n} rewards, other arrays {sorted(sizes)}")
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup]) -> Outcomes:
@@ -68,7 +68,7 @@ class Outcomes:
         )
 
     def shuffled(self, seed: int) -> Outcomes:
-        """Return the same with the rewards of those that vote permuted among them, whatever their group.
+        """Return a copy with the rewards of the valid trajectories permuted among them, across groups.
 
         The parts move with their reward; lengths and truncation stay with their trajectory.
         """
@@ -80,30 +80,30 @@ class Outcomes:
         )
 
     def part(self, name: str) -> Outcomes:
-        """Return the same with one part of the reward, unweighted, as the reward. Raises UserError for one that is not
-        there; without voters, which bring no parts, it is 0.
+        """Return a copy with one part of the reward, unweighted, as the reward. Raises UserError for an unknown part;
+        without valid trajectories, which bring no parts, it is 0.
         """
         if name not in self.parts and self.valid.any():
             raise UserError(
-                f"no trajectory of the batch brings a reward {name!r}",
+                f"no trajectory of the batch has a reward named {name!r}",
                 why=f"learner.algorithm.parts names it; known: {', '.join(sorted(self.parts)) or 'none'}",
-                todo="name a reward of rollout.episode.rewards there, or add it to them",
+                todo="use the name of a reward in rollout.episode.rewards, or add this reward there",
             )
         return replace(self, rewards=self.parts.get(name, np.zeros(len(self.rewards))))
 
 
 def same(rewards: Float64) -> bool:
-    """Return whether the rewards [m], at least one, are equal but for rounding (`SAME`)."""
+    """Return whether the rewards [m], at least one, are equal up to rounding (`SAME`)."""
     return bool(np.ptp(rewards) <= tolerance(rewards))
 
 
 def tolerance(rewards: Float64) -> float:
-    """Return how far two of the rewards [m], at least one, may be apart and still be one reward."""
+    """Return the largest difference at which two of the rewards [m >= 1] count as equal."""
     return SAME * max(1.0, float(np.abs(rewards).max()))
 
 
 def valid_by_group(outcomes: Outcomes) -> list[Int64]:
-    """For each group with at least one voter, the indices of its voters, in ascending order of index."""
+    """Return, for each group with a valid trajectory, the indices of its valid trajectories in ascending order."""
     voters = np.flatnonzero(outcomes.valid)
     voters = voters[np.argsort(outcomes.group[voters], kind="stable")]
     edges = np.flatnonzero(np.diff(outcomes.group[voters])) + 1
@@ -111,28 +111,29 @@ def valid_by_group(outcomes: Outcomes) -> list[Int64]:
 
 
 def contested(outcomes: Outcomes) -> list[Int64]:
-    """Return those of `valid_by_group` in which at least two voters differ: the others teach nothing about their
-    group."""
+    """Return those of `valid_by_group` whose rewards differ: the others carry no learning signal within their group."""
     return [m for m in valid_by_group(outcomes) if len(m) > 1 and not same(outcomes.rewards[m])]
 
 
 def informative(rewards: Float64, valid: Bool) -> bool:
-    """Return whether a group, rewards [G] and valid [G], has two voters whose rewards differ by more than rounding.
+    """Return whether a group, rewards [G] and valid [G], has two valid rewards that differ by more than rounding.
 
-    What dynamic sampling keeps (DAPO, arXiv 2503.14476, section 3.2, states it as 0 < correct < G; this holds for any
-    reward). verl compares `np.std(metric)` with 0 exactly, so (0.1 + 0.2, 0.3) passes there, and keeps groups of one;
-    slime asks for std > 1e-6. Here a group of one voter is not informative: its advantage would be 0.
+    Dynamic sampling keeps such groups (DAPO, arXiv 2503.14476, section 3.2, states it as 0 < correct < G; this holds
+    for any reward). verl compares `np.std(metric)` with 0 exactly, so (0.1 + 0.2, 0.3) passes there, and keeps groups
+    of one; slime requires std > 1e-6. Here a group with one valid trajectory is not informative: its advantage would be
+    0.
     """
     voting = np.asarray(rewards, np.float64)[np.asarray(valid, bool)]
     return len(voting) > 1 and not same(voting)
 
 
 def overlong(rewards: Float64, lengths: Int64, *, max_length: int, buffer: int, penalty: float = 1.0) -> Float64:
-    """[n] float64: rewards - penalty * excess, the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
+    """Return [n] float64: rewards - penalty * excess, the soft overlong punishment of DAPO (arXiv 2503.14476, equation
+    13).
 
-    rewards [n], lengths [n] in sampled tokens (observations are not the policy's doing; verl counts them). excess is
-    0 up to max_length - buffer, grows linearly to 1 at max_length and stays there: AReaL, and verl's DAPO, let it
-    grow on. buffer=0 is a step: 1 above max_length. Raises ValueError unless 0 <= buffer <= max_length and
+    rewards [n], lengths [n] in sampled tokens (observations are excluded; verl counts them). excess is 0 up to
+    max_length - buffer, grows linearly to 1 at max_length and stays there; in AReaL, and in verl's DAPO, it keeps
+    growing. buffer=0 is a step: 1 above max_length. Raises ValueError unless 0 <= buffer <= max_length and
     max_length > 0.
     """
     if not 0 <= buffer <= max_length or max_length <= 0:

@@ -15,7 +15,7 @@ from protocol.messages import Owner, Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True)
 class Turns:
-    """What the turns of the n trajectories of a batch earned, K being the most turns of any.
+    """Rewards of the turns of the n trajectories of a batch; K is the largest number of turns.
 
     rewards  [n, K] float64; a row adds up to the trajectory's reward, 0 where a turn was not reached
     reached  [n, K] bool, True where the policy took the turn
@@ -26,10 +26,10 @@ class Turns:
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup]) -> Turns:
-        """Turns of every trajectory, in the order of the groups (and of `Outcomes.of`).
+        """Return the turns of every trajectory, in the order of the groups (and of `Outcomes.of`).
 
-        A turn is a segment of the policy; it earns the segment's reward. The last one also earns what the trajectory's
-        reward has beyond those of its segments: the outcome. A trajectory without a turn has a row of zeros.
+        A turn is a segment of the policy; it earns the segment's reward. The last turn also earns the outcome: the
+        trajectory's reward minus those of its segments. A trajectory without a turn has a row of zeros.
         """
         each = [_earned(t) for g in groups for t in g.trajectories]
         width = max((len(x) for x in each), default=0)
@@ -40,7 +40,8 @@ class Turns:
 
 
 def turn_of_tokens(trajectory: Trajectory) -> Int64:
-    """[T] int64: the turn, from 0, in which the policy sampled each token; -1 for tokens that it did not sample."""
+    """Return [T] int64: the turn, from 0, in which the policy sampled each token; -1 for tokens that it did not
+    sample."""
     parts, turn = [np.zeros(0, np.int64)], 0
     for segment in trajectory.segments:
         mine = segment.owner is Owner.POLICY
@@ -57,12 +58,13 @@ def normalized_turns(
     ddof: int = 1,
     epsilon: float = 1e-6,
 ) -> Float64:
-    """[n, K] float64: (r - mean) / (deviation + epsilon) of each turn's reward; 0 where a turn was not reached.
+    """Return [n, K] float64: (r - mean) / (deviation + epsilon) of each turn's reward; 0 where a turn was not reached.
 
     scope="group" takes the moments over all turns of all siblings (process supervision of GRPO, arXiv 2402.03300,
-    section 4.1.3); "turn" over the same turn of the siblings that reached it, so that a late turn, which only some
-    reach, is compared with its like. Who does not vote counts nowhere and gets 0; so does what has nothing to be
-    compared with, or only equals but for rounding. `turn_returns` of it, with gamma 1, is the advantage of the paper.
+    section 4.1.3). scope="turn" takes them over the same turn of the siblings that reached it, so that a late turn,
+    which only some reach, is compared with its like. Invalid trajectories count nowhere and get 0. A turn with nothing
+    to compare with, or only equal rewards, also gets 0. `turn_returns` of the result, with gamma 1, is the paper's
+    advantage.
     """
     out = np.zeros_like(turns.rewards)
     for members in valid_by_group(outcomes):
@@ -79,7 +81,7 @@ def normalized_turns(
 
 
 def turn_returns(turn_rewards: torch.Tensor, gamma: float) -> torch.Tensor:
-    """[B, K]: G_k = sum over j >= k of gamma^(j - k) * r_j; discounted for each turn, whatever its tokens.
+    """Return [B, K]: G_k = sum over j >= k of gamma^(j - k) * r_j; discounted per turn, not per token.
 
     turn_rewards [B, K] of any float dtype, 0 for turns that were not reached. A constant (no gradient).
     """
@@ -95,7 +97,7 @@ def turn_returns(turn_rewards: torch.Tensor, gamma: float) -> torch.Tensor:
 def turn_advantages(
     turn_rewards: torch.Tensor, turn: torch.Tensor, mask: torch.Tensor, *, gamma: float
 ) -> torch.Tensor:
-    """[B, T]: for each token the return of its turn: its own reward and, discounted by turns, those that follow.
+    """Return [B, T]: each token gets the return of its turn: its own reward plus the later ones, discounted per turn.
 
     turn_rewards  [B, K] raw, centred or normalised (`normalized_turns`)
     turn          [B, T] int64 in [0, K) where the mask holds, anything elsewhere

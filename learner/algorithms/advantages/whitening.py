@@ -1,4 +1,4 @@
-"""Tokens on one scale: mean 0 and variance 1 over the whole batch, however it is cut; and running moments."""
+"""Whitening over the whole batch (mean 0, variance 1, independent of micro-batches and ranks); running moments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from learner.algorithms.advantages.outcomes import SAME, Float64
 
 
 def unchanged(vector: torch.Tensor) -> torch.Tensor:
-    """Return the sum over one rank."""
+    """Return `vector`: the sum over a single rank."""
     return vector
 
 
@@ -25,18 +25,19 @@ def whiten(
     epsilon: float = 1e-8,
     centre_only: bool = False,
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + epsilon) where `mask` holds, 0 elsewhere; of the shape and dtype of `values`.
+    """Return (x - mean) / sqrt(variance + epsilon) where `mask` holds, 0 elsewhere; of the shape and dtype of `values`.
 
-    values       any shape and float dtype; NaN where masked does not matter. The result is a constant (no gradient)
+    values       any shape and float dtype; NaN at masked positions has no effect. The result is a constant (no
+                 gradient)
     mask         bool, of that shape
-    total        sums a float64 vector over all ranks, and over all micro-batches of a step; called twice, on every
-                 rank, whatever the mask: moments of a micro-batch or of a rank alone would make the loss depend on the
-                 cut
+    total        sums a float64 vector over all ranks and all micro-batches of a step; called twice on every rank,
+                 whatever the mask. Moments of a single micro-batch or rank would make the loss depend on how the batch
+                 is split
     unbiased     variance / (n - 1), as verl does (`masked_whiten`); OpenRLHF and AReaL divide by n
-    centre_only  leaves the division out
+    centre_only  omits the division
 
-    Moments are taken in float64, the variance about the mean and not as a difference of squares. No valid token, one,
-    or values that are equal but for rounding: 0 (verl raises for fewer than two).
+    Moments are computed in float64, the variance about the mean, not as a difference of squares. With no valid token, a
+    single one, or values that are equal up to rounding, the result is 0 (verl raises for fewer than two).
     """
     known = torch.where(mask, values, 0.0).detach().double()
     count, summed, squares = total(torch.stack([mask.sum().double(), known.sum(), known.square().sum()]))
@@ -44,7 +45,7 @@ def whiten(
     centred = torch.where(mask, known - mean, 0.0)
     (deviations,) = total(centred.square().sum().reshape(1))
     variance = deviations / (count - 1 if unbiased else count).clamp(min=1)
-    # An absolute and a relative bound, as for the rewards of a group: rounding must not be blown up by 1 / epsilon.
+    # An absolute and a relative bound, as for the rewards of a group: 1 / epsilon must not amplify rounding.
     noise = SAME * (squares / count.clamp(min=1)).sqrt().clamp(min=1)
     scaled = centred if centre_only else centred / (variance + epsilon).sqrt()
     return torch.where(variance.sqrt() > noise, scaled, 0.0).to(values.dtype)
@@ -53,8 +54,8 @@ def whiten(
 class RunningMoments:
     """Count, mean and sum of squared distances from it, in float64, one value or one set at a time.
 
-    Welford's update in the form for sets (Chan, Golub, LeVeque 1979): no sum of squares that loses its digits when the
-    mean is large. Rank 0 keeps one and feeds it the whole batch; or each rank keeps one and they are merged.
+    Welford's update for sets (Chan, Golub, LeVeque 1979): no sum of squares that loses its digits when the mean is
+    large. Rank 0 keeps one instance and feeds it the whole batch; or each rank keeps one and they are merged.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class RunningMoments:
         self._squares = 0.0
 
     def update(self, values: Float64) -> None:
-        """Take in values of any shape. Raises ValueError for one that is not finite: it would stay for ever."""
+        """Add values of any shape. Raises ValueError for a non-finite value: it would stay in the moments for ever."""
         given = np.asarray(values, np.float64).ravel()
         if not np.isfinite(given).all():
             raise ValueError("a value is not finite")
@@ -72,29 +73,29 @@ class RunningMoments:
             self._add(len(given), mean, float(np.square(given - mean).sum()))
 
     def merge(self, other: RunningMoments) -> None:
-        """Take in all that `other` has seen."""
+        """Add everything that `other` has seen."""
         if other.count:
             self._add(other.count, other.mean, other._squares)
 
     def std(self, ddof: int = 0) -> float:
-        """Return the deviation, its variance divided by count - ddof; 0 when that is not above 0."""
+        """Return the deviation, with the variance divided by count - ddof; 0 if that is not positive."""
         return math.sqrt(self._squares / (self.count - ddof)) if self.count > ddof else 0.0
 
     def normalize(self, values: Float64, *, centre: bool = True, ddof: int = 0, epsilon: float = 1e-8) -> Float64:
-        """(values - mean) / (std + epsilon), of the shape of `values`, float64; without centre only the division.
+        """Return (values - mean) / (std + epsilon), float64, of the shape of `values`; centre=False only divides.
 
-        As long as all that was seen was one value but for rounding, nothing is divided.
+        Does not divide while all values seen are equal up to rounding.
         """
         std = self.std(ddof)
         scale = std + epsilon if std > SAME * max(1.0, abs(self.mean)) else 1.0
         return (np.asarray(values, np.float64) - (self.mean if centre else 0.0)) / scale
 
     def state(self) -> dict[str, float]:
-        """Return numbers that JSON carries exactly."""
+        """Return the state as numbers that JSON represents exactly."""
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
 
     def load(self, state: dict[str, float]) -> None:
-        """Go on from `state()`. Raises KeyError when a number is missing."""
+        """Restore a `state()`. Raises KeyError if a number is missing."""
         self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
 
     def _add(self, count: int, mean: float, squares: float) -> None:

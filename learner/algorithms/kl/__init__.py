@@ -1,4 +1,4 @@
-"""Divergences of the policy from a reference (pure torch): one file a family."""
+"""Divergences of the policy from a reference (pure torch): one file per family."""
 
 from learner.algorithms.kl.controller import AdaptiveKl, FixedKl, KlController
 from learner.algorithms.kl.estimators import (

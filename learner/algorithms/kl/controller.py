@@ -1,4 +1,4 @@
-"""What sets the weight of the divergence from step to step (plain Python); its state belongs in the checkpoint."""
+"""Controllers of the KL coefficient (plain Python); their state is part of the checkpoint."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Mapping
 from typing import Protocol
 
 MAX_ERROR = 0.2
-"""Relative error that one update heeds at most (arXiv 1909.08593)."""
+"""Bound on the relative error used in one update (arXiv 1909.08593)."""
 
 
 class KlController(Protocol):
-    """The weight of the divergence."""
+    """Sets the KL coefficient."""
 
     @property
     def coefficient(self) -> float:
-        """The weight now."""
+        """Return the current coefficient."""
         ...
 
     def update(self, kl: float, batch_size: int) -> None:
-        """After a step: `kl` is the batch's mean divergence (nats), `batch_size` its number of trajectories."""
+        """Update after a step: `kl` is the batch's mean divergence (nats), `batch_size` its number of trajectories."""
         ...
 
     def state(self) -> dict[str, float]:
-        """Return what `load` restores; goes through JSON unharmed."""
+        """Return what `load` restores, JSON-serialisable."""
         ...
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Take up a state; raises KeyError when it is another controller's."""
+        """Restore a state. Raises KeyError if it is another controller's."""
         ...
 
 
 class FixedKl:
-    """The weight stays as configured, also when a checkpoint of another weight is loaded."""
+    """Keeps the configured coefficient, even if a checkpoint with another one is loaded."""
 
     def __init__(self, coefficient: float) -> None:
         self._coefficient = coefficient
@@ -42,20 +42,21 @@ class FixedKl:
         return self._coefficient
 
     def update(self, kl: float, batch_size: int) -> None:
-        """Nothing to learn."""
+        """Do nothing: the coefficient is fixed."""
 
     def state(self) -> dict[str, float]:
         return {}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is no state."""
 
 
 class AdaptiveKl:
     """coefficient *= 1 + clip(kl / target - 1, +-0.2) * batch_size / horizon, after every step.
 
     Ziegler et al., arXiv 1909.08593, section 2.2; verl's `AdaptiveKLController` (target 0.1, horizon 10000). `target`
-    in nats, `horizon` in trajectories. Raises ValueError for settings that could turn the weight negative or stop it.
+    is in nats, `horizon` in trajectories. Raises ValueError for settings that could make the coefficient negative or
+    freeze it.
     """
 
     def __init__(self, coefficient: float, *, target: float, horizon: float) -> None:
@@ -70,11 +71,11 @@ class AdaptiveKl:
         return self._coefficient
 
     def update(self, kl: float, batch_size: int) -> None:
-        """Raise ValueError for a divergence that is not finite: the weight would never recover from it."""
+        """Apply the rule. Raises ValueError for a non-finite divergence: the coefficient would never recover."""
         if not math.isfinite(kl):
-            raise ValueError(f"a divergence of {kl} cannot set its own weight")
+            raise ValueError(f"the KL coefficient cannot be updated from a divergence of {kl}")
         error = min(max(kl / self._target - 1, -MAX_ERROR), MAX_ERROR)
-        # A batch beyond the horizon counts as one of the horizon's size: the factor stays within 1 +- 0.2.
+        # A batch larger than the horizon counts as the horizon: the factor stays within 1 +- 0.2.
         self._coefficient *= 1 + error * min(batch_size / self._horizon, 1.0)
 
     def state(self) -> dict[str, float]:

@@ -5,14 +5,14 @@ r = policy / sg(policy), which is 1 and has the gradient of log policy. Expectat
 policy; "reverse" is KL(policy || reference), "forward" is KL(reference || policy).
 
 kind   value                expected value    expected gradient                                source
-k1     -x                   reverse           0: of no use as a loss, good in a reward         Schulman 2020
+k1     -x                   reverse           0: useless as a loss, good in a reward           Schulman 2020
 k2     x^2 / 2              E[x^2] / 2        reverse                                          Schulman 2020
 k3     w - x - 1            reverse, >= 0     forward                                          Schulman 2020
 abs    |x|                  E|x|              sum over tokens of |policy - reference|          verl
 k1+    -x                   reverse           reverse (the gradient is k2's, straight-through) verl
 k3+    w - x - 1            reverse, >= 0     reverse (the gradient is k2's, straight-through) verl
 k3++   r (w - x - 1)        reverse, >= 0     reverse                                          EMA-PG, arXiv 2602.04417
-k4     r sg(-x)             reverse           reverse (k1+ by another road)                    EMA-PG
+k4     r sg(-x)             reverse           reverse (as k1+)                                 EMA-PG
 k5     sg(w) x + log r      forward           forward                                          EMA-PG
 
 (John Schulman, "Approximating KL divergence", 2020.)
@@ -30,23 +30,23 @@ from typing import Literal, get_args
 import torch
 
 CAP = 10.0
-"""Greatest value of an exponential estimate of a divergence at one token, and greatest importance weight on it: e^20
-at one token would be the whole gradient of a batch. verl, OpenRLHF and Search-R1 cap k3 at 10 likewise."""
+"""Largest exponential estimate of a divergence at one token, and largest importance weight on it: e^20 at one token
+would dominate the gradient of a batch. verl, OpenRLHF and Search-R1 also cap k3 at 10."""
 
 LOG_RATIO_LIMIT = 20.0
-"""e^20 = 5e8: beyond it a ratio says only that two policies have nothing in common, and would overflow."""
+"""e^20 = 5e8: beyond it a ratio would overflow, and only means that the policies have nothing in common."""
 
 
 def require_mask(mask: torch.Tensor) -> None:
-    """Raise TypeError unless `mask` is bool: as an index or a condition an int or float mask means something else."""
+    """Raise TypeError unless `mask` is bool: an int or float mask has another meaning as an index or a condition."""
     if mask.dtype != torch.bool:
-        raise TypeError(f"a mask is of dtype torch.bool, this one is {mask.dtype}")
+        raise TypeError(f"a mask must have dtype torch.bool, not {mask.dtype}")
 
 
 def cut(values: torch.Tensor, mask: torch.Tensor, instead: float = 0.0) -> torch.Tensor:
-    """`values` where `mask` holds, `instead` elsewhere; no gradient reaches what was cut.
+    """Return `values` where `mask` is True, `instead` elsewhere; no gradient reaches masked values.
 
-    A masked position may hold anything, NaN included, so losses and divergences cut it before they compute from it: a
+    A masked position may contain anything, NaN included, so losses and divergences cut it before computing from it: a
     product with a mask would leak NaN into the value, and a mask applied last would leak it into the gradient.
     `mask` is bool and has the shape of `values`; raises TypeError or ValueError otherwise.
     """
@@ -57,17 +57,17 @@ def cut(values: torch.Tensor, mask: torch.Tensor, instead: float = 0.0) -> torch
 
 
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
-    """`log_ratio` within +-20; the gradient is 0 beyond."""
+    """Return `log_ratio` clamped to +-20; the gradient is 0 beyond."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def capped(estimate: torch.Tensor) -> torch.Tensor:
-    """`estimate` up to `CAP`; the gradient is 0 beyond."""
+    """Return `estimate` capped at `CAP`; the gradient is 0 beyond."""
     return estimate.clamp(max=CAP)
 
 
 def log_ratio(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """log(policy / old) clamped to +-20 (gradient 0 beyond), 0 where `mask` is False whatever stands there."""
+    """Return log(policy / old) clamped to +-20 (gradient 0 beyond), and 0 where `mask` is False."""
     return clamped(cut(logprobs - old, mask))
 
 
@@ -84,7 +84,7 @@ def kl_estimate(
     kind: KlKind,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Estimate for each token, of the shape of `policy` and `reference` (log-probs); 0 where `mask` is False.
+    """Return the estimate per token, of the shape of `policy` and `reference` (log-probs); 0 where `mask` is False.
 
     importance  log-probs of the policy that drew the tokens, a constant, where that was not `policy`. The estimate is
                 multiplied by exp(clamp(policy - importance)), so that expectations over the drawn tokens are those of
@@ -94,7 +94,7 @@ def kl_estimate(
                 already is that of an expectation, and would count twice. The ratio is capped at 10; beyond, k1, k3
                 and abs have no gradient.
 
-    Masked positions are cut off before anything is computed, so a NaN or infinity there reaches neither the value nor
+    Masked positions are cut before anything is computed, so a NaN or infinity there reaches neither the value nor
     the gradient. x is clamped to +-20, where the gradient is 0. The reference is a constant. Raises TypeError for a
     mask that is not bool, ValueError for an unknown kind or shapes that differ.
     """
@@ -105,7 +105,7 @@ def kl_estimate(
     ratio = log_ratio(policy, importance.detach(), mask).exp()
     if kind not in _DIFFERENTIATED:
         return estimate * capped(ratio.detach())
-    # The capped ratio's gradient is 0, and what is left of the product's would point the wrong way.
+    # The capped ratio's gradient is 0, and the rest of the product's would point the wrong way.
     return torch.where(ratio > CAP, (CAP * estimate).detach(), estimate * ratio)
 
 
@@ -128,7 +128,7 @@ def _value(x: torch.Tensor, kind: KlKind) -> torch.Tensor:
         return capped(move.exp() * _k3(x))
     if kind == "k5":
         return capped(fixed.exp() * x + move)
-    raise ValueError(f"unknown kind of divergence {kind!r}; known: {', '.join(get_args(KlKind))}")
+    raise ValueError(f"unknown divergence {kind!r}; known: {', '.join(get_args(KlKind))}")
 
 
 def _k3(x: torch.Tensor) -> torch.Tensor:
@@ -137,10 +137,10 @@ def _k3(x: torch.Tensor) -> torch.Tensor:
 
 
 def penalised(rewards: torch.Tensor, kl: torch.Tensor, coefficient: float, mask: torch.Tensor) -> torch.Tensor:
-    """[N] rewards - coefficient * kl of each token, a constant; 0 where `mask` is False.
+    """Return [N]: rewards - coefficient * kl of each token, a constant; 0 where `mask` is False.
 
-    rewards [N] what each token earned (the outcome stands on a trajectory's last token), kl [N] an estimate whose
-    expected value is the divergence, k1 as a rule (verl's `apply_kl_penalty`; InstructGPT, arXiv 2203.02155). Not to be
-    combined with a divergence in the loss.
+    rewards [N] reward of each token (the outcome is at a trajectory's last token), kl [N] an estimate whose
+    expected value is the divergence, normally k1 (verl's `apply_kl_penalty`; InstructGPT, arXiv 2203.02155). Do not
+    combine with a divergence in the loss.
     """
     return cut(rewards.detach(), mask) - coefficient * cut(kl.detach(), mask)

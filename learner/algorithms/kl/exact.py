@@ -27,10 +27,11 @@ def topk_reverse_kl(
     mask: torch.Tensor,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N] estimate of KL(policy || reference): sum_head p (log p - log q) + 1[outside] (r (sg(log p/q) + 1) - 1).
+    """Return [N] estimates of KL(policy || reference): sum_head p (log p - log q) + 1[outside] (r (sg(log p/q) + 1) -
+    1).
 
     policy_head     [N, k] the policy's log-probs of the head's tokens, normalised over the whole vocabulary, with
-                    gradient. The head is best the policy's top k as it was before the update
+                    gradient. The head is best the top k of the policy before the update
     reference_head  [N, k] the reference's log-probs of the same tokens
     policy          [N] log-probs of the sampled token under the policy, with gradient
     reference       [N] the same under the reference
@@ -38,9 +39,10 @@ def topk_reverse_kl(
     mask            [N] bool
     importance      [N] log-probs of the sampled token under the policy that drew it, where that was not `policy`:
                     the tail, and only it, is multiplied by the constant exp(policy - importance), at most 10; the
-                    head needs no correction, since nothing in it was sampled
+                    head needs no correction, since none of it was sampled
 
-    r = p / sg(p). Log-ratios are clamped to +-20. 0 where `mask` is False. Raises TypeError, ValueError.
+    r = p / sg(p). Log-ratios are clamped to +-20. 0 where `mask` is False. Raises TypeError or ValueError for bad
+    shapes or dtypes.
     """
     _require(policy_head, reference_head, inside, mask)
     counts = mask[:, None] & (policy_head.detach() != -torch.inf)
@@ -61,7 +63,7 @@ def topk_forward_kl(
     mask: torch.Tensor,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N] estimate of KL(reference || policy): sum_head q (log q - log p) + 1[outside] sg(q/p) log(q/p).
+    """Return [N] estimates of KL(reference || policy): sum_head q (log q - log p) + 1[outside] sg(q/p) log(q/p).
 
     Arguments as of `topk_reverse_kl`; the head is best the reference's top k. The tail is capped at 10, as k5 is.
     """
@@ -76,7 +78,7 @@ def topk_forward_kl(
 
 
 def _drawn(policy: torch.Tensor, importance: torch.Tensor | None, outside: torch.Tensor) -> torch.Tensor | float:
-    """Return how much less often the sampled token was drawn than the policy would have drawn it; a constant."""
+    """Return the importance weight policy / sampler of the sampled token; a constant."""
     if importance is None:
         return 1.0
     return cut(capped(log_ratio(policy.detach(), importance.detach(), outside).exp()), outside)

@@ -1,4 +1,4 @@
-"""Losses of tokens, to be minimised (pure torch): one file a family."""
+"""Token losses, to be minimised (pure torch): one file per family."""
 
 from learner.algorithms.losses.off_policy import (
     Level,

@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy than the proximal one drew (pure torch): constants, one for each token.
+"""Corrections for tokens sampled by another policy than the proximal one (pure torch): one constant per token.
 
 Everything starts from log_weight [N] = `log_ratio(old, behaviour, mask)`, log of the importance weight w =
 proximal / behaviour, clamped to +-20. Bounds are always bounds on w. (verl's k1 rejection bounds
@@ -22,10 +22,10 @@ RejectionLevel = Literal["token", "sequence", "geometric", "mean", "max"]
 
 
 def at_level(log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor, level: Level) -> torch.Tensor:
-    """[N] log-weights of tokens, or at each token that of its trajectory; a constant within +-20, 0 where masked.
+    """Return [N] log-weights of tokens, or of each token's trajectory; constants within +-20, 0 where masked.
 
     token      log w of the token
-    sequence   sum over the trajectory's tokens: the trajectory's own importance weight
+    sequence   sum over the trajectory's tokens: the trajectory's importance weight
     geometric  mean over them: comparable between lengths, but biased
     """
     values = clamped(cut(log_weight.detach(), mask))
@@ -47,7 +47,7 @@ def truncated(
     low: float = 0.0,
     high: float,
 ) -> torch.Tensor:
-    """[N] clip(w, low, high) at `level`; 0 where masked.
+    """Return [N]: clip(w, low, high) at `level`; 0 where masked.
 
     Truncated importance sampling (Ionides 2008; TIS of verl and slime with low 0 and high 2 at token level).
     """
@@ -58,10 +58,10 @@ def truncated(
 def masked(
     log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor, *, level: Level, low: float, high: float
 ) -> torch.Tensor:
-    """[N] w at `level` where low <= w <= high, else 0; 0 where masked.
+    """Return [N]: w at `level` where low <= w <= high, else 0; 0 where masked.
 
     Masked importance sampling (TRL's `sequence_mask`, high 3) and, at token level, IcePop (Ring-1T, arXiv 2510.18855,
-    0.5 to 5): what lies too far outside is not trusted at any weight. Zeroed tokens still count in denominators.
+    0.5 to 5): weights too far outside are not trusted at all. Zeroed tokens still count in denominators.
     """
     _require_bounds(low, high)
     weight = at_level(log_weight, trajectory, mask, level).exp()
@@ -78,14 +78,14 @@ def keep_mask(
     high: float,
     measure: Measure = "ratio",
 ) -> torch.Tensor:
-    """[N] bool: tokens that survive rejection, never one that `mask` leaves out.
+    """Return [N] bool: tokens that survive rejection; always False where `mask` is False.
 
     measure ratio: low <= w <= high
 
     token, sequence, geometric  at that level (`at_level`)
     max                         for every token of the trajectory
 
-    measure k2 (log(w)^2 / 2) or k3 (w - log w - 1), both 0 where the policies agree: at most `high`; `low` says nothing
+    measure k2 (log(w)^2 / 2) or k3 (w - log w - 1), both 0 where the policies agree: at most `high`; `low` is ignored
 
     token      of the token
     sequence   summed over the trajectory's tokens (verl's `seq_sum_k2`, `seq_sum_k3`)
@@ -93,7 +93,7 @@ def keep_mask(
                grew do not make up for tokens that shrank
     max        the largest of them (verl's `seq_max_k2`, `seq_max_k3`)
 
-    Raises ValueError for bounds the wrong way round, or a level that the measure does not have.
+    Raises ValueError if low > high, or if the measure has no such level.
     """
     if measure != "ratio":
         return mask & (_divergence_at(log_weight, trajectory, mask, level, measure) <= high)
@@ -103,7 +103,7 @@ def keep_mask(
         outside = ~((low <= weight) & (weight <= high))
         return mask & (segment_max(outside.double(), trajectory, mask) == 0)
     if level == "mean":
-        raise ValueError("the mean of ratios is no level: geometric, or measure k2 or k3")
+        raise ValueError("level mean does not apply to ratios: use level geometric, or measure k2 or k3")
     weight = at_level(log_weight, trajectory, mask, level).exp()
     return mask & (low <= weight) & (weight <= high)
 
@@ -125,9 +125,9 @@ def _divergence_at(
 
 
 def veto(log_weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor, *, threshold: float) -> torch.Tensor:
-    """[N] bool: tokens of trajectories of which no token has w < threshold (verl and slime: 1e-4 or so).
+    """Return [N] bool: tokens of trajectories in which no token has w < threshold (verl and slime: 1e-4 or so).
 
-    One token that the proximal policy would hardly have drawn says that the trajectory is not its own.
+    A token that the proximal policy would hardly have sampled marks its whole trajectory as off-policy.
     """
     return keep_mask(log_weight, trajectory, mask, level="max", low=threshold, high=torch.inf)
 
@@ -141,18 +141,18 @@ def opsm(
     *,
     delta: float,
 ) -> torch.Tensor:
-    """[N] bool: False where A < 0 and the trajectory's mean of log(behaviour / policy) exceeds `delta` (nats).
+    """Return [N] bool: False where A < 0 and the trajectory's mean of log(behaviour / policy) exceeds `delta` (nats).
 
-    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): do not learn from mistakes that the policy would no
-    longer make. Tokens with A >= 0 always stay.
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): do not train on mistakes that the policy would no
+    longer make. Tokens with A >= 0 are always kept.
     """
     drift = segment_mean(clamped(cut(behaviour.detach() - logprobs.detach(), mask)), trajectory, mask)
     return mask & ~((cut(advantages.detach(), mask) < 0) & (drift > delta))
 
 
 class WeightSums(NamedTuple):
-    """Sums over tokens or trajectories, 0-d float64 each, to be added over micro-batches and ranks: w, w squared, how
-    many.
+    """Sums over tokens or trajectories, 0-d float64 each, to be added over micro-batches and ranks: w, w squared,
+    count.
     """
 
     total: torch.Tensor
@@ -161,8 +161,8 @@ class WeightSums(NamedTuple):
 
 
 def weight_sums(weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor, *, level: Level) -> WeightSums:
-    """Return the sums of one micro-batch's weights [N] at `level`, where `mask` holds: over tokens at level token, else
-    over trajectories, whose tokens have one weight.
+    """Return the sums of one micro-batch's weights [N] at `level`, where `mask` is True: over tokens at level token,
+    else over trajectories, whose tokens share one weight.
     """
     w = cut(weight.detach(), mask).double()
     once = mask.double()
@@ -172,7 +172,7 @@ def weight_sums(weight: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tens
 
 
 def normalised(weight: torch.Tensor, mask: torch.Tensor, sums: WeightSums) -> torch.Tensor:
-    """[N] weights divided by their mean over the whole batch, of which `sums` are; 0 where masked or all weights are 0.
+    """Return [N] weights divided by their mean over the whole batch (`sums`); 0 where masked or if all weights are 0.
 
     Self-normalised importance sampling: the correction moves weight between tokens, or between trajectories (verl and
     slime likewise), but not the learning rate.
@@ -182,9 +182,9 @@ def normalised(weight: torch.Tensor, mask: torch.Tensor, sums: WeightSums) -> to
 
 
 def effective_sample_size(sums: WeightSums) -> float:
-    """(sum w)^2 / sum w^2: as many tokens drawn by the proximal policy itself would say as much (Kong 1992).
+    """Return (sum w)^2 / sum w^2: the number of on-policy tokens with the same information (Kong 1992).
 
-    From 1 to the number of tokens; 0 when every weight is 0. Divide by `sums.number` for the share.
+    From 1 to the number of tokens; 0 if every weight is 0. Divide by `sums.number` for the share.
     """
     squares = float(sums.squares)
     return float(sums.total) ** 2 / squares if squares > 0 else 0.0

@@ -1,13 +1,13 @@
 """Policy losses and the entropy bonus, from log-probs of sampled tokens (pure torch).
 
 clipped_surrogate       the ratio of each token, clipped (PPO)
-gspo, gmpo              the ratio of a whole trajectory. Both are means over a trajectory's tokens: aggregate them as
+gspo, gmpo              the ratio of a whole trajectory. Both average over a trajectory's tokens: aggregate them as
                         seq_mean_token_mean to get what the papers state
-reinforce, cispo, sapo  weigh grad log policy instead of clipping it away
+reinforce, cispo, sapo  weight grad log policy instead of clipping it
 proximal_interpolated   the proximal policy of decoupled PPO without another forward pass
 
-All take [N] tensors, of which `old`, `advantages` and what is made of them alone are constants, and give loss 0 and no
-gradient where `mask` is False or the advantage is 0.
+All take [N] tensors, in which `old`, `advantages` and values derived from them alone are constants. They give loss 0
+and no gradient where `mask` is False or the advantage is 0.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["Surrogate", "clip_gain", "clipped_surrogate", "log_ratio", "plain", 
 
 
 class Surrogate(NamedTuple):
-    """What every policy loss gives of each token, [N]; 0 and False where masked.
+    """Result of every policy loss per token, [N]; 0 and False where masked.
 
     loss          to be minimised; the only one with a gradient
-    ratio         to the proximal policy, or of the trajectory where the method compares those
-    clipped       whether the bound on the ratio acted (verl's `pg_clipfrac`): clipped_low or clipped_high
-    clipped_low   below the lower bound, where that acts: PPO's only for a negative advantage
-    clipped_high  above the upper bound, where that acts: PPO's only for a positive advantage
-    clipped_dual  whether the dual clip acted (verl's `pg_clipfrac_lower`)
+    ratio         to the proximal policy, or the trajectory's ratio where the method uses that
+    clipped       whether a bound on the ratio is active (verl's `pg_clipfrac`): clipped_low or clipped_high
+    clipped_low   below the lower bound, if that is active: in PPO only for a negative advantage
+    clipped_high  above the upper bound, if that is active: in PPO only for a positive advantage
+    clipped_dual  whether the dual clip is active (verl's `pg_clipfrac_lower`)
     """
 
     loss: torch.Tensor
@@ -44,9 +44,9 @@ class Surrogate(NamedTuple):
 def clip_gain(
     ratio: torch.Tensor, gain: torch.Tensor, mask: torch.Tensor, *, low: float, high: float, dual: float | None = None
 ) -> Surrogate:
-    """PPO's clip of `ratio` (finite, with gradient) under advantages `gain` (constants, 0 where masked).
+    """Return PPO's clip of `ratio` (finite, with gradient) under advantages `gain` (constants, 0 where masked).
 
-    Raises ValueError for a dual clip that is not above 1: it would act where policies are equal.
+    Raises ValueError if the dual clip is not above 1: it would be active for equal policies.
     """
     if dual is not None and dual <= 1:
         raise ValueError(f"the dual clip bounds a ratio that has grown, so it must be above 1, not {dual}")
@@ -62,7 +62,7 @@ def clip_gain(
 
 
 def plain(loss: torch.Tensor, ratio: torch.Tensor, mask: torch.Tensor) -> Surrogate:
-    """A loss that clips nothing; `ratio` is reported only."""
+    """Return a loss without clipping; `ratio` is only reported."""
     never = torch.zeros_like(mask)
     return Surrogate(cut(loss, mask), cut(ratio.detach(), mask), never, never, never, never)
 
@@ -77,26 +77,27 @@ def clipped_surrogate(
     high: float,
     dual: float | None = None,
 ) -> Surrogate:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)) for each token, to be minimised, with r = policy / old.
+    """Return max(-A r, -A clip(r, 1 - low, 1 + high)) per token, to be minimised, with r = policy / old.
 
-    PPO (arXiv 1707.06347, equation 7) with the two bounds apart (DAPO, arXiv 2503.14476). With `dual`, where A < 0 the
-    loss is at most -dual A (arXiv 1912.09729; there 3). Gradient: -A r grad log policy, and 0 where a
-    clip acts. `old` and `advantages` are constants. All [N]; masked positions get loss 0 and pass no gradient.
+    PPO (arXiv 1707.06347, equation 7) with separate bounds (DAPO, arXiv 2503.14476). With `dual`, where A < 0 the
+    loss is at most -dual A (arXiv 1912.09729; there 3). Gradient: -A r grad log policy, and 0 where the
+    clip is active. `old` and `advantages` are constants. All [N]; masked positions get loss 0 and pass no gradient.
     """
     ratio = log_ratio(logprobs, old.detach(), mask).exp()
     return clip_gain(ratio, cut(advantages.detach(), mask), mask, low=low, high=high, dual=dual)
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return sum of values * weights where `mask` holds, as a scalar; masked values and weights may be NaN.
+    """Return the sum of values * weights where `mask` is True, as a scalar; masked values and weights may be NaN.
 
-    With nothing to sum it is a 0 that still has a graph: every rank must run its backward pass.
+    An empty sum is a 0 that still has a graph: every rank must run its backward pass.
     """
     return (cut(values, mask) * cut(weights, mask)).sum()
 
 
 def entropy_sum(entropy: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Scalar: entropies [N] (nats, at the sampling temperature) by `weights` [N]; to be subtracted from the loss.
+    """Return a scalar: entropies [N] (nats, at the sampling temperature) times `weights` [N]; subtract it from the
+    loss.
 
     With the weights of the policy loss the bonus is aggregated as that loss is.
     """
@@ -111,11 +112,11 @@ def proximal_interpolated(
     *,
     method: Literal["loglinear", "linear"] = "loglinear",
 ) -> torch.Tensor:
-    """[N] log-probs between those of the behaviour policy and the one being trained, a constant; 0 where masked.
+    """Return [N] log-probs between those of the behaviour policy and the one being trained, a constant; 0 where masked.
 
     loglinear  (1 - alpha) log b + alpha log p
     linear     log((1 - alpha) b + alpha p)
-    with alpha = lag / (lag + 1), and `behaviour` itself, digit for digit, where the lag is 0.
+    with alpha = lag / (lag + 1), and `behaviour` itself, bit for bit, where the lag is 0.
 
     logprobs [N] of the policy being trained, behaviour [N] when they were sampled, lags [N] int64 steps between the
     version that sampled the token and the one being trained. AReaL (`prox_logp_method`) writes
@@ -146,7 +147,7 @@ def gspo(
     low: float,
     high: float,
 ) -> Surrogate:
-    """max(-A s, -A clip(s, 1 - low, 1 + high)) for each token, with s = sg(s_i) policy / sg(policy).
+    """Return max(-A s, -A clip(s, 1 - low, 1 + high)) per token, with s = sg(s_i) policy / sg(policy).
 
     GSPO-token (Qwen, arXiv 2507.18071; there low 3e-4, high 4e-4), where
     s_i = exp(mean over the trajectory of log(policy / old)) is the geometric mean of its tokens' ratios. Gradient:
@@ -170,7 +171,7 @@ def gmpo(
     low: float,
     high: float,
 ) -> Surrogate:
-    """-A exp(mean over the trajectory of clipped log-ratios) for each token.
+    """Return -A exp(mean over the trajectory of clipped log-ratios) per token.
 
     Geometric-mean policy optimisation (arXiv 2507.20673): a token's log-ratio x becomes
     min(x, clip(x, -low, high)) where A > 0 and max(x, clip(x, -low, high)) where A < 0, bounds on the *log*-ratio (the
@@ -187,10 +188,10 @@ def gmpo(
 
 
 def reinforce(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Surrogate:
-    """-A log policy for each token; gradient -A grad log policy, wherever the tokens came from.
+    """Return -A log policy per token; gradient -A grad log policy, whichever policy sampled the tokens.
 
-    REINFORCE (Williams 1992), and GPG (arXiv 2504.02546), which is this loss with its own advantages. `old` is for the
-    reported ratio alone.
+    REINFORCE (Williams 1992), and GPG (arXiv 2504.02546), which is this loss with its own advantages. `old` is used for
+    the reported ratio only.
     """
     ratio = log_ratio(logprobs.detach(), old, mask).exp()
     return plain(_log_policy(logprobs, advantages, mask, torch.ones_like(ratio)), ratio, mask)
@@ -205,12 +206,12 @@ def cispo(
     lower: float,
     upper: float,
 ) -> Surrogate:
-    """-sg(clip(r, lower, upper)) A log policy for each token, with r = policy / old.
+    """Return -sg(clip(r, lower, upper)) A log policy per token, with r = policy / old.
 
     CISPO (MiniMax-M1, arXiv 2506.13585): unlike in PPO a clipped token keeps a gradient,
     -clip(r) A grad log policy. `lower` and `upper` bound the ratio itself: the paper's and verl's epsilons are
     lower = 1 - epsilon_low (0 for none), upper = 1 + epsilon_high; TRL's `epsilon_high` is `upper` itself (5 there).
-    Clip fractions count either bound whatever the sign of A. Raises ValueError for bounds the wrong way round.
+    Clip fractions count both bounds for either sign of A. Raises ValueError if lower > upper.
     """
     if not 0 <= lower <= upper:
         raise ValueError(f"bounds of a ratio must be 0 <= lower <= upper, not {lower} and {upper}")
@@ -229,7 +230,7 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Surrogate:
-    """-A sigmoid(tau (r - 1)) 4 / tau for each token, with r = policy / old; tau_positive where A > 0.
+    """Return -A sigmoid(tau (r - 1)) 4 / tau per token, with r = policy / old; tau_positive where A > 0.
 
     Soft adaptive policy optimisation (Qwen, arXiv 2511.20347): a gate instead of a clip. Gradient:
     -A 4 p (1 - p) r grad log policy with p = sigmoid(tau (r - 1)), which is REINFORCE's at r = 1 and fades on both
@@ -237,13 +238,13 @@ def sapo(
     """
     ratio = log_ratio(logprobs, old.detach(), mask).exp()
     gain = cut(advantages.detach(), mask)
-    tau = torch.where(gain > 0, torch.full_like(gain, tau_positive), tau_negative)  # two numbers would be float32
+    tau = torch.where(gain > 0, torch.full_like(gain, tau_positive), tau_negative)  # two scalars would give float32
     return plain(-gain * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, ratio, mask)
 
 
 def _log_policy(
     logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """-weight A log policy, also where a log-prob is infinite and its advantage 0."""
+    """Return -weight A log policy, finite even if a log-prob is infinite and its advantage 0."""
     gain = cut(advantages.detach(), mask)
     return -weight.detach() * gain * cut(logprobs, mask & (gain != 0))

@@ -1,4 +1,4 @@
-"""The bound of M2PO: which tokens a batch can afford, by the second moment of their log-ratios (pure torch)."""
+"""The bound of M2PO: which tokens to keep, by the second moment of their log-ratios (pure torch)."""
 
 from __future__ import annotations
 
@@ -10,36 +10,34 @@ import torch
 from learner.algorithms.kl import LOG_RATIO_LIMIT
 
 _EDGES, _ROUNDS = 256, 7
-"""256^7 parts of the whole range: as fine as float64 is."""
+"""256^7 parts of the whole range: the resolution of float64."""
 
 Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 def second_moment_bound(squares: Sequence[torch.Tensor], threshold: float, total: Total) -> float:
-    """Return the bound b for which tokens with log(w)^2 <= b have a mean of log(w)^2 below `threshold`, and no more can
-    stay.
+    """Return the largest bound b such that tokens with log(w)^2 <= b have a mean of log(w)^2 below `threshold`.
 
     squares    of each micro-batch of this rank log(w)^2 of its trained tokens, float64, within the clamp of log-ratios
     threshold  above 0 (0.04 in the paper)
     total      sums a float64 vector over the ranks; collective
 
-    Second-moment trust policy optimisation (M2PO, arXiv 2510.01161) as AReaL has it, which sorts the tokens of a
-    micro-batch: here the batch is one, over all ranks. Tokens that are equal stay or go together. Infinite where all
-    may stay. It lies in the middle between the last that stays and the first that goes, so that rounding in a second
-    forward pass moves neither.
+    Second-moment trust policy optimisation (M2PO, arXiv 2510.01161) as in AReaL, which sorts the tokens of a
+    micro-batch; here the bound is for the batch over all ranks. Equal tokens are kept or dropped together. Infinite if
+    all are kept. The bound is halfway between the last kept and the first dropped value, so that rounding in a second
+    forward pass changes neither.
     """
     mine = torch.cat([torch.zeros(0, dtype=torch.float64), *(x.double().cpu() for x in squares)]).sort().values
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), mine.cumsum(0)])
 
     def below(edges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return how many tokens of all ranks are at most each edge, and the sum of their squares."""
+        """Return, over all ranks, the number of tokens at or below each edge and the sum of their squares."""
         places = torch.searchsorted(mine, edges, right=True)
         both = total(torch.cat([places.double(), sums[places]]))
         return both[: len(edges)], both[len(edges) :]
 
     def largest(holds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-        """Return the largest edge for which `holds` of its counts and sums, which it does up to some edge and not
-        beyond."""
+        """Return the largest edge whose counts and sums satisfy `holds`, which is monotonic in the edge."""
         low, high = 0.0, LOG_RATIO_LIMIT**2
         for _ in range(_ROUNDS):
             edges = torch.linspace(low, high, _EDGES + 1, dtype=torch.float64)

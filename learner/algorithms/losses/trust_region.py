@@ -1,5 +1,5 @@
-"""Trust regions in probabilities instead of ratios (pure torch): a clip of ratios binds rare tokens, whose probability
-hardly moves, and lets likely ones move far.
+"""Trust regions in probabilities instead of ratios (pure torch): a clip on ratios constrains rare tokens, whose
+probability hardly moves, and lets likely ones move far.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from learner.algorithms.losses.policy import Surrogate
 
 Divergence = Literal["tv", "kl"]
 _TINY = 1e-8
-"""What verl adds to probabilities before it takes their logarithm."""
+"""Added to probabilities before the logarithm, as in verl."""
 
 
 def moved_too_far(
     logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, *, low: float, high: float, divergence: Divergence
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([N] bool, [N] bool): tokens whose probability has fallen, or risen, by a divergence above `low`, or `high`.
+    """Return ([N] bool, [N] bool): tokens whose probability has fallen, or risen, by a divergence above `low`, or
+    `high`.
 
     With p the policy's and q the old policy's probability of the sampled token, the divergence is that of the two
     distributions over "this token" and "another":
@@ -51,11 +52,11 @@ def dppo(
     symmetric: bool = False,
     cap: float = torch.inf,
 ) -> Surrogate:
-    """-A min(r, cap) for each token inside the trust region, 0 outside, with r = policy / old.
+    """Return -A min(r, cap) per token inside the trust region, 0 outside, with r = policy / old.
 
     DPPO (arXiv 2602.04879): outside are tokens whose probability has already moved too far (`moved_too_far`) in the
-    direction of the advantage: risen where A > 0, fallen where A < 0. With `symmetric` whichever way it moved (IPO of
-    prime-rl). Gradient: -A min(r, cap) grad log policy inside, also where the cap acts, which is verl's `dppo_tv` and
+    direction of the advantage: risen where A > 0, fallen where A < 0. With `symmetric`, in either direction (IPO of
+    prime-rl). Gradient: -A min(r, cap) grad log policy inside, also where the cap is active: verl's `dppo_tv` and
     `dppo_kl` (cap 20, section 5.4; their value has another factor log policy) and, without a cap, prime-rl's default
     loss and its IPO in value and gradient. Log-ratios are clamped to +-20 (no gradient beyond). All [N].
     """

@@ -1,4 +1,4 @@
-"""The critic's loss, and how much of the returns it explains (pure torch)."""
+"""The critic's loss, and its explained variance (pure torch)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from learner.algorithms.kl import cut
 
 
 class ValueLoss(NamedTuple):
-    """Of each token, [N]: its loss (the only one with a gradient), and whether the clip acted."""
+    """Per token, [N]: the loss (the only field with a gradient), and whether the clip is active."""
 
     loss: torch.Tensor
     clipped: torch.Tensor
@@ -25,12 +25,12 @@ def value_loss(
     clip: float | None = None,
     huber: float | None = None,
 ) -> ValueLoss:
-    """max(l(v - R), l(clip(v, v_old - clip, v_old + clip) - R)) for each token, with l(e) = e^2 / 2.
+    """Return max(l(v - R), l(clip(v, v_old - clip, v_old + clip) - R)) per token, with l(e) = e^2 / 2.
 
-    PPO's clipped value loss as in OpenAI's baselines, verl, OpenRLHF and AReaL (clip 0.5; the half is included: slime
-    leaves it out). clip None: l(v - R). huber: l(e) = huber (|e| - huber / 2) where |e| > huber (AReaL: 10). Gradient:
-    v - R, within +-huber, and 0 where the clip acts. `old_values` and `returns` are constants. Masked positions get
-    loss 0 and pass no gradient.
+    PPO's clipped value loss as in OpenAI's baselines, verl, OpenRLHF and AReaL (clip 0.5; the factor 1/2 is included:
+    slime omits it). clip None: l(v - R). huber: l(e) = huber (|e| - huber / 2) where |e| > huber (AReaL: 10). Gradient:
+    v - R, within +-huber, and 0 where the clip is active. `old_values` and `returns` are constants. Masked positions
+    get loss 0 and pass no gradient.
     """
     v, target = cut(values, mask), cut(returns.detach(), mask)
     free = _penalty(v - target, huber)
@@ -50,7 +50,7 @@ def _penalty(error: torch.Tensor, huber: float | None) -> torch.Tensor:
 class VarianceSums(NamedTuple):
     """Sums over tokens, 0-d float64 each, to be added over micro-batches and ranks.
 
-    How many; returns R and their squares; errors R - v and their squares.
+    Count; returns R and their squares; errors R - v and their squares.
     """
 
     tokens: torch.Tensor
@@ -61,16 +61,16 @@ class VarianceSums(NamedTuple):
 
 
 def variance_sums(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> VarianceSums:
-    """Return the sums of one micro-batch, [N] each, where `mask` holds."""
+    """Return the sums of one micro-batch, [N] each, where `mask` is True."""
     r = cut(returns.detach(), mask).double()
     e = r - cut(values.detach(), mask).double()
     return VarianceSums(mask.sum().double(), r.sum(), r.square().sum(), e.sum(), e.square().sum())
 
 
 def explained_variance(sums: VarianceSums) -> float:
-    """1 - var(R - v) / var(R): 1 for a perfect critic, 0 for a constant one, below 0 for a harmful one.
+    """Return 1 - var(R - v) / var(R): 1 for a perfect critic, 0 for a constant one, below 0 for a harmful one.
 
-    0 where returns do not vary, up to float64's rounding: there is nothing to explain.
+    0 where returns do not vary, up to float64's rounding: there is no variance to explain.
     """
     n, r, rr, e, ee = (float(x) for x in sums)
     if n == 0:

@@ -1,4 +1,4 @@
-"""Experiment trackers: where the numbers of each step go besides `metrics.jsonl`."""
+"""Experiment trackers: destinations of step metrics besides `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ REGISTRY: dict[type[Settings], str] = {
 
 
 def build_tracker(settings: TrackerSettings) -> Tracker:
-    """Instantiate the tracker that `settings` select. Raises UserError if its package is not installed."""
+    """Return an instance of the tracker that `settings` select. Raises UserError if its package is not installed."""
     return cast("Tracker", resolve_name(REGISTRY[type(settings)])(settings))

@@ -1,4 +1,4 @@
-"""The interface of trackers, and what they are given when a run starts."""
+"""The interface of trackers, and the run information that they receive."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from protocol.settings import RunSettings, Settings
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is given of the run.
+    """Information about the run for trackers.
 
-    id          of the run: the same after every resume, so that a tracker goes on with the record it has
-    directory   of the run, where trackers keep their files
-    first_step  that will be logged: after a crash, steps from here on that were logged before are rolled back
-    config      dotted key -> value, secrets left out
+    id          run id: the same after every resume, so that a tracker continues its record
+    directory   run directory, where trackers keep their files
+    first_step  first step to be logged: previously logged steps from here on were rolled back by a crash
+    config      dotted key -> value, without secrets
     """
 
     id: str
@@ -29,7 +29,7 @@ class RunInfo:
 
     @classmethod
     def of(cls, run: RunSettings, learner: Settings, *, first_step: int, epoch: int) -> RunInfo:
-        """Return the facts of `run`. Its Redis URL is left out, since that may hold a password."""
+        """Return the information on `run`, without its Redis URL, which may contain a password."""
         sections = {
             "run": run.model_dump(mode="json", exclude={"redis_url"}),
             "learner": learner.model_dump(mode="json"),
@@ -39,35 +39,35 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """Takes the numbers of a run. All calls come from one thread, which is not the training thread.
+    """Receives the metrics of a run. All calls come from one thread, which is not the training thread.
 
-    Any of them may raise or hang: `learner.observability.trackers.fanout.Trackers` sees to it that training does not.
+    Any call may raise or hang: `learner.observability.trackers.fanout.Trackers` isolates training from that.
     """
 
     name: str
 
     def open(self, facts: RunInfo) -> None:
-        """Begin the record of the run, or go on with the one there is."""
+        """Start the record of the run, or continue an existing one."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of one step, all finite."""
+        """Log the metrics of one step, all finite."""
         ...
 
     def close(self) -> None:
-        """Write out what is left. Called once, only after `open` has succeeded."""
+        """Flush and close. Called once, only after `open` has succeeded."""
         ...
 
 
 def require_package(module: str, package: str) -> Any:
-    """Return the imported `module`; UserError with the line to install `package` when there is none."""
+    """Return the imported `module`. Raises UserError with the install command if `package` is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(
-            f"learner.trackers asks for {package}, which cannot be imported",
+            f"learner.trackers needs {package}, which cannot be imported",
             why=str(error),
-            todo=f"pip install {package}, or leave it out of learner.trackers",
+            todo=f"pip install {package}, or remove it from learner.trackers",
         ) from error
 
 

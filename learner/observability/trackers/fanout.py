@@ -1,10 +1,10 @@
-"""Runs every tracker in its own thread behind a bounded queue, so that none stops or delays training.
+"""Runs every tracker in its own thread behind a bounded queue, so that no tracker stops or delays training.
 
 loop           consumes             produces           waits for        unblocked by
 _Lane._work    records of steps     calls of a tracker a record         the training thread, or `close`
 
-A tracker that raises loses that record and is tried again with the next; one that hangs loses what its queue cannot
-hold. Both are counted, and logged once.
+A tracker that raises loses that record and is called again with the next one; a hanging tracker loses what exceeds its
+queue. Both are counted, and logged once.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from learner.observability.trackers.base import RunInfo, Tracker
 log = logging.getLogger(__name__)
 
 QUEUE_STEPS = 1024
-"""Steps that a tracker may be behind before it loses some."""
+"""Steps that a tracker may lag behind before it loses some."""
 REOPEN_S = 30.0
-"""A tracker that could not be opened is tried again so much later."""
+"""Seconds before retrying to open a tracker."""
 RESERVED = frozenset({"step", "time", "timestamp", "project", "run"})
 """Names of Trackio's own columns."""
 CLOSE_S = 15.0
-"""All trackers together may take this long to write out what is left."""
+"""Timeout for all trackers together to flush, in seconds."""
 
 
 class Trackers:
-    """All trackers of a run; none is fine too."""
+    """All trackers of a run, possibly none."""
 
     def __init__(self, trackers: Sequence[Tracker], facts: RunInfo) -> None:
         self._lanes = [_Lane(tracker, facts) for tracker in trackers]
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """The numbers among `values`, to every tracker; a dict among them is taken apart. Returns at once.
+        """Queue the numbers in `values` for every tracker, with dicts flattened. Returns immediately.
 
-        `step` and `time` are left out as names: Trackio keeps them for itself, and every tracker is given the step.
+        The names `step` and `time` are dropped: Trackio reserves them, and every tracker receives the step.
         """
         if self._lanes:
             numbers = {name: value for name, value in _numbers(values).items() if name not in RESERVED}
@@ -48,11 +48,11 @@ class Trackers:
 
     @property
     def dropped(self) -> int:
-        """Records that some tracker has lost so far."""
+        """Return the number of records that trackers have lost so far."""
         return sum(lane.dropped for lane in self._lanes)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Let them write out what is left, for at most `timeout_s`; who takes longer is left behind."""
+        """Let the trackers flush for at most `timeout_s`, then abandon slow ones."""
         for lane in self._lanes:
             lane.end()
         deadline = time.monotonic() + timeout_s
@@ -69,7 +69,7 @@ class _Lane:
         self._lock = threading.Lock()
         self._opened, self._retry_at, self._complained = False, 0.0, False
         self.dropped = 0
-        # a daemon: a tracker that hangs must not keep the process from ending
+        # a daemon: a hanging tracker must not block the end of the process
         self._thread = threading.Thread(target=self._work, name=f"tracker-{tracker.name}", daemon=True)
         self._ending = threading.Event()
         self._thread.start()
@@ -85,14 +85,14 @@ class _Lane:
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            pass  # it looks at the event after each record
+            pass  # the thread checks the event after each record
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             with self._lock:
                 self.dropped += self._queue.qsize()
-            log.warning("tracker %s did not end in time and is left behind", self._tracker.name)
+            log.warning("tracker %s did not finish in time and was abandoned", self._tracker.name)
         if self.dropped:
             log.warning("tracker %s lost %d steps; metrics.jsonl has them all", self._tracker.name, self.dropped)
 
@@ -137,7 +137,7 @@ class _Lane:
         with self._lock:
             first, self._complained = not self._complained, True
         if first:
-            log.warning("tracker %s %s; training goes on (this is said once)", self._tracker.name, why)
+            log.warning("tracker %s %s; training continues (logged once)", self._tracker.name, why)
 
 
 def _numbers(values: Mapping[str, object], prefix: str = "") -> dict[str, float]:

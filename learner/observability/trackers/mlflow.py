@@ -1,4 +1,4 @@
-"""MLflow: a server, or an sqlite file in the run directory. Credentials come from MLflow's own variables."""
+"""MLflow: a server, or an sqlite file in the run directory. Credentials come from MLflow's environment variables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from learner.observability.trackers.base import RunInfo, require_package
 
 TAG = "foray.run"
 MAX_PARAMS, MAX_METRICS = 100, 1000
-"""What one `log_batch` takes of each (MLflow's REST API)."""
+"""Limits of one `log_batch` (MLflow's REST API)."""
 
 
 class MlflowTracker:
-    """A resumed learner finds its MLflow run by a tag. MLflow keeps every value of a step that was logged twice, with
-    its time, and shows the later one.
+    """A resumed learner finds its MLflow run by a tag. MLflow keeps both values of a step that was logged twice, with
+    their times, and shows the later one.
     """
 
     name = "mlflow"
@@ -52,12 +52,12 @@ class MlflowTracker:
             client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One request a step."""
+        """Log the step in one request."""
         now = int(time.time() * 1000)
         metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
         for start in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
 
     def close(self) -> None:
-        """Mark the run as finished; a resume opens it again."""
+        """Mark the run as finished; a resume reopens it."""
         self._client.set_terminated(self._run_id)

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory; works anywhere, needs no service."""
+"""TensorBoard: event files in the run directory; needs no service."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from learner.observability.trackers.base import RunInfo, require_package
 
 
 class TensorBoardTracker:
-    """`tensorboard --logdir RUNS` shows it. Steps that a crash rolled back are hidden (purge_step)."""
+    """Shown by `tensorboard --logdir RUNS`. Steps that a crash rolled back are hidden (purge_step)."""
 
     name = "tensorboard"
 
@@ -32,7 +32,7 @@ class TensorBoardTracker:
         self._writer = writer
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar for each number."""
+        """Log one scalar per value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 

@@ -1,4 +1,4 @@
-"""Trackio: an sqlite file on this machine that `trackio show` displays, with W&B's calls."""
+"""Trackio: a local sqlite file that `trackio show` displays, with W&B's API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from learner.observability.trackers.base import RunInfo, require_package
 
 
 class TrackioTracker:
-    """The run's id is the name of the record. Steps that a crash rolled back are there twice, the later ones last."""
+    """The record's name is the run id. Steps that a crash rolled back appear twice, the later ones last."""
 
     name = "trackio"
 
@@ -20,7 +20,7 @@ class TrackioTracker:
         self._run: Any = None
 
     def open(self, facts: RunInfo) -> None:
-        """Begin or resume the record; where it lies is Trackio's own affair (TRACKIO_DIR)."""
+        """Start or resume the record; Trackio determines its location (TRACKIO_DIR)."""
         self._run = self._trackio.init(
             project=self._settings.project,
             name=facts.id,
@@ -31,9 +31,9 @@ class TrackioTracker:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One record."""
+        """Log one record."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush the buffer."""
         self._run.finish()

@@ -9,14 +9,14 @@ from learner.config.trackers import WandbSettings
 from learner.observability.trackers.base import RunInfo, require_package
 
 INIT_S = 20.0
-"""How long to wait for the service at the start, and the longest that an absent one holds up the end of the process."""
+"""Timeout for the service at the start, and maximum delay of the process end by an absent one, in seconds."""
 
 
 class WandbTracker:
-    """The run's id is the W&B run's id, so a resumed learner goes on with the same one.
+    """The W&B run has the run's id, so a resumed learner continues it.
 
-    W&B refuses numbers for a step it is past, so `step` is a metric of its own and the axis of all others: steps that
-    a crash rolled back are there twice, the later ones last.
+    W&B refuses values for a step that it has passed, so `step` is a separate metric and the x-axis of all others: steps
+    that a crash rolled back appear twice, the later ones last.
     """
 
     name = "wandb"
@@ -27,7 +27,7 @@ class WandbTracker:
         self._run: Any = None
 
     def open(self, facts: RunInfo) -> None:
-        """`wandb.init` with resume; offline runs are files in the run directory, for `wandb sync`."""
+        """Call `wandb.init` with resume; offline runs are files in the run directory, for `wandb sync`."""
         s = self._settings
         facts.directory.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
@@ -45,9 +45,9 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One record, `step` among its numbers."""
+        """Log one record, including `step`."""
         self._run.log({**values, "step": step})
 
     def close(self) -> None:
-        """Wait for what is not sent yet."""
+        """Wait until everything is sent."""
         self._run.finish()

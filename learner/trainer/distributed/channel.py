@@ -1,12 +1,12 @@
-"""The line from rank 0 to the other ranks: what is to be done next, and whether it succeeded. No pickle.
+"""Channel from rank 0 to the other ranks: the next command, and whether it succeeded. No pickle.
 
-Training itself talks through the group of `learner.engine.ranks` (NCCL on GPUs), which gives up after minutes.
-Commands go through a gloo group of their own, because rank 0 may wait for data for hours. A rank that ends, in
-whatever way, closes its connections: the others see that at once here, or in the collective that they are in.
+Training communicates through the group of `learner.engine.ranks` (NCCL on GPUs), which times out after minutes.
+Commands use their own gloo group, because rank 0 may wait for data for hours. If a rank ends for any reason, its
+connections close: the others notice at once, here or in the current collective.
 
-What rank 0 sends are frozen dataclasses of arrays, numbers, text and tuples, as bytes. The receiver says which
-dataclass it expects. Fields travel in their order, and every value must be what the field's annotation says: a rank
-that runs other code than rank 0 is found out here, not in the middle of a collective.
+Rank 0 sends frozen dataclasses of arrays, numbers, text and tuples as bytes. The receiver names the expected dataclass.
+Fields are sent in order, and every value must match the field's annotation: a rank that runs other code than rank 0 is
+detected here, not in the middle of a collective.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from torch import distributed
 from protocol.errors import ForayError
 
 PATIENCE = timedelta(days=30)
-"""How long a rank waits for the next command: as long as a queue may be empty."""
+"""Timeout for the next command: a queue may be empty for long."""
 SCALARS = (bool, int, float, str)
 T = TypeVar("T")
 
 
 class RankLost(ForayError):
-    """Another rank is gone; nothing can be computed any more, and the launcher must start all of them again."""
+    """Another rank is gone: training cannot continue, and the launcher must restart all ranks."""
 
 
 @contextmanager
 def others_alive(doing: str) -> Iterator[None]:
-    """Turns what torch says in a collective when a connection is gone into RankLost."""
+    """Convert torch's error for a closed connection in a collective to RankLost."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, distributed.DistBackendError) or "gloo" in str(error):
-            raise RankLost(f"another rank is gone, {doing} cannot be finished: {error}") from error
+            raise RankLost(f"another rank is gone during {doing}: {error}") from error
         raise
 
 
 class RankChannel:
-    """The line, on every rank; making one is collective, and so is every pair of methods (`send` and `receive`)."""
+    """The channel, on every rank. Construction is collective, and so is each pair of `send` and `receive`."""
 
     def __init__(self) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._group = distributed.new_group(backend="gloo", timeout=PATIENCE)
 
     def send(self, command: str, payloads: Sequence[bytes] = ()) -> None:
-        """On rank 0: `command` to all others, with payload r for rank r (number 0 stays here), or with none.
+        """Send `command` to all other ranks (rank 0 only), with payload r for rank r (0 stays here), or with none.
 
         Raises RankLost.
         """
         if payloads and len(payloads) != self.size:
             raise ValueError(f"{len(payloads)} payloads for {self.size} ranks")
-        with others_alive(f"the order {command!r}"):
+        with others_alive(f"command {command!r}"):
             sent = []
             for rank in range(1, self.size):
                 word, payload = command.encode(), payloads[rank] if payloads else b""
@@ -74,7 +74,7 @@ class RankChannel:
                 work.wait()
 
     def receive(self) -> tuple[str, bytes]:
-        """On the others: the next (command, payload); waits as long as it takes. Raises RankLost."""
+        """Return the next (command, payload) on the other ranks; wait as long as needed. Raises RankLost."""
         with others_alive("waiting for rank 0"):
             head = torch.zeros(2, dtype=torch.int64)
             distributed.recv(head, 0, group=self._group)
@@ -85,10 +85,10 @@ class RankChannel:
         return raw[:word].decode(), raw[word:]
 
     def gather_errors(self, ok: bool, text: str = "") -> list[str]:
-        """Return what went wrong, "rank n: its text" for each rank that was not ok; the same list on all. Raises
+        """Return "rank n: text" for each rank that was not ok; the same list on all ranks. Raises
         RankLost."""
         mine = b"" if ok else (text or "failed").encode()
-        with others_alive("comparing notes"):
+        with others_alive("comparing results"):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             distributed.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
             widest = max(int(size) for size in sizes)
@@ -102,14 +102,14 @@ class RankChannel:
 
 
 def encode(value: Any) -> bytes:
-    """Return the dataclass `value` as bytes. Raises TypeError where a field is not what it is declared to be."""
+    """Return the dataclass `value` as bytes. Raises TypeError if a field does not match its annotation."""
     raw: bytes = msgpack.packb(_plain(value, type(value), type(value).__name__), use_bin_type=True)
     return raw
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """Return the `kind` in `raw`. Raises TypeError or ValueError when it holds something else. Arrays can be written
-    to."""
+    """Return the `kind` in `raw`. Raises TypeError or ValueError for other content. Arrays are
+    writable."""
     value: T = _built(msgpack.unpackb(raw, use_list=True, strict_map_key=False), kind, kind.__name__)
     return value
 
@@ -137,7 +137,7 @@ def _plain(value: Any, kind: Any, where: str) -> Any:
     if origin is dict:
         _expect(isinstance(value, Mapping), where, kind, value)
         return {_plain(k, of[0], where): _plain(v, of[1], f"{where}[{k!r}]") for k, v in value.items()}
-    raise TypeError(f"{where}: no way to send a {kind}")
+    raise TypeError(f"{where}: cannot send a {kind}")
 
 
 def _built(raw: Any, kind: Any, where: str) -> Any:
@@ -160,15 +160,15 @@ def _built(raw: Any, kind: Any, where: str) -> Any:
     if origin is dict:
         _expect(isinstance(raw, dict), where, kind, raw)
         return {_built(k, of[0], where): _built(v, of[1], f"{where}[{k!r}]") for k, v in raw.items()}
-    raise TypeError(f"{where}: no way to receive a {kind}")
+    raise TypeError(f"{where}: cannot receive a {kind}")
 
 
 def _dtype(kind: Any) -> np.dtype[Any]:
-    """Of an annotation like NDArray[np.float32]."""
+    """Return the dtype of an annotation like NDArray[np.float32]."""
     found: np.dtype[Any] = np.dtype(get_args(get_args(kind)[1])[0])
     return found
 
 
 def _expect(holds: bool, where: str, kind: Any, value: Any) -> None:
     if not holds:
-        raise TypeError(f"{where} should be {getattr(kind, '__name__', kind)} and is {type(value).__name__}")
+        raise TypeError(f"{where} should be {getattr(kind, '__name__', kind)}, not {type(value).__name__}")

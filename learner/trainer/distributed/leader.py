@@ -1,9 +1,9 @@
-"""A trainer on several ranks that looks like one: rank 0 has the loop, the others follow its commands.
+"""A trainer on several ranks behind one interface: rank 0 runs the loop, the others follow its commands.
 
-rank 0   LeaderEngine: rank_batches of a batch out, the same call here and there, then whether all succeeded
-others   follow: one command after the other
+rank 0   LeaderEngine: send each rank's share, make the same call on all ranks, then check that all succeeded
+others   follow: run one command after the other
 
-Only rank 0 knows of Redis, batches and the delivery state. Checkpoint folders must be visible to every rank.
+Only rank 0 has Redis, batches and the delivery state. Checkpoint folders must be visible to every rank.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ log = logging.getLogger(__name__)
 
 LEARN, WEIGHTS, SAVE, LOAD, CLOSE = "learn", "weights", "save", "load", "close"
 NOWHERE = "meta"
-"""Device of the weights that only rank 0 wants: their copies take no memory."""
+"""Device of the copies of weights on other ranks than 0: they take no memory."""
 
 
 class SharedTrainer(TrainEngine, Protocol):
-    """What `learner.trainer.trainer.Trainer` offers to be run on several ranks; what computes is collective."""
+    """The part of `learner.trainer.trainer.Trainer` for several ranks; calls that compute are collective."""
 
     @property
     def world_size(self) -> int: ...
 
     def rank_batches(self, batch: Batch) -> list[RankBatch]:
-        """Return what each rank is to `train_rank_batch`."""
+        """Return each rank's input of `train_rank_batch`."""
         ...
 
     def train_rank_batch(self, rank_batch: RankBatch) -> StepReport:
-        """One training step, of which this rank has `rank_batch`."""
+        """Run one training step, with `rank_batch` as this rank's share."""
         ...
 
 
 class LeaderEngine:
     """`learner.interfaces.TrainEngine` on rank 0. All calls come from one thread.
 
-    A call that fails on any rank for want of a disk or for a damaged file fails here, on all ranks in step, and the
-    engine can be used on. Anything else that goes wrong leaves ranks in different places: then `close` sends nothing,
-    and the others end when they find their connections closed.
+    A disk error or a damaged file on any rank fails the call here and on all ranks in step, and the engine remains
+    usable. Any other error leaves the ranks out of step: then `close` sends nothing, and the others end when their
+    connections close.
     """
 
     def __init__(self, trainer: SharedTrainer, ranks: RankChannel) -> None:
@@ -58,16 +58,16 @@ class LeaderEngine:
 
     @property
     def algorithm(self) -> AdvantageEstimator:
-        """What `build_batch` asks for advantages."""
+        """Return the estimator that `build_batch` uses for advantages."""
         return self._trainer.algorithm
 
     @property
     def model_files(self) -> Sequence[Path]:
-        """Configuration and tokenizer of the policy."""
+        """Return the configuration and tokenizer files of the policy."""
         return self._trainer.model_files
 
     def train(self, batch: Batch) -> StepReport:
-        """One optimiser step, each rank with its share."""
+        """Run one optimiser step, each rank with its share."""
         rank_batches = self._trainer.rank_batches(batch)
         self._begin(LEARN, [encode(rank_batch) for rank_batch in rank_batches])
         with others_alive("the step"):
@@ -76,7 +76,7 @@ class LeaderEngine:
         return report
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """As a trainer's. What is not consumed is gathered all the same, since the other ranks take part in it."""
+        """As `Trainer.iter_weights`. Unconsumed weights are gathered anyway, because the other ranks take part."""
         self._begin(WEIGHTS)
         self._sending = self._trainer.iter_weights(device)
         return self._weights(self._sending)
@@ -84,7 +84,7 @@ class LeaderEngine:
     def _weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             with others_alive("gathering the weights"):
-                for pair in weights:  # noqa: UP028  # `yield from` would close `weights` together with us
+                for pair in weights:  # noqa: UP028  # `yield from` would also close `weights`
                     yield pair
         except GeneratorExit:
             if self._sending is weights:
@@ -94,15 +94,15 @@ class LeaderEngine:
             self._sending, self._in_step = None, True
 
     def save_state(self, directory: Path) -> None:
-        """Every rank writes its part into `directory`. Raises OSError when one of them could not."""
+        """Write every rank's part into `directory`. Raises OSError if one of them fails."""
         self._together(SAVE, directory, self._trainer.save_state)
 
     def load_state(self, directory: Path) -> None:
-        """Every rank reads what it needs. Raises UserError when one of them could not."""
+        """Load every rank's part. Raises UserError if one of them fails."""
         self._together(LOAD, directory, self._trainer.load_state)
 
     def close(self) -> None:
-        """End the other ranks too, where they can still hear."""
+        """Close, and end the other ranks if they are reachable."""
         if self._in_step or self._sending is not None:
             self._begin(CLOSE)
         self._trainer.close()
@@ -128,14 +128,14 @@ class LeaderEngine:
             raise OSError("; ".join(failures))
         if failures:
             raise UserError(
-                f"the saved state in {directory} cannot be taken up",
+                f"cannot load the saved state in {directory}",
                 why="; ".join(failures),
                 todo="every rank must see the checkpoint folder; restore the file, or resume from an older checkpoint",
             )
 
 
 def _attempt(ranks: RankChannel, call: Callable[[Path], None], directory: Path) -> list[str]:
-    """Call, and exchange with the others how it went. Return the failures of all ranks, in words."""
+    """Call, and exchange the results with the others. Return the failures of all ranks as text."""
     try:
         with others_alive(f"the state in {directory}"):
             call(directory)
@@ -147,21 +147,21 @@ def _attempt(ranks: RankChannel, call: Callable[[Path], None], directory: Path) 
 
 
 def lead(trainer: SharedTrainer) -> TrainEngine:
-    """Return what the loop on rank 0 is given: the trainer itself where it is alone. Collective with `run_follower`."""
+    """Return the engine for the loop on rank 0; the trainer itself if it is alone. Collective with `run_follower`."""
     return LeaderEngine(trainer, RankChannel()) if trainer.world_size > 1 else trainer
 
 
 def run_follower(trainer: SharedTrainer) -> None:
-    """Follow the commands of rank 0. Raises RankLost if rank 0 ends without a word."""
+    """Follow the commands of rank 0. Raises RankLost if rank 0 ends unexpectedly."""
     follow(trainer, RankChannel())
 
 
 def follow(trainer: SharedTrainer, ranks: RankChannel) -> None:
-    """Run the commands of rank 0 until it says `close`.
+    """Run the commands of rank 0 until `close`.
 
     consumes      commands of rank 0, with this rank's share of a batch or the name of a folder
-    produces      its part in collectives, its files of a checkpoint, and for each of those how it went
-    waits for     the next command, as long as it takes
+    produces      its part in collectives, its files of a checkpoint, and the result of each
+    waits for     the next command, without a limit
     unblocked by  the command `close`, or the end of rank 0 (RankLost)
     """
     while True:
@@ -184,4 +184,4 @@ def _obey(trainer: SharedTrainer, ranks: RankChannel, command: str, payload: byt
         for failure in _attempt(ranks, call, Path(payload.decode())):
             log.error("%s: %s", command, failure)
     else:
-        raise ValueError(f"rank 0 says {command!r}, which this rank does not know: not the same version of Foray?")
+        raise ValueError(f"unknown command {command!r} from rank 0: do all ranks run the same version of Foray?")

@@ -1,7 +1,7 @@
-"""The learner's process on every rank but the first: no Redis, no delivery state, only the computing half.
+"""The learner's process on every rank but the first: no Redis and no delivery state, only training.
 
-It ends when rank 0 says so or is gone. Signals are rank 0's affair: a launcher sends SIGTERM to all ranks alike, and
-rank 0 needs the others to finish its step and to write its last checkpoint.
+It ends on rank 0's command or when rank 0 is gone. Only rank 0 handles signals: a launcher sends SIGTERM to all ranks,
+but rank 0 needs the others to finish its step and to write its last checkpoint.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 
 def ranks() -> tuple[int, int]:
-    """(this process's rank, number of ranks) as the launcher says; (0, 1) without one."""
+    """Return (rank, number of ranks) from the launcher's environment; (0, 1) without a launcher."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def run_worker(run: RunSettings, settings: LearnerSettings) -> int:
-    """Compute what rank 0 commands; return 0 at the end. Raises RankLost, and UserError when there is no such model."""
+    """Run the commands of rank 0; return 0 at the end. Raises RankLost, and UserError if the model is missing."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     from learner.trainer.distributed.leader import run_follower

@@ -1,1 +1,1 @@
-"""What a run remembers of its earlier searches."""
+"""Per-run memory of earlier searches."""

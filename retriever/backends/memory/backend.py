@@ -1,13 +1,13 @@
-"""A memory of a run's earlier searches as one more back-end, before the real one.
+"""A per-run memory of earlier searches, as a backend in front of the real one.
 
     search(query, run) --> encoder --> nearest earlier searches of the run
-        one at `reuse_above` or more, for k hits or more --> its result, without a search
-        else the real backend; its result is remembered --> fused with those of the `fuse` nearest --> result
+            one at `reuse_above` or more, for k hits or more --> its result, without a search
+            else the real backend; its result is stored --> fused with those of the `fuse` nearest --> result
 
-Given the same history, the same answer: history is the order in which answers were remembered, which is the order of a
-batch's queries, and of the ends of batches. Queries of one batch know nothing of each other. A failure and an answer
-without documents are never remembered, and a failure stays one, whatever is remembered. Requests without a run pass
-through. A query that its run has asked before, letter by letter, seldom comes this far: the service's cache has it.
+The answer is a function of the history: the order in which answers were stored, which is the order of a batch's queries
+and of the ends of batches. Queries of one batch do not affect each other. Failures and answers without documents are
+never stored, and a failure remains a failure. Requests without a run bypass the memory. Exact repetitions of a query
+rarely reach it: the service's cache answers them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Vectors = npt.NDArray[np.float32]
 RRF_K = 60
-"""The constant of Cormack, Clarke and Büttcher, Reciprocal Rank Fusion, SIGIR 2009."""
+"""Constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009)."""
 
 
 class MemoryBackend:
-    """See the module's docstring. The thread owns encoder, entries and files. Made by `open_memory`."""
+    """See the module's docstring. The thread owns encoder, entries and files. Created by `open_memory`."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class MemoryBackend:
         self._encoder, self._remembered, self._thread = encoder, remembered, thread
         decides = settings.model_dump(mode="json", include={"reuse_above", "fuse", "fuse_above", "fuse_weight"})
         self.fingerprint = _digest(inner.fingerprint, encoder_identity(settings.encoder), decides)
-        """Of the real backend, of what makes queries comparable, and of what is made of it. Not of the history: the
-        answers of one run are kept apart by the run's name."""
+        """Return the hash of the real backend and of the memory's settings. The history is excluded: answers of a run
+        are kept apart by the run's name."""
 
     async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
         """See `Backend`."""
@@ -65,8 +65,8 @@ class MemoryBackend:
         try:
             vectors, recalls = await self._in_thread(lambda: self._recall(queries, k, run))
         except Exception:
-            # a memory that fails costs what it would have saved, and no answer
-            log.exception("%d queries are searched without memory", len(queries))
+            # a failing memory must not cost answers
+            log.exception("searching %d queries without memory", len(queries))
             self._metrics.memory_errors.inc()
             return await self._inner.search(queries, k, run)
         unknown = [i for i, recall in enumerate(recalls) if recall.reuse is None]
@@ -91,7 +91,7 @@ class MemoryBackend:
             if entries:
                 await self._in_thread(lambda: self._remembered.remember(run, entries))
         except Exception:
-            log.exception("%d searches are not remembered", len(entries))
+            log.exception("could not store %d searches in the memory", len(entries))
             self._metrics.memory_errors.inc()
 
     def _recall(self, queries: Sequence[str], k: int, run: str) -> tuple[Vectors, list[MemoryLookup]]:
@@ -107,7 +107,7 @@ class MemoryBackend:
         return fuse(answer, recall.near, k, self._settings.fuse_weight)
 
     async def find(self, passage_id: str) -> Passage | None:
-        """See `Backend`. What only the memory holds still (of an earlier process, say) is found too."""
+        """See `Backend`. Also finds documents that only the memory still has (e.g. of an earlier process)."""
         passage = await self._inner.find(passage_id)
         return passage or await self._in_thread(lambda: self._remembered.find(passage_id))
 
@@ -133,7 +133,7 @@ class MemoryBackend:
 
 
 async def open_memory(inner: Backend, settings: SearchMemorySettings, metrics: Metrics) -> MemoryBackend:
-    """Open a memory before `inner`, with what its directory holds. UserError if a setting needs a change."""
+    """Open a memory in front of `inner`, loading its directory. Raises UserError for an invalid setting."""
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memory")
 
     def opened() -> tuple[Encoder, SearchMemory]:
@@ -150,16 +150,17 @@ async def open_memory(inner: Backend, settings: SearchMemorySettings, metrics: M
         thread.shutdown(wait=False)
         raise
     if remembered.num_entries:
-        log.info("the memory holds %d searches of %d runs", remembered.num_entries, remembered.num_runs)
+        log.info("loaded %d searches of %d runs into the memory", remembered.num_entries, remembered.num_runs)
     return MemoryBackend(inner, settings, encoder, remembered, thread, metrics)
 
 
 def fuse(new: QueryResult, earlier: Sequence[QueryResult], k: int, weight: float) -> QueryResult:
-    """Reciprocal-rank fusion: the k documents with the highest sums of w / (RRF_K + rank); ranks count from 1.
+    """Return the reciprocal-rank fusion: the k documents with the highest sums of w / (RRF_K + rank); ranks count from
+    1.
 
-    w is 1 for the new answer and `weight` for each earlier one. A document is known by its id (or, without one, by its
-    bytes) and is sent as the first list that has it spells it. Ties go to the list that comes first, then to the rank.
-    The scores of the result are those sums.
+    w is 1 for the new answer and `weight` for each earlier one. A document is identified by its id (or its bytes
+    without one) and is sent in the form of the first list that contains it. Ties are broken by the order of lists, then
+    by rank. The scores of the result are those sums.
     """
     totals: dict[str | bytes, float] = {}
     documents: dict[str | bytes, bytes] = {}
@@ -168,7 +169,7 @@ def fuse(new: QueryResult, earlier: Sequence[QueryResult], k: int, weight: float
             name = document_id(document) or document
             documents.setdefault(name, document)
             totals[name] = totals.get(name, 0.0) + (weight if number else 1.0) / (RRF_K + rank)
-    # dicts keep the order of insertion and sorting is stable: that is the order of ties
+    # dicts keep the order of insertion and sorting is stable: this gives the order of ties
     best = sorted(totals, key=lambda name: -totals[name])[:k]
     return QueryResult(tuple(documents[name] for name in best), tuple(totals[name] for name in best))
 

@@ -11,25 +11,25 @@ from retriever.encoder.config import EncoderSettings, HashedEncoderSettings
 
 
 class SearchMemorySettings(Settings):
-    """What a run remembers of its earlier searches, as one more back-end before the real one (docs/retrieval.md)."""
+    """Per-run memory of earlier searches, in front of the real backend (docs/retrieval.md)."""
 
     encoder: EncoderSettings = Field(default_factory=HashedEncoderSettings)
-    """What makes queries comparable. Independent of the index's encoder."""
+    """Encoder for comparing queries. Independent of the index's encoder."""
     reuse_above: float | None = Field(default=0.95, ge=-1, le=1)
-    """A search is answered by the most similar earlier one, without asking the back-end, from this cosine on, if as
-    many hits were asked for then. null: never."""
+    """Answer a search with the most similar earlier one, without calling the backend, from this cosine on, if that
+    search returned at least as many hits. null: never."""
     fuse: int = Field(default=0, ge=0, le=100)
-    """Number of most similar earlier searches whose passages are fused into an answer, by reciprocal ranks."""
+    """Number of most similar earlier searches to fuse into an answer, by reciprocal ranks."""
     fuse_above: float = Field(default=0.6, ge=-1, le=1)
-    """Earlier searches below this cosine are not fused."""
+    """Minimum cosine of earlier searches to fuse."""
     fuse_weight: float = Field(default=0.5, gt=0, le=1)
-    """Weight of an earlier search's ranks; the new search's own weigh 1."""
+    """Weight of an earlier search's ranks; the new search has weight 1."""
     max_entries: int = Field(default=4096, ge=1, le=1_000_000)
-    """Searches remembered of one run; the least recently used goes first."""
+    """Maximum searches per run; the least recently used is evicted first."""
     max_runs: int = Field(default=64, ge=1)
-    """Runs remembered; the least recently used goes first, whole."""
+    """Maximum runs; the least recently used is evicted as a whole."""
     max_mb: float = Field(default=256.0, gt=0)
-    """Memory for all runs (MiB): passages and vectors."""
+    """Memory for all runs, passages and vectors, in MiB."""
     directory: Path | None = None
-    """Where the memory survives a restart. Replicas may share the directory: each has its own memory in it. null:
-    nowhere."""
+    """Directory that keeps the memory across restarts. Replicas may share it: each has its own memory in it. null: not
+    kept."""

@@ -1,13 +1,13 @@
-"""The memory on disk: one file of JSON lines a run, appended to, so that a restarted service remembers.
+"""The memory on disk: one append-only file of JSON lines per run, which survives restarts.
 
     DIRECTORY/FINGERPRINT-SLOT/lock, RUN.jsonl
     {"run": "..", "format": 1}
     {"query": "..", "k": 3, "vector": base64 of float32, "documents": [".."], "scores": [..]}
 
-FINGERPRINT is that of the back-end and the encoder: what another index brought is never reused. A process holds the
-lock of its slot, so replicas that are given the same directory have a memory each, and find their own again or a
-free one. A file holds what the memory holds and what it evicted since the file was last rewritten;
-a line that was cut off by a crash is dropped. How recently a search was used is not kept: it counts as of its writing.
+FINGERPRINT is that of the backend and the encoder: results of another index are never reused. A process locks its slot,
+so replicas with the same directory have separate memories, and each finds its own again or a free one. A file contains
+the current entries and those evicted since it was last rewritten. A line truncated by a crash is dropped. The time of
+last use is not stored: a loaded entry counts as used when it was written.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 SLOTS = 1024
 _SLACK = 64
-"""Lines beyond twice the entries at which a file is rewritten."""
+"""A file is rewritten at this many lines beyond twice its entries."""
 _OVERHEAD = 600
-"""Roughly what CPython adds to an entry with a few documents (bytes)."""
+"""Approximate overhead of CPython per entry with a few documents, in bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryEntry:
-    """A search that was answered.
+    """An answered search.
 
     query   normalised
-    k       hits that were asked for
-    vector  float32 [dim] of length 1, or 0 for a query that the encoder knows no word of
-    answer  the back-end's own, not what was made of it with earlier ones
+    k       requested number of hits
+    vector  float32 [dim] of length 1, or 0 for a query without words known to the encoder
+    answer  the backend's answer, before fusion
     """
 
     query: str
@@ -57,31 +57,31 @@ class MemoryEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, about."""
-        # the vector is here and in the run's matrix
+        """Return its approximate size in memory."""
+        # the vector is stored here and in the run's matrix
         return _OVERHEAD + 4 * len(self.query) + 2 * self.vector.nbytes + sum(map(len, self.answer.documents))
 
 
 class MemoryJournal:
-    """One file of JSON lines a run. Belongs to the memory's thread. Raises OSError."""
+    """One file of JSON lines per run. Belongs to the memory's thread. Raises OSError."""
 
     def __init__(self, directory: Path, fingerprint: str, dim: int) -> None:
-        """UserError when the directory cannot be written."""
+        """Raises UserError if the directory cannot be written."""
         self._dim = dim
         self._lines: dict[str, int] = {}
         try:
             self.directory, self._lock = _lock_slot(directory, fingerprint)
         except OSError as error:
             raise UserError(
-                f"cannot keep a memory in {directory}",
+                f"cannot store the search memory in {directory}",
                 why=error.strerror or str(error),
-                todo="give retriever.memory.directory a directory that can be written",
+                todo="set retriever.memory.directory to a writable directory",
             ) from None
 
     def load(self) -> Iterator[tuple[str, MemoryEntry]]:
-        """Yield (run, entry) of all files, oldest file first, in the order of their writing. Repairs what a crash tore
-        and skips what is no entry, with a warning."""
-        for unfinished in self.directory.glob(".*.tmp"):  # of a process that was killed while it rewrote a file
+        """Yield (run, entry) of all files, oldest file first, in written order. Repairs torn files and skips invalid
+        entries, with a warning."""
+        for unfinished in self.directory.glob(".*.tmp"):  # from a process that was killed while rewriting a file
             unfinished.unlink()
         paths = sorted(self.directory.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         for path in paths:
@@ -89,7 +89,7 @@ class MemoryJournal:
             try:
                 run = str(json.loads(whole[0])["run"])
             except (LookupError, ValueError, TypeError, RecursionError):
-                log.warning("%s does not say which run it is of: deleted", path)
+                log.warning("deleting %s: it does not name its run", path)
                 path.unlink()
                 continue
             self._lines[run] = len(whole) - 1
@@ -97,12 +97,12 @@ class MemoryJournal:
                 try:
                     entry = _read(line, self._dim)
                 except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
-                    log.warning("line %d of %s is skipped: %r", number, path, error)
+                    log.warning("skipping line %d of %s: %r", number, path, error)
                     continue
                 yield run, entry
 
     def append(self, run: str, entries: Sequence[MemoryEntry]) -> None:
-        """Write behind what is there."""
+        """Append entries to the run's file."""
         path = self._path(run)
         head = b"" if path.exists() else _head(run)
         with path.open("ab") as file:
@@ -110,11 +110,11 @@ class MemoryJournal:
         self._lines[run] = self._lines.get(run, 0) + len(entries)
 
     def must_rewrite(self, run: str, alive: int) -> bool:
-        """Return whether most of the run's file is evicted entries."""
+        """Return whether most entries in the run's file are evicted."""
         return self._lines.get(run, 0) > 2 * alive + _SLACK
 
     def rewrite(self, run: str, entries: Sequence[MemoryEntry]) -> None:
-        """Put a file of these entries in the place of the run's."""
+        """Replace the run's file by one with these entries."""
         path = self._path(run)
         atomic_write(path, (_head(run), *map(_line, entries)), durable=False)
         self._lines[run] = len(entries)
@@ -135,12 +135,12 @@ class MemoryJournal:
 
 
 def document_id(document: bytes) -> str:
-    """Return the id of a document as it is sent."""
+    """Return the id of a document in its sent form."""
     return str(json.loads(document).get("id", ""))
 
 
 def _lock_slot(directory: Path, fingerprint: str) -> tuple[Path, int]:
-    """Lock the first free slot. Returns its directory and the descriptor that holds the lock."""
+    """Lock the first free slot; return its directory and the lock's file descriptor."""
     for slot in range(SLOTS):
         place = directory / f"{fingerprint}-{slot}"
         place.mkdir(parents=True, exist_ok=True)
@@ -154,15 +154,15 @@ def _lock_slot(directory: Path, fingerprint: str) -> tuple[Path, int]:
             os.close(descriptor)
             raise
         return place, descriptor
-    raise OSError(f"{SLOTS} processes hold a memory there")
+    raise OSError(f"all {SLOTS} slots are in use by other processes")
 
 
 def _without_torn_line(path: Path) -> list[bytes]:
-    """Return the complete lines of a file, perhaps none, and truncate it after the last: the next entry is appended."""
+    """Return the complete lines of a file and truncate it after the last one, where the next entry is appended."""
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1
     if end < len(content):
-        log.warning("%s: the last %d bytes are of a line that was never finished", path, len(content) - end)
+        log.warning("%s: dropping the last %d bytes, an incomplete line", path, len(content) - end)
         os.truncate(path, end)
     return content[:end].splitlines()
 
@@ -186,11 +186,11 @@ def _read(line: bytes, dim: int) -> MemoryEntry:
     record: dict[str, Any] = json.loads(line)
     vector = np.frombuffer(base64.b64decode(record["vector"]), dtype="<f4").astype(np.float32)
     if vector.shape != (dim,):
-        raise ValueError(f"a vector of {vector.shape}, where {dim} numbers are needed")
+        raise ValueError(f"a vector of shape {vector.shape}, expected {dim} numbers")
     documents = tuple(document.encode() for document in record["documents"])
     for document in documents:
         Passage.model_validate_json(document)
     query, k, scores = record["query"], record["k"], tuple(map(float, record["scores"]))
     if not isinstance(query, str) or type(k) is not int or len(scores) != len(documents):
-        raise ValueError("not a query, a number of hits and as many scores as documents")
+        raise ValueError("expected a query, a number of hits and as many scores as documents")
     return MemoryEntry(query, k, vector, QueryResult(documents, scores))

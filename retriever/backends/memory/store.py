@@ -1,4 +1,4 @@
-"""The searches that are remembered of all runs, within bounds, and on disk if wanted. Used by one thread."""
+"""The stored searches of all runs, within bounds, optionally on disk. Used by one thread."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ _FIRST = 64
 
 
 class SearchMemory:
-    """The memories of all runs: the least recently used run, and then its oldest entries, go first."""
+    """The memories of all runs; evicts the oldest entries of the least recently used run first."""
 
     def __init__(
         self, settings: SearchMemorySettings, dim: int, metrics: Metrics, journal: MemoryJournal | None
     ) -> None:
-        """Loads what the journal holds."""
+        """Load the journal."""
         self._settings, self._dim, self._metrics = settings, dim, metrics
         self._max_bytes = int(settings.max_mb * 2**20)
         self._runs: OrderedDict[str, RunMemory] = OrderedDict()
         self._documents: dict[str, list[bytes]] = {}
-        """Documents by id, once for every entry that holds one."""
+        """Documents by id, one per entry that contains it."""
         self._journal = journal
         for run, entry in journal.load() if journal is not None else ():
             self._add(run, entry)
 
     @property
     def num_entries(self) -> int:
-        """Over all runs."""
-        return sum(map(len, list(self._runs.values())))  # a copy: other threads may ask
+        """Return the number of entries of all runs."""
+        return sum(map(len, list(self._runs.values())))  # a copy: other threads may read
 
     @property
     def num_runs(self) -> int:
-        """Runs that are remembered."""
+        """Return the number of runs."""
         return len(self._runs)
 
     @property
     def num_bytes(self) -> int:
-        """Over all runs, about."""
+        """Return the approximate size of all runs."""
         return sum(run.num_bytes for run in self._runs.values())
 
     def recall(self, run: str, vectors: npt.NDArray[np.float32], k: int) -> list[MemoryLookup]:
-        """Return one for each of vectors [n, dim]. What is found counts as used."""
+        """Return one lookup for each of vectors [n, dim]. Entries found count as used."""
         memory = self._runs.get(run)
         if memory is None:
             return [MemoryLookup(None)] * len(vectors)
@@ -64,7 +64,7 @@ class SearchMemory:
     def _recall(self, memory: RunMemory, vector: npt.NDArray[np.float32], k: int) -> MemoryLookup:
         settings = self._settings
         if settings.reuse_above is not None:
-            # the nearest may have been asked for fewer hits
+            # the nearest may have fewer hits
             for _, entry in memory.nearest(vector, 8, settings.reuse_above):
                 if entry.k >= k:
                     memory.touch(entry)
@@ -75,7 +75,7 @@ class SearchMemory:
         return MemoryLookup(None, tuple(entry.answer for _, entry in near))
 
     def remember(self, run: str, entries: Sequence[MemoryEntry]) -> None:
-        """Add searches in this order, and evict what exceeds the bounds."""
+        """Add searches in this order, and evict entries beyond the bounds."""
         for entry in entries:
             self._add(run, entry)
         self._metrics.remembered.inc(len(entries))
@@ -88,12 +88,12 @@ class SearchMemory:
             if self._journal.must_rewrite(run, len(memory)):
                 self._journal.rewrite(run, memory.entries())
         except OSError:
-            log.exception("the memory can no longer be written: it goes on without the disk")
+            log.exception("cannot write the memory to disk: continuing in memory only")
             self._journal.close()
             self._journal = None
 
     def find(self, passage_id: str) -> Passage | None:
-        """Return a document that some entry holds."""
+        """Return a document from any entry."""
         copies = self._documents.get(passage_id)
         return Passage.model_validate_json(copies[-1]) if copies else None
 
@@ -109,11 +109,11 @@ class SearchMemory:
             memory = self._runs[run] = RunMemory(self._dim, self._settings.max_entries)
         self._runs.move_to_end(run)
         before = len(memory)
-        gone = memory.add(entry)
-        if len(memory) > before or gone:
+        evicted = memory.add(entry)
+        if len(memory) > before or evicted:
             for document in entry.answer.documents:
                 self._documents.setdefault(document_id(document), []).append(document)
-        for old in gone:
+        for old in evicted:
             self._drop_documents(old)
         self._evict(run)
 
@@ -147,10 +147,10 @@ class SearchMemory:
 
 @dataclass(frozen=True)
 class MemoryLookup:
-    """What a run knows about a query.
+    """Result of a lookup in a run's memory.
 
-    reuse  the answer, cut to k, of an earlier search that is near enough to stand for it
-    near   answers of the nearest earlier searches, best first, for fusion; empty where there is one to reuse
+    reuse  the answer, cut to k, of an earlier search that is similar enough to reuse
+    near   answers of the nearest earlier searches, best first, for fusion; empty if there is one to reuse
     """
 
     reuse: QueryResult | None
@@ -158,11 +158,13 @@ class MemoryLookup:
 
 
 class RunMemory:
-    """One run's earlier searches: vectors in one matrix, the rest in entries; least recently used out first. No I/O.
+    """One run's earlier searches: vectors in one matrix, the rest in entries; the least recently used is evicted first.
+    No I/O.
 
-    One entry a query: a later result with as many hits or more replaces it. Cosines are rounded before they are
-    compared, since matrix products differ in the last bits with the shape of the matrix; of equal ones the older search
+    One entry per query: a later result with at least as many hits replaces it. Cosines are rounded before comparison,
+    because matrix products differ in the last bits with the shape of the matrix; of equal cosines the older search
     wins.
+
     """
 
     def __init__(self, dim: int, max_entries: int) -> None:
@@ -179,7 +181,7 @@ class RunMemory:
         return len(self._order)
 
     def entries(self) -> list[MemoryEntry]:
-        """Return all of them, least recently used first."""
+        """Return all entries, least recently used first."""
         return [entry for slot in self._order.values() if (entry := self._slots[slot]) is not None]
 
     def nearest(self, vector: npt.NDArray[np.float32], count: int, above: float) -> list[tuple[float, MemoryEntry]]:
@@ -194,13 +196,13 @@ class RunMemory:
         return [(cosine, entry) for cosine, entry in found if entry is not None]
 
     def touch(self, entry: MemoryEntry) -> None:
-        """Note that it was used."""
+        """Mark the entry as used."""
         if entry.query in self._order:
             self._order[entry.query] = self._order.pop(entry.query)
 
     def add(self, entry: MemoryEntry) -> list[MemoryEntry]:
-        """Add an entry as the most recently used. Returns the evicted ones."""
-        gone: list[MemoryEntry] = []
+        """Add an entry as the most recently used; return the evicted ones."""
+        evicted: list[MemoryEntry] = []
         known = self._order.pop(entry.query, None)
         if known is not None:
             old = self._slots[known]
@@ -208,18 +210,18 @@ class RunMemory:
             if old.k > entry.k:
                 self._order[entry.query] = known
                 return []
-            gone.append(self._clear(known))
+            evicted.append(self._clear(known))
             slot = known
         elif len(self._order) < self._max_entries:
             slot = self._free_slot()
         else:
             slot = self._order.pop(next(iter(self._order)))
-            gone.append(self._clear(slot))
+            evicted.append(self._clear(slot))
         self._clock += 1
         self._vectors[slot], self._slots[slot], self._ages[slot] = entry.vector, entry, self._clock
         self._order[entry.query] = slot
         self.num_bytes += entry.num_bytes
-        return gone
+        return evicted
 
     def pop_oldest(self) -> MemoryEntry:
         """Evict the least recently used entry. There must be one."""

@@ -1,1 +1,1 @@
-"""Online search engines as back-ends of the service: one file a provider, limits, recordings, and guarded pages."""
+"""Online search engines as backends: one file per provider, limits, recordings, and guarded page fetches."""

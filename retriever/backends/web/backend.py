@@ -2,8 +2,8 @@
 
     query --> recording? --> ProviderClient --> Provider.parse --> passages (cached by id, for `find`) --> QueryResult
 
-A hit of rank r has the score 1 / r: providers give none that could be compared. Ids are hashes of addresses, so that
-no text of a model ever becomes an address: `find` knows only what an earlier answer of this process brought.
+A hit of rank r has the score 1 / r: providers return no comparable scores. Ids are hashes of addresses, so that model
+text never becomes an address: `find` only returns documents from earlier answers of this process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from retriever.backends.web.recordings import Recordings
 
 log = logging.getLogger(__name__)
 MAX_HIT_CHARS = 20_000
-"""Characters of one hit that are kept: a snippet has some hundred, but no provider promises that."""
+"""Maximum characters of one hit: snippets have a few hundred, but providers do not guarantee that."""
 
 
 class OnlineBackend:
-    """Made by `open_online`. As `backend.Backend`."""
+    """Created by `open_online`. See `Backend`."""
 
     def __init__(
         self, settings: OnlineBase, provider: Provider, client: ProviderClient | None, recordings: Recordings | None
@@ -47,25 +47,26 @@ class OnlineBackend:
 
     @property
     def fingerprint(self) -> str:
-        """See `Backend`. Of the provider and the settings that decide an answer, not of the web behind it."""
+        """See `Backend`. Covers the provider and the settings that determine an answer, not the web itself."""
         return self._fingerprint
 
     async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
-        """See `Backend`. All queries at once, as far as rate and concurrency let them."""
+        """See `Backend`. Runs all queries concurrently, within rate and concurrency limits."""
         return await asyncio.gather(*(self._search(query, k) for query in queries))
 
     async def find(self, passage_id: str) -> Passage | None:
-        """See `Backend`. Raises WebSearchError if the hit is known and its page cannot be had."""
+        """See `Backend`. Raises WebSearchError if the hit is known but its page is unavailable."""
         hit = self._known.get(passage_id)
         if hit is None or self._pages is None or not hit.url:
             return None if hit is None else hit.passage
         return await self._page(hit, self._pages)
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start, for metrics: none ever falls.
+        """Return totals since the start, for metrics; they never decrease.
 
-        requests (sent, each attempt), cost (of them, in the unit of `cost_per_request`), retries, answered, failed,
-        replayed, recorded (replies), unrecorded (replies and pages that the disk did not take), pages, pages_failed.
+        requests (sent, each attempt), cost (of the requests, in the unit of `cost_per_request`), retries, answered,
+        failed, replayed, recorded (replies), unrecorded (replies and pages that could not be written), pages,
+        pages_failed.
         """
         names = ("answered", "failed", "replayed", "recorded", "pages", "pages_failed")
         counts = {name: float(self._counts[name]) for name in names}
@@ -128,13 +129,13 @@ class OnlineBackend:
                     raise
             else:
                 if not isinstance(reply, dict):
-                    raise WebSearchError("garbage", "a recording without an object")
+                    raise WebSearchError("garbage", "the recording does not contain an object")
                 self._counts["replayed"] += 1
                 return reply
         assert self._client is not None
         reply = await self._client.send(request)
         if self._recordings is not None:
-            # an answer that would not be understood again is not worth keeping
+            # do not record an answer that cannot be parsed
             self._provider.parse(reply)
             self._counts["recorded"] += await asyncio.to_thread(self._recordings.save, request, reply)
         return reply
@@ -150,7 +151,7 @@ class OnlineBackend:
         return hit.with_text(page.title, page.text)
 
     async def _page_or_snippet(self, hit: WebHit, pages: PageFetcher) -> Passage:
-        """Return the page's text; where it cannot be had, or there is no page, what the provider gave."""
+        """Return the page's text, or the provider's snippet if the page is unavailable."""
         if not hit.url or hit.box:
             return hit.passage
         try:
@@ -163,7 +164,7 @@ class OnlineBackend:
 
 
 def open_online(settings: OnlineBase) -> OnlineBackend:
-    """Return the backend of an engine. UserError without a key or a directory that it needs."""
+    """Return the backend of an engine. Raises UserError if a required key or directory is missing."""
     provider, recordings = build_provider(settings), None
     if settings.record != "off":
         assert settings.recordings is not None  # validated by the settings
@@ -176,7 +177,7 @@ def open_online(settings: OnlineBase) -> OnlineBackend:
 
 
 def online_identity(settings: OnlineBase) -> dict[str, Any]:
-    """Return what decides an answer, as JSON-compatible values: provider, address, region, language, pages."""
+    """Return what determines an answer, as JSON-compatible values: provider, address, region, language, pages."""
     identity = settings.model_dump(mode="json", exclude=set(settings.OPERATION))
     if not settings.fetch_pages:
         del identity["pages"]
@@ -191,7 +192,7 @@ class WebHit(NamedTuple):
     box: bool
 
     def with_text(self, title: str, text: str) -> Passage:
-        """Return the document under the same id with another text, and with its own title where there is no other."""
+        """Return the document under the same id with another text, keeping its title if the new one is empty."""
         return _passage(self.passage.id, title or self.passage.title, text, self.url)
 
 
@@ -202,7 +203,7 @@ class HitCache:
         self._limit, self._hits = limit, OrderedDict[str, WebHit]()
 
     def put(self, hit: WebHit) -> None:
-        """Store a hit, in place of an older one with its id."""
+        """Store a hit, replacing an older one with the same id."""
         self._hits[hit.passage.id] = hit
         self._hits.move_to_end(hit.passage.id)
         while len(self._hits) > self._limit:
@@ -217,10 +218,10 @@ class HitCache:
 
 
 def hits_of(found: Iterable[ProviderHit]) -> list[WebHit]:
-    """Return one hit a page, in order: empty ones left out, and the later of two with one id.
+    """Return one hit per page, in order, without empty hits and duplicate ids.
 
-    Ids: `url:` and a hash of the address; `box:` and a hash of all of an answer box, which may have a page's address
-    but is not that page, and often has none.
+    Ids: `url:` and a hash of the address; `box:` and a hash of the content of an answer box, which may have a page's
+    address but is not that page, and often has none.
     """
     hits: dict[str, WebHit] = {}
     for item in found:
@@ -235,13 +236,13 @@ def hits_of(found: Iterable[ProviderHit]) -> list[WebHit]:
 
 
 def _passage(name: str, title: str, text: str, url: str) -> Passage:
-    # the first line is the title, and its quotes are not part of it
+    # the first line is the title, in quotes that are not part of it
     line = " ".join(title.replace('"', "'").split())
     return Passage(id=name, contents=f'"{line}"\n{text}', **({"url": url} if url else {}))
 
 
 def _sanitise(text: str) -> str:
-    # half a surrogate pair is legal in JSON and cannot be sent on
+    # a lone surrogate is legal in JSON but cannot be encoded as UTF-8
     return text.encode("utf-8", "replace").decode().replace("\x00", "").strip()
 
 

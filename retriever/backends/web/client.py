@@ -2,7 +2,7 @@
 
     timeout  unreachable  auth  quota  http_NNN  too_large  garbage
 
-No error carries an exception's own text: aiohttp's hold addresses, and some providers take the key in the address.
+Errors never contain an exception's text: aiohttp's include addresses, and some providers take the key in the address.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from retriever.backends.web.config import OnlineBase
 from retriever.backends.web.provider import Provider, ProviderRequest, WebSearchError
 
 LONGEST_PAUSE_S = 60.0
-"""Most that one `Retry-After` holds up all other queries."""
+"""Maximum pause of all queries by one `Retry-After`, in seconds."""
 MIN_KEY_CHARS = 8
-"""Characters: what is shorter is no key, and could not be cut out of texts without harming them."""
+"""Minimum length of a key: shorter strings cannot be redacted from texts safely."""
 QUOTA_STATUS = frozenset({402, 432, 433})
-"""Payment required; Tavily's two for a plan's limit."""
+"""Payment required, and Tavily's two codes for a plan's limit."""
 Sleep = Callable[[float], Awaitable[None]]
 
 
 class RetryableError(WebSearchError):
-    """A failure after which another attempt may succeed, `after_s` seconds from now at the earliest."""
+    """A failure that may succeed on retry, `after_s` seconds from now at the earliest."""
 
     def __init__(self, cause: str, detail: str, after_s: float = 0.0) -> None:
         super().__init__(cause, detail)
@@ -44,7 +44,7 @@ class RetryableError(WebSearchError):
 
 
 class ProviderClient:
-    """Sends requests of one provider. Belongs to the event loop of its first request."""
+    """Sends requests to one provider. Belongs to the event loop of its first request."""
 
     def __init__(
         self,
@@ -67,17 +67,18 @@ class ProviderClient:
         self.statuses: Counter[str] = Counter()
 
     async def send(self, request: ProviderRequest) -> dict[str, Any]:
-        """Return the reply without the key in it. WebSearchError with the last attempt's cause if none came in time."""
+        """Return the reply with the key redacted. Raises WebSearchError with the last attempt's cause if none arrives
+        in time."""
         end = self._clock() + self._settings.deadline_s
         try:
             async with asyncio.timeout(self._settings.deadline_s):
                 return await self._attempts(request, end)
         except TimeoutError:
-            detail = f"no answer within {self._settings.deadline_s} s, attempts and pauses included"
+            detail = f"no answer within {self._settings.deadline_s} s, including retries and pauses"
             raise WebSearchError("timeout", detail) from None
 
     def redact(self, text: str) -> str:
-        """Return the text without key and proxy: for all that is logged, returned or recorded."""
+        """Return the text without key and proxy, to be logged, returned or recorded."""
         for secret in (self._key, self._proxy):
             text = text if secret is None else secret.redact(text)
         return text
@@ -109,7 +110,7 @@ class ProviderClient:
         raise AssertionError("the last attempt returns or raises")
 
     async def _attempt(self, request: ProviderRequest, end: float) -> dict[str, Any]:
-        """Make one attempt. RetryableError if another may help, WebSearchError if none will."""
+        """Make one attempt. Raises RetryableError if a retry may help, otherwise WebSearchError."""
         async with self._semaphore:
             self.budget.check()
             wait = self._rate_limit.reserve(max(0.0, end - self._clock()))
@@ -122,7 +123,7 @@ class ProviderClient:
             except TimeoutError:
                 raise RetryableError("timeout", f"no reply within {self._settings.timeout_s} s") from None
             except aiohttp.ClientPayloadError:
-                raise RetryableError("unreachable", "the reply broke off") from None
+                raise RetryableError("unreachable", "the connection broke during the reply") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientHttpProxyError, OSError) as error:
                 raise RetryableError("unreachable", type(error).__name__) from None
             except (aiohttp.ClientError, ValueError) as error:
@@ -132,7 +133,7 @@ class ProviderClient:
         if status != 200:
             raise self._error_of(status, headers, text)
         reply = _parse(text)
-        # a key whose characters were escaped (\u0041, \/) is a key again only now
+        # a key with escaped characters (\u0041, \/) is recognisable only after decoding
         return _parse(self.redact(json.dumps(reply, ensure_ascii=False))) if "\\" in text else reply
 
     async def _exchange(self, request: ProviderRequest) -> tuple[int, Mapping[str, str], bytes]:
@@ -142,12 +143,12 @@ class ProviderClient:
             place = self._provider.key_location
             holder = headers if place.where == "header" else params
             holder[place.name] = place.prefix + self._key.reveal()
-        # a query is a model's text: half a surrogate pair cannot be written into an address
+        # a query is model text: a lone surrogate cannot be encoded in an address
         params = {name: value.encode("utf-8", "replace").decode() for name, value in params.items()}
         url = URL(request.url).with_query(params) if params else URL(request.url)
         method = "GET" if request.body is None else "POST"
         proxy = self._proxy.reveal() if self._proxy is not None else None
-        # a redirect would carry the key to wherever it points
+        # a redirect would send the key to its target
         async with self._opened().request(
             method, url, json=request.body, headers=headers, allow_redirects=False, proxy=proxy, middlewares=(_once(),)
         ) as response:
@@ -159,12 +160,12 @@ class ProviderClient:
         async for chunk in response.content.iter_any():
             body += chunk
             if len(body) > limit:
-                raise WebSearchError("too_large", f"a reply of more than {self._settings.max_reply_mb} MiB")
+                raise WebSearchError("too_large", f"the reply exceeds {self._settings.max_reply_mb} MiB")
         return bytes(body)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise WebSearchError("unreachable", "this back-end is closed")
+            raise WebSearchError("unreachable", "this backend is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers={"Accept": "application/json", "User-Agent": "foray"},
@@ -187,10 +188,10 @@ class ProviderClient:
 
 
 class TokenBucket:
-    """At most `rate` requests a second in the long run, at most `burst` at once.
+    """Token bucket: at most `rate` requests per second on average, at most `burst` in one go.
 
-    Generic cell rate algorithm (ITU-T I.371): a caller learns at once when it may send, first come first served, so
-    that there is no queue to wake. Belongs to one event loop, shared by all queries of a service.
+    Generic cell rate algorithm (ITU-T I.371): callers learn immediately when they may send, first come first served, so
+    there is no queue to wake. Belongs to one event loop, shared by all queries of a service.
     """
 
     def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -198,27 +199,29 @@ class TokenBucket:
         self._due = self._paused_until = float("-inf")
 
     def reserve(self, longest_s: float) -> float:
-        """Reserve a request and return the seconds until it may be sent. WebSearchError beyond `longest_s`: none is
-        reserved then."""
+        """Reserve a request and return the seconds until it may be sent. Raises WebSearchError, without a reservation,
+        if that exceeds `longest_s`."""
         now = self._clock()
         due = max(self._due, now)
         start = max(due - self._slack, now, self._paused_until)
         if start - now > longest_s:
             if start == self._paused_until:
-                raise WebSearchError("http_429", f"the provider asked for a pause, {start - now:.1f} s of it are left")
-            raise WebSearchError("timeout", f"its turn at this rate is in {start - now:.1f} s, the deadline before")
+                raise WebSearchError("http_429", f"the provider requested a pause; {start - now:.1f} s remain")
+            raise WebSearchError(
+                "timeout", f"the rate limit would delay it by {start - now:.1f} s, beyond its deadline"
+            )
         self._due = max(due, start) + self._interval
         return start - now
 
     def pause(self, seconds: float) -> None:
-        """Let no request be sent within the next `seconds`, at most LONGEST_PAUSE_S."""
+        """Block all requests for `seconds`, at most LONGEST_PAUSE_S."""
         until = self._clock() + min(seconds, LONGEST_PAUSE_S)
         self._paused_until = max(self._paused_until, until)
 
 
 class Budget:
-    """Requests that may still be sent, and what all of them cost: an upper bound of the bill, since a request counts
-    when it is sent, whatever the response."""
+    """Remaining requests and their total cost: an upper bound of the bill, because a request counts when it is sent,
+    whatever the response."""
 
     def __init__(self, settings: OnlineBase, clock: Callable[[], float] = time.time) -> None:
         self._price, self._daily, self._clock = settings.cost_per_request, settings.budget_period == "day", clock
@@ -231,12 +234,12 @@ class Budget:
 
     @property
     def cost(self) -> float:
-        """Of all requests since the start, in the unit of `cost_per_request`."""
+        """Return the cost of all requests since the start, in the unit of `cost_per_request`."""
         return self.requests * self._price
 
     @property
     def left(self) -> int | None:
-        """Requests left in this period; None without a bound."""
+        """Return the requests left in this period; None if unlimited."""
         if self._daily and (today := self._today()) != self._day:
             self._day, self._used = today, 0
         return None if self._bound is None else max(0, self._bound - self._used)
@@ -258,7 +261,7 @@ class Budget:
 
 
 class Secret:
-    """A key from the environment, without a repr. Only what sends it calls `reveal`."""
+    """A key from the environment, without a repr. Only code that sends it calls `reveal`."""
 
     def __init__(self, value: str) -> None:
         self._value = value
@@ -273,38 +276,38 @@ class Secret:
         return self._value
 
     def redact(self, text: str) -> str:
-        """Return the text with `[key]` in place of the key, also if it is escaped as in an address or in JSON."""
+        """Return the text with the key replaced by `[key]`, also in its URL-escaped and JSON-escaped forms."""
         for form in self._forms:
             text = text.replace(form, "[key]")
         return text
 
 
 def read_secret(variable: str, what: str = "the key of the online search engine") -> Secret:
-    """Read the key from an environment variable. UserError, without its value, if it is not set or cannot be one."""
+    """Read the key from an environment variable. Raises UserError, without the value, if it is unset or invalid."""
     value = os.environ.get(variable, "").strip()
     if not value:
         raise UserError(
             f"the environment variable {variable} is not set",
-            why=f"it holds {what}",
+            why=f"it must contain {what}",
             todo=f"export {variable}=..., or name another variable; retriever.online.record=replay needs none",
         )
     if len(value) < MIN_KEY_CHARS or not value.isascii() or not value.isprintable() or " " in value:
         raise UserError(
-            f"what the environment variable {variable} holds cannot be {what}",
-            why=f"that has {MIN_KEY_CHARS} or more printable ASCII characters and no blanks",
-            todo=f"export {variable} again, without quotes or line breaks in it",
+            f"the environment variable {variable} does not contain {what}",
+            why=f"it must have {MIN_KEY_CHARS} or more printable ASCII characters and no blanks",
+            todo=f"export {variable} again, without quotes or line breaks",
         )
     return Secret(value)
 
 
 def _once() -> aiohttp.ClientMiddlewareType:
-    """aiohttp sends a GET again by itself when its connection broke: past the budget, the rate and the counters."""
+    """Disable aiohttp's automatic retry of a GET, which would bypass the budget, the rate limit and the counters."""
     sent = False
 
     async def middleware(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
         nonlocal sent
         if sent:
-            raise RetryableError("unreachable", "the connection broke off")
+            raise RetryableError("unreachable", "the connection was closed")
         sent = True
         return await handler(request)
 
@@ -328,7 +331,7 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError):
-        raise WebSearchError("garbage", f"no JSON: {' '.join(text[:120].split())}") from None
+        raise WebSearchError("garbage", f"not JSON: {' '.join(text[:120].split())}") from None
     if not isinstance(reply, dict):
         raise WebSearchError("garbage", f"a JSON {type(reply).__name__}, not an object")
     return reply

@@ -1,6 +1,6 @@
 """Settings of the online engines: fields only. `REGISTRY` maps each class to its provider.
 
-Keys never stand here: a setting holds the name of the environment variable that does.
+Keys are never settings: a setting names the environment variable that contains the key.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from protocol.settings import Settings, union_of
 
 
 class PageSettings(Settings):
-    """Fetching the pages behind hits. Only addresses that an answer brought are fetched, and only public ones."""
+    """Fetching the pages of hits. Only addresses from a provider's answer are fetched, and only public ones."""
 
     in_results: bool = False
-    """Hits carry the page's text; where a page cannot be had the snippet stays, and the failure is counted."""
+    """Return the page's text in hits; if a page is unavailable, its snippet is returned and the failure counted."""
     allow_hosts: tuple[str, ...] = ()
-    """Hosts, with all below them (`wikipedia.org` is also `en.wikipedia.org`), that may be fetched. Empty: any."""
+    """Allowed hosts, including their subdomains (`wikipedia.org` includes `en.wikipedia.org`). Empty: any."""
     ports: tuple[int, ...] = (80, 443)
-    """Ports that may be connected to."""
+    """Allowed ports."""
     allow_private: tuple[IPvAnyNetwork, ...] = ()
-    """Networks that are fetched from although they are not public, e.g. a mirror of your own: `10.1.2.0/24`. Whoever
-    can place a hit or a redirect can then make this service read from there. IPv6 forms of IPv4 stay refused."""
+    """Non-public networks that may be fetched, e.g. a mirror of your own: `10.1.2.0/24`. Anyone who can place a hit or
+    a redirect can then make this service read from there. IPv6 forms of IPv4 addresses stay refused."""
     max_redirects: int = Field(default=3, ge=0, le=10)
-    """Redirects followed; each is checked as the first address was."""
+    """Maximum redirects; each is checked like the first address."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Longest time of one page in seconds, from its name's resolution to its last byte, redirects included."""
+    """Timeout for one page, in seconds, from name resolution to the last byte, including redirects."""
     max_mb: float = Field(default=1.0, gt=0, le=64)
-    """Bytes read of one page (MiB, after decompression); what lies beyond is left out."""
+    """Maximum size of one page, in MiB after decompression; the rest is dropped."""
     max_chars: int = Field(default=20_000, ge=1)
-    """Longest text of one page, in characters; what lies beyond is left out."""
+    """Maximum text of one page, in characters; the rest is dropped."""
     concurrency: int = Field(default=8, ge=1)
-    """Pages fetched at the same time."""
+    """Maximum concurrent page fetches."""
 
     @field_validator("allow_hosts")
     @classmethod
@@ -48,9 +48,9 @@ class PageSettings(Settings):
 
 
 class OnlineBase(Settings):
-    """What every online engine has: where it is, its key's variable, its limits, its recordings.
+    """Common settings of online engines: address, key variable, limits, recordings.
 
-    The defaults of `rate`, `concurrency` and `cost_per_request` are guesses: take the figures of your own plan.
+    The defaults of `rate`, `concurrency` and `cost_per_request` are guesses: use the figures of your plan.
     """
 
     OPERATION: ClassVar[frozenset[str]] = frozenset(
@@ -58,10 +58,10 @@ class OnlineBase(Settings):
         | {"burst", "concurrency", "max_requests", "max_cost", "budget_period", "cost_per_request", "max_reply_mb"}
         | {"record", "recordings", "remembered"}
     )
-    """Fields that decide whether and when there is an answer, not which."""
+    """Fields that affect whether and when there is an answer, not its content."""
     NEEDS_KEY: ClassVar[bool] = True
     MAX_HITS: ClassVar[int]
-    """Most hits that one request brings. Beyond it an answer is shorter: a second page would be a second request."""
+    """Maximum hits per request. Larger searches get fewer hits: a second page would cost a second request."""
 
     type: str
     base_url: str
@@ -71,51 +71,52 @@ class OnlineBase(Settings):
     proxy_env: str = ""
     """Name of the environment variable that holds the proxy's URL for requests to the provider (never for pages)."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Longest time of one request in seconds."""
+    """Timeout for one request, in seconds."""
     deadline_s: float = Field(default=30.0, gt=0)
-    """Longest time of one query in seconds: waiting for its turn, all attempts and the pauses between them."""
+    """Timeout for one query, in seconds, including rate limiting, all attempts and the pauses between them."""
     attempts: int = Field(default=3, ge=1, le=10)
-    """Requests a query, where the earlier ones met 429, 5xx, silence or no connection."""
+    """Maximum attempts per query, after 429, 5xx, a timeout or no connection."""
     backoff_s: float = Field(default=0.5, ge=0)
-    """Pause before the second attempt in seconds, +-50 % by chance; doubled for each further one."""
+    """Pause before the second attempt, in seconds, with +-50 % jitter; doubled for each further attempt."""
     max_retry_after_s: float = Field(default=10.0, ge=0)
-    """Longest `Retry-After` that is waited for, in seconds; a longer one ends the query."""
+    """Maximum `Retry-After` to wait for, in seconds; a longer one fails the query."""
     rate: float = Field(default=5.0, gt=0)
-    """Requests a second, over all queries of this service."""
+    """Requests per second, over all queries of this service."""
     burst: int = Field(default=5, ge=1)
-    """Requests that may leave at once after a pause."""
+    """Burst: requests that may be sent in one go after a pause."""
     concurrency: int = Field(default=8, ge=1)
-    """Requests under way at the same time."""
+    """Maximum concurrent requests."""
     max_requests: int | None = Field(default=None, ge=0)
-    """Requests in one budget period, each attempt counted; then queries fail with cause `quota`. None: no bound."""
+    """Maximum requests in a budget period, counting each attempt; then queries fail with cause `quota`. null:
+    unlimited."""
     max_cost: float | None = Field(default=None, ge=0)
-    """Money in one budget period, in the unit of `cost_per_request`. None: no bound."""
+    """Maximum cost in a budget period, in the unit of `cost_per_request`. null: unlimited."""
     budget_period: Literal["day", "total"] = "total"
-    """`day`: the budget is new at midnight UTC. Both count from the start of the process."""
+    """Budget period; `day` resets at midnight UTC. Both count from the start of the process."""
     cost_per_request: float = Field(default=0.0, ge=0)
-    """What one request costs, in any unit of yours."""
+    """Cost of one request, in any unit."""
     max_reply_mb: float = Field(default=4.0, gt=0)
-    """Largest reply of the provider (MiB, after decompression)."""
+    """Maximum reply of the provider, in MiB after decompression."""
     record: Literal["off", "record", "replay", "auto"] = "off"
-    """`record`: ask, and keep the reply. `replay`: answer from recordings alone, without network or key. `auto`: a
-    recording where there is one, else as `record`."""
+    """`record`: send requests and record the replies. `replay`: answer from recordings only, without network or key.
+    `auto`: use a recording if there is one, otherwise as `record`."""
     recordings: Path | None = None
-    """Directory of the recordings, one JSON file a reply. They hold queries and replies, never the key."""
+    """Directory of the recordings, one JSON file per reply. They contain queries and replies, never the key."""
     answers: bool = True
-    """Answer boxes and knowledge panels are hits too, before all others."""
+    """Include answer boxes and knowledge panels as the first hits."""
     remembered: int = Field(default=10_000, ge=1)
-    """Hits whose ids can still be asked for; the oldest are forgotten."""
+    """Number of hits that can be fetched by id; the oldest are evicted."""
     fetch_pages: bool = False
-    """The document of an id is the page's text, fetched when it is asked for, instead of the snippet."""
+    """Fetch by id returns the page's text, fetched on demand, instead of the snippet."""
     pages: PageSettings = PageSettings()
-    """How pages are fetched."""
+    """Page fetching."""
 
     @field_validator("key_env", "proxy_env")
     @classmethod
     def _names_a_variable(cls, value: str) -> str:
         if value and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", value):
             raise ValueError(
-                "is not the name of an environment variable in capitals: the key itself stays out of files"
+                "must be the name of an environment variable, in capitals: keep the key itself out of files"
             )
         return value
 
@@ -124,24 +125,26 @@ class OnlineBase(Settings):
     def _no_secrets_in_the_address(cls, value: str) -> str:
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("is not an http:// or https:// address")
+            raise ValueError("must be an http:// or https:// address")
         if "@" in parts.netloc or parts.query or parts.fragment:
-            raise ValueError("holds credentials, a query or a fragment: keys come from the environment (`key_env`)")
+            raise ValueError(
+                "must not contain credentials, a query or a fragment: keys come from the environment (`key_env`)"
+            )
         return value.rstrip("/")
 
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:
         if self.max_cost is not None and self.cost_per_request == 0:
-            raise ValueError("max_cost bounds nothing while cost_per_request is 0")
+            raise ValueError("max_cost has no effect while cost_per_request is 0: set cost_per_request")
         if self.record != "off" and self.recordings is None:
-            raise ValueError(f"record is {self.record!r}, but `recordings` names no directory")
+            raise ValueError(f"record is {self.record!r}: set `recordings` to a directory")
         if self.pages.in_results and not self.fetch_pages:
             raise ValueError("pages.in_results needs fetch_pages=true")
         return self
 
 
 class SerpApiSettings(OnlineBase):
-    """SerpApi: results of Google and other engines. One request brings the engine's first page."""
+    """SerpApi: results of Google and other engines. One request returns the engine's first page."""
 
     MAX_HITS = 100
 
@@ -171,7 +174,8 @@ class SerperSettings(OnlineBase):
 
 
 class GoogleCseSettings(OnlineBase):
-    """Google's Custom Search JSON API over a Programmable Search Engine: at most 10 hits a request, no answer boxes."""
+    """Google's Custom Search JSON API over a Programmable Search Engine: at most 10 hits per request, no answer
+    boxes."""
 
     MAX_HITS = 10
 
@@ -187,7 +191,7 @@ class GoogleCseSettings(OnlineBase):
 
 
 class BraveSettings(OnlineBase):
-    """Brave Search, web results: at most 20 hits a request."""
+    """Brave Search, web results: at most 20 hits per request."""
 
     MAX_HITS = 20
 
@@ -201,11 +205,11 @@ class BraveSettings(OnlineBase):
     rate: float = Field(default=1.0, gt=0)
     burst: int = Field(default=1, ge=1)
     extra_snippets: bool = False
-    """Ask for further excerpts of each page, and put them behind the first (some plans only)."""
+    """Request further excerpts of each page and append them to the first (some plans only)."""
 
 
 class TavilySettings(OnlineBase):
-    """Tavily: at most 20 hits a request; its answer box is written by a model of Tavily's."""
+    """Tavily: at most 20 hits per request; a model of Tavily writes its answer box."""
 
     MAX_HITS = 20
 
@@ -213,16 +217,16 @@ class TavilySettings(OnlineBase):
     base_url: str = "https://api.tavily.com/search"
     key_env: str = "TAVILY_API_KEY"
     depth: Literal["basic", "advanced"] = "basic"
-    """`advanced` brings longer, better excerpts and costs two credits."""
+    """`advanced` returns longer, better excerpts and costs two credits."""
     answers: bool = False
-    """Ask for the answer that a model of Tavily's writes, and make it the first hit. Off: it would reason in place of
-    the policy that is being trained."""
+    """Request the answer written by Tavily's model and return it as the first hit. By default off: that model would
+    reason in place of the policy."""
 
 
 class BingSettings(OnlineBase):
-    """Any service that speaks the JSON of Bing's Web Search API v7: at most 50 hits a request.
+    """Any service with the API of Bing Web Search v7: at most 50 hits per request.
 
-    Microsoft's own ended in August 2025, so there is no default address.
+    Microsoft's service ended in August 2025, so there is no default address.
     """
 
     MAX_HITS = 50
@@ -236,7 +240,7 @@ class BingSettings(OnlineBase):
 
 
 class SearxngSettings(OnlineBase):
-    """A SearXNG of your own. Its settings.yml must list `json` under `search.formats`."""
+    """A self-hosted SearXNG. Its settings.yml must list `json` under `search.formats`."""
 
     NEEDS_KEY = False
     MAX_HITS = 1000
@@ -244,14 +248,14 @@ class SearxngSettings(OnlineBase):
     type: Literal["searxng"] = "searxng"
     base_url: str = "http://127.0.0.1:8080/search"
     key_env: str = ""
-    """Name of the environment variable with a token for a proxy before it, sent as `Authorization: Bearer`. Empty:
+    """Environment variable with a token for a proxy in front of it, sent as `Authorization: Bearer`. Empty:
     none."""
     language: str = "en"
     """Language of the results."""
     categories: tuple[str, ...] = ("general",)
-    """Categories that are searched."""
+    """Categories to search."""
     engines: tuple[str, ...] = ()
-    """Engines that are asked. Empty: those of the categories."""
+    """Engines to query. Empty: those of the categories."""
 
 
 REGISTRY: dict[type[OnlineBase], str] = {
@@ -263,7 +267,7 @@ REGISTRY: dict[type[OnlineBase], str] = {
     BingSettings: "retriever.backends.web.providers.bing:Bing",
     SearxngSettings: "retriever.backends.web.providers.searxng:Searxng",
 }
-"""Settings class to provider class, which is imported when it is needed."""
+"""Settings class -> provider class, imported on demand."""
 
 if TYPE_CHECKING:
     OnlineSettings = OnlineBase

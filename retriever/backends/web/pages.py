@@ -1,4 +1,4 @@
-"""Fetching the page behind a hit: guarded, capped in bytes and time, redirects checked one by one.
+"""Fetch the page of a hit: guarded, limited in bytes and time, with every redirect checked.
 
     address --> SsrfGuard.url --> resolve once --> SsrfGuard.addresses --> connect to that one --> text --> WebPage
        ^                                                                  |
@@ -6,9 +6,9 @@
 
 Failures: refused (by the guard), timeout, unreachable, http_NNN, content_type, redirects, garbage, not_recorded.
 
-Text is extracted by the standard library's parser, in chunks, with a time limit: pages are written by strangers.
-Libraries do not hold the same tests: selectolax 1.0.2 takes more than a minute for 400 kB of nested elements, in C,
-where nothing can stop it; trafilatura 2.3 finds no text in short pages.
+Text is extracted by the standard library's parser, in chunks, with a time limit, because pages are untrusted.
+Other libraries failed the same tests: selectolax 1.0.2 takes more than a minute for 400 kB of nested elements, in C,
+where it cannot be interrupted; trafilatura 2.3 finds no text in short pages.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _SKIPPED = frozenset(
     {"script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside", "form", "iframe", "select"}
 )
 _CONTENT = frozenset({"main", "article"})
-"""Where what was skipped ends at the latest: a `nav` that is never closed must not hide the page."""
+"""Elements that end a skipped section: an unclosed `nav` must not hide the page."""
 _BREAKING = _CONTENT | frozenset(
     {"body", "p", "div", "br", "hr", "li", "ul", "ol", "dl", "dt", "dd", "tr", "table", "section", "blockquote", "pre"}
     | {"h1", "h2", "h3", "h4", "h5", "h6", "figcaption"}
 )
 _DEEPEST = 64
-"""Nested skipped elements that are tracked."""
+"""Maximum nesting of skipped elements that is tracked."""
 _CHUNK, _UNFINISHED, _LEFTOVER, _LONGEST_S = 1 << 16, 1 << 17, 1 << 12, 2.0
-"""Characters fed at once; of a tag or comment that does not end, before the rest is given up; of an unfinished rest
-that is still looked at; seconds for one page. Python's parser takes quadratic time for some unfinished constructs
-(CVE-2025-6069), and pages are written by strangers."""
+"""Limits of the parser: characters fed at once; of a tag or comment without an end, after which the rest is dropped; of
+an unfinished rest that is still parsed; seconds per page. Python's parser takes quadratic time for some unfinished
+constructs (CVE-2025-6069), and pages are untrusted."""
 _META = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([A-Za-z0-9_.:-]{1,40})""", re.IGNORECASE)
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _SECTION = re.compile(r"<!\[(?!CDATA\[)[^>]{0,200}>", re.IGNORECASE)
@@ -55,20 +55,20 @@ _SECTION = re.compile(r"<!\[(?!CDATA\[)[^>]{0,200}>", re.IGNORECASE)
 
 
 class WebPage(NamedTuple):
-    """What is left of a page."""
+    """Title and text of a page."""
 
     title: str
     text: str
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """Resolve by the system's resolver."""
+    """Resolve with the system's resolver."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
 
 class PageFetcher:
-    """Reads pages by their addresses, from recordings where there are some."""
+    """Reads pages by address, or from recordings."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class PageFetcher:
         self._semaphore = asyncio.Semaphore(settings.concurrency)
 
     async def read(self, url: str) -> WebPage:
-        """Return the page's title and text. WebSearchError if it cannot be had, or must not."""
+        """Return the page's title and text. Raises WebSearchError if it is unavailable or refused."""
         recordings, request = self._recordings, ProviderRequest(url)
         if recordings is not None and self._record in ("replay", "auto"):
             try:
@@ -103,7 +103,7 @@ class PageFetcher:
                     content, kind, charset = await self._follow(url)
             except TimeoutError:
                 raise WebSearchError("timeout", f"no page within {limit} s") from None
-            # parsing takes longer than the event loop should stand still
+            # parsing is too slow for the event loop
             return await asyncio.to_thread(self._text, content, kind, charset)
 
     def _text(self, content: bytes, kind: str, charset: str | None) -> WebPage:
@@ -121,7 +121,7 @@ class PageFetcher:
         raise WebSearchError("redirects", f"more than {self._settings.max_redirects} redirects")
 
     async def _hop(self, url: URL) -> URL | tuple[bytes, str, str | None]:
-        """Return one request: where it is redirected to, or the content, its type and its charset."""
+        """Make one request; return the redirect target, or the content, its type and its charset."""
         host = url.raw_host or ""
         try:
             address = self._guard.addresses(await self._lookup(host, url.port or 0))
@@ -144,7 +144,7 @@ class PageFetcher:
             raise WebSearchError("garbage", type(error).__name__) from None
 
     async def _capped(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return at most `max_mb` of the content after decompression, which aiohttp does piece by piece."""
+        """Return at most `max_mb` of the content after decompression, which aiohttp does in chunks."""
         limit, content = int(self._settings.max_mb * 2**20), bytearray()
         async for chunk in response.content.iter_any():
             content += chunk
@@ -154,7 +154,7 @@ class PageFetcher:
 
 
 def page_of_html(content: str, max_chars: int) -> WebPage:
-    """Return the title and text, one block a line, blanks collapsed, the text cut after `max_chars` characters.
+    """Return the title and text, one block per line, blanks collapsed, the text cut after `max_chars` characters.
 
     WebSearchError("garbage") if it cannot be parsed.
     """
@@ -163,7 +163,7 @@ def page_of_html(content: str, max_chars: int) -> WebPage:
     try:
         for start in range(0, len(content), _CHUNK):
             reader.feed(content[start : start + _CHUNK])
-            # a script may be long: its text is waited for, and costs nothing
+            # a script may be long; its text is skipped cheaply
             if time.monotonic() > end or (len(reader.rawdata) > _UNFINISHED and not reader.cdata_elem):
                 break
         if "<" not in reader.rawdata:
@@ -181,7 +181,7 @@ def page_of_plain(content: str, max_chars: int) -> WebPage:
 
 
 def decode(content: bytes, charset: str | None) -> str:
-    """Decode by byte order mark, header (`charset`), `meta`, or UTF-8; what does not fit becomes U+FFFD."""
+    """Decode by byte order mark, header (`charset`), `meta`, or UTF-8; undecodable bytes become U+FFFD."""
     for mark, name in _MARKS:
         if content.startswith(mark):
             return content.decode(name, "replace")
@@ -194,8 +194,8 @@ def decode(content: bytes, charset: str | None) -> str:
 
 def _is_text_encoding(name: str) -> bool:
     try:
-        "".encode(name)  # refuses unknown names, and codecs that are no text encoding (zlib, base64)
-        # the codec's own name: blanks and hyphens in the given one mean nothing
+        "".encode(name)  # refuses unknown names and codecs that are not text encodings (zlib, base64)
+        # the codec's canonical name: blanks and hyphens are ignored
         known = codecs.lookup(name).name
     except (LookupError, UnicodeError, ValueError):
         return False
@@ -249,13 +249,13 @@ def _tidy(text: str, max_chars: int) -> str:
 
 
 def _joined(url: URL, target: str) -> URL:
-    # the raw text is checked too: a parser may have mended what the guard would have refused
+    # check the raw text too: a parser may repair what the guard would refuse
     if "\\" in target or not target.isprintable() or " " in target:
-        raise WebSearchError("refused", "a redirect to something that is no address")
+        raise WebSearchError("refused", "a redirect to an invalid address")
     return url.join(URL(target))
 
 
 def _recorded(reply: Any) -> WebPage:
     if not isinstance(reply, dict) or not all(isinstance(reply.get(name), str) for name in WebPage._fields):
-        raise WebSearchError("garbage", "a recording that is no page")
+        raise WebSearchError("garbage", "the recording is not a page")
     return WebPage(reply["title"], reply["text"])

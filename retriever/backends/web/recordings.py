@@ -1,7 +1,7 @@
-"""Replies on disk, found again by their request: a run that can be repeated without network and without cost.
+"""Recorded replies on disk, found by their request: repeat a run without network and cost.
 
-One JSON file a reply, `PROVIDER-HASH.json` with `request` and `reply`, written whole or not at all. A request has no
-key in it and a reply is cleared of it before it comes here, so the files can be shared.
+One JSON file per reply, `PROVIDER-HASH.json` with `request` and `reply`, written atomically. Requests have no key, and
+replies are redacted before they are recorded, so the files can be shared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Recordings:
-    """A directory of replies. Blocking: to be called in a thread."""
+    """A directory of replies. Blocking: call it in a thread."""
 
     def __init__(self, directory: Path, provider: str, *, writing: bool) -> None:
         self._directory, self._provider = directory, provider
@@ -30,26 +30,26 @@ class Recordings:
             if writing:
                 directory.mkdir(parents=True, exist_ok=True)
             elif not directory.is_dir():
-                raise FileNotFoundError(2, "there is no such directory")
+                raise FileNotFoundError(2, "no such directory")
         except OSError as error:
             raise UserError(
                 f"cannot use {directory} for recordings",
                 why=error.strerror or str(error),
-                todo="set retriever.online.recordings to a directory of recordings, or record=record to make one",
+                todo="set retriever.online.recordings to a directory of recordings, or record=record to create one",
             ) from None
 
     def path(self, request: ProviderRequest) -> Path:
-        """Return where the reply to a request is, or would be."""
+        """Return the path of the recorded reply to a request."""
         line = json.dumps([self._provider, _plain(request)], sort_keys=True, ensure_ascii=True)
         return self._directory / f"{self._provider}-{hashlib.sha256(line.encode()).hexdigest()[:32]}.json"
 
     def load(self, request: ProviderRequest) -> Any:
-        """Return the reply. Raises WebSearchError: "not_recorded" without one, "garbage" for a damaged file."""
+        """Return the reply. Raises WebSearchError: "not_recorded" if there is none, "garbage" for a damaged file."""
         path = self.path(request)
         try:
             content = json.loads(path.read_bytes())
             if content["request"] != _plain(request):
-                raise ValueError("of another request")
+                raise ValueError("it belongs to another request")
             return content["reply"]
         except FileNotFoundError:
             raise WebSearchError("not_recorded", path.name) from None
@@ -57,21 +57,21 @@ class Recordings:
             raise WebSearchError("garbage", f"recording {path.name}: {type(error).__name__}") from None
 
     def save(self, request: ProviderRequest, reply: Any) -> bool:
-        """Keep a reply, in place of an older one; whether that went well.
+        """Record a reply, replacing an older one; return whether it was written.
 
-        A disk that does not take it costs the recording, not the answer, which has been paid for: it is counted in
-        `unwritten` and logged.
+        A failed write loses only the recording, not the answer, which has been paid for. It is counted in `unwritten`
+        and logged.
         """
         path = self.path(request)
         content = {"provider": self._provider, "request": _plain(request), "reply": reply}
         try:
-            # ASCII: a reply may hold half a surrogate pair, which UTF-8 cannot
+            # ASCII: a reply may contain a lone surrogate, which UTF-8 cannot encode
             text = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True)
             atomic_write(path, text + "\n", durable=False)
             return True
         except OSError as error:
             self.unwritten += 1
-            log.error("a reply could not be recorded: %s", error.strerror)
+            log.error("could not record a reply: %s", error.strerror)
             return False
 
 

@@ -1,11 +1,11 @@
-"""Which addresses may be fetched: the guard against server-side request forgery.
+"""Guard against server-side request forgery: which addresses may be fetched.
 
-An address in a search result was chosen by strangers. It must not reach what only this machine can reach: itself, its
-private network, the metadata service of its cloud. So an address is refused for what it is (scheme, port, host), then
-for where its name leads; the name is resolved once, and the connection goes to that very address.
+Addresses in search results are untrusted. They must not reach what only this machine can reach: itself, its private
+network, the metadata service of its cloud. An address is checked by its form (scheme, port, host), then by the
+addresses of its name; the name is resolved once, and the connection goes to exactly that address.
 
 Ranges: IANA's special-purpose registries for IPv4 and IPv6 (RFC 6890 and successors). Of IPv6, only global unicast
-2000::/3 is public; all forms that carry an IPv4 address inside are refused, whatever it is, because a gateway would
+2000::/3 is public; all forms with an embedded IPv4 address are refused, because a gateway would
 deliver them: mapped ::ffff:0:0/96, NAT64 64:ff9b::/96 (so behind a NAT64 nothing can be fetched), 6to4, Teredo.
 """
 
@@ -26,7 +26,7 @@ from retriever.backends.web.provider import WebSearchError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Host and port to the addresses of the host, as texts."""
+"""(host, port) -> the host's addresses as text."""
 
 MAX_URL_CHARS = 2048
 
@@ -45,58 +45,56 @@ _NAME = re.compile(r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0
 
 
 def is_public(address: Address) -> bool:
-    """Return whether this address is public: no range of a special purpose, no IPv4 inside an IPv6 address."""
+    """Return whether this address is public: no special-purpose range, no IPv4 embedded in IPv6."""
     if isinstance(address, ipaddress.IPv4Address):
         return not any(address in net for net in _PRIVATE_4)
     return address in _PUBLIC_6 and not any(address in net for net in _PRIVATE_6)
 
 
 class SsrfGuard:
-    """Applies the settings' rules. Every refusal is WebSearchError("refused")."""
+    """Applies the settings. Every refusal is WebSearchError("refused")."""
 
     def __init__(self, settings: PageSettings) -> None:
         self._settings = settings
         self._allowed = [ipaddress.ip_network(str(net)) for net in settings.allow_private]
 
     def url(self, text: str) -> URL:
-        """Return the address, parsed once; what is checked here is what is connected to."""
+        """Return the address, parsed once: the checked address is the one connected to."""
         if len(text) > MAX_URL_CHARS or not text.isprintable() or any(c in text for c in "\\ \t"):
-            raise WebSearchError(
-                "refused", "an address that is too long, or with blanks, backslashes or control characters"
-            )
+            raise WebSearchError("refused", "the address is too long, or has blanks, backslashes or control characters")
         try:
             url = URL(text)
             host, port = (url.host or "").rstrip(".").lower(), url.port
         except ValueError:
             raise WebSearchError("refused", "no address") from None
         if url.scheme not in ("http", "https"):
-            raise WebSearchError("refused", "neither http nor https")
+            raise WebSearchError("refused", "the scheme is not http or https")
         authority = text.split("://", 1)[-1].split("/", 1)[0].split("?", 1)[0].split("#", 1)[0]
         if url.user is not None or url.password is not None or "@" in authority:
-            raise WebSearchError("refused", "an address with credentials")
+            raise WebSearchError("refused", "the address contains credentials")
         if port not in self._settings.ports:
-            raise WebSearchError("refused", f"port {port}")
+            raise WebSearchError("refused", f"port {port} is not allowed")
         self._check_host(host, (url.raw_host or "").rstrip(".").lower())
         return url.with_fragment(None)
 
     def _check_host(self, host: str, raw: str) -> None:
-        """`host` as people read it, `raw` as it is looked up."""
+        """Check the host: `host` as displayed, `raw` as looked up."""
         literal = _literal(host)
         if literal is not None:
             self.address(literal)
-        # `127.1`, `0x7f.0.0.1`, `2130706433`: forms of an IPv4 address that only some parsers take for one
+        # `127.1`, `0x7f.0.0.1`, `2130706433`: IPv4 forms that only some parsers accept
         elif not _NAME.match(raw) or re.match(r"^(0x[0-9a-f]*|[0-9]+)$", raw.rpartition(".")[2]):
-            raise WebSearchError("refused", "no host name")
+            raise WebSearchError("refused", "not a host name")
         suffixes = self._settings.allow_hosts
         if suffixes and not any(raw == suffix or raw.endswith(f".{suffix}") for suffix in suffixes):
             raise WebSearchError("refused", f"host {raw} is not allowed")
 
     def address(self, text: str) -> str:
-        """Return an address that may be connected to, in its normal form."""
+        """Return a permitted address in normal form."""
         try:
             address = ipaddress.ip_address(text)
         except ValueError:
-            raise WebSearchError("refused", "no IP address") from None
+            raise WebSearchError("refused", "not an IP address") from None
         inside = any(address.version == net.version and address in net for net in self._allowed)
         scoped = isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None
         if scoped or not (inside or is_public(address)):
@@ -104,23 +102,23 @@ class SsrfGuard:
         return str(address)
 
     def addresses(self, texts: Sequence[str]) -> str:
-        """Return the first of a name's addresses. A name with one bad address is refused: a trick or a mistake."""
+        """Return the first of a name's addresses. A name with any refused address is refused."""
         checked = [self.address(text) for text in texts]
         if not checked:
             raise WebSearchError("unreachable", "the name has no address")
         return checked[0]
 
     def connector(self, host: str, address: str) -> aiohttp.TCPConnector:
-        """Connects to `address` and nowhere else, whatever the name of `host` resolves to by now.
+        """Return a connector to `address` only, whatever `host` resolves to now.
 
-        TLS still verifies the certificate against the host's name. The check where the socket is made is the last one:
-        it holds even if a literal address or another resolver's answer came past the others.
+        TLS still verifies the certificate against the host's name. The check at socket creation is the last one: it
+        also applies to literal addresses and other resolvers' answers.
         """
 
         def make_socket(info: Any) -> socket.socket:
             family, kind, proto, _, target = info
             if self.address(str(target[0])) != address:
-                raise WebSearchError("refused", "another address than the one that was checked")
+                raise WebSearchError("refused", "the address differs from the checked one")
             return socket.socket(family, kind, proto)
 
         resolver = _PinnedResolver(host, address)
@@ -130,7 +128,7 @@ class SsrfGuard:
 
 
 class _PinnedResolver(AbstractResolver):
-    """A resolver that knows one name."""
+    """A resolver for a single name."""
 
     def __init__(self, host: str, address: str) -> None:
         self._host, self._address = host, address
@@ -138,19 +136,19 @@ class _PinnedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the one address of the one name."""
+        """Return the address of the name."""
         if host.rstrip(".").lower() != self._host.rstrip(".").lower():
-            raise OSError(f"no other name than the checked one: {host}")
+            raise OSError(f"only the checked name can be resolved, not {host}")
         kind = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [ResolveResult(hostname=host, host=self._address, port=port, family=kind, proto=0, flags=flags)]
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there are no open resources."""
 
 
 def _literal(host: str) -> str | None:
-    """Return the host if it is an IP address in its usual form, None if it is a name (or pretends to be one)."""
+    """Return the host if it is an IP address in its usual form, else None."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a corpus may look like before it is `{"id", "contents"}` lines."""
+"""Source formats of a corpus, converted to `{"id", "contents"}` lines."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FORMATS: dict[str, CorpusFormat] = {
     "hotpotqa": HOTPOTQA,
     "musique": MUSIQUE,
 }
-"""By name. A new format is one file and one line here; of those that fit a record, the first is taken."""
+"""Formats by name. To add one, write one file and one line here; the first that matches a record is used."""
 
 
 def detect(record: Record, path: Path) -> str:
-    """Return the name of the format of a file's first record. UserError if none fits."""
+    """Return the name of the format of a file's first record. Raises UserError if none matches."""
     for name, form in FORMATS.items():
         if form.fits(record):
             return name
     known = "; ".join(f"{name}: {form.help}" for name, form in FORMATS.items())
     raise UserError(
-        f"the format of {path} is not known",
+        f"unknown corpus format: {path}",
         why=f"its first record has {sorted(record)}",
-        todo=f"give --format, or convert it to one of these: {known}",
+        todo=f"set --format, or convert it to one of these: {known}",
     )

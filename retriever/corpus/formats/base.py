@@ -1,7 +1,7 @@
-"""From files to records, and from a record to the documents in it.
+"""Read files as records, and records as documents.
 
 Files are JSON lines, one JSON array, either of them in gzip, parquet (row group by row group), or TSV with a header.
-The first bytes of a file tell which; TSV is known by its name.
+The first bytes of a file determine which; TSV is recognised by its name.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from protocol.errors import UserError
 
 Record = Mapping[str, Any]
 Where = tuple[int, Record]
-"""Number of the record (of the line, where records are lines), from 1; and the record."""
+"""Number of the record (or line), from 1, and the record."""
 MAX_FIELDS, MAX_NAME_CHARS, MAX_FIELD_CHARS = 32, 64, 4096
-"""Bounds on what a passage carries beside its id and contents: fields, and characters of a name and of a text."""
+"""Limits on further fields of a passage: their number, and characters of a name and of a text."""
 _NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 _ROWS = 1024
 _WANTED = {"id", "_id", "title", "text", "contents", "context", "question", "paragraphs"}
 """Columns that some format reads."""
 _CHUNK = 1 << 20
 _MAX_RECORD = 1 << 26
-"""Characters of one record of a JSON array beyond which it is taken for damaged."""
+"""Characters of one record of a JSON array beyond which it counts as damaged."""
 _BLANK = " \t\r\n"
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 
 
 class Document(NamedTuple):
-    """id "" means: named after its content, and of equal ones only the first counts.
+    """A document. id "": derived from the content; of equal documents only the first is kept.
 
-    fields  what the record says beside that (`url`, `source`, ..): see `fields_of`
+    fields  further fields of the record (`url`, `source`, ..): see `fields_of`
     """
 
     id: str
@@ -50,16 +50,16 @@ class Document(NamedTuple):
 
     @property
     def contents(self) -> str:
-        """`"Title"`, newline, text: what the corpus holds. Without a title only the text."""
+        """Return the corpus form: `"Title"`, newline, text; without a title only the text."""
         return f'"{self.title}"\n{self.text}' if self.title else self.text
 
 
 @dataclass(frozen=True)
 class CorpusFormat:
-    """One shape of records.
+    """One record format.
 
-    fits       whether a record has this shape: decides if no format is given
-    documents  the documents of one record; raises KeyError, TypeError or ValueError for a record of another shape
+    fits       whether a record has this format; used for detection
+    documents  the documents of one record; raises KeyError, TypeError or ValueError for another format
     """
 
     help: str
@@ -68,13 +68,13 @@ class CorpusFormat:
 
 
 class RecordReader:
-    """The records of one file. `fraction` tells how much of it has been read."""
+    """The records of one file. `fraction` is the share that has been read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.fraction = path, 0.0
 
     def __iter__(self) -> Generator[Where, None, None]:
-        """UserError for a file that cannot be read, and for a record that is no JSON object, with its number."""
+        """Raises UserError for an unreadable file, or with the number of a record that is not a JSON object."""
         try:
             with self.path.open("rb") as file:
                 magic = file.read(4)
@@ -91,7 +91,7 @@ class RecordReader:
             raise UserError(
                 f"cannot read the corpus {self.path}",
                 why=getattr(error, "strerror", None) or str(error),
-                todo="give --corpus a file of passages (JSON lines, JSON, parquet, TSV; gzip or not)",
+                todo="set --corpus to a file of passages (JSON lines, JSON, parquet, TSV; gzip or not)",
             ) from None
 
     def _set_fraction(self, fraction: float) -> None:
@@ -135,11 +135,11 @@ class RecordReader:
 
     def _mapping(self, value: Any, where: str) -> Record:
         if not isinstance(value, dict):
-            raise self._bad(where, f"a {type(value).__name__} where an object is needed")
+            raise self._bad(where, f"expected an object, found a {type(value).__name__}")
         return value
 
     def _bad(self, where: str, why: str) -> UserError:
-        return UserError(f"{where} of {self.path} is not a passage", why=why, todo="correct or remove it")
+        return UserError(f"{where} of {self.path} is not a valid passage", why=why, todo="correct or remove it")
 
     def _array(self, head: str, text: IO[str], tick: Callable[[], None]) -> Iterator[Where]:
         decoder, number = json.JSONDecoder(), 1
@@ -156,7 +156,7 @@ class RecordReader:
                 piece = text.read(_CHUNK)
                 if not piece or len(buffer) - at > _MAX_RECORD:
                     raise self._bad(f"record {number}", str(error)) from None
-                # only here: to cut off each record would copy all that follows it
+                # only here: cutting off each record would copy the rest of the buffer
                 buffer, at = buffer[at:] + piece, 0
                 tick()
                 continue
@@ -173,13 +173,14 @@ class RecordReader:
 
 
 def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[tuple[int, Record]]:
-    """Yield (number from 1, record) of every row. Holds one batch of rows; OSError for a file that is damaged."""
-    import pyarrow as pa  # 50 MB of memory, which the service does without
+    """Yield (number from 1, record) of every row. Keeps one batch of rows in memory. Raises OSError for a damaged
+    file."""
+    import pyarrow as pa  # 50 MB of memory that the service does not need
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            # of the others only what a passage can carry: dumps often hold vectors
+            # of the others only scalar fields: dumps often contain vectors
             columns = [
                 field.name for field in file.schema_arrow if field.name in _WANTED or _is_scalar_column(field.type)
             ]
@@ -194,7 +195,7 @@ def parquet_records(path: Path, progress: Callable[[float], None]) -> Iterator[t
 
 
 def columns_of(path: Path) -> list[str]:
-    """Return the names of the columns of a file; OSError for one that is damaged."""
+    """Return the names of the columns of a file; raises OSError for a damaged file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -205,22 +206,22 @@ def columns_of(path: Path) -> list[str]:
 
 
 def content_id(document: Document) -> str:
-    """Return 16 hexadecimal digits that depend on title and text only, so that a passage has one name in every file."""
+    """Return 16 hexadecimal digits of title and text, so that a passage has the same id in every file."""
     content = f"{document.title}\n{document.text}".encode("utf-8", "replace")
     return hashlib.blake2b(content, digest_size=8, person=b"foray passage").hexdigest()
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return `value` if it is text; TypeError that names the field otherwise."""
+    """Return `value` if it is text; otherwise raise TypeError with the field's name."""
     if not isinstance(value, str):
-        raise TypeError(f"`{name}` is a {type(value).__name__} and not text")
+        raise TypeError(f"`{name}` is a {type(value).__name__}, not text")
     return value
 
 
 def fields_of(record: Record, without: Collection[str]) -> dict[str, Any]:
-    """Return the record's texts, numbers, truth values and nulls, as clients of other servers read them.
+    """Return the record's strings, numbers, booleans and nulls, as clients of other servers expect.
 
-    Left out are lists, objects (a vector!), texts beyond MAX_FIELD_CHARS, and what cannot be sent as JSON.
+    Lists, objects (e.g. vectors), texts beyond MAX_FIELD_CHARS and values that JSON cannot represent are dropped.
     """
     found: dict[str, Any] = {}
     for name, value in record.items():
@@ -238,7 +239,7 @@ def _is_scalar_value(value: Any) -> bool:
         case str():
             return len(value) <= MAX_FIELD_CHARS
         case int() | float():
-            return abs(value) < 2**63  # neither NaN nor infinite, which JSON has no word for
+            return abs(value) < 2**63  # excludes NaN and infinity, which JSON cannot represent
         case _:
             return False
 
@@ -249,10 +250,10 @@ def cleaned(text: str) -> str:
 
 
 def id_of(record: Record) -> str:
-    """Return the record's id as text, "" when it has none."""
+    """Return the record's id as text, "" if it has none."""
     value = record.get("id", record.get("_id", ""))
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError(f"`id` is a {type(value).__name__} and not a string or an integer")
+        raise TypeError(f"`id` is a {type(value).__name__}, not a string or an integer")
     return str(value)
 
 

@@ -14,7 +14,7 @@ _CONTENTS_KEYS = frozenset({"id", "_id", "contents"})
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """Return (title, text); the title is the first line where that stands in double quotes, and "" otherwise."""
+    """Return (title, text); the title is the first line if it is in double quotes, else ""."""
     first, newline, rest = contents.partition("\n")
     first = first.strip()
     if newline and len(first) >= 2 and first.startswith('"') and first.endswith('"'):
@@ -33,7 +33,7 @@ CONTENTS = CorpusFormat(
 
 
 _TITLE_TEXT_KEYS = frozenset({"id", "_id", "title", "text", "contents"})
-"""`contents` holds title and text: a second copy would double the corpus."""
+"""Fields already in `contents`: a second copy would double the corpus."""
 
 
 def _title_text_documents(record: Record) -> Iterator[Document]:

@@ -1,8 +1,8 @@
-"""Seeded text: the same bytes for the same `synthetic:N:SEED` on every machine, for measurements at any size.
+"""Seeded synthetic text: the same bytes for `synthetic:N:SEED` on every machine, for benchmarks of any size.
 
 A passage has a title of three words and about a hundred words of text in sentences. Words follow Zipf's law, and a
 third of them come from the passage's topic, so that passages with one topic are near each other, as in real text. All
-arithmetic is on 64-bit integers (SplitMix64: Steele et al. 2014), which every platform does alike.
+arithmetic is on 64-bit integers (SplitMix64: Steele et al. 2014), identical on every platform.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Synthetic:
-    """`synthetic:N[:SEED]`, read."""
+    """A parsed `synthetic:N[:SEED]`."""
 
     passages: int
     seed: int
 
     @classmethod
     def parse(cls, spec: str) -> Synthetic:
-        """UserError for what is not of that form."""
+        """Parse the specification. Raises UserError for another form."""
         count, _, seed = spec.removeprefix(PREFIX).partition(":")
         if not count.isdecimal() or not int(count) or (seed and not seed.isdecimal()):
-            raise UserError(f"{spec!r} is not of the form synthetic:N or synthetic:N:SEED", todo="synthetic:1000000")
+            raise UserError(
+                f"{spec!r} is not of the form synthetic:N or synthetic:N:SEED", todo="write e.g. synthetic:1000000"
+            )
         return cls(int(count), int(seed or 0))
 
     def __str__(self) -> str:
         return f"{PREFIX}{self.passages}:{self.seed}"
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents "0", "1", ... in order; a prefix of a longer corpus with the same seed is the shorter one."""
+        """Yield documents "0", "1", ... in order; a shorter corpus is a prefix of a longer one with the same seed."""
         forms = _word_forms()
         choose = _zipf_table()
         for first in range(0, self.passages, _BLOCK):
@@ -61,19 +63,19 @@ class Synthetic:
 
 
 def corpus_spec(corpus: Path | str) -> str:
-    """Return how a corpus is named in manifests: `synthetic:N:SEED`, or its absolute path. It need not exist."""
+    """Return a corpus's name in manifests: `synthetic:N:SEED`, or its absolute path. It need not exist."""
     return str(Synthetic.parse(str(corpus)) if str(corpus).startswith(PREFIX) else Path(corpus).absolute())
 
 
 def _mix(values: Words) -> Words:
-    """SplitMix64's output function."""
+    """Return SplitMix64's output function of `values`."""
     values = (values ^ (values >> _U(30))) * _U(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _U(27))) * _U(0x94D049BB133111EB)
     return values ^ (values >> _U(31))
 
 
 def _draw(rows: Words, seed: int, choose: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return (places in `_word_forms` int64 [rows, TITLE_WORDS + MAX_WORDS], words of each text int64 [rows])."""
+    """Return (indices into `_word_forms` int64 [rows, TITLE_WORDS + MAX_WORDS], words of each text int64 [rows])."""
     golden = _U(0x9E3779B97F4A7C15)
     base = _mix((rows + _U(1)) * golden ^ _mix(np.array([seed + 1], dtype=_U) * golden))
     position = np.arange(TITLE_WORDS + MAX_WORDS, dtype=_U)
@@ -104,7 +106,7 @@ def _word_forms() -> list[str]:
 
 
 def _zipf_table() -> npt.NDArray[np.int64]:
-    """65,536 words: word i holds a share of about 1 / (i + 10) of them."""
+    """Return 65,536 entries: word i has a share of about 1 / (i + 10) of them."""
     weights = [10_000_000 // (i + 10) for i in range(VOCABULARY)]
     ends, total = np.cumsum(np.array(weights, dtype=np.int64)), sum(weights)
     return np.searchsorted(ends, np.arange(65536, dtype=np.int64) * total // 65536, side="right")

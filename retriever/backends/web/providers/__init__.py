@@ -1,4 +1,4 @@
-"""Search APIs: how each is asked and read, all behind `provider.Provider`."""
+"""Search APIs: request and parsing of each provider, behind `provider.Provider`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from retriever.backends.web.provider import Provider
 
 
 def build_provider(settings: OnlineBase) -> Provider:
-    """Return how the engine of `settings` is asked and read."""
+    """Return the provider of `settings`."""
     provider: Provider = resolve_name(REGISTRY[type(settings)])(settings)
     return provider

@@ -1,7 +1,7 @@
-"""Services that speak Bing's Web Search API v7. Shapes:
+"""Services with the API of Bing Web Search v7. Formats:
 https://learn.microsoft.com/en-us/bing/search-apis/bing-web-search/search-responses and
 https://learn.microsoft.com/en-us/rest/api/cognitiveservices-bingsearch/bing-web-api-v7-reference; a service that
-speaks them with `Authorization: Bearer`: https://docs.cloudsway.net/Search-Bing-API/api-reference/websearch.
+uses it with `Authorization: Bearer`: https://docs.cloudsway.net/Search-Bing-API/api-reference/websearch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Bing:
         return ProviderRequest(settings.base_url, params | {"textFormat": "Raw", "textDecorations": "false"})
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
-        """See `Provider`. `webPages` is absent where nothing was found."""
+        """See `Provider`. `webPages` is absent if nothing was found."""
         expect(reply, "_type", "webPages", "queryContext")
         if reply.get("_type") == "ErrorResponse":
             raise WebSearchError("garbage", "an ErrorResponse with status 200")

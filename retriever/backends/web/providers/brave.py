@@ -1,4 +1,4 @@
-"""Brave Search. Shapes: https://api-dashboard.search.brave.com/api-reference/web/search/get and
+"""Brave Search. Formats: https://api-dashboard.search.brave.com/api-reference/web/search/get and
 https://api.search.brave.com/app/documentation/web-search/responses.
 """
 
@@ -12,7 +12,7 @@ from retriever.backends.web.config import BraveSettings
 from retriever.backends.web.provider import KeyLocation, ProviderHit, ProviderRequest, expect, inner, objects, text
 
 MAX_WORDS, MAX_CHARS = 50, 400
-"""A longer query is refused (`q` in the reference), so what is beyond is left out."""
+"""Maximum length of a query (`q` in the reference); longer ones are refused, so they are cut."""
 
 _MARKUP = re.compile(r"</?strong>")
 
@@ -37,7 +37,7 @@ class Brave:
         return ProviderRequest(settings.base_url, params)
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
-        """See `Provider`. `web` is absent where nothing was found."""
+        """See `Provider`. `web` is absent if nothing was found."""
         expect(reply, "type", "web")
         found = _boxes(reply) if self._settings.answers else []
         for item in objects(inner(reply, "web"), "results"):
@@ -58,7 +58,7 @@ def _boxes(reply: dict[str, Any]) -> list[ProviderHit]:
 
 
 def _plain(marked: str) -> str:
-    """Without highlighting and character references, both of which occur in spite of `text_decorations`."""
+    """Remove highlighting and character references, which occur in spite of `text_decorations`."""
     bare = _MARKUP.sub("", marked)
     try:
         return html.unescape(bare)

@@ -1,9 +1,9 @@
-"""Google's results by three APIs.
+"""Google's results through three APIs.
 
 SerpApi: https://serpapi.com/search-api, https://serpapi.com/organic-results, https://serpapi.com/search-errors,
 https://serpapi.com/direct-answer-box-api, https://serpapi.com/knowledge-graph
-Serper: https://serper.dev (playground for the shapes);
-https://reference.langchain.com/python/langchain-community/utilities/google_serper parses the same ones
+Serper: https://serper.dev (playground for the formats);
+https://reference.langchain.com/python/langchain-community/utilities/google_serper parses the same formats
 Custom Search JSON API: https://developers.google.com/custom-search/v1/using_rest and
 https://developers.google.com/custom-search/v1/reference/rest/v1/Search
 """
@@ -43,7 +43,7 @@ class SerpApi:
         return ProviderRequest(settings.base_url, params)
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
-        """See `Provider`. An engine without results is a success that has an `error` (search-errors)."""
+        """See `Provider`. No results are reported as a success with an `error` (search-errors)."""
         expect(reply, "search_metadata", "organic_results")
         if inner(reply, "search_metadata").get("status") == "Error":
             raise WebSearchError("garbage", f"search failed: {text(reply, 'error')[:200]}")
@@ -76,16 +76,16 @@ class GoogleCse:
         self._settings = settings
 
     def request(self, query: str, k: int) -> ProviderRequest:
-        """See `Provider`. More than 10 (`num`) would be refused."""
+        """See `Provider`. `num` above 10 would be refused."""
         settings = self._settings
         num = str(min(k, settings.MAX_HITS))
         params = {"cx": settings.cx, "q": query, "num": num, "gl": settings.country, "hl": settings.language}
         return ProviderRequest(settings.base_url, params)
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
-        """See `Provider`. `items` is absent where nothing was found."""
+        """See `Provider`. `items` is absent if nothing was found."""
         expect(reply, "kind", "items")
-        # `snippet` breaks its lines where the result page would
+        # `snippet` has line breaks as on the result page
         return [
             ProviderHit(text(item, "title"), " ".join(text(item, "snippet").split()), text(item, "link"))
             for item in objects(reply, "items")

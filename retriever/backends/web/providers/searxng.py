@@ -1,6 +1,6 @@
-"""SearXNG. Shapes: https://docs.searxng.org/dev/search_api.html and https://docs.searxng.org/dev/result_types.
+"""SearXNG. Formats: https://docs.searxng.org/dev/search_api.html and https://docs.searxng.org/dev/result_types.
 
-There is no parameter for the number of hits: the first page of the instance is cut at k.
+There is no parameter for the number of hits: the instance's first page is cut to k.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tavily. Shapes: https://docs.tavily.com/documentation/api-reference/endpoint/search, errors:
+"""Tavily. Formats: https://docs.tavily.com/documentation/api-reference/endpoint/search, errors:
 https://help.tavily.com/articles/8645538886-understanding-http-errors.
 """
 
