@@ -22,7 +22,7 @@
     publish_metrics  Stats                 metrics in Redis    one second             the clock
     HTTP             requests              episodes, status    -                      clients
 
-Shutdown is the reverse: stop leasing, let groups finish for drain_s, hand the rest back, then cancel the loops.
+Shutdown is the reverse: stop leasing, let groups finish for drain_s, release the rest, then cancel the loops.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class RolloutServer:
         try:
             async with asyncio.timeout(3.0):
                 await self._publisher.emit_event(
-                    "left", f"stopped; {self._stats.counts['tasks_released']} tasks handed back"
+                    "left", f"stopped; {self._stats.counts['tasks_released']} tasks released"
                 )
                 await self._leases.deregister()
                 await deregister_metrics(self._redis, self._stats)

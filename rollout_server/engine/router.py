@@ -291,7 +291,7 @@ class Router:
         self.inflight.update(table.engines.values())
         for engine in table.engines.values():
             if not same_tokenizer(engine, self._tokenizer):
-                self._log.warning(engine.id, "another tokenizer", "it gets no requests from here")
+                self._log.warning(engine.id, "a different tokenizer", "it gets no requests from here")
         for call, (engine, pinned) in list(self._calls.items()):
             why = self._withdrawn(table, engine, pinned)
             if why:

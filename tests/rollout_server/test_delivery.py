@@ -144,7 +144,7 @@ async def test_sigterm_under_load_hands_back_what_cannot_be_finished_and_ends_wi
     history = [(event["kind"], event["id"], event["text"]) for event in told(world)]
     assert history == [
         ("joined", "leaver", "rollout server leaver takes tasks"),
-        ("left", "leaver", "stopped; 4 tasks handed back"),
+        ("left", "leaver", "stopped; 4 tasks released"),
     ]
 
 

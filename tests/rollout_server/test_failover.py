@@ -368,7 +368,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*FAULTS, "drips", "another tokenizer"])
+@pytest.mark.parametrize("name", [*FAULTS, "drips", "a different tokenizer"])
 @pytest.mark.fault(5, 6, 20, 21, 22)
 async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
@@ -400,7 +400,7 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
     ):
         if fault is not None:
             bad.faults["/generate"] = fault
-        first = info("bad", bad, tokenizer="theirs" if name == "another tokenizer" else "ours")
+        first = info("bad", bad, tokenizer="theirs" if name == "a different tokenizer" else "ours")
         table.tell(first, info("good", good, tokenizer="ours"))
         task = make_task(1, group_size=8)
         group = await run_group(environment, task, router, FakeSearch(), run="r", producer="p")
@@ -413,9 +413,9 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
         assert [s.ids.tolist() for s in policy] == list(turns), "token by token what was to be said"
         assert all(s.logprobs.tolist() == [-0.25] * len(s.ids) for s in policy)
     said = [record.getMessage() for record in caplog.records]
-    if name == "another tokenizer":
-        assert asked == 0 and router.unroutable_reason(first) == "another tokenizer"
-        assert any("engine bad: another tokenizer" in line for line in said)
+    if name == "a different tokenizer":
+        assert asked == 0 and router.unroutable_reason(first) == "a different tokenizer"
+        assert any("engine bad: a different tokenizer" in line for line in said)
     else:
         assert asked > 0 and router.health.total > 0 and router.counts[f"engine_{cause}"] > 0, router.counts
         assert any(f"engine bad: {cause}" in line for line in said), said

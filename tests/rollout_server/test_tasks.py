@@ -221,7 +221,7 @@ async def test_a_drain_without_hope_ends_early(world, monkeypatch: pytest.Monkey
         server.tasks.stop()
         await asyncio.wait_for(server.leasing, 3.0)
         await asyncio.wait_for(server.tasks.drain(30.0, asyncio.Event(), can_progress=lambda: False), 2.0)
-    assert server.cancelled == [1] and world.pending() == 0, "handed back"
+    assert server.cancelled == [1] and world.pending() == 0, "released"
 
 
 async def test_a_server_started_before_the_learner_waits_for_the_streams(unprepared_world) -> None:
