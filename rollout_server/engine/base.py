@@ -22,8 +22,8 @@ class Completion:
     ids            [n] token ids, stop string included: never trimmed
     logprobs       [n] natural logarithms of softmax(logits / T) at the sampled ids, T = `Sampling.temperature`, over
                    the whole vocabulary: NOT renormalised to what top-p and top-k left. At T = 0 (greedy) the engine
-                   takes the most likely token, and T = 1 for the log-prob: it is the model's log-prob, and not usable in
-                   importance ratios, since the token was not sampled. The settings are stored with the group.
+                   takes the most likely token, and T = 1 for the log-prob. It is not usable in importance ratios, since
+                   the token was not sampled. The settings are stored with the group.
     spans          policy versions, which cover [0, n) without gaps
     finish_reason  "stop" (a stop string or end-of-sequence token), "length" or "abort"
     matched        the stop string or token id that ended the turn, or None

@@ -358,7 +358,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "garbage after three tokens": (Fault(after=3, raw=b"\x00\xff" * 100 + b"\n"), "bad_output"),
     "a line without end": (Fault(after=3, raw=b"data: " + b"x" * (1 << 20)), "bad_output"),
     "an error in the stream": (Fault(after=3, raw=b'data: {"error": {"message": "oops"}}\n\n'), "http_500"),
-    "no last chunk": (Fault(raw=b"data: [DONE]\n\n", content_type="text/event-stream"), "cut"),
+    "the stream ended early": (Fault(raw=b"data: [DONE]\n\n", content_type="text/event-stream"), "cut"),
     "nothing but brackets": (Fault(body={}), "bad_output"),
     "NaN": (Fault(after=3, spoil=nan), "bad_output"),
     "wrong lengths": (Fault(after=3, spoil=too_few), "bad_output"),

@@ -199,7 +199,7 @@ async def test_replicas_with_different_indexes_are_a_warning(
         async with Client(*pair) as client:
             await client.search("emma")
             await eventually(lambda: client.gauge("retriever_fingerprints") == 2, "both are known")
-    assert [r.message for r in caplog.records if "serves another index" in r.message]
+    assert [r.message for r in caplog.records if "serves a different index" in r.message]
 
 
 async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind() -> None:
