@@ -222,7 +222,7 @@ async def test_a_pause_that_fails_changes_nothing_and_is_tried_again(world, tmp_
         await eventually(stands(world, NodeState.READY), "READY")
         engine.faults["/pause_generation"] = Fault(status=500, times=1)
         world.publish_weights(tmp_path / "weights", V1)
-        await eventually(lambda: "not loaded" in world.registered("e").detail, "it says why")
+        await eventually(lambda: "could not load" in world.registered("e").detail, "it says why")
         assert stands(world, NodeState.READY)()
         await eventually(stands(world, NodeState.READY, V1), "the next try works")
 

@@ -69,9 +69,12 @@ async def test_an_address_where_nobody_listens(world, tmp_path: Path) -> None:
         (Fault(status=404), "is not an engine"),
         (Fault(body={"status": "ok", "passages": 7}), "is not an engine"),
         (Fault(body=["a", "list"]), "is not an engine"),
-        (Fault(status=401), "wants a key"),
-        (Fault(body={"weight_version": "default", "model_type": "llama"}), "serves another model"),
-        (Fault(body={"weight_version": "default", "model_type": "qwen2", "vocab_size": 65}), "serves another model"),
+        (Fault(status=401), "requires a key"),
+        (Fault(body={"weight_version": "default", "model_type": "llama"}), "a different model"),
+        (
+            Fault(body={"weight_version": "default", "model_type": "qwen2", "vocab_size": 65}),
+            "a different model",
+        ),
     ],
 )
 async def test_something_else_than_the_runs_engine_is_refused(
@@ -87,7 +90,7 @@ async def test_a_key_that_does_not_open_the_control_routes_is_refused_at_once(wo
     async with FakeServer() as engine:
         engine.faults["/abort_request"] = Fault(status=401)
         error = await refusal(world, tmp_path, engine.url)
-    assert "wants a key" in error.what
+    assert "requires a key" in error.what
     assert "FORAY_ENGINE_API_KEY" in error.todo and "FORAY_ENGINE_ADMIN_KEY" in error.todo
 
 
@@ -97,11 +100,11 @@ async def test_another_tokenizer_is_refused_by_its_files_or_by_what_it_makes_of_
     async with FakeServer() as engine:
         engine.faults["/model_info"] = Fault(body={"weight_version": "default", "tokenizer_path": str(other)})
         error = await refusal(world, tmp_path, engine.url)
-        assert "another tokenizer" in error.what and str(other) in error.why
+        assert "a different tokenizer" in error.what and str(other) in error.why
         # its files are on another machine
         engine.faults["/model_info"] = Fault(body={"weight_version": "default", "model_path": "/elsewhere"})
         engine.faults["/tokenize"] = Fault(body={"tokens": load_tokenizer(other).encode_trusted(PROBE_TEXT)})
-        assert "another tokenizer" in (await refusal(world, tmp_path, engine.url)).what
+        assert "a different tokenizer" in (await refusal(world, tmp_path, engine.url)).what
 
 
 async def test_the_same_tokenizer_is_taken_on_its_word(world, tmp_path: Path) -> None:
@@ -190,4 +193,4 @@ async def test_the_command_says_what_is_wrong_and_exits_with_2(world, tmp_path: 
         env = os.environ | {"FORAY_REDIS_URL": world.url}
         done = await asyncio.to_thread(subprocess.run, argv, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
-    assert f"error: the engine at {engine.url} wants a key" in done.stderr and "Traceback" not in done.stderr
+    assert f"error: the engine at {engine.url} requires a key" in done.stderr and "Traceback" not in done.stderr

@@ -101,8 +101,8 @@ CUSTOM = {"type": "custom", "target": "m:f"}
     ("tree", "message"),
     [
         ({"rewards": [{"type": "em"}, {"type": "em"}]}, "listed twice"),
-        ({"rewards": [CUSTOM, CUSTOM]}, "two have one name: f, f"),
-        ({"rewards": [{"type": "em"}, CUSTOM | {"name": "em"}]}, "two have one name"),
+        ({"rewards": [CUSTOM, CUSTOM]}, "two rewards have the same name: f, f"),
+        ({"rewards": [{"type": "em"}, CUSTOM | {"name": "em"}]}, "two rewards have the same name"),
         ({"rewards": []}, "at least 1 item"),
         ({"rewards": [{"type": "emm"}]}, "'emm'"),
         ({"rewards": [{"type": "format", "weigth": 1}]}, "weight"),
@@ -110,8 +110,8 @@ CUSTOM = {"type": "custom", "target": "m:f"}
         ({"rewards": [{"type": "semantic", "url": "x/v1", "model": "m"}]}, "url"),
         ({"rewards": [{"type": "judge", "url": "http://x", "model": "m", "api_key_variable": "sk-1"}]}, "api_key_var"),
         ({"rewards": [CUSTOM | {"target": "no function"}]}, "target"),
-        ({"rewards": [{"type": "length_penalty", "max_tokens": 9, "buffer": 10}]}, "buffer is longer"),
-        ({"max_context": 64, "reserve_tokens": 64}, "leaves no room"),
+        ({"rewards": [{"type": "length_penalty", "max_tokens": 9, "buffer": 10}]}, "buffer must be at most"),
+        ({"max_context": 64, "reserve_tokens": 64}, "must be smaller than max_context"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tree: dict[str, object], message: str) -> None:

@@ -197,5 +197,5 @@ async def test_closing_ends_calls_in_flight_and_a_cancelled_call_stays_cancelled
 
 def test_documents_come_from_where_searches_go_unless_settings_say_otherwise() -> None:
     Fetch(FetchSettings(), ("http://127.0.0.1:1",))
-    with pytest.raises(UserError, match="does not know where documents are"):
+    with pytest.raises(UserError, match="has no retriever"):
         Fetch(FetchSettings(), ())

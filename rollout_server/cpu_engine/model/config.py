@@ -84,7 +84,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Settings of a layer: rotation (None: no positions), window (0: full attention), and whether its MLP is a mixture of
+    """Settings of a layer: rotation (None: no positions), window (0: full attention), whether its MLP is a mixture of
     experts."""
 
     rope: Rope | None

@@ -83,7 +83,7 @@ def guard(api_key: str, admin_key: str) -> Middleware:
 
 
 def problem(status: int, message: str) -> web.Response:
-    """Return an error for clients of OpenAI (`error`), SGLang (`message`, `type`, `code`) and control routes (`success`)."""
+    """Return an error in the formats of OpenAI (`error`), SGLang (`message`, `type`, `code`) and control routes."""
     what = {"message": message, "type": KINDS.get(status, "invalid_request_error"), "param": None, "code": status}
     return web.json_response({"object": "error", "success": False, **what, "error": what}, status=status)
 
