@@ -5,8 +5,8 @@ and the brackets that chat templates turn into control tokens, so it cannot end 
 instructions are the system message, and say so.
 
 The reply must be one JSON object with a finite number `score` in [0, 1], optionally in a code fence and after a
-`<think>` block. Free text is not searched for a score, since the judge may quote the answer. Other replies are retried, and
-finally a failure, never a score.
+`<think>` block. Free text is not searched for a score, since the judge may quote the answer. Other replies are retried,
+and finally a failure, never a score.
 """
 
 from __future__ import annotations

@@ -140,7 +140,10 @@ class AdminRoutes:
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
 
     async def release_memory(self, http: web.Request) -> web.Response:
-        """Deviation: 400 while requests run (SGLang exits); weights stay. Requests wait until all is resumed."""
+        """Free the KV cache; requests wait until it is resumed.
+
+        Deviation: 400 while requests run (SGLang exits), and the weights stay.
+        """
         await asyncio.wrap_future(self._engine.release(await _tags(http)))
         return web.json_response(None)
 
@@ -149,7 +152,7 @@ class AdminRoutes:
         return web.json_response(None)
 
     async def flush_cache(self, http: web.Request) -> web.Response:
-        """Deviation: does not wait (`timeout` is ignored)."""
+        """Clear the prefix cache. Deviation: does not wait (`timeout` is ignored)."""
         await asyncio.wrap_future(self._engine.flush_cache())
         return web.Response(text="Cache flushed.\n")
 
@@ -168,7 +171,7 @@ class AdminRoutes:
         return web.json_response({"loads": [load], "aggregate": load, **load})
 
     async def health(self, _: web.Request) -> web.Response:
-        """Deviation: answers at once in every state; 503 only when the engine thread has ended."""
+        """Return 200. Deviation: at once in every state; 503 only when the engine thread has ended."""
         return web.Response(status=200 if self._engine.alive else 503)
 
     async def health_generate(self, _: web.Request) -> web.Response:

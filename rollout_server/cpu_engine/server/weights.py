@@ -53,7 +53,7 @@ class WeightRoutes:
         return await self._sessions.close()
 
     async def from_disk(self, http: web.Request) -> web.Response:
-        """Deviation: in_place with flush_cache=true is rejected before any weight changes, not after."""
+        """Load a directory. Deviation: in_place with flush_cache=true is rejected before any weight changes."""
         body = await read_object(http)
         path = required(body, "model_path", str)
         for name in body.keys() - DISK_FIELDS:
@@ -119,7 +119,7 @@ class WeightRoutes:
         return _done("Succeeded to initialize custom process group.")
 
     async def destroy_group(self, http: web.Request) -> web.Response:
-        """Deviation: also possible in the middle of a bucket, which then fails with 400."""
+        """Destroy a group. Deviation: also possible in the middle of a bucket, which then fails with 400."""
         name = optional(await read_object(http), "group_name", str, GROUP)
         await _to_the_end(asyncio.create_task(self._sessions.leave(name)))
         return _done("Succeeded to destroy custom process group.")
@@ -131,7 +131,7 @@ class WeightRoutes:
         return _done("Success")
 
     async def from_distributed(self, http: web.Request) -> web.Response:
-        """Deviation: generation continues; weights, label and cache change only at end_weight_update."""
+        """Receive a bucket. Deviation: generation continues, and nothing changes before end_weight_update."""
         body = await read_object(http)
         version = optional(body, "weight_version", str, None)
         arrival = self._sessions.receive(
@@ -146,8 +146,9 @@ class WeightRoutes:
         return _done("Succeeded to update parameter online." + more)
 
     async def end(self, http: web.Request) -> web.Response:
-        """Deviation: 400 and the old weights if a tensor is missing or a bucket failed (SGLang: partly loaded).
+        """Close the session and switch to the new weights.
 
+        Deviation: 400 and the old weights if a tensor is missing or a bucket failed (SGLang: partly loaded).
         Without a pause it waits for the running requests, like an update from disk. Always closes the session.
         """
         await read_object(http)
