@@ -337,5 +337,5 @@ async def test_an_engine_that_is_not_ready_or_not_meant_stays_out(world, tmp_pat
         world.sync.set(world.keys.evaluation, "x")
         learner.say("prepare", number=3, step=1)
         answer = await learner.hears("failed")
-        assert (answer.touched, answer.detail) == (False, "an evaluation runs")
+        assert (answer.touched, answer.detail) == (False, "an evaluation is running")
         assert engine.swap() == []

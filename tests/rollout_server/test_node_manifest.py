@@ -70,7 +70,7 @@ def test_a_sound_version_passes_and_hidden_files_of_the_file_system_do_not_matte
 @pytest.mark.parametrize(
     ("harm", "why"),
     [
-        (lambda p: (p / "model.safetensors").write_bytes(b"w" * 4999), "4999 bytes, the manifest says 5000"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"w" * 4999), "4999 bytes, but 5000 in the manifest"),
         (lambda p: (p / "model.safetensors").write_bytes(b"w" * 4999 + b"v"), "sha256 differs"),
         (lambda p: (p / "model.safetensors").unlink(), "No such file"),
         (lambda p: (p / "manifest.json").unlink(), "cannot use its manifest"),
@@ -114,11 +114,11 @@ def test_what_somebody_else_puts_there_is_refused(version: Path, harm: Harm, why
 
 def test_a_manifest_of_any_size_is_not_read(version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MANIFEST_BYTES", 100)
-    with pytest.raises(WeightsCorrupt, match="more than 100 bytes"):
+    with pytest.raises(WeightsCorrupt, match="larger than 100 bytes"):
         verify(update(version))
 
 
 def test_a_version_that_is_a_link_is_refused(version: Path, tmp_path: Path) -> None:
     (tmp_path / "weights" / "v1.8").symlink_to(version)
-    with pytest.raises(WeightsCorrupt, match="is a link"):
+    with pytest.raises(WeightsCorrupt, match="is a symbolic link"):
         verify(update(tmp_path / "weights" / "v1.8"))

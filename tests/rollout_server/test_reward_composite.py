@@ -54,7 +54,7 @@ async def test_what_turns_earn_is_weighted_by_turn_and_part_of_the_whole() -> No
 
 
 async def test_a_reward_per_turn_that_misses_a_turn_is_an_error() -> None:
-    with pytest.raises(RewardError, match="t gave 1 numbers for 2 turns"):
+    with pytest.raises(RewardError, match="t returned 1 numbers for 2 turns"):
         await CompositeReward([(PerTurn("t", 1.0), 1.0)])(TWO)
 
 
@@ -100,7 +100,7 @@ CUSTOM = {"type": "custom", "target": "m:f"}
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"rewards": [{"type": "em"}, {"type": "em"}]}, "listed twice"),
+        ({"rewards": [{"type": "em"}, {"type": "em"}]}, "two rewards have the same name: em"),
         ({"rewards": [CUSTOM, CUSTOM]}, "two rewards have the same name: f, f"),
         ({"rewards": [{"type": "em"}, CUSTOM | {"name": "em"}]}, "two rewards have the same name"),
         ({"rewards": []}, "at least 1 item"),
