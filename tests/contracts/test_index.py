@@ -158,7 +158,7 @@ def test_building_twice_gives_the_same_hits(make: Make) -> None:
     assert first.scores.tobytes() == second.scores.tobytes()
 
 
-def test_the_encoder_is_told_where_there_is_one(make: Make) -> None:
+def test_the_encoder_is_stated_where_there_is_one(make: Make) -> None:
     index = make(["one passage"])
     if isinstance(index, Bm25Index):
         assert index.encoder is None

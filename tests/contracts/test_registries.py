@@ -59,6 +59,6 @@ def test_every_registered_name_can_be_called(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRIES)
-def test_settings_hold_fields_and_make_nothing(name: str) -> None:
+def test_settings_have_fields_and_build_nothing(name: str) -> None:
     for settings in members(REGISTRIES[name][0]):
         assert not {"build", "open", "provider", "identity"} & set(dir(settings)), settings.__name__

@@ -30,7 +30,9 @@ def at(name: str, load: float, busy: int = 0, failures: int = 0) -> Candidate:
         ([at("a", 0, failures=2), at("b", 5, failures=1)], ["a", ""], "b"),
     ],
 )
-def test_who_gets_a_turn_of_a_hundred_tokens(engines: list[Candidate], usual: list[str], expected: str) -> None:
+def test_which_engine_gets_a_turn_of_a_hundred_tokens(
+    engines: list[Candidate], usual: list[str], expected: str
+) -> None:
     assert pick_engine(engines, usual, 100) == expected
 
 

@@ -95,7 +95,7 @@ async def test_what_a_killed_server_had_under_way_is_done_by_another_one_and_not
 
 @pytest.mark.slow
 @pytest.mark.fault(3, 32)
-async def test_a_server_that_slept_through_the_loss_of_its_tasks_is_told_that_they_were_published(
+async def test_a_suspended_server_that_lost_its_tasks_learns_that_they_were_published(
     world, model: Path, tokens
 ) -> None:
     world.target(V5)
@@ -117,7 +117,7 @@ async def test_a_server_that_slept_through_the_loss_of_its_tasks_is_told_that_th
 
 
 @pytest.mark.fault(2)
-async def test_sigterm_under_load_hands_back_what_cannot_be_finished_and_ends_with_status_0(
+async def test_sigterm_under_load_releases_what_cannot_be_finished_and_ends_with_status_0(
     world, model: Path, tokens
 ) -> None:
     world.target(V5)
@@ -177,7 +177,7 @@ async def test_hosts_whose_clocks_are_two_hours_apart_work_together(world, model
 
 
 @pytest.mark.fault(46)
-async def test_watchers_that_never_read_their_answers_hold_nobody_up(world, model: Path, tokens) -> None:
+async def test_watchers_that_never_read_their_answers_block_no_other(world, model: Path, tokens) -> None:
     """A dashboard that hangs or is killed in the middle of an answer: 50 connections that ask and do not listen."""
     world.target(V5)
     stack = AsyncExitStack()
@@ -213,7 +213,7 @@ async def test_a_group_of_40_mib_never_reaches_redis_and_its_seq_is_given_up_wit
     assert world.sync.info("memory")["used_memory"] - before < 1 << 20
 
 
-async def test_an_event_that_redis_does_not_take_is_counted_and_stops_nobody(own_world) -> None:
+async def test_an_event_that_redis_does_not_accept_is_counted_and_blocks_nothing(own_world) -> None:
     world = own_world
     redis, stats = RedisClient(world.url, world.keys), Stats("rollout", "me")
     publisher = GroupPublisher(redis, stats)

@@ -424,7 +424,7 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
 
 
 @pytest.mark.fault(21)
-async def test_what_a_babbler_said_before_is_not_believed_either() -> None:
+async def test_earlier_tokens_of_a_malformed_answer_are_dropped_too() -> None:
     table = Table()
     async with (
         FakeServer(twenty, version="1.5") as a,

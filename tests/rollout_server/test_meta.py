@@ -105,7 +105,7 @@ async def test_a_node_that_does_not_fit_refuses_to_work(world, model: Path, meta
 
 
 @pytest.mark.fault(52)
-async def test_a_newer_learner_of_the_same_major_is_worked_for_and_told_of_once(
+async def test_a_newer_learner_of_the_same_major_is_accepted_and_logged_once(
     world, model: Path, tokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.target(V5)

@@ -244,7 +244,7 @@ async def test_an_update_that_fails_half_way_quarantines_the_engine_until_all_is
         assert engine.calls.count("/update_weights_from_disk") == 2 and not engine.paused
 
 
-async def test_an_engine_that_lies_about_its_version_is_quarantined(world, tmp_path: Path) -> None:
+async def test_an_engine_that_reports_a_wrong_version_is_quarantined(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
         await eventually(stands(world, NodeState.READY), "READY")
         engine.faults["/model_info"] = Fault(body={"weight_version": "1.4"}, times=1)
@@ -293,7 +293,7 @@ async def test_a_redis_that_restarts_does_not_cost_the_registration(own_world, t
         await eventually(stands(world, NodeState.READY, V1), "registered again, and following")
 
 
-async def test_an_engine_that_cannot_start_is_a_persons_to_mend(world, tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_start_is_a_user_error(world, tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model", "words")
     run = RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
     with pytest.raises(UserError, match="there is no model"):

@@ -123,7 +123,7 @@ async def test_a_node_that_slept_with_its_engine_through_a_change_of_epoch_never
 
 
 @pytest.mark.fault(17)
-async def test_an_engine_that_was_started_anew_while_its_node_slept_is_loaded(world, tmp_path: Path) -> None:
+async def test_an_engine_restarted_while_its_node_slept_is_loaded(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with FakeServer() as engine:
         with node_process(world, tmp_path, engine.url) as node:

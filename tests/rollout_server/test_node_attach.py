@@ -56,7 +56,7 @@ async def refusal(world, tmp_path: Path, url: str) -> UserError:
     return caught.value
 
 
-async def test_an_address_where_nobody_listens(world, tmp_path: Path) -> None:
+async def test_an_address_without_a_listener(world, tmp_path: Path) -> None:
     async with FakeServer() as engine:
         pass
     error = await refusal(world, tmp_path, engine.url)
@@ -95,7 +95,7 @@ async def test_a_key_that_does_not_open_the_control_routes_is_refused_at_once(wo
 
 
 @pytest.mark.fault(22)
-async def test_another_tokenizer_is_refused_by_its_files_or_by_what_it_makes_of_a_text(world, tmp_path: Path) -> None:
+async def test_a_different_tokenizer_is_refused_by_its_files_or_its_ids(world, tmp_path: Path) -> None:
     other = write_tokenizer(tmp_path / "other", "bytes")
     async with FakeServer() as engine:
         engine.faults["/model_info"] = Fault(body={"weight_version": "default", "tokenizer_path": str(other)})
@@ -107,7 +107,7 @@ async def test_another_tokenizer_is_refused_by_its_files_or_by_what_it_makes_of_
         assert "a different tokenizer" in (await refusal(world, tmp_path, engine.url)).what
 
 
-async def test_the_same_tokenizer_is_taken_on_its_word(world, tmp_path: Path) -> None:
+async def test_the_same_tokenizer_is_accepted(world, tmp_path: Path) -> None:
     run = run_of(world, tmp_path)
     async with FakeServer() as engine:
         engine.faults["/tokenize"] = Fault(body={"tokens": load_tokenizer(run.model).encode_trusted(PROBE_TEXT)})

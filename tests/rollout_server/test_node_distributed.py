@@ -312,7 +312,7 @@ async def test_every_end_of_a_view_but_a_commit(
         assert not engine.paused
 
 
-async def test_a_group_that_nobody_joins_costs_the_deadline_only(world, tmp_path: Path) -> None:
+async def test_a_group_without_members_costs_the_deadline_only(world, tmp_path: Path) -> None:
     async with ring(world, tmp_path) as (engine, learner):
         engine.faults[JOIN] = Fault(hang=True, times=1)
         learner.say("prepare", left_s=0.3)

@@ -44,7 +44,7 @@ time.sleep(float(sys.argv[1]))
 """An engine as engines are: a tree, with a member that no signal to the first one or to its group reaches."""
 
 
-def test_the_embedded_engine_is_told_the_names_of_its_keys() -> None:
+def test_the_embedded_engine_gets_the_names_of_its_keys() -> None:
     kind = CpuEngine(threads=2, max_running=8)
     keys = EngineKeys("", "secret")
     cpu = command(kind, **GIVEN, keys=keys)
@@ -145,7 +145,7 @@ def test_an_engine_is_not_given_our_tokens_or_the_way_to_redis(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("exact", [True, False])
-async def test_an_sglang_that_misnames_versions_in_place_is_not_taken(exact: bool) -> None:
+async def test_an_sglang_that_reports_wrong_versions_in_place_is_refused(exact: bool) -> None:
     class Described:
         async def server_info(self) -> dict[str, object]:
             return {"tp_size": 1, "disable_overlap_schedule": exact}

@@ -106,7 +106,7 @@ def test_what_a_crash_or_a_bad_disk_leaves_is_refused(version: Path, harm: Harm,
     ids=["up", "absolute", "parent", "newline", "long", "itself", "pickle", "link", "pipe", "unlisted", "folder",
          "negative", "huge", "list", "nested"],
 )  # fmt: skip
-def test_what_somebody_else_puts_there_is_refused(version: Path, harm: Harm, why: str) -> None:
+def test_unlisted_and_invalid_files_are_refused(version: Path, harm: Harm, why: str) -> None:
     harm(version)
     with pytest.raises(WeightsCorrupt, match=why):
         verify(update(version))

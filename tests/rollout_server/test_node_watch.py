@@ -175,7 +175,7 @@ async def test_what_the_engine_says_of_itself_is_registered(world, tmp_path: Pat
 
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("stopped", ["the scheduler behind a live HTTP port", "the whole tree, guard included"])
-async def test_a_hanging_engine_is_killed_and_started_again_at_the_version_of_the_day(
+async def test_a_hanging_engine_is_killed_and_restarted_at_the_target(
     stopped: str, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # longer than this test waits: a hung engine must be killed without being asked first
@@ -241,7 +241,7 @@ async def test_an_engine_that_is_stopped_in_the_middle_of_an_update_is_found(wor
 
 
 @pytest.mark.slow
-async def test_a_launched_engine_that_took_part_of_an_update_is_started_anew(world, tmp_path: Path) -> None:
+async def test_a_launched_engine_with_part_of_an_update_is_restarted(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with node(world, tmp_path, launched(tmp_path)):
         await eventually(stands(world, NodeState.READY, V1), "READY")
@@ -261,7 +261,7 @@ async def test_a_launched_engine_that_took_part_of_an_update_is_started_anew(wor
         assert NodeState.QUARANTINED in seen and launches(tmp_path) == ["1.0", "1.1"]
 
 
-async def test_a_drain_hands_back_what_does_not_finish(world, tmp_path: Path) -> None:
+async def test_a_drain_aborts_what_does_not_finish(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with aiohttp.ClientSession() as session:
         async with node(world, tmp_path, launched(tmp_path), drain_s=0.6) as stop:

@@ -58,7 +58,7 @@ async def test_a_reward_per_turn_that_misses_a_turn_is_an_error() -> None:
         await CompositeReward([(PerTurn("t", 1.0), 1.0)])(TWO)
 
 
-async def test_rewards_are_asked_at_the_same_time() -> None:
+async def test_rewards_are_computed_concurrently() -> None:
     started = time.monotonic()
     await CompositeReward([(Fixed(str(i), 1.0, delay_s=0.3), 1.0) for i in range(10)])(TWO)
     assert time.monotonic() - started < 2.0  # one after the other would take 3 s

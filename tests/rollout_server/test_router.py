@@ -145,7 +145,7 @@ async def test_a_prompt_with_an_id_that_the_model_does_not_have_reaches_no_engin
 
 
 @pytest.mark.fault(21)
-async def test_babble_everywhere_ends_after_the_attempts_that_are_allowed() -> None:
+async def test_malformed_data_from_every_engine_ends_after_the_allowed_attempts() -> None:
     table = Table()
     async with FakeServer(version="1.5") as a, routing(table, attempts=2) as router:
         table.tell(engine("a", a.url))
@@ -263,7 +263,7 @@ async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
 
 
 @pytest.mark.fault(6)
-async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first() -> None:
+async def test_turns_wait_for_capacity_the_oldest_group_first() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.05) as a, routing(table) as router:
         table.tell(engine("a", a.url, max_running=2))
@@ -288,7 +288,7 @@ async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first() -> None
         assert router.waiting == 0 and router._queue._waits.seconds()["window"] > 0.2
 
 
-async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix() -> None:
+async def test_a_later_turn_skips_the_queue_of_the_engine_with_its_prefix() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.2) as a, routing(table) as router:
         table.tell(engine("a", a.url, max_running=2))
@@ -303,7 +303,7 @@ async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix(
             await eventually(lambda: router.waiting == 3, "and one more does not")
 
 
-async def test_a_turn_that_failed_does_not_pass_the_line_to_the_engine_that_failed_it() -> None:
+async def test_a_turn_does_not_skip_the_queue_of_an_engine_that_failed_it() -> None:
     table = Table()
     async with (
         FakeServer(version="1.5") as a,
@@ -341,7 +341,7 @@ async def test_training_and_evaluation_take_turns_at_an_engine_that_both_use() -
     assert ended.index("eval") < 8 and "train" in ended[len(ended) - 5 :], "neither waits for the other's last turn"
 
 
-async def test_without_adaptive_windows_nobody_waits_for_room() -> None:
+async def test_without_adaptive_limits_no_turn_waits_for_capacity() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table, adaptive=False) as router:
         table.tell(engine("a", a.url, max_running=2))
@@ -392,7 +392,7 @@ async def test_with_windows_full_an_evaluation_on_its_own_engine_need_not_wait()
 
 
 @pytest.mark.fault(6, 20)
-def test_strikes_decay_and_three_in_a_row_are_a_rest() -> None:
+def test_strikes_decay_and_three_in_a_row_eject() -> None:
     now = [0.0]
     health = EngineHealth(lambda: now[0])
     for _ in range(2):

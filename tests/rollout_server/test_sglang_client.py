@@ -117,7 +117,7 @@ def test_the_short_answer_to_a_request_that_was_aborted_in_the_queue_takes_nothi
     assert received.ids == [5, 6, 7]
 
 
-async def test_what_is_asked_of_the_engine() -> None:
+async def test_the_request_to_the_engine() -> None:
     async with FakeServer(version="3.7") as engine, aiohttp.ClientSession() as session:
         client = SglangClient(session, engine.url)
         done = await client.generate(REQUEST, version="3.7", timeout_s=5.0)

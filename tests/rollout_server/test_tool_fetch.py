@@ -62,7 +62,7 @@ async def fetch(retriever: Retriever) -> AsyncIterator[Tool]:
     await tool.close()
 
 
-async def test_an_id_brings_its_document(retriever: Retriever, fetch: Tool) -> None:
+async def test_an_id_returns_its_document(retriever: Retriever, fetch: Tool) -> None:
     result = await fetch(" p7 \n")
     assert retriever.asked == [("/passages/p7", None)]
     assert [(p.id, p.title, p.text) for p in result.passages] == [("p7", "Author", "Jane Austen.")]

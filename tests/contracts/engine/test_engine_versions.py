@@ -126,7 +126,7 @@ async def test_a_new_label_alone_changes_no_weights(client: Client) -> None:
     assert await client.checksums() == before
 
 
-async def test_a_new_label_aborts_everything_unless_told_otherwise(client: Client) -> None:
+async def test_a_new_label_aborts_everything_by_default(client: Client) -> None:
     run = await client.begin()
     await client.ok("/update_weight_version", {"new_version": "1.2"})
     assert (await run.answer())["meta_info"]["finish_reason"]["type"] == "abort"
