@@ -1,4 +1,4 @@
-"""What every algorithm of the union must keep, whatever it does."""
+"""Invariants of every algorithm in the union."""
 
 from __future__ import annotations
 

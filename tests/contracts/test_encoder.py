@@ -1,4 +1,4 @@
-"""What every encoder promises, for every member of the settings' union; models are tiny ones made here."""
+"""The contract of encoders, for every member of the settings' union, with tiny models made here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Embeddings(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         rows = self.encoder.encode_queries(asked["input"]).tolist()
-        # last one first: `index` tells the order
+        # last one first: `index` gives the order
         data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)][::-1]
         body = json.dumps({"object": "list", "data": data, "model": asked["model"]}).encode()
         self.send_response(200)
@@ -62,7 +62,7 @@ class _Embeddings(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EncoderSettings]]:
-    """One of every kind. The models' names tell their families."""
+    """One of every kind. The names of the models contain their families."""
     root = tmp_path_factory.mktemp("models")
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Embeddings)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

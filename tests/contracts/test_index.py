@@ -1,4 +1,4 @@
-"""What every index promises, for every member of the settings' union; what approximate ones owe besides comes last."""
+"""The contract of indexes, for every member of the settings' union; approximate ones have more tests at the end."""
 
 from __future__ import annotations
 

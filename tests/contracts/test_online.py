@@ -1,4 +1,4 @@
-"""What every online engine owes, whichever is configured: one test for each member of the union, against a provider
+"""The contract of web search providers: one test for each member of the union, against a provider
 that answers over HTTP in the shape of the member's API."""
 
 from __future__ import annotations

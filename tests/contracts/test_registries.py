@@ -47,7 +47,7 @@ def members(union: Any) -> list[type]:
 def test_every_member_of_the_union_is_registered(name: str) -> None:
     union, registry = REGISTRIES[name]
     found = members(union)
-    # in the same process the simulation registers a publisher of its own
+    # in the same process the simulation registers another publisher
     shipped = {settings for settings in registry if settings.__module__.startswith(PRODUCT)}
     assert found and shipped == set(found)
 

@@ -1,4 +1,4 @@
-"""What every search owes, whichever is configured: one test for each member of the union."""
+"""The contract of searches: one test for each member of the union."""
 
 from __future__ import annotations
 

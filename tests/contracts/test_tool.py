@@ -1,4 +1,4 @@
-"""What every tool owes, whichever is enabled: one test for each member of the registry."""
+"""The contract of tools: one test for each member of the registry."""
 
 from __future__ import annotations
 

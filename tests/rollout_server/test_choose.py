@@ -89,7 +89,7 @@ class Heartbeats:
 
 def test_a_window_starts_at_what_the_engine_runs_and_grows_to_its_headroom_when_full_and_quiet() -> None:
     beats = Heartbeats()
-    assert beats.limit.size == 64 and beats.beat() == 64, "nobody asked for more"
+    assert beats.limit.size == 64 and beats.beat() == 64, "the limit was not reached"
     beats.fill()
     assert beats.beat() == 68
     beats.fill()

@@ -1,4 +1,4 @@
-"""Streams of the embedded engine: what a chunk holds, when it comes, and that nothing is lost or said twice."""
+"""Streams of the embedded engine: content and timing of chunks, without lost or repeated tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout servers as processes of their own that are killed, stopped and ended, and what they leave to the others."""
+"""Rollout servers as separate processes that are killed, suspended and stopped, and what the others take over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CLOCK = (
 async def process(
     world, model: Path, name: str, *settings: str, skew_s: float = 0.0
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """A rollout server in a process of its own, killed in the end if it still lives. Its log is NAME.log."""
+    """A rollout server in a separate process, killed at the end if it still runs. Its log is NAME.log."""
     argv = [f"run.id={world.keys.run}", f"run.model={model}", f"run.redis_url={world.url}", f"rollout.id={name}"]
     argv += ["rollout.search.type=none", "rollout.episode.template=demo", "rollout.fleet_poll_s=0.05", *settings]
     argv += ["--port-file", str(model.parent / f"port-{name}")]
@@ -137,7 +137,7 @@ async def test_sigterm_under_load_releases_what_cannot_be_finished_and_ends_with
             await eventually(lambda: leaver.poll() is not None, "it ends", 20)
     assert leaver.returncode == 0, (model.parent / "leaver.log").read_text()
     assert world.pending() == 0 and world.published() == []
-    # nobody waits for the ten minutes of its leases: what it held is at the end of the stream, for anyone
+    # no need to wait for its lease timeout of ten minutes: its tasks are back at the end of the stream
     reader = world.client()
     entries = await reader.read(world.keys.tasks, TASK_GROUP, "anyone", 10)
     assert sorted(int(fields[b"seq"]) for _, fields in entries) == [1, 2, 3, 4, 5, 6]
@@ -194,7 +194,7 @@ async def test_watchers_that_never_read_their_answers_block_no_other(world, mode
         await eventually(lambda: len(world.published()) == 5, "groups are published all the same", 20)
         async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as response:
             assert response.status == 200
-        assert watchers[0].recv(15) == b"HTTP/1.1 200 OK", "answers lie there, and nobody has read them"
+        assert watchers[0].recv(15) == b"HTTP/1.1 200 OK", "there are answers that were not read"
 
 
 @pytest.mark.fault(34)
@@ -224,6 +224,6 @@ async def test_an_event_that_redis_does_not_accept_is_counted_and_blocks_nothing
     await publisher.emit_event("joined", "no room")
     world.sync.config_set("maxmemory", "0")
     world.process.kill()
-    await publisher.emit_event("joined", "nobody there")
+    await publisher.emit_event("joined", "not accepted")
     assert stats.counts["events_lost"] == 2
     await redis.aclose()

@@ -1,4 +1,4 @@
-"""Engines that die, hang, drain or talk nonsense in the middle of a turn: not a token is lost, doubled or believed."""
+"""Engines that die, hang, drain or send malformed data during a turn: no token is lost, doubled or wrongly kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ V5, V6 = PolicyVersion(1, 5), PolicyVersion(1, 6)
 
 
 class Table(Fleet):
-    """A fleet that is told instead of reading Redis."""
+    """A fleet with scripted tables instead of Redis."""
 
     def __init__(self) -> None:
         super().__init__(None, WaitTimer(), poll_s=1.0)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def info(name: str, server: FakeServer, **facts: Any) -> EngineInfo:
 
 
 def ask(ids: Sequence[int], *, n: int = 20, pinned: bool = False, stop: Sequence[str] = ()) -> GenerateRequest:
-    """A turn of a trajectory that nobody has seen before: it goes to the first of idle engines."""
+    """A turn of a new trajectory: it goes to the first of the idle engines."""
     session = uuid.uuid4().hex
     return GenerateRequest(
         ids=list(ids), session=session, group=session, max_new_tokens=n, sampling=Sampling(), stop=stop, pinned=pinned
@@ -333,7 +333,7 @@ def too_few(chunk: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_words(chunk: dict[str, Any]) -> dict[str, Any]:
-    """Ids that are all the same, and of no word of ours."""
+    """Ids that are all equal and decode to no known word."""
     n = len(chunk["output_ids"])
     chunk["meta_info"]["output_token_logprobs"] = [[-0.25, 999, None]] * n
     return chunk | {"output_ids": [999] * n}

@@ -1,4 +1,4 @@
-"""Whether a process fits the run: what the learner says of itself, compared at the start and whenever it changes."""
+"""Compatibility of a process with the run: the learner's meta, compared at the start and at every change."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_a_newer_learner_of_the_same_major_is_accepted_and_logged_once(
             world.register("e", engine.url, V5)
             world.issue(make_task(1, group_size=2), make_task(2, group_size=2))
             await eventually(lambda: len(world.published()) == 2, "it works")
-            await asyncio.sleep(0.3)  # it has looked at meta some times more
+            await asyncio.sleep(0.3)  # it has read meta several more times
     told = [record.getMessage() for record in caplog.records if record.name == "rollout_server.dispatch.fleet"]
     assert len(told) == 2, told
     assert f"schema {SCHEMA_MAJOR}.{SCHEMA_MINOR + 1}" in told[0]

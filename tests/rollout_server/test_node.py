@@ -1,4 +1,4 @@
-"""The agent beside an engine: registration, weight updates and their failures, death and restart, drain."""
+"""The agent of an engine: registration, weight updates and their failures, death and restart, drain."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_corrupt_weights_leave_the_engine_as_it_was_and_then_quarantine_it
         await eventually(stands(world, NodeState.QUARANTINED), "QUARANTINED after the second")
         assert "/pause_generation" not in engine.calls, "the engine never saw the corrupt files"
         world.publish_weights(tmp_path / "weights", V2)
-        await eventually(stands(world, NodeState.READY, V2), "a sound version mends it")
+        await eventually(stands(world, NodeState.READY, V2), "a valid version fixes it")
 
 
 @pytest.mark.fault(42)
@@ -260,7 +260,7 @@ async def test_a_silent_engine_is_suspect_and_comes_back(world, tmp_path: Path) 
         await eventually(stands(world, NodeState.READY, V1), "READY")
         await engine.stop()
         await eventually(lambda: world.registered("e").state in (NodeState.SUSPECT, NodeState.SYNCING), "not routable")
-        engine.version = "default"  # whoever runs it has started it again, with its first weights
+        engine.version = "default"  # its owner has restarted it, with its first weights
         await engine.start()
         await eventually(stands(world, NodeState.READY, V1), "READY at the target again")
         assert engine.version == "1.0"

@@ -1,4 +1,4 @@
-"""Nodes that slept, and engines whose node died: whatever went on meanwhile, nothing serves before it was looked at."""
+"""Suspended nodes, and engines whose node died: no engine serves before its version was checked again."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ asyncio.run(main())
 
 @contextmanager
 def engine_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A scripted engine in a process of its own, and its URL."""
+    """A scripted engine in a separate process, and its URL."""
     process = subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -1,4 +1,4 @@
-"""Registering an engine that somebody else runs: what is refused, in words, and that it comes and goes as it likes."""
+"""Attaching to a running engine: what is refused with which message, and that the engine may come and go."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_of(world, tmp_path: Path) -> RunSettings:
 
 
 async def refusal(world, tmp_path: Path, url: str) -> UserError:
-    """What a person is told when the node of `url` is started."""
+    """The error that a user gets when the node of `url` is started."""
     with pytest.raises(UserError) as caught:
         await asyncio.wait_for(serve(run_of(world, tmp_path), settings(url), stop=ShutdownSignal()), 10)
     assert world.registered("e") is None, "what was refused is not on the list"
@@ -137,7 +137,7 @@ async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_th
         await engine.stop()
         await eventually(lambda: state() is NodeState.GONE, "GONE")
         assert "waiting for it" in world.registered("e").detail
-        engine.version = "default"  # whoever runs it has started it again, with its first weights
+        engine.version = "default"  # its owner has restarted it, with its first weights
         seen: list[tuple[NodeState | None, PolicyVersion]] = []
         await engine.start()
         await eventually(

@@ -1,4 +1,4 @@
-"""A node in a view: the order of its calls, and what becomes of the engine whatever ends the view. The test is the
+"""A node in a view: the order of its calls, and the state of the engine however the view ends. The test is the
 learner, the engine is scripted and loads in place: after its first bucket it holds weights of no version.
 """
 
@@ -66,7 +66,7 @@ class Member(FakeServer):
 
 
 class Learner:
-    """The learner's half of the conversation, by hand."""
+    """The learner's side of the protocol, scripted."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
@@ -222,7 +222,7 @@ async def test_a_session_that_a_dead_node_left_open_is_closed(world, tmp_path: P
         learner.say("prepare")
         await learner.hears("prepared")
         learner.say("transfer")
-        assert (await learner.hears("failed")).touched, "nobody knows what was sent in it"
+        assert (await learner.hears("failed")).touched, "it is unknown what was sent in it"
         assert engine.swap() == [JOIN, PAUSE, BEGIN, END] or engine.swap() == [JOIN, PAUSE, BEGIN, END, LEAVE]
         world.publish_weights(tmp_path / "weights", V2)
         await eventually(stands(world, NodeState.READY, V2), "READY by files")
@@ -253,7 +253,7 @@ async def test_what_fails_after_it_quarantines_the_engine_until_files_are_loaded
         path = world.publish_weights(tmp_path / "weights", V2)
         await eventually(stands(world, NodeState.READY, V2), "READY at V2 by files")
         assert (engine.loaded, engine.paused) == (str(path), False)
-        assert world.registered("e").incarnation == incarnation, "the engine was not started anew"
+        assert world.registered("e").incarnation == incarnation, "the engine was not restarted"
 
 
 async def test_a_quarantined_engine_that_does_not_load_is_lost(world, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a node launches its engine, and that nothing of the engine's tree outlives the node."""
+"""Launching an engine from a node, and that no process of it outlives the node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        time.sleep(1000)  # a daemon in a session of its own, which ignores SIGTERM
+        time.sleep(1000)  # a daemon in a separate session, which ignores SIGTERM
     os._exit(0)
 print("forked", flush=True)
 time.sleep(float(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""A directory that others can write to: nothing in it is believed but what the manifest says, and that is checked."""
+"""A directory that others can write to: only files in the manifest are accepted, and they are verified."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def update(path: Path) -> WeightUpdate:
 
 
 def rewrite(path: Path, change: Callable[[dict], object]) -> None:
-    """The manifest, changed by somebody who can write there."""
+    """The manifest, changed by another user with write access."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))

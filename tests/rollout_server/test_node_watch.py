@@ -1,4 +1,4 @@
-"""An engine that hangs is found, killed with its whole tree and started again at the version of the day."""
+"""A hanging engine is detected, killed with its process tree and restarted at the target version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.waiting import eventually
 V1, V2 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 
 ENGINE = '''
-"""Built like SGLang: an HTTP side, and a scheduler in a process of its own that does the work."""
+"""Built like SGLang: an HTTP process, and a scheduler in a separate process that does the work."""
 import argparse, asyncio, os, socket, sys
 from pathlib import Path
 from aiohttp import web

@@ -1,4 +1,4 @@
-"""Several rewards as one, and what settings refuse."""
+"""Composite rewards, and invalid settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward of one's own: found at the start, run where it cannot block, and never trusted."""
+"""Custom rewards: imported at the start, run where they cannot block, with validated results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that ask a service, over a real one: what is asked, how often, and that no failure is ever a score."""
+"""Rewards over a service: requests, retries, and that a failure is never a score."""
 
 from __future__ import annotations
 

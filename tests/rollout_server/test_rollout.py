@@ -1,4 +1,4 @@
-"""The multi-turn loop, through its seams with the scripted engine and search."""
+"""The multi-turn loop with a scripted engine and search."""
 
 from __future__ import annotations
 

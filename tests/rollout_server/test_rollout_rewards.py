@@ -1,4 +1,4 @@
-"""What the loop tells the rewards, where turns' earnings go, and ReSearch's protocol from prompt to reward."""
+"""The input of rewards, where rewards per turn go, and ReSearch's protocol from prompt to reward."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_a_passage_that_was_cut_away_is_no_evidence(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("failures", [["timeout"], []])
 async def test_the_environments_own_words_are_no_evidence(tmp_path: Path, failures: list[str]) -> None:
-    """A search that failed or found nothing says so, in words that may be somebody's gold answer."""
+    """A search that failed or found nothing says so, in words that may be a gold answer."""
     environment = make_environment(tmp_path, "bytes")
     search = FakeSearch(failures=failures)
     given = await seen(environment, ["<search>x</search>", "<answer>c</answer>"], search)

@@ -1,4 +1,4 @@
-"""Routing: who gets a turn, and that a turn which dies with its engine is sampled again elsewhere, exactly."""
+"""Routing: the choice of the engine, and that a turn lost with its engine is sampled again at another one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ V5 = PolicyVersion(1, 5)
 
 
 class Table(Fleet):
-    """A fleet that is told instead of reading Redis."""
+    """A fleet with scripted tables instead of Redis."""
 
     def __init__(self) -> None:
         super().__init__(None, WaitTimer(), poll_s=1.0)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The client of one engine: what it asks, and that it believes nothing unchecked."""
+"""The client of one engine: its requests, and that answers are validated."""
 
 from __future__ import annotations
 

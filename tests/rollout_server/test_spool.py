@@ -1,4 +1,4 @@
-"""Redis away or full: groups under way are finished and kept, a bounded number of them, and published on return."""
+"""Redis unavailable or full: a bounded number of groups is finished, kept, and published later."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ V5 = PolicyVersion(1, 5)
 
 
 class Partition:
-    """A wire to Redis that can be cut: connections stay open and what is sent is dropped. One that has lost something
-    so carries nothing any more; whoever uses it has to give it up.
+    """A proxy to Redis that can be cut: connections stay open and data is dropped. A connection that has lost data
+    carries nothing more; its user must close it.
     """
 
     def __init__(self, socket: Path) -> None:

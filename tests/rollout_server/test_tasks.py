@@ -1,4 +1,4 @@
-"""Leases: whose task it is, what becomes of it when its server dies, stops, or never could read it."""
+"""Leases: ownership of tasks, and what happens when a server dies, stops, or cannot read a task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fetch` against a real HTTP server that behaves as badly as it is told."""
+"""`fetch` against a real HTTP server with scripted faults."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ BOTH = ("fetch", "python")
 
 
 class Scripted:
-    """A tool that brings what it is told to."""
+    """A tool with scripted results."""
 
     def __init__(self, name: str, bring: Callable[[str], ToolResult]) -> None:
         self.name, self._bring, self.asked, self.closed = name, bring, [], 0

@@ -1,4 +1,4 @@
-"""Several retrievers and many searches: who is asked, who waits, and what an outage costs (time, and nothing else)."""
+"""Several retrievers and many searches: routing, queueing, and that an outage costs only time."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_an_outage_of_all_costs_time_and_no_search(way: str) -> None:
         assert not any(task.done() for task in searches[-40:]), "they wait"
         asked = len(retriever.asked)
         await asyncio.sleep(0.2)
-        assert len(retriever.asked) - asked <= 5, "nobody is beaten while he lies down"
+        assert len(retriever.asked) - asked <= 5, "an ejected replica gets no load"
         if way in faults:
             retriever.script, retriever.ready = (lambda query: None), True
         else:
@@ -133,13 +133,13 @@ async def test_an_outage_that_lasts_too_long_has_a_name() -> None:
         assert await client.errors(10) == {"unavailable"}
         assert time.monotonic() - started >= 0.4
         await retriever.start()
-        await eventually(lambda: not client.search.outage, "it is found again though nobody searches", 2)
+        await eventually(lambda: not client.search.outage, "it is readmitted without any search", 2)
         assert await client.errors(10) == {""}
 
 
 async def test_no_search_waits_longer_than_both_limits_together() -> None:
     async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=0.6, deadline_s=0.6) as client:
-        # well enough to be taken back each time, too ill to answer
+        # healthy enough to be readmitted each time, but unable to answer
         retriever.script = lambda query: None if query.startswith("who wrote") else Fault(500)
         results = await asyncio.gather(*client.start(20))
         assert all(r.error in ("http_500", "unavailable", "timeout") and r.latency_s < 1.2 + 0.3 for r in results)
@@ -206,7 +206,7 @@ async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind() -> Non
     async with FakeRetriever() as retriever:
         client = Client(retriever)
     searches = client.start(5)
-    await eventually(lambda: client.search.outage, "nobody listens")
+    await eventually(lambda: client.search.outage, "no server listens")
     await client.search.close()
     assert {(await task).error for task in searches} == {"closed"}
     assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -1,4 +1,4 @@
-"""Whatever a retriever does, the rollout goes on: the real loop and the real client before a server that misbehaves.
+"""Rollouts continue whatever a retriever does: the real loop and the real client against a misbehaving server.
 
 Each way to fail is counted under its own name, and each trajectory and group ends as the setting says.
 """

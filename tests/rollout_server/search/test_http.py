@@ -1,4 +1,4 @@
-"""The retriever's client against a real HTTP server that behaves as badly as it is told: one query at a time."""
+"""The retriever's client against a real HTTP server with scripted faults, one query at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The window at one retriever: pure, so a simulated server stands behind it and time is a number."""
+"""The limit of requests at one retriever: pure, tested with a simulated server and clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def limit(ceiling: int = 512, timeout_s: float = 10.0, **facts: int) -> Gradient
 
 
 def rounds(w: GradientLimit, number: int, latency_s: float) -> None:
-    """So many times: everything in flight is answered after latency_s, and each answer lets others go."""
+    """Repeat: answer everything in flight after latency_s; each answer admits further requests."""
     flying = [w.acquire() for _ in range(w.size - w.in_flight)]
     for _ in range(number):
         sent, flying = flying, []
