@@ -51,7 +51,7 @@ class Partition:
     def cut(self) -> None:
         self._whole = False
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         self._whole = True
 
     async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -130,7 +130,7 @@ async def test_behind_a_partition_groups_are_finished_kept_and_published_or_give
         world.issue(make_task(4, group_size=2))
         await asyncio.sleep(0.3)
         assert world.pending() == 3, "nothing more is leased"
-        wire.mend()
+        wire.restore()
         await eventually(
             lambda: len(world.published()) == 4, "all are published on return, and work is taken again", 20
         )
@@ -145,7 +145,7 @@ async def test_behind_a_partition_groups_are_finished_kept_and_published_or_give
         async with rollout_process.server(world, model, name="near", task_idle_ms=900) as (near, _):
             await eventually(lambda: len(world.published()) == 6, "another server took over what fell silent", 20)
             assert (await values(near))["reclaimed"] == 2
-        wire.mend()
+        wire.restore()
         await reaches(far, "duplicates", 2)
     groups = world.published()
     assert Counter(g.seq for g in groups) == Counter(range(1, 7)), "nothing is lost, nothing is there twice"
