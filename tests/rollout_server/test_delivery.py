@@ -143,7 +143,7 @@ async def test_sigterm_under_load_releases_what_cannot_be_finished_and_ends_with
     assert sorted(int(fields[b"seq"]) for _, fields in entries) == [1, 2, 3, 4, 5, 6]
     history = [(event["kind"], event["id"], event["text"]) for event in told(world)]
     assert history == [
-        ("joined", "leaver", "rollout server leaver takes tasks"),
+        ("joined", "leaver", "rollout server leaver leases tasks"),
         ("left", "leaver", "stopped; 4 tasks released"),
     ]
 

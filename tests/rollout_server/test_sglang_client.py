@@ -89,7 +89,7 @@ def test_a_broken_reply_is_bad_output(broken: Any) -> None:
 
 @pytest.mark.fault(21)
 def test_more_tokens_than_were_asked_for_are_bad_output() -> None:
-    with pytest.raises(EngineError, match="where 2 were allowed") as caught:
+    with pytest.raises(EngineError, match="but at most 2 were requested") as caught:
         parse(reply(), limit=2)
     assert caught.value.cause == "bad_output"
 
