@@ -331,7 +331,8 @@ async def test_without_redis_unpinned_episodes_are_refused_in_the_end(
         serving(own_world, tmp_path, engine_wait_s=0.4) as (post, _),
         post({"questions": QUESTIONS}) as response,
     ):
-        assert response.status == 503 and "Redis did not return the list of engines within 0.4 s" in (await response.json())["error"]
+        assert response.status == 503
+        assert "Redis did not return the list of engines within 0.4 s" in (await response.json())["error"]
 
 
 async def test_a_client_that_reads_nothing_is_left_and_its_pin_goes(
