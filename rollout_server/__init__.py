@@ -1,1 +1,1 @@
-"""The asyncio service that turns questions into trajectory groups."""
+"""The asyncio service that rolls out trajectory groups for questions."""

@@ -1,6 +1,6 @@
 """`python -m rollout_server --config FILE [rollout.port=9000 ...]`: parse, then serve.
 
-Nothing heavy is imported before the settings have been read: `--help` and a misspelt key answer at once.
+Heavy modules are imported after the settings are read, so `--help` and errors about misspelt keys are fast.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rollout_server.config import RolloutSettings
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_server") -> int:
-    """Exit status: 0 after SIGTERM or SIGINT, 2 when something needs a person."""
+    """Return the exit status: 0 after SIGTERM or SIGINT, 2 for an error that the user must fix."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Lease tasks, roll out their trajectory groups through the engines, publish them to Redis.",
+        description="Lease tasks, generate their trajectory groups on the engines, and publish them to Redis.",
     )
     add_config_arguments(parser, "YAML file; `run` and `rollout` are read", "rollout.concurrency_groups=16")
     add_port_file_argument(parser)

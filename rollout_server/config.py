@@ -1,4 +1,4 @@
-"""Settings of the rollout server: section `rollout` of the tree. Imports nothing heavy."""
+"""Settings of the rollout server: section `rollout`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,50 +12,55 @@ from rollout_server.search import DEFAULT_SEARCH, SearchSettings
 
 
 class RolloutSettings(Settings):
-    """One rollout server. Several of them may share one run: each leases other tasks."""
+    """One rollout server. A run may have several: each leases different tasks."""
 
     id: str = Field(default="", max_length=200)
-    """Name in metrics and on the trajectories it produces. Empty: `<hostname>-<pid>`."""
+    """Name in metrics and in the trajectories that it produces. Empty: `<hostname>-<pid>`."""
     host: str = "127.0.0.1"
     """Address to listen on (health, status, metrics, episodes)."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     concurrency_groups: int = Field(default=32, ge=1)
-    """Trajectory groups being rolled out at once."""
+    """Maximum number of trajectory groups generated at the same time."""
     spool_groups: int = Field(default=32, ge=1)
-    """Finished groups that may wait for Redis before no more work is taken; what is under way still finishes, so that
-    at most this many groups and `concurrency_groups` more are held in memory."""
+    """Maximum number of finished groups that wait for Redis before leasing stops. Groups in flight still finish, so at
+    most `spool_groups` + `concurrency_groups` groups are held in memory."""
     spool_mb: int = Field(default=512, ge=1)
-    """The same bound in MiB of finished groups, for long trajectories: whichever is reached first."""
+    """Maximum size of the finished groups that wait for Redis, in MiB. Leasing stops at whichever limit is reached
+    first."""
     task_idle_ms: int = Field(default=60_000, ge=300)
-    """A task whose lease was not renewed for so long is taken over by another server. Renewed three times as often."""
+    """Lease timeout in milliseconds: a task whose lease was not renewed for this long is taken over by another server.
+    Leases are renewed three times per timeout."""
     drain_s: float = Field(default=30.0, ge=0)
-    """After SIGTERM: seconds that groups in flight may take to finish before they are handed back."""
+    """Time in seconds that groups in flight get to finish after SIGTERM, before their tasks are released."""
     max_attempts: int = Field(default=3, ge=1)
-    """Attempts at one task before it is given up (the learner records its seq as dead)."""
+    """Maximum attempts per task; after that the learner records its seq as dead."""
     max_engine_lag: int | None = Field(default=None, ge=0)
-    """An engine more steps behind the target takes no training traffic. None: `run.max_lag`."""
+    """Maximum steps that an engine may be behind the target version and still get training requests. None:
+    `run.max_lag`."""
     generate_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of one turn on one engine; after it the turn goes on elsewhere, from the tokens that have come."""
+    """Timeout of one turn at one engine, in seconds; then the turn continues at another engine, from the tokens
+    received."""
     stream_interval: int = Field(default=8, ge=1, le=1024)
-    """Tokens between two pieces of an engine's answer: the most that is lost when it dies. Less costs more CPU."""
+    """Tokens per streamed chunk: the maximum that is lost when an engine dies. Smaller values use more CPU."""
     stall_s: float = Field(default=20.0, gt=0)
-    """An engine that has begun to answer and then says nothing for so long is given up, unless it loads weights."""
+    """Timeout in seconds between two chunks of an engine's answer; not applied while the engine loads weights."""
     adaptive: bool = True
-    """Bound the requests in flight at each engine by a limit that shrinks when they queue there or are retracted."""
+    """Limit the requests in flight at each engine, and lower the limit when requests queue there or are retracted."""
     generate_attempts: int = Field(default=4, ge=1)
-    """Times one turn is tried after time-outs, errors or bad output. An unreachable engine does not count."""
+    """Maximum attempts per turn after timeouts, errors or invalid output. An unreachable engine does not count."""
     engine_wait_s: float = Field(default=600.0, gt=0)
-    """Seconds that one turn may wait for an engine before its trajectory fails."""
+    """Timeout in seconds for a turn that waits for an engine; then its trajectory fails."""
     journal_routes: Path | None = None
-    """File that gets one line of JSON for each request to an engine: when, to which, at which version. For audits."""
+    """File to which each engine request is logged as a line of JSON (time, engine, version), for audits. None: no
+    log."""
     pin_max_s: float = Field(default=3600.0, gt=0)
-    """Longest time in seconds that engines keep one version for evaluations (`"pin": true`, also one after the other),
-    and training waits for new weights to be loaded. After it the evaluation ends with an error.
-    No limit where engines of role `eval` serve."""
+    """Maximum time in seconds that evaluations with `"pin": true` may keep engines at one version and so delay new
+    weights, consecutive evaluations included. Then the evaluation ends with an error. No limit if engines have the role
+    `eval`."""
     fleet_poll_s: float = Field(default=0.5, gt=0)
-    """How often the engine table and the target version are read."""
+    """Interval in seconds at which the engine table and the target version are read."""
     episode: EnvironmentSettings = EnvironmentSettings()
-    """The multi-turn episode: template, budgets, rewards."""
+    """The multi-turn episode: template, limits, rewards."""
     search: SearchSettings = DEFAULT_SEARCH
-    """Where searches go."""
+    """The search service."""

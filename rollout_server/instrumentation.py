@@ -1,4 +1,4 @@
-"""Searches and tools that are counted: how many, how they ended, how long they took."""
+"""Wrappers that count searches and tool calls: number, outcome, duration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollout_server.tools.base import Tool, ToolResult
 
 
 class InstrumentedSearch:
-    """Counts the searches of any search service, how they end and how long they take. Does not own the service.
+    """Counts the searches of a search service, their outcomes and durations. Does not own the service.
 
-    Counts `searches`, of which `search_outcome_found`, `search_outcome_nothing` (answered without a passage, which
-    is no failure) and `search_errors`, of which `search_errors_CAUSE`.
+    Counts `searches`, split into `search_outcome_found`, `search_outcome_nothing` (no passage found, which is not a
+    failure) and `search_errors`; the latter split into `search_errors_CAUSE`.
     """
 
     def __init__(self, search: SearchService, stats: Stats) -> None:
@@ -29,12 +29,12 @@ class InstrumentedSearch:
 
     @property
     def outage(self) -> str:
-        """Why no query can be answered now, "" when one can."""
+        """Why no query can be answered now; "" if queries can be answered."""
         return self._search.outage
 
     @property
     def backpressure(self) -> bool:
-        """Whether a trajectory that begins now would have to wait for a retriever."""
+        """Whether a new trajectory would have to wait for a retriever."""
         return bool(self._search.outage) or self._search.backpressure
 
     async def __call__(self, query: str) -> SearchResult:
@@ -52,7 +52,7 @@ class InstrumentedSearch:
 
 
 class InstrumentedTool:
-    """Counts the calls of a tool: all, those that the policy made wrongly, those in which the tool failed, by cause."""
+    """Counts the calls of a tool: all calls, invalid calls by the policy, and failures of the tool by cause."""
 
     def __init__(self, tool: Tool, stats: Stats) -> None:
         self.name = tool.name
@@ -76,5 +76,5 @@ class InstrumentedTool:
 
 
 def with_instrumented_tools(environment: Environment, stats: Stats) -> Environment:
-    """Return the environment with tools that count into `stats`: `tool_calls_NAME` and so on, from now on as zeros."""
+    """Return the environment with tools that count into `stats` (`tool_calls_NAME` and so on, initially 0)."""
     return replace(environment, tools={name: InstrumentedTool(tool, stats) for name, tool in environment.tools.items()})

@@ -1,7 +1,7 @@
-"""What this process measured, each second to Redis and on request to Prometheus.
+"""Metrics of this process: written to Redis every second, and to Prometheus on request.
 
-One `Stats` object is shared by all who count. A value is a counter since the start or a gauge read at the moment;
-nothing here decides anything.
+All components share one `Stats` object. A value is a counter since the start, or a gauge that is read on demand.
+Nothing here influences behaviour.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollout_server.metric_tables import TABLES, WAITS
 
 PERIOD_S = 1.0
 LIFETIME_MS = 10_000
-"""A snapshot that is not renewed is gone after this time, and with it the process in every list."""
+"""A snapshot that is not renewed expires after this time, and the process disappears from every list."""
 RATE_WINDOW_S = 10.0
 MEAN_OVER = 256
-"""Trajectories that the running means of rewards look back on."""
+"""Number of trajectories in the running means of rewards."""
 
 
 class Stats:
@@ -35,7 +35,7 @@ class Stats:
         self.waits = WaitTimer()
         self.counts: Counter[str] = Counter()
         self.gauges: dict[str, Callable[[], float]] = {}
-        """name -> reads the value now"""
+        """name -> function that reads the current value"""
         self.text: dict[str, Callable[[], str]] = {}
         self.histograms: dict[str, Histogram] = {}
         self._recent: dict[str, deque[float]] = {}
@@ -46,7 +46,7 @@ class Stats:
         self._recent.setdefault(name, deque(maxlen=MEAN_OVER)).append(value)
 
     def distribute(self, name: str, value: float) -> None:
-        """Add a measurement to the histogram `name`, which has a row in the process' table."""
+        """Add a measurement to the histogram `name`, which must be in the table of this process."""
         if name not in self.histograms:
             self.histograms[name] = Histogram(TABLES[self.process][name].buckets)
         self.histograms[name].observe(value)
@@ -57,7 +57,7 @@ class Stats:
         self.observe(f"{name}_mean", seconds)
 
     def values(self) -> dict[str, float]:
-        """Everything by name, as of now."""
+        """Return the current values by name."""
         means = {name: sum(recent) / len(recent) for name, recent in self._recent.items()}
         gauges = {name: float(read()) for name, read in self.gauges.items()}
         return {name: float(n) for name, n in self.counts.items()} | means | gauges
@@ -67,7 +67,7 @@ class Stats:
         return MetricsSnapshot(
             process=self.process,
             id=self.id,
-            # by one clock reading, so that no wait can grow faster than the uptime
+            # one clock reading for all, so that no wait can grow faster than the uptime
             uptime_s=now - self._started,
             values=values,
             waits=self.waits.seconds(now),
@@ -75,7 +75,7 @@ class Stats:
         )
 
     def count_segment(self, segment: Segment) -> None:
-        """Count one piece of a trajectory as it comes: a turn of the policy, or an observation."""
+        """Count a new segment of a trajectory: a turn of the policy, or an observation."""
         if segment.owner is Owner.POLICY:
             self.counts["turns"] += 1
             self.counts["tokens_generated"] += len(segment.ids)
@@ -99,7 +99,7 @@ class Stats:
 
 
 class RateGauge:
-    """Growth of a counter a second, over the last RATE_WINDOW_S. `tick` is called once a period."""
+    """Increase of a counter per second, over the last RATE_WINDOW_S. Call `tick` once per period."""
 
     def __init__(self, read: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock = read, clock
@@ -117,9 +117,9 @@ class RateGauge:
 
 
 async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[RateGauge, ...] = ()) -> None:
-    """Consumes `stats`; produces a snapshot in Redis each second; waits for nothing else; ended by cancellation.
+    """Consumes `stats`; produces a snapshot in Redis every second; ended by cancellation.
 
-    Also measures how late the event loop is: a blocked loop renews no lease.
+    Also measures the delay of the event loop: a blocked loop does not renew leases.
     """
     backoff = Backoff("publishing metrics", stats.waits)
     lag = 0.0
@@ -146,14 +146,14 @@ async def _write(redis: RedisClient, stats: Stats) -> None:
     await redis.write(
         ("SET", key, raw, "PX", LIFETIME_MS),
         ("ZADD", keys.processes, until, member),
-        # each writer also removes entries of processes that were killed
+        # every writer also removes the entries of killed processes
         ("ZREMRANGEBYSCORE", keys.processes, "-inf", now - 60),
         full=(REPORT, [key, keys.processes], raw, LIFETIME_MS, str(until), member),
     )
 
 
 async def deregister_metrics(redis: RedisClient, stats: Stats) -> None:
-    """Take this process off the lists at an orderly stop; raises RedisUnavailable."""
+    """Remove this process from the lists at shutdown. Raises RedisUnavailable."""
     await redis.batch(
         ("DEL", redis.keys.metrics(stats.process, stats.id)),
         ("ZREM", redis.keys.processes, f"{stats.process}:{stats.id}"),
@@ -161,12 +161,12 @@ async def deregister_metrics(redis: RedisClient, stats: Stats) -> None:
 
 
 def prometheus_text(stats: Stats, run: str) -> bytes:
-    """The body of `GET /metrics`; every sample has the label `run`."""
+    """Return the body of `GET /metrics`. Every sample has the label `run`."""
     return page_of(stats, run).text()
 
 
 def page_of(stats: Stats, run: str) -> MetricsPage:
-    """What Prometheus is shown of a process."""
+    """Return the Prometheus metrics of a process."""
     return MetricsPage(
         f"foray_{stats.process}_", TABLES[stats.process], stats.snapshot, lambda: stats.histograms, {"run": run}, WAITS
     )

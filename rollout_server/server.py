@@ -1,4 +1,4 @@
-"""The rollout server's composition root: every loop is named here, and this is how they hang together.
+"""Composition root of the rollout server. Its components and loops:
 
                     Redis {run}:tasks                      Redis wv:target, engines
                           | lease, reclaim                        | every 0.5 s
@@ -15,14 +15,14 @@
     loop             consumes              produces            waits for              unblocked by
     lease_loop       tasks                 a TaskRunner each   a slot, credit,        a group's end, the learner,
                                                                no backpressure of     the engines,
-                                                               turns or searches      a probe that succeeds
-    renew_loop       leases in flight      fresh idle times    a third of task_idle   the clock
+                                                               turns or searches      a successful probe
+    renew_loop       leases in flight      idle times reset    a third of task_idle   the clock
     Fleet.follow     engines, target       FleetTable          fleet_poll_s           the clock
     gate             FleetTable            accept / do not     a change               Fleet.follow
     publish_metrics  Stats                 metrics in Redis    one second             the clock
     HTTP             requests              episodes, status    -                      clients
 
-Shutdown is the reverse: stop leasing, let groups finish for drain_s, hand the rest back, then cancel the loops.
+Shutdown is the reverse: stop leasing, let groups finish for drain_s, release the rest, then cancel the loops.
 """
 
 from __future__ import annotations
@@ -72,23 +72,23 @@ from rollout_server.search import build_search
 log = logging.getLogger(__name__)
 
 PIECES, PIECE_BYTES = 16, 1 << 16
-"""What is read of a file of weights: pieces at equal distances, and bytes of each."""
+"""Samples of a weight file for the digest: number (at equal distances), and bytes of each."""
 MOST_REFUSALS = 50
-"""Most different refusals of Redis that are written to the history: they may be another client's doing."""
+"""Maximum number of different Redis refusals written to the history: another client may cause many."""
 COUNTERS = (
     *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
     *("trajectories", "turns", "tokens_generated", "tokens_observed", "stale"),
     *("unreadable_tasks", "tasks_released", "events_lost"),
 )
-"""Shown from the start, as zeros."""
+"""Counters that exist from the start, as 0."""
 RATES = {"tokens_generated": "tokens_generated", "trajectories": "trajectories", "groups": "groups_published"}
-"""Gauges `NAME_per_s`, by their counter."""
+"""Name of a gauge `NAME_per_s` -> its counter."""
 
 
 async def serve(
     run: RunSettings, settings: RolloutSettings, *, port_file: Path | None = None, stop: ShutdownSignal | None = None
 ) -> None:
-    """Run until SIGTERM or SIGINT (or `stop`). Raises UserError for what only a person can correct."""
+    """Run until SIGTERM or SIGINT (or `stop`). Raises UserError for an error that the user must fix."""
     stop = stop or ShutdownSignal()
     stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
     built = build_environment(settings.episode, run.model, urls=getattr(settings.search, "urls", ()), day=run.date)
@@ -111,7 +111,7 @@ async def serve(
 
 
 class RolloutServer:
-    """All parts of one process, and the order in which they start and stop."""
+    """All components of the process, and the order in which they start and stop."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class RolloutServer:
         }
 
     async def run(self, stop: ShutdownSignal, port_file: Path | None) -> None:
-        """Start everything, wait for `stop`, end everything in order."""
+        """Start everything, wait for `stop`, and shut down in order."""
         rates = {
             f"{what}_per_s": RateGauge(partial(self._stats.counts.__getitem__, counter))
             for what, counter in RATES.items()
@@ -199,7 +199,7 @@ class RolloutServer:
             leasing = tasks.create_task(self._leases.lease_loop(tasks, self._work), name="lease")
             await stop.requested.wait()
             self._leases.stop()
-            # what its last read brings is still started, and so finished or handed back
+            # tasks from its last read are still started, and then finished or released
             await asyncio.wait({leasing}, timeout=2 * BLOCK_MS / 1000)
             leasing.cancel()
             await self._leases.drain(self._settings.drain_s, stop.forced, can_progress=self._can_progress)
@@ -208,25 +208,25 @@ class RolloutServer:
             await self._leave()
 
     def _backpressure(self) -> str:
-        """The name of what a new group would wait for, "" when it could begin."""
-        if self._publisher.spool_full or not self._fleet.looked:  # the first look says whose run this is
+        """Return what a new group would have to wait for; "" if it could start."""
+        if self._publisher.spool_full or not self._fleet.looked:  # the first read shows whose run this is
             return "redis"
         if self._search.backpressure:
             return "retriever"
         return "backlog" if self._router.backpressure() else ""
 
     def _can_progress(self) -> bool:
-        """Whether a group in flight can come to its end."""
+        """Return whether a group in flight can finish."""
         return bool(self._router.candidates(pinned=False)) and not self._search.outage
 
     async def _gate(self) -> None:
         """Consumes the engine table; produces permission to lease; waits for a change; ended by cancellation.
 
-        A run that is done has no use for more groups. A learner that starts again opens the gate. What Redis refuses
-        is written to the history here, once each.
+        The gate closes when the run is done, and opens when a learner starts again. Also writes each refusal of Redis
+        to the history, once.
         """
         await self._refuse_eviction()
-        await self._publisher.emit_event("joined", f"rollout server {self._stats.id} takes tasks")
+        await self._publisher.emit_event("joined", f"rollout server {self._stats.id} leases tasks")
         reported: set[str] = {""}
         while True:
             if (refusal := self._redis.refusal) not in reported and len(reported) < MOST_REFUSALS:
@@ -236,10 +236,10 @@ class RolloutServer:
             await self._fleet.changed(timeout_s=1.0)
 
     async def _refuse_eviction(self) -> None:
-        """Raises UserError for a Redis that may evict keys; waits for one that is away."""
+        """Raise UserError if Redis may evict keys. Waits while Redis is unavailable."""
         url = self._run.redis_url
         policy = await retry_until_available(
-            Backoff("asking for the eviction policy", self._stats.waits), self._redis.eviction_policy
+            Backoff("reading the eviction policy of Redis", self._stats.waits), self._redis.eviction_policy
         )
         if not policy:
             log.warning("%s", unknown_policy(url))
@@ -262,7 +262,7 @@ class RolloutServer:
 
     @asynccontextmanager
     async def _listening(self, stop: ShutdownSignal, port_file: Path | None) -> AsyncIterator[None]:
-        """The HTTP side for the time of the block. Raises UserError when the address cannot be used."""
+        """Serve the HTTP API inside the block. Raises UserError if the address cannot be used."""
         pin = EvaluationPin(
             self._redis,
             self._fleet,
@@ -290,7 +290,7 @@ class RolloutServer:
             self._settings.port,
             access=access,
             setting="rollout.host",
-            todo="choose another rollout.port, or 0 for a free one",
+            todo="set another rollout.port, or 0 to pick a free one",
         ) as listener:
             announce(log, self._settings.host, listener.port, port_file)
             yield
@@ -299,21 +299,21 @@ class RolloutServer:
         try:
             async with asyncio.timeout(3.0):
                 await self._publisher.emit_event(
-                    "left", f"stopped; {self._stats.counts['tasks_released']} tasks handed back"
+                    "left", f"stopped; {self._stats.counts['tasks_released']} tasks released"
                 )
                 await self._leases.deregister()
                 await deregister_metrics(self._redis, self._stats)
         except (RedisUnavailable, StateLost, TimeoutError) as error:
-            log.info("left without deregistering in Redis: %s", error)
+            log.info("exited without deregistering in Redis: %s", error)
 
 
 def model_digest(model: Path) -> str:
-    """Return the sha256 (hex) over names, sizes and samples of the files of a model directory that decide its answers.
+    """Return the sha256 (hex) over names, sizes and samples of the model files that influence its answers.
 
-    Says which policy an answer is of: a version is a number within one run, and an untrained model is always 0.0.
+    Identifies the policy of an answer: a version is only unique within a run, and an untrained model is always 0.0.
 
-    Weights are not read whole (that takes minutes for a large model): training changes every tensor, so samples differ.
-    Of a directory without weights (a rollout server needs the tokenizer alone) the digest is of what is there.
+    Weight files are sampled, since reading a large model takes minutes: training changes every tensor, so the samples
+    differ. A directory may have no weights: a rollout server needs only the tokenizer.
     """
     digest = hashlib.sha256()
     for path in sorted((*model.glob("*.json"), *model.glob("*.jinja"), *model.glob("*.safetensors"))):
@@ -334,10 +334,10 @@ def _connect(session: aiohttp.ClientSession, access: Access, stream_interval: in
 
 
 def _vocab_size(model: Path) -> int | None:
-    """Rows of the model's output layer; None when there is no config.json (the check is then left out)."""
+    """Return the number of rows of the model's output layer; None without a config.json (no check then)."""
     try:
         size = json.loads((model / "config.json").read_bytes()).get("vocab_size")
     except (OSError, ValueError) as error:
-        log.warning("token ids are not checked against the vocabulary: %s", error)
+        log.warning("token ids will not be checked against the vocabulary: %s", error)
         return None
     return int(size) if size else None

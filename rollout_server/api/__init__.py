@@ -1,1 +1,1 @@
-"""The HTTP side of a rollout server."""
+"""The HTTP API of a rollout server."""

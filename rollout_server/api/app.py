@@ -1,11 +1,11 @@
-"""The HTTP side of a rollout server: is it well, what does it do, and episodes on request.
+"""The HTTP API of a rollout server: health, status, metrics, and episodes on request.
 
-GET  /health       200 while the event loop turns
-GET  /ready        200 when Redis answers and an engine takes requests (before the learner's first version: one that is
-                   ready); else 503 with the reasons
+GET  /health       200 while the event loop runs
+GET  /ready        200 when Redis answers and an engine accepts requests (before the learner's first version: when an
+                   engine is READY); else 503 with the reasons
 GET  /status       JSON: target, engines as this server sees them, work in flight, counters, waits
 GET  /metrics      Prometheus
-GET  /openapi.json all of this, for machines
+GET  /openapi.json the OpenAPI document of these routes
 POST /v1/episodes  see `rollout_server.api.episodes`
 """
 
@@ -37,18 +37,18 @@ from rollout_server.metrics import Stats, prometheus_text
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
-"""Ten thousand questions of a few kilobytes."""
+"""Maximum request body in bytes: enough for ten thousand questions of a few kilobytes each."""
 BODY_S = 60.0
-"""Longest wait for a body in seconds."""
+"""Timeout for receiving a request body, in seconds."""
 READ_S = 60.0
-"""Longest time that a client of a stream may read nothing while events wait for it."""
+"""Timeout for a streaming client that does not read, in seconds."""
 REDIS_SILENT_S = 5.0
-"""Without an answer from Redis for so long the server is not ready."""
+"""The server is not ready when Redis has not answered for this long."""
 
 
 @dataclass(frozen=True)
 class AppState:
-    """What the handlers look at."""
+    """State shared by the request handlers."""
 
     run: str
     fleet: Fleet
@@ -67,7 +67,7 @@ ROUTE_ROLES: Mapping[str, Role] = {
     "/openapi.json": "viewer",
     "/v1/episodes": "operator",
 }
-"""Role that a route needs; episodes cost engine time and searches. Every other route is the operator's."""
+"""Role required by a route. Episodes use engine time and searches. All other routes require the operator role."""
 
 
 def build_app(state: AppState, access: Access) -> web.Application:
@@ -96,7 +96,7 @@ async def _ready(request: web.Request) -> web.Response:
     if time.monotonic() - state.fleet.read_at > REDIS_SILENT_S:
         reasons.append("Redis does not answer")
     if not state.router.candidates(pinned=state.fleet.table.target is None):
-        reasons.append("no engine takes requests")
+        reasons.append("no engine accepts requests")
     return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
 
 
@@ -153,9 +153,9 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
             raw = await request.read()
         wanted = EpisodesRequest.model_validate_json(raw)
     except TimeoutError:
-        return web.json_response({"error": f"the body did not come within {BODY_S:g} s"}, status=408)
+        return web.json_response({"error": f"the request body did not arrive within {BODY_S:g} s"}, status=408)
     except web.RequestPayloadError:
-        return web.json_response({"error": "the body is not what its headers say"}, status=400)
+        return web.json_response({"error": "the request body does not match its headers"}, status=400)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -175,8 +175,8 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
 
 
 async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequest) -> web.StreamResponse:
-    """`data:` lines of one JSON object for each episode as it ends, then `event: summary`, or `event: error` when the
-    version was lost. A client that reads nothing for READ_S is left: its pin would hold up training.
+    """Stream each finished episode as a `data:` line of JSON, then `event: summary`, or `event: error` when the
+    pinned version was lost. Disconnect a client that reads nothing for READ_S: its pin would delay training.
     """
     finished: list[dict[str, Any]] = []
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

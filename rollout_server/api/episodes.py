@@ -1,4 +1,4 @@
-"""`POST /v1/episodes`: questions in, finished episodes out, through the running engines. Evaluation, chat and demo.
+"""`POST /v1/episodes`: run episodes on the running engines, for evaluation, chat and the demo.
 
 These episodes have no seq and never reach the ledger or the learner.
 """
@@ -24,14 +24,14 @@ from rollout_server.rollout.group import EpisodeResult, run_episode
 from rollout_server.search.base import NoSearch, Search
 
 REPEATS = 3
-"""An episode that was sampled at another version than the pinned one is repeated so often, and then passed on as it is:
-an engine that names its weights otherwise than its node does so for ever."""
+"""Times to repeat an episode that was sampled at another version than the pinned one. After that it is returned as it
+is: an engine whose version label differs from its node's will always differ."""
 EPISODE_LIMIT = 100_000
-"""Most episodes of one request."""
+"""Maximum number of episodes in one request."""
 
 
 class EpisodeQuestion(BaseModel):
-    """A question of the request. Its text is called `question`, as in data sets, or `text`, as in our messages."""
+    """A question of the request. The text is in `question` (as in data sets) or `text` (as in the message schema)."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -44,48 +44,49 @@ class EpisodeQuestion(BaseModel):
 
 
 class EpisodesRequest(BaseModel):
-    """Body of the request. Unknown keys are refused: a misspelt `pin` would silently mix policy versions."""
+    """Body of the request. Unknown keys are rejected: a misspelt `pin` would silently mix policy versions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     questions: tuple[EpisodeQuestion, ...] = Field(min_length=1, max_length=EPISODE_LIMIT)
     n: Annotated[int, Field(ge=1, le=512)] = 1
-    """Episodes of each question."""
+    """Episodes per question."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that make up this probability; 1: from all."""
+    """Nucleus sampling: keep the most likely tokens with this total probability; 1 keeps all."""
     top_k: Annotated[int, Field(ge=-1)] = -1
-    """Draw from this many of the likeliest tokens; -1 (or 0): from all."""
+    """Keep this many of the most likely tokens; -1 (or 0) keeps all."""
     search: bool = True
-    """False: every search finds nothing, and no tool brings a document."""
+    """False: every search returns no passages, and no tool returns a document."""
     pin: bool = False
-    """True: all episodes are of one policy version, and engines hold it until the last one has ended. False: the newest
-    weights serve, as in training; without a learner any engine that is ready."""
+    """True: all episodes use one policy version, and engines keep it until the last episode has ended. False: the
+    newest weights are used, as in training; without a learner, any READY engine."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Episodes in flight at once."""
+    """Maximum number of episodes in flight."""
     stream: bool = False
-    """True: server-sent events, one for each episode as it ends."""
+    """True: reply with server-sent events, one for each finished episode."""
 
     @model_validator(mode="after")
     def _not_too_many(self) -> EpisodesRequest:
         if len(self.questions) * self.n > EPISODE_LIMIT:
             raise ValueError(
-                f"{len(self.questions)} questions times n = {self.n} are more than {EPISODE_LIMIT} episodes"
+                f"{len(self.questions)} questions times n = {self.n} exceed the limit of {EPISODE_LIMIT} episodes"
             )
         return self
 
 
 class FleetUnknown(ForayError):
-    """Redis has not answered yet, so which engines there are is not known."""
+    """Redis has not answered yet, so the engines are unknown."""
 
 
 class Episodes:
-    """Runs requests. `RedisUnavailable`, `RedisFull` and `PinLost` are raised only for a request that wants the pin,
-    `FleetUnknown` for others.
+    """Runs requests. Raises `RedisUnavailable`, `RedisFull` and `PinLost` only for a request with `pin`, `FleetUnknown`
+    only for one without.
 
-    policy  what each episode says of the policy beside its version: run, lineage_id and digest of the initial model
-    wait_s  longest wait for Redis to say which engines there are
+    policy  fields that describe the policy in each episode, besides its version: run, lineage_id, digest of the
+            initial model
+    wait_s  timeout for the first engine table from Redis
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Episodes:
         stats.gauges["evaluations"] = lambda: self._requests
 
     async def run(self, request: EpisodesRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """Finished episodes, as they end. Closing the iterator cancels those in flight and lets go of the pin."""
+        """Yield episodes as they end. Closing the iterator cancels those in flight and releases the pin."""
         self._requests += 1
         try:
             if not request.pin:
@@ -123,18 +124,18 @@ class Episodes:
             self._requests -= 1
 
     async def _look(self) -> None:
-        """Waits for the first answer of Redis: whether there is a learner is not known before that."""
+        """Wait for the first engine table from Redis: until then it is unknown whether there is a learner."""
         try:
             async with asyncio.timeout(self._wait_s):
                 while not self._fleet.looked:
                     await self._fleet.changed(timeout_s=LOOK_S)
         except TimeoutError:
-            raise FleetUnknown(f"Redis did not say for {self._wait_s:g} s which engines there are") from None
+            raise FleetUnknown(f"Redis did not return the list of engines within {self._wait_s:g} s") from None
 
     async def _all(
         self, request: EpisodesRequest, lost: asyncio.Future[None] | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """lost  fails when the version cannot be held any more: so do we then, and what has ended is not lost"""
+        """Run the episodes. Raise the error of `lost` when it fails: the version can no longer be held."""
         places = asyncio.Semaphore(request.concurrency)
         ended: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
         tasks = [
@@ -174,7 +175,7 @@ class Episodes:
             self._search if request.search else NoSearch(),
             Sampling(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k or -1),
             group=f"{id(request)}-{question.id}",
-            # without a learner there is no newest version: any engine will do
+            # without a learner there is no newest version: use any engine
             pinned=request.pin or self._fleet.table.target is None,
         )
         self._stats.counts["episodes"] += 1
@@ -222,14 +223,14 @@ def _labels(segment: Segment) -> list[str]:
 
 
 def _versions(result: EpisodeResult) -> list[str]:
-    """The policy versions that sampled an episode, in their order; none for one that failed before its first token."""
+    """Return the labels of the versions that sampled an episode, oldest first; empty if no token was sampled."""
     return list(dict.fromkeys(label for segment in result.trajectory.segments for label in _labels(segment)))
 
 
 def summarise(episodes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the episodes that say something about the policy; `failed` counts the others.
+    """Return means over the valid episodes; `failed` counts the others.
 
-    em is None when the settings measure no exact match. versions: how many of them are of each version.
+    `em` is None when the settings do not compute exact match. `versions` counts the episodes of each version.
     """
     valid = [e for e in episodes if Status(e["status"]).is_valid]
     scored = [e["rewards"]["em"] for e in valid if "em" in e["rewards"]]

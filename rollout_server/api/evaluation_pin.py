@@ -1,8 +1,9 @@
-"""The evaluation pin: one policy version for all evaluations that run here at the same time.
+"""The evaluation pin: one policy version for all evaluations that run on this server at the same time.
 
-A key in Redis makes nodes put off weight swaps while it lives. It holds no promise by itself (a swap may have begun,
-a node may die), so the version is also chosen here: only engines that hold it serve, and what was sampled by another
-is repeated. Where an engine has the role `eval`, only engines of that role stand still, and training goes on.
+Nodes postpone weight swaps while the pin's key exists in Redis. The key alone guarantees nothing (a swap may have
+started, a node may die), so the version is also chosen here: only engines with that version are used, and episodes
+sampled at another one are repeated. If any engine has the role `eval`, only those engines are pinned and training
+continues on the others.
 """
 
 from __future__ import annotations
@@ -27,29 +28,30 @@ from rollout_server.metrics import Stats
 log = logging.getLogger(__name__)
 
 PIN_MS = 10_000
-"""The pin outlives a server that dies by so much. Renewed five times as often."""
+"""Lifetime of the pin in Redis, in ms: it outlives a killed server by at most this. Renewed five times per lifetime."""
 SETTLE_S = 0.3
-"""A node may just have looked for the pin and begun a swap: so long until it says that it is loading."""
+"""A node may have checked for the pin just before it was set and started a swap. Time until that node reports
+LOADING."""
 LOOK_S = 0.2
-"""How often a request that wants the pin looks for an engine that is ready."""
+"""Interval at which a request that needs the pin checks for a READY engine."""
 GAP_S = 1.0
-"""Between two pins: time enough for nodes to look at the key and to begin the swap that waits."""
+"""Gap between two pins: long enough for nodes to check the key and start the postponed swap."""
 REST_S = 5.0
-"""The next pin waits for so long when swaps have stood still for half of max_s or more, so that they take place."""
+"""Pause before the next pin when swaps were postponed for half of max_s or more, so that they can take place."""
 LOST = (NodeState.QUARANTINED, NodeState.GONE)
-"""An engine in such a state will not serve its version again."""
+"""States in which an engine will not serve its version again."""
 
 
 class PinLost(ForayError):
-    """The version of an evaluation cannot be held (any more), so the episodes that are left have none to run at."""
+    """The version of an evaluation can no longer be held, so its remaining episodes cannot run."""
 
 
 class EvaluationPin:
-    """Holds one version while at least one request here wants it.
+    """Holds one version while at least one request on this server needs it.
 
-    max_s      longest time that swaps of engines which train may stand still for overlapping evaluations
-    wait_s     longest wait for an engine that is ready
-    tokenizer  fingerprint of the server's own; engines that name another do not count
+    max_s      maximum time that overlapping evaluations may postpone the weight swaps of training engines
+    wait_s     timeout for a READY engine
+    tokenizer  fingerprint of the server's tokenizer; engines that report another one are ignored
     """
 
     def __init__(
@@ -59,31 +61,32 @@ class EvaluationPin:
         self._max_s, self._wait_s, self._tokenizer = max_s, wait_s, tokenizer
         self._holders: set[asyncio.Future[None]] = set()
         self._keeping: asyncio.Task[None] | None = None
-        self._changing = asyncio.Lock()  # the last to leave must not remove what the next has just set
+        self._changing = asyncio.Lock()  # the last holder must not remove the key that the next one has just set
         self._still_since: float | None = None
-        """Since when swaps of engines that train stand still, over pins that follow each other closely."""
+        """When the weight swaps of training engines were first postponed, across pins that follow each other
+        closely."""
         self._free_at = -math.inf
-        """When the key of the last pin was gone."""
+        """When the key of the last pin was removed, or will have expired."""
         self._eval_engines = self._used = False
         self._why = ""
         """Why the version was lost."""
         self._others_at = -PIN_MS / 1000
-        """When the key was last seen in another server's name."""
+        """When the key was last seen to belong to another server."""
         stats.gauges["pinned_evaluations"] = self._waited_for
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version that is held."""
+        """The pinned version."""
         return self._fleet.pin
 
     def _waited_for(self) -> int:
-        """Requests for which engines that train put off new weights."""
+        """Return the number of requests for which training engines postpone new weights."""
         return len(self._holders) if self._keeping is not None and not self._eval_engines else 0
 
     def confirms(self, labels: Collection[str]) -> bool:
-        """Whether an episode sampled at the versions `labels` is one of the version that is held.
+        """Return whether an episode sampled at the versions `labels` was sampled at the pinned version only.
 
-        From the first one on, this version is the evaluation's: it is not exchanged for another one any more.
+        After the first such episode the pinned version is final.
         """
         fits = self.version is None or set(labels) <= {self.version.label}
         self._used = self._used or (fits and bool(labels))
@@ -91,9 +94,9 @@ class EvaluationPin:
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[asyncio.Future[None]]:
-        """The pin for the time of the block. The future fails with PinLost when the version is lost meanwhile.
+        """Hold the pin inside the block. The future fails with PinLost if the version is lost meanwhile.
 
-        Raises RedisUnavailable when the pin cannot be set, PinLost when no engine becomes ready.
+        Raises RedisUnavailable when the pin cannot be set, PinLost when no engine becomes READY.
         """
         lost = asyncio.get_running_loop().create_future()
         self._holders.add(lost)
@@ -103,12 +106,12 @@ class EvaluationPin:
                     await self._begin()
                     self._keeping = asyncio.create_task(self._keep(), name="evaluation-pin")
                 elif self._keeping.done():
-                    raise PinLost(self._why)  # of those who hold it still; the next request gets a new one
+                    raise PinLost(self._why)  # for its remaining holders; the next request gets a new pin
             yield lost
         finally:
             self._holders.discard(lost)
             if lost.done():
-                lost.exception()  # seen, or asyncio would complain
+                lost.exception()  # retrieved, so that asyncio does not warn
             async with self._changing:
                 if not self._holders:
                     if self._keeping is not None:
@@ -117,10 +120,10 @@ class EvaluationPin:
                     await self._end()
 
     async def _begin(self) -> None:
-        """Sets the pin once an engine is ready, and chooses the version.
+        """Set the pin once an engine is READY, and choose the version.
 
-        Not before: an engine that has to load its first version would wait for the end of the evaluation, and the
-        evaluation for the engine.
+        Not before: an engine that must load its first version would wait for the evaluation, and the evaluation for the
+        engine.
         """
         await self._let_swap()
         deadline = time.monotonic() + self._wait_s
@@ -133,15 +136,15 @@ class EvaluationPin:
                 if self._choose():
                     self._used = False
                     return
-                await self._end()  # all of them have just begun to load
+                await self._end()  # all of them have just started to load
             if time.monotonic() > deadline:
-                raise PinLost(f"no engine was ready for {self._wait_s:g} s")
+                raise PinLost(f"no engine became ready within {self._wait_s:g} s")
             await asyncio.sleep(LOOK_S)
 
     async def _let_swap(self) -> None:
-        """Rests where swaps have stood still for long, so that each pin may last for at least half of max_s.
+        """Pause if swaps were postponed for long, so that each pin may last for at least half of max_s.
 
-        A gap of GAP_S, or engines that all hold the newest version, end the time that swaps stand still.
+        The postponement ends after a gap of GAP_S, or when all engines hold the newest version.
         """
         if self._still_since is None:
             return
@@ -154,7 +157,7 @@ class EvaluationPin:
         self._still_since = None
 
     def _swaps_wait(self) -> bool:
-        """Whether an engine that trains does not hold the newest version."""
+        """Return whether a training engine does not hold the newest version."""
         table = self._fleet.table
         return table.target is not None and any(
             engine.role == "rollout" and engine.version != table.target and engine.state not in LOST
@@ -162,7 +165,7 @@ class EvaluationPin:
         )
 
     def _left_s(self) -> float:
-        """Seconds for which swaps may go on to stand still; without end where only engines of role `eval` do."""
+        """Return for how many more seconds swaps may be postponed; infinite if only engines of role `eval` are."""
         if self._eval_engines:
             return math.inf
         if self._still_since is None:
@@ -170,7 +173,7 @@ class EvaluationPin:
         return self._still_since + self._max_s - time.monotonic()
 
     def _choose(self) -> bool:
-        """Holds the version that most engines have, the newest of these; False while none is ready."""
+        """Choose the version that most READY engines have (ties: the newest). Return False when no engine is READY."""
         ready = self._fleet.table.pinned(self._tokenizer)
         found = Counter(engine.version for engine in ready)
         if not found:
@@ -182,15 +185,16 @@ class EvaluationPin:
     async def _keep(self) -> None:
         try:
             self._lose(await self._renew())
-        except ForayError as error:  # what no patience mends: a Redis that denies us the key
+        except ForayError as error:  # a retry does not help, e.g. when Redis denies access to the key
             self._lose(str(error))
 
     async def _renew(self) -> str:
-        """Consumes time and the engine table; produces a pin that does not lapse; waits a fifth of its life.
+        """Consumes the engine table; produces a pin that does not expire; waits a fifth of its lifetime.
 
-        Ended by cancellation, or when the version is lost (no engine holds it, or it was held for too long): says why.
+        Ended by cancellation, or when the version is lost (no engine holds it, or it was held for too long): returns
+        the reason.
         """
-        backoff = Backoff("pinning the versions for an evaluation", self._stats.waits, longest_s=PIN_MS / 5000)
+        backoff = Backoff("renewing the evaluation pin", self._stats.waits, longest_s=PIN_MS / 5000)
         there_at = time.monotonic()
         while True:
             await asyncio.sleep(max(0.0, min(PIN_MS / 5000, self._left_s())))
@@ -201,7 +205,7 @@ class EvaluationPin:
                 return f"no engine holds version {self.version and self.version.label} any more"
             if self._left_s() <= 0:
                 return (
-                    f"engines kept their version for {self._max_s:g} s (rollout.pin_max_s), and training has to go on"
+                    f"engines kept their version for {self._max_s:g} s (rollout.pin_max_s), and training must continue"
                 )
             try:
                 await self._set()
@@ -214,7 +218,7 @@ class EvaluationPin:
         return any(e.version == self.version and e.state not in LOST for e in self._fleet.table.engines.values())
 
     def _lose(self, why: str) -> None:
-        log.warning("an evaluation ends: %s", why)
+        log.warning("ending an evaluation: %s", why)
         self._why = why
         for holder in self._holders:
             holder.set_exception(PinLost(why))
@@ -230,20 +234,20 @@ class EvaluationPin:
         return raw.decode(errors="replace").removeprefix(EVAL_ENGINES_ONLY) == self._stats.id
 
     async def _end(self) -> None:
-        """Lets go. Another server's pin must not go with ours: where one was seen lately, the key is left to lapse."""
+        """Release the pin. If another server's pin was seen recently, let the key expire instead of removing it."""
         self._fleet.pin = None
         removed = time.monotonic() > self._others_at + PIN_MS / 1000 and await self._remove()
         if not self._eval_engines:
             self._free_at = time.monotonic() + (0.0 if removed else PIN_MS / 1000)
 
     async def _remove(self) -> bool:
-        """Whether the key is not ours any more."""
+        """Remove the key if it belongs to this server. Return False if Redis is unavailable."""
         key = self._redis.keys.evaluation
         try:
             (holder,) = await self._redis.batch(("GET", key))
             if holder is not None and self._is_ours(holder):
                 await self._redis.batch(("DEL", key))
         except RedisUnavailable as error:
-            log.info("the evaluation pin is left to lapse: %s", error)
+            log.info("the evaluation pin is left to expire: %s", error)
             return False
         return True

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the rollout server, made from the models that check the requests. Pure."""
+"""The OpenAPI 3.1 document of the rollout server, built from the models that validate the requests. Pure."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def describe() -> Object:
     finished = {JSON: {"schema": EPISODES}, EVENTS: {}}
     episodes = {
         "200": {"description": "finished episodes; server-sent events where `stream` was true", "content": finished},
-        "400": response("what is wrong with the body", ERROR),
-        "408": response("the body did not come in time", ERROR),
+        "400": response("what is wrong with the request", ERROR),
+        "408": response("the body did not arrive in time", ERROR),
         "413": response("the body is too large", {"type": "string"}, TEXT),
         "503": response("the version cannot be pinned, or Redis does not answer", ERROR),
     }
@@ -80,16 +80,16 @@ def describe() -> Object:
 
     paths = {
         "/health": {
-            "get": operation({"200": response("well", HEALTH)}, summary="The event loop turns.", security=OPEN)
+            "get": operation({"200": response("healthy", HEALTH)}, summary="The event loop runs.", security=OPEN)
         },
-        "/ready": {"get": operation(ready, summary="Redis answers and an engine takes requests.", security=OPEN)},
+        "/ready": {"get": operation(ready, summary="Redis answers and an engine accepts requests.", security=OPEN)},
         "/status": get("Target, engines, counters.", response("state", STATUS)),
         "/metrics": get("Prometheus.", response("metrics", {"type": "string"}, TEXT)),
         "/openapi.json": get("This document.", response("OpenAPI", {"type": "object"})),
         "/v1/episodes": {
             "post": operation(
                 episodes | refusals,
-                summary="Questions in, finished episodes out.",
+                summary="Run episodes for questions.",
                 body={"$ref": REF.format(model="EpisodesRequest")},
             )
         },

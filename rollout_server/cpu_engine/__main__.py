@@ -1,4 +1,4 @@
-"""`python -m rollout_server.cpu_engine --model-path DIR`: read flags and config.json first, then import torch."""
+"""`python -m rollout_server.cpu_engine --model-path DIR`: reads flags and config.json before importing torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_server.cpu_engine.model.config import read_model_config
 
 
 def main() -> int:
-    """Exit code: 0 after a clean stop, 2 for an error of the user's."""
+    """Return the exit code: 0 after a clean stop, 2 for a user error."""
     settings = parse()
     return exit_code(lambda: _serve(settings))
 

@@ -1,4 +1,4 @@
-"""Settings of one engine and its command line. Imports no torch, so that `--help` answers at once."""
+"""Settings and command line of the engine. Does not import torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class EngineSettings(Settings):
-    """What one embedded engine is started with."""
+    """Settings of one embedded engine."""
 
     model_path: Path
-    """Directory in Hugging Face layout: config.json, safetensors, tokenizer.json."""
+    """Model directory in Hugging Face layout: config.json, safetensors, tokenizer.json."""
     host: str = "127.0.0.1"
-    """Address to listen on. Any but loopback needs an API key."""
+    """Address to listen on. Addresses other than loopback require an API key."""
     port: int = Field(default=30000, ge=0, le=65535)
-    """TCP port; 0 takes a free one and prints it."""
+    """TCP port; 0 picks a free one and prints it."""
     max_running: int = Field(default=128, ge=1, le=4096)
-    """Most requests decoded together (slots)."""
+    """Maximum number of requests decoded together (batch slots)."""
     max_total_tokens: int = Field(default=0, ge=0)
-    """Most tokens whose keys and values are held, running and cached together; 0: as many as fit in 1 GiB."""
+    """KV cache size in tokens, for running requests and cached prefixes; 0: as many as fit in 1 GiB."""
     weight_version: str = "default"
-    """Label of the weights in `model_path`, reported with every token until the first update."""
+    """Version label of the weights in `model_path`, reported with every token until the first update."""
     date: Date | None = None
-    """Day (2026-01-31) that a chat template with a date in it says: the run's, for prompts as in training. Without one:
-    the day (UTC) of the engine's start."""
+    """Date (YYYY-MM-DD) for chat templates that contain one. Use the run's, for the same prompts as in training.
+    Default: the day (UTC) of the engine's start."""
     threads: int = Field(default=1, ge=1)
-    """Threads of torch."""
+    """Number of torch threads."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of weights and cache; logits and log-probs are always float32."""
+    """dtype of weights and KV cache; logits and log-probs are always float32."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the API key of all routes; empty: none."""
+    """Name of the environment variable with the API key of all routes; empty: no key."""
     admin_api_key_env: str = ""
-    """Name of the environment variable that holds the key of the control routes; empty: none."""
+    """Name of the environment variable with the admin key of the control routes; empty: no key."""
     stream_interval: int = Field(default=1, ge=1)
-    """Tokens after which a stream gets its next chunk, unless its sampling parameters say otherwise."""
+    """Tokens per chunk of a stream, if its sampling parameters do not set it."""
     incremental_streaming_output: bool = False
-    """Send in each chunk of a stream only what is new, instead of all since the beginning."""
+    """Send only the new tokens in each chunk of a stream, instead of all tokens so far."""
     update_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """Longest wait for the trainer, in joining an update group and in receiving one broadcast, seconds."""
+    """Timeout in seconds for the trainer, when joining an update group and when receiving a broadcast."""
     seed: int = 0
-    """Seed of requests that bring no `sampling_seed`."""
+    """Seed for requests without `sampling_seed`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message that is logged to standard error."""
+    """Minimum level of messages logged to standard error."""
 
 
 def parse(argv: Sequence[str] | None = None) -> EngineSettings:
-    """The command line as settings; leaves the process with code 2 on a wrong flag, as argparse does."""
+    """Parse the command line. Exits with code 2 on a wrong flag, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="python -m rollout_server.cpu_engine",
-        description="Inference engine for small models on CPUs that speaks SGLang's HTTP API.",
+        description="Inference engine for small models on CPUs, with SGLang's HTTP API.",
     )
     for name, field in EngineSettings.model_fields.items():
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
@@ -83,12 +83,12 @@ def parse(argv: Sequence[str] | None = None) -> EngineSettings:
 
 
 def read_keys(settings: EngineSettings, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """(API key, admin key), "" where none is set. Raises UserError for a named but empty variable, or an open bind."""
+    """Return (API key, admin key), "" for none. Raises UserError if a named variable is empty, or a key is needed."""
     keys = tuple(_secret(name, environ) for name in (settings.api_key_env, settings.admin_api_key_env))
     if settings.host not in LOOPBACK and not keys[0]:
         raise UserError(
             f"refusing to listen on {settings.host} without an API key",
-            why="everybody who reaches this port could generate and replace weights",
+            why="anyone who can reach this port could generate text and replace the weights",
             todo="export FORAY_ENGINE_KEY=$(openssl rand -hex 24) and add --api-key-env FORAY_ENGINE_KEY",
         )
     return keys[0], keys[1]
@@ -99,5 +99,5 @@ def _secret(name: str, environ: Mapping[str, str]) -> str:
         return ""
     value = environ.get(name, "").strip()
     if not value:
-        raise UserError(f"the environment variable {name} is not set", why="it should hold a key of the engine")
+        raise UserError(f"the environment variable {name} is not set", why="it must contain a key of the engine")
     return value

@@ -1,1 +1,1 @@
-"""Tasks in, groups out: the engine table, leases, running a task, publishing."""
+"""The engine table, task leases, running a task, and publishing its group."""

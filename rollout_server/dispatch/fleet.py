@@ -1,7 +1,7 @@
-"""The fleet: which engines there are, at which version, and which version is wanted. Read from Redis, twice a second.
+"""The fleet: the registered engines with their versions, and the target version. Read from Redis twice a second.
 
-The table is a frozen value that is replaced whole, so a reader never sees half of a change. When Redis is away the
-last table stays: the engines are still there, and generation goes on.
+The table is immutable and replaced as a whole, so a reader never sees half of a change. While Redis is unavailable the
+last table stays in use: the engines still run, and generation continues.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ M = TypeVar("M", EngineInfo, WeightUpdate)
 
 
 class RunCompatibility:
-    """Whether this process and the learner can work together: `Keys.meta`, compared at the start and at every change.
+    """Checks that this process and the learner are compatible: compares `Keys.meta` at the start and at every change.
 
-    Which run this process belongs to is said by the lineage id in its run directory; where it can read none (another
-    disk), by the first one that it sees in Redis. A learner that takes the run over for another lineage thus ends the
-    processes of the one before: their settings, prompts and rewards are not its own.
+    The lineage id in the run directory identifies the run of this process. If the directory is not readable (another
+    disk), the first lineage id seen in Redis does. When a learner takes the run id over for another lineage, the
+    processes of the old lineage stop: their settings, prompts and rewards may differ.
 
-    facts  settings that should be the learner's, by their names in `RunMeta.facts`; another value is logged
+    facts  settings that must equal the learner's, by their names in `RunMeta.facts`; a different value is logged
     """
 
     def __init__(self, run: RunSettings, **facts: object) -> None:
@@ -53,20 +53,20 @@ class RunCompatibility:
         try:
             self._tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
         except OSError:
-            self._tokenizer = ""  # reported where the tokenizer is loaded
+            self._tokenizer = ""  # set by the process that loads the tokenizer
         self._last: RunMeta | None = None
         self._lineage_id = ""
 
     @property
     def lineage_id(self) -> str:
-        """Which run this process works for; "" while no learner has said so."""
+        """Lineage id of the run that this process works for; "" before a learner has written it."""
         return self._lineage_id
 
     def check(self, raw: Mapping[bytes, bytes]) -> None:
-        """Compare with what the learner wrote; raises UserError when this process must not go on.
+        """Compare with the meta of the learner. Raises UserError when this process must stop.
 
-        Called at every look at Redis: only what is new is compared, and so logged once. No meta is an older learner
-        (or none yet), and fine.
+        Called at every read of Redis. Unchanged meta is not compared again, so each difference is logged once. Missing
+        meta (an older learner, or none yet) is accepted.
         """
         if (lineage_id := lineage_id_of(raw)) and lineage_id != self._lineage_id:
             self._compare(raw, lineage_id)
@@ -78,16 +78,16 @@ class RunCompatibility:
             raise error
         if theirs.schema[1] != SCHEMA_MINOR:
             log.warning(
-                "the learner writes schema %d.%d, this process %d.%d: they can read each other; upgrade the older one",
+                "the learner uses schema %d.%d and this process %d.%d. They are compatible, but upgrade the older one",
                 *(*theirs.schema, SCHEMA_MAJOR, SCHEMA_MINOR),
             )
         for name, ours in self._facts.items():
             if name in theirs.facts and theirs.facts[name] != ours:
-                log.warning("run.%s is %s here and %s at the learner", name, ours, theirs.facts[name])
+                log.warning("run.%s is %s in this process and %s in the learner", name, ours, theirs.facts[name])
         self._last = theirs
 
     def _compare(self, raw: Mapping[bytes, bytes], lineage_id: str) -> None:
-        """Compare a lineage in Redis that is new to this process with its own. Raises UserError."""
+        """Compare a lineage id that is new in Redis with the one of this process. Raises UserError if they differ."""
         run = self._run
         try:
             ours = lineage_id_in((run.dir / LINEAGE_FILE).read_text(errors="replace"))
@@ -105,43 +105,43 @@ def _elsewhere(raw: Mapping[bytes, bytes], run: RunSettings, whose: str) -> User
         run=run.id,
         redis=redacted(run.redis_url),
         ours=whose,
-        todo="to work for the run in Redis (a learner may have taken it over), start this process again with that "
-        "run's configuration and run.dir; else give your run another run.id, for all of its processes",
+        todo="to join the run in Redis (a learner may have taken it over), restart this process with that run's "
+        "configuration and run.dir; otherwise set another run.id in all processes of your run",
     )
 
 
 @dataclass(frozen=True)
 class FleetTable:
-    """What Redis said last. `target` None: no learner has published yet. `done`: the run is over."""
+    """The last state read from Redis. `target` None: no learner has published yet. `done`: the run is over."""
 
     engines: dict[str, EngineInfo] = field(default_factory=dict)
     target: PolicyVersion | None = None
     done: bool = False
 
     def routable(self, engine: EngineInfo, *, max_lag: int, tokenizer: str = "") -> bool:
-        """Whether training traffic may go to `engine`: READY, of the current epoch, at most `max_lag` steps behind.
+        """Return whether `engine` may get training requests: READY, current epoch, at most `max_lag` steps behind.
 
-        tokenizer  fingerprint of the rollout server's own; an engine that names another would be fed other words
+        tokenizer  fingerprint of the rollout server's tokenizer; an engine with another one would read other text
         """
         return not self.unroutable_reason(engine, max_lag=max_lag, tokenizer=tokenizer)
 
     def unroutable_reason(self, engine: EngineInfo, *, max_lag: int, tokenizer: str = "") -> str:
-        """Why `engine` gets no training traffic, in a few words; "" when it may."""
+        """Return why `engine` gets no training requests, in a few words; "" if it may."""
         if not same_tokenizer(engine, tokenizer):
-            return "another tokenizer"
+            return "a different tokenizer"
         if engine.role != "rollout":
-            return f"for {engine.role} only"
+            return f"reserved for role {engine.role}"
         if engine.state is not NodeState.READY:
             return str(engine.state)
         if self.target is None:
-            return "no version is wanted yet"
+            return "no target version yet"
         if engine.epoch != self.target.epoch:
-            return f"of epoch {engine.epoch}, not {self.target.epoch}"
+            return f"epoch {engine.epoch}, target epoch {self.target.epoch}"
         behind = self.target.step - engine.step
-        return f"{behind} steps behind, {max_lag} are allowed" if behind > max_lag else ""
+        return f"{behind} steps behind, at most {max_lag} allowed" if behind > max_lag else ""
 
     def pinned(self, tokenizer: str = "", version: PolicyVersion | None = None) -> list[EngineInfo]:
-        """Engines for evaluation: those with the role, or any READY one where none has it; only those at `version`."""
+        """Return the engines for evaluation at `version`: those with role `eval`, or all READY ones if none has it."""
         ready = [e for e in self.engines.values() if e.state is NodeState.READY and same_tokenizer(e, tokenizer)]
         if version is not None:
             ready = [e for e in ready if e.version == version]
@@ -149,12 +149,12 @@ class FleetTable:
 
 
 def same_tokenizer(engine: EngineInfo, tokenizer: str) -> bool:
-    """False only where both sides name a tokenizer and the names differ."""
+    """Return False only if both sides report a tokenizer and the fingerprints differ."""
     return not (engine.tokenizer and tokenizer) or engine.tokenizer == tokenizer
 
 
 class Fleet:
-    """Keeps `table` fresh. `changed()` wakes those who wait for an engine."""
+    """Keeps `table` up to date. `changed()` wakes coroutines that wait for an engine."""
 
     def __init__(
         self, redis: RedisClient, waits: WaitTimer, *, poll_s: float, compatibility: RunCompatibility | None = None
@@ -162,17 +162,17 @@ class Fleet:
         self._redis, self._waits, self._poll_s, self._compatibility = redis, waits, poll_s, compatibility
         self.table = FleetTable()
         self.pin: PolicyVersion | None = None
-        """The version that evaluations run at (`rollout_server.api.evaluation_pin`). None: any."""
+        """Pinned version of evaluations (`rollout_server.api.evaluation_pin`). None: any."""
         self.read_at = -math.inf
-        """When Redis answered last, by the monotonic clock."""
+        """Monotonic time of the last answer from Redis."""
         self.listeners: list[Callable[[FleetTable], None]] = []
-        """Called with the table at every read, whether or not it changed. Must not raise."""
+        """Called with the table after every read, changed or not. Must not raise."""
         self._changed = asyncio.Event()
         self._garbage: set[str] = set()
 
     @property
     def looked(self) -> bool:
-        """Whether Redis has answered at all, and the learner's meta fits ours."""
+        """Whether Redis has answered at least once and the learner's meta is compatible."""
         return self.read_at > -math.inf
 
     async def follow(self) -> None:
@@ -189,9 +189,9 @@ class Fleet:
             await asyncio.sleep(self._poll_s)
 
     async def read(self) -> FleetTable:
-        """One look at Redis; raises RedisUnavailable, and UserError when the learner's meta does not fit ours.
+        """Read the table from Redis. Raises RedisUnavailable, or UserError when the learner's meta is not compatible.
 
-        Entries that do not decode are left out and logged once.
+        Entries that cannot be decoded are skipped and logged once.
         """
         keys = self._redis.keys
         now = await self._redis.now()
@@ -211,7 +211,7 @@ class Fleet:
         return FleetTable(engines, update.version if update else None, state == b"done")
 
     def install(self, table: FleetTable) -> None:
-        """Replace the table and wake those who wait when anything that routing looks at is different."""
+        """Replace the table, and wake waiting coroutines if anything relevant for routing changed."""
         before, self.table, self.read_at = self.table, table, time.monotonic()
         if _routing(before) != _routing(table):
             self._changed.set()
@@ -220,7 +220,7 @@ class Fleet:
             listener(table)
 
     async def changed(self, timeout_s: float) -> None:
-        """Returns at the next change of the table, or after timeout_s."""
+        """Return at the next change of the table, or after timeout_s."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -229,7 +229,7 @@ class Fleet:
 
     def _decode(self, kind: type[M], raw: bytes | None, where: str) -> M | None:
         if raw is None:
-            return None  # a registration that lapsed between the two reads, or no target yet
+            return None  # the registration expired between the two reads, or there is no target yet
         try:
             return decode_as(kind, raw)
         except ProtocolError as error:

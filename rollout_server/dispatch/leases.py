@@ -1,8 +1,9 @@
 """Leases on tasks: take them, renew them, and reclaim those of dead servers.
 
-A task that was read stays in the stream's pending list under our name until it is published. As long as we renew the
-lease it is ours; when we stop, another server takes it over after `idle_ms`. So a killed server costs its unfinished
-groups and nothing else, and a server that wakes from a long stop finds that its leases are lost.
+A task that was read stays in the stream's pending list under this consumer's name until its group is published. While
+the lease is renewed, no other server may take the task; after `idle_ms` without renewal, another server takes it over.
+A killed server therefore loses only its unfinished groups, and a server that was suspended for long finds its leases
+lost.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from rollout_server.metrics import Stats
 log = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 3
-"""A task that was delivered more often than this has probably killed its servers: it is given up as poison."""
+"""A task delivered more often than this has probably killed its servers: it is dropped as poison."""
 NO_PROGRESS_S = 3.0
-"""How long a drain waits without any engine: a restarted one may be back by then."""
+"""How long a drain waits while there is no engine: one that is restarting may be back by then."""
 BACKLOG_LOOK_S = 0.05
-"""How often a server under backpressure checks whether it still is."""
+"""Interval at which a server under backpressure checks whether it can lease again."""
 HAND_BACK_S = 3.0
-"""How long an orderly stop tries to hand tasks back. Without it they are taken over later."""
+"""How long a shutdown tries to release tasks. Tasks not released are taken over after their lease timeout."""
 
 
 @dataclass
 class TaskLease:
-    """A task of ours. `entry` is its id in the task stream.
+    """A task leased by this server. `entry` is its id in the task stream.
 
-    publishing  set once its result is on the way: a lost lease then no longer matters, publishing decides
+    publishing  set when its result is being published: a lost lease no longer matters then
     """
 
     entry: str
@@ -49,11 +50,11 @@ class TaskLease:
 
 
 RunTask = Callable[[TaskLease], Awaitable[None]]
-"""Carries a lease to its end: published, replaced by its next attempt, or given up. Raises nothing but bugs."""
+"""Runs a leased task until it is published, replaced by its next attempt, or dropped. Does not raise."""
 
 
 class LeasePool:
-    """The leases of this server. `consumer` is unique to this process, so that no other renews under its name."""
+    """The leases of this server. `consumer` is unique per process, so that no other process renews them."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class LeasePool:
         idle_ms: int,
         backpressure: Callable[[], str] = lambda: "",
     ) -> None:
-        """backpressure  the name of what another group would have to wait for, "" when it could begin. While there is
-        one, tasks stay in the stream: another server may take them."""
+        """backpressure  returns what a new group would have to wait for, "" if it could start. While it is not empty,
+        tasks stay in the stream, where another server may take them."""
         self._redis, self._publisher, self._stats = redis, publisher, stats
         self._consumer, self._concurrency, self._idle_ms = consumer, concurrency, idle_ms
         self._backpressure = backpressure
@@ -80,24 +81,24 @@ class LeasePool:
         self._next_reclaim = 0.0
 
     def accept(self, yes: bool) -> None:
-        """Lease new tasks, or stop leasing. Those in flight go on either way."""
+        """Allow or stop the leasing of new tasks. Tasks in flight continue."""
         if yes:
             self._accepting.set()
         else:
             self._accepting.clear()
 
     def stop(self) -> None:
-        """Lease nothing more, for good: `lease_loop` returns when its read does."""
+        """Stop leasing permanently: `lease_loop` returns after its current read."""
         self._stopping = True
         self._accepting.set()
         self._freed.set()
 
     async def lease_loop(self, group: asyncio.TaskGroup, run_task: RunTask) -> None:
-        """Consumes tasks (new ones, and those whose server fell silent); produces one `run_task` in `group` for each.
+        """Consumes tasks (new, or with an expired lease); produces one `run_task` in `group` for each.
 
-        Waits for a free slot, for permission (`accept`), for engines or retriever (`backpressure`) and for credit: a
-        task in the stream. Unblocked by a finished group, by the clock, by the learner that issues, or by a lease that
-        ran out. Ended by `stop`, within BLOCK_MS.
+        Waits for a free slot, for permission (`accept`), for engines or retriever (`backpressure`) and for a task in
+        the stream. Unblocked by a finished group, by the clock, by the learner that issues tasks, or by an expired
+        lease. Ended by `stop`, within BLOCK_MS.
         """
         waiting = f"waiting for the learner to start run {self._redis.keys.run}"
         backoff = Backoff("leasing tasks", self._stats.waits, at_first=waiting)
@@ -117,15 +118,15 @@ class LeasePool:
                 continue
             backoff.reset()
             for entry, fields in entries:
-                # a Redis that lost its last second hands out once more what we already work on
+                # a Redis that lost its last second of writes delivers tasks again that are in flight here
                 lease = await self._decode(entry, fields) if entry not in self.in_flight else None
                 if lease is not None:
                     self._start(group, lease, run_task)
 
     async def renew_loop(self) -> None:
-        """Consumes the leases in flight; produces fresh idle times in Redis; waits a third of `idle_ms`.
+        """Consumes the leases in flight; resets their idle times in Redis; waits a third of `idle_ms`.
 
-        A lease that another server has taken is cancelled here, unless its result is already being published.
+        Cancels a task whose lease another server has taken, unless its result is already being published.
         """
         backoff = Backoff("renewing leases", self._stats.waits, longest_s=self._idle_ms / 6000)
         while True:
@@ -142,10 +143,10 @@ class LeasePool:
     async def drain(
         self, seconds: float, hurry: asyncio.Event, *, can_progress: Callable[[], bool] = lambda: True
     ) -> None:
-        """Let groups in flight finish, for `seconds` or until `hurry`; hand back the tasks of those that did not.
+        """Let groups in flight finish, for `seconds` or until `hurry`. Release the tasks of those that did not.
 
-        can_progress  False while nothing can finish (every engine is gone, as when a whole run is stopped): after
-                      NO_PROGRESS_S of that the wait ends too
+        can_progress  False while no group can finish (there is no engine, as when a whole run is stopped): the wait
+                      also ends after NO_PROGRESS_S of that
         """
         running = {task for _, task in self.in_flight.values()}
         now = hoped = time.monotonic()
@@ -162,14 +163,14 @@ class LeasePool:
         try:
             async with asyncio.timeout(HAND_BACK_S):
                 for lease in unfinished:
-                    log.info("handing back seq %d", lease.task.seq)
+                    log.info("releasing the task of seq %d", lease.task.seq)
                     if await self._publisher.replace(lease.entry, lease.task):
                         self._stats.counts["tasks_released"] += 1
         except TimeoutError:
-            log.warning("Redis is away: the tasks not handed back are taken over when their leases run out")
+            log.warning("Redis is unavailable: tasks not released are taken over when their leases expire")
 
     async def deregister(self) -> None:
-        """Remove our consumer from the group, unless tasks are pending. Raises RedisUnavailable, StateLost."""
+        """Remove this consumer from the group, unless tasks are pending. Raises RedisUnavailable, StateLost."""
         tasks = self._redis.keys.tasks
         async with self._redis.commands() as commands:
             if not await commands.xpending_range(tasks, TASK_GROUP, "-", "+", 1, consumername=self._consumer):
@@ -177,11 +178,11 @@ class LeasePool:
 
     @property
     def free_slots(self) -> int:
-        """Groups that may still be started. Those that only wait to be published are bounded by the spool."""
+        """Number of groups that may be started. Groups that only wait to be published are bounded by the spool."""
         return self._concurrency - sum(not lease.publishing for lease, _ in self.in_flight.values())
 
     def finished(self, lease: TaskLease) -> None:
-        """Note that its group has ended and only has to be published: another one may begin."""
+        """Record that the group of `lease` only waits to be published, so another group may start."""
         lease.publishing = True
         self._freed.set()
 
@@ -196,10 +197,10 @@ class LeasePool:
         return [(entry.decode(), fields) for entry, fields in entries]
 
     async def _reclaim(self) -> list[tuple[str, dict[bytes, bytes]]]:
-        """Tasks whose server fell silent, now ours; looked for a few times within each idle time."""
+        """Take over tasks with expired leases. Checked a few times per `idle_ms`."""
         if time.monotonic() < self._next_reclaim:
             return []
-        # our own first: after an outage of Redis they are idle too, and being claimed counts as a delivery
+        # renew our own first: after an outage of Redis they are idle too, and a claim counts as a delivery
         await self._renew()
         tasks = self._redis.keys.tasks
         async with self._redis.commands(tasks) as commands:
@@ -212,7 +213,7 @@ class LeasePool:
         sound = []
         for raw_entry, fields in entries:
             entry = raw_entry.decode()
-            # an idle time shorter than a stop of ours may hand us what we already work on
+            # if this process was suspended for longer than idle_ms, it may claim tasks that are in flight here
             if fields and entry not in self.in_flight and not await self._poisonous(entry, fields):
                 sound.append((entry, fields))
         self._stats.counts["reclaimed"] += len(sound)
@@ -227,15 +228,15 @@ class LeasePool:
             return False
         lease = await self._decode(entry, fields)
         if lease is not None:
-            detail = f"delivered {deliveries} times without an outcome"
-            log.error("seq %d is given up as poison: %s", lease.task.seq, detail)
+            detail = f"delivered {deliveries} times without a result"
+            log.error("dropping seq %d as poison: %s", lease.task.seq, detail)
             await self._publisher.write_dead_letter(entry, lease.task.seq, fields[b"b"], "task_poison", detail)
-            await self._publisher.emit_event("poison", f"seq {lease.task.seq} is given up: {detail}")
+            await self._publisher.emit_event("poison", f"seq {lease.task.seq} was dropped: {detail}")
             await self._publisher.publish(entry, self.failed(lease.task, "poison", detail))
         return True
 
     def failed(self, task: Task, reason: str, detail: str = "", generated_tokens: int = 0) -> GroupFailed:
-        """The message that gives a task up."""
+        """Return the message that reports a task as failed."""
         return GroupFailed(
             run=self._redis.keys.run,
             seq=task.seq,
@@ -248,13 +249,13 @@ class LeasePool:
         )
 
     async def _decode(self, entry: str, fields: dict[bytes, bytes]) -> TaskLease | None:
-        """The lease on an entry; None when it cannot be read, after it was buried."""
+        """Return the lease on an entry. Write an unreadable entry to the dead letters and return None."""
         raw = fields.get(b"b", b"")
         seq = number_of(fields.get(b"seq", b"")) or None
         try:
             task = decode_as(Task, raw)
             if task.seq != seq:
-                raise ProtocolError(f"the body is of seq {task.seq}")
+                raise ProtocolError(f"the body has seq {task.seq}")
         except ProtocolError as error:
             self._stats.counts["unreadable_tasks"] += 1
             await self._publisher.dead_letter(entry, seq, raw, error, self._redis.keys.run)
@@ -270,7 +271,7 @@ class LeasePool:
         self._stats.distribute("task_queue_age_seconds", max(0.0, time.time() - issued_s))
         running = group.create_task(_carry(run_task, lease), name=f"seq-{lease.task.seq}")
         self.in_flight[lease.entry] = (lease, running)
-        # a callback and not a `finally`: a task that is cancelled before its first step runs no `finally`
+        # a callback, because a task that is cancelled before its first step does not run its `finally`
         running.add_done_callback(ended)
 
     async def _renew(self) -> None:
@@ -281,10 +282,10 @@ class LeasePool:
         for entry in sorted(set(entries) - {raw.decode() for raw in mine}):
             lease, task = self.in_flight.get(entry, (None, None))
             if lease is not None and task is not None and not lease.publishing:
-                log.warning("the lease on seq %d is lost: another server has it", lease.task.seq)
+                log.warning("lost the lease on seq %d: another server has taken it over", lease.task.seq)
                 self._stats.counts["leases_lost"] += 1
                 task.cancel()
-                await self._publisher.emit_event("lease-lost", f"another server has taken seq {lease.task.seq}")
+                await self._publisher.emit_event("lease-lost", f"another server has taken over seq {lease.task.seq}")
 
 
 async def _carry(run_task: RunTask, lease: TaskLease) -> None:

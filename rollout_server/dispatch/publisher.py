@@ -1,10 +1,10 @@
-"""Publish finished groups: sealed, then sent by one server-side function that also acknowledges the task.
+"""Publish finished groups: encode and sign them, and send them to a Redis function that also acknowledges the task.
 
-Publishing twice is safe, and that is what makes it simple: after any error the same call is made again, and `DUP`
-(this task was published before, by us or by the server that took it over) is a success.
+Publishing is idempotent: after any error the same call is repeated, and `DUP` (the task was already published, by this
+server or by one that took it over) counts as success.
 
-While Redis is away or full, finished groups wait here: that is the spool. It is bounded by the
-check of `spool_full` before another group begins.
+While Redis is unavailable or full, finished groups wait in memory: the spool. It is bounded because no group starts
+while `spool_full`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rollout_server.metrics import Stats
 log = logging.getLogger(__name__)
 
 DLQ_LENGTH = 1000
-"""Entries kept in the dead-letter stream."""
+"""Maximum length of the dead-letter stream."""
 DLQ_BYTES = 1 << 16
-"""Bytes kept of one dead letter: with DLQ_LENGTH of them the stream stays below 64 MiB."""
+"""Maximum bytes per dead letter: with DLQ_LENGTH entries the stream stays below 64 MiB."""
 
 
 class GroupPublisher:
-    """Publishes by task entry id. All but `emit_event` wait while Redis is away, full or has lost its state."""
+    """Publishes by task entry id. All but `emit_event` wait while Redis is unavailable, full or has lost its state."""
 
     def __init__(
         self, redis: RedisClient, stats: Stats, *, spool_groups: int = 32, spool_bytes: int = 512 << 20
@@ -42,7 +42,7 @@ class GroupPublisher:
         self._redis, self._stats = redis, stats
         self._spool_groups, self._spool_bytes = spool_groups, spool_bytes
         self._spool: dict[str, tuple[float, int]] = {}
-        """task entry -> (since when, by the monotonic clock; bytes)"""
+        """task entry -> (start of the wait, monotonic; bytes)"""
         stats.gauges |= {
             "spooled_groups": lambda: self.spooled,
             "spooled_bytes": lambda: self.spooled_bytes,
@@ -51,29 +51,29 @@ class GroupPublisher:
 
     @property
     def spooled(self) -> int:
-        """Groups that have ended and wait to be published, or for their task to be put back."""
+        """Number of finished groups that wait to be published, or for their task to be released."""
         return len(self._spool)
 
     @property
     def spooled_bytes(self) -> int:
-        """What they take."""
+        """Bytes of the groups in the spool."""
         return sum(size for _, size in self._spool.values())
 
     @property
     def spool_age_s(self) -> float:
-        """Seconds that the oldest of them has waited: Redis is away or full, or very slow."""
+        """Age of the oldest group in the spool, in seconds. Large when Redis is unavailable, full or very slow."""
         now = time.monotonic()
         return max((now - since for since, _ in self._spool.values()), default=0.0)
 
     @property
     def spool_full(self) -> bool:
-        """Whether so much waits for Redis that no other group should begin."""
+        """Whether the spool has reached a limit, so that no other group should start."""
         return self.spooled >= self._spool_groups or self.spooled_bytes >= self._spool_bytes
 
     async def publish(self, entry: str, message: TrajectoryGroup | GroupFailed) -> bool:
-        """True when this call (or an earlier try of it) published, False when the task was published before.
+        """Publish `message`. Return False if the task was already published.
 
-        Two tries of one server look like those of two servers, so a DUP after a lost reply counts as a duplicate too.
+        A DUP after a lost reply counts as a duplicate too: the first try may have come from another server.
         """
         try:
             header, body = seal(message)
@@ -99,10 +99,10 @@ class GroupPublisher:
         return reply
 
     async def replace(self, entry: str, task: Task, tokens: int = 0) -> bool:
-        """Put `task` in the place of the one at `entry`; False when another server has settled that.
+        """Replace the task at `entry` with `task`. Return False if another server has already settled that entry.
 
-        With the next attempt's number this is a retry; with the same number the task is handed back, and another
-        server takes it at once rather than after our lease has run out. `tokens` were sampled in vain.
+        With the next attempt number this is a retry. With the same number it releases the task: another server can
+        lease it at once instead of after the lease timeout. `tokens` is the number of tokens sampled and discarded.
         """
         backoff = Backoff(f"replacing the task of seq {task.seq}", self._stats.waits)
         keys, body = [self._redis.keys.tasks, self._redis.keys.tokens], encode(task)
@@ -121,31 +121,31 @@ class GroupPublisher:
             self._spool.pop(entry, None)
 
     async def dead_letter(self, entry: str, seq: int | None, raw: bytes, error: ProtocolError, run: str) -> None:
-        """Write a task that cannot be read to the dead-letter stream, and a failed attempt of its seq, if known."""
+        """Write an unreadable task to the dead-letter stream, and publish its seq as failed if it is known."""
         reason = f"{TASK_UNREADABLE}{error.reason}"
-        log.error("task %s (seq %s) is unreadable: %s: %s", entry, seq, reason, error)
+        log.error("cannot read task %s (seq %s): %s: %s", entry, seq, reason, error)
         await self.write_dead_letter(entry, seq, raw, reason, str(error))
-        backoff = Backoff(f"burying task {entry}", self._stats.waits)
+        backoff = Backoff(f"writing the dead letter of task {entry}", self._stats.waits)
         if seq is not None:
             await self.publish(entry, GroupFailed(run=run, seq=seq, attempt=1, reason=reason, producer=self._stats.id))
         else:
-            # nothing to report it under: the learner's reconciler misses the seq and issues it again
+            # no seq to report: the learner's reconciler finds the seq missing and issues it again
             await retry_until_available(backoff, lambda: self._acknowledge(entry))
 
     async def emit_event(self, kind: str, text: str) -> None:
-        """Append a line to the run's history (`protocol/events.py`). Lost, and counted, when Redis does not take it."""
+        """Append an event to the run's history (`protocol/events.py`); count it as lost if Redis does not accept it."""
         fields = events.fields(self._stats.process, self._stats.id, kind, text)
         flat = [part for pair in fields.items() for part in pair]
         try:
             await self._redis.batch(("XADD", self._redis.keys.events, "MAXLEN", "~", events.MOST, "*", *flat))
         except (RedisUnavailable, StateLost, UserError) as error:
-            log.info("the event %r is not written: %s", kind, error)
+            log.info("could not write the event %r: %s", kind, error)
             self._stats.counts["events_lost"] += 1
 
     async def write_dead_letter(self, entry: str, seq: int | None, raw: bytes, reason: str, detail: str) -> None:
         """Append a dead letter (fields: `deploy/dlq/dead_letters.py`) for the task at `entry`."""
         letter = {"id": entry, "seq": str(seq or 0), "reason": reason, "detail": detail[:1000], "from": self._stats.id}
-        backoff = Backoff(f"keeping evidence of task {entry}", self._stats.waits)
+        backoff = Backoff(f"storing the dead letter of task {entry}", self._stats.waits)
         await retry_until_available(backoff, lambda: self._append_dead_letter(letter, raw))
 
     async def _append_dead_letter(self, letter: dict[str, str], raw: bytes) -> None:
@@ -154,15 +154,15 @@ class GroupPublisher:
         try:
             await self._redis.batch(("XADD", self._redis.keys.dlq, "MAXLEN", "~", DLQ_LENGTH, "*", *flat, *evidence))
         except RedisRefused as error:
-            # it is for operators: the task must not wait for it
-            log.error("evidence of task %s is not kept: %s", letter["id"], error)
+            # dead letters are for operators: the task must not wait for them
+            log.error("could not store the dead letter of task %s: %s", letter["id"], error)
 
     async def _acknowledge(self, entry: str) -> None:
         await self._redis.batch(("XACK", self._redis.keys.tasks, TASK_GROUP, entry))
 
 
 def tokens_of(message: TrajectoryGroup | GroupFailed) -> int:
-    """Tokens that the policy sampled for `message`."""
+    """Return the number of tokens that the policy sampled for `message`."""
     if isinstance(message, GroupFailed):
         return message.generated_tokens
     return sum(t.num_sampled for t in message.trajectories)

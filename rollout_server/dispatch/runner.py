@@ -1,4 +1,4 @@
-"""One lease to its end: run the group, then publish it, pass the task on to its next attempt, or give it up."""
+"""Run the group of one leased task, then publish it, reissue the task as its next attempt, or report it as failed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rollout_server.rollout.trajectory import OnProgress, ShouldStop
 log = logging.getLogger(__name__)
 
 RunGroup = Callable[[Task, ShouldStop, OnProgress], Awaitable[TrajectoryGroup | GroupRejected]]
-"""Runs all trajectories of a task's question."""
+"""Runs all trajectories for the question of a task."""
 
 
 class TaskRunner:
-    """Carries a lease to its end; `LeasePool.lease_loop` calls it for every lease."""
+    """Runs one leased task to its end. `LeasePool.lease_loop` calls it for every lease."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class TaskRunner:
         try:
             outcome = await self._run_group(task, self.too_old, progress)
         except Exception as error:
-            # a bug met by one question must not end the groups of others: it is logged, counted and reported
-            log.exception("seq %d broke", task.seq)
+            # a bug triggered by one question must not end other groups: it is logged, counted and reported
+            log.exception("unexpected error in seq %d", task.seq)
             outcome = GroupRejected(f"error_{type(error).__name__}", str(error)[:2000], 0)
         finally:
             self.trajectories_in_flight -= unfinished
@@ -70,9 +70,9 @@ class TaskRunner:
         await self._settle(lease, outcome)
 
     def too_old(self, first: PolicyVersion) -> bool:
-        """Whether a group whose oldest token is of version `first` has fallen too far behind to be finished.
+        """Return whether a group whose oldest token has version `first` is too far behind the target to be finished.
 
-        Across epochs steps cannot be compared here: what the learner does with such a group is its decision.
+        Steps of different epochs cannot be compared here: the learner decides about such a group.
         """
         target = self._fleet.table.target
         return target is not None and target.epoch == first.epoch and target.step - first.step > self._max_lag
@@ -84,7 +84,7 @@ class TaskRunner:
             return
         self._stats.counts["groups_rejected"] += 1
         log.warning(
-            "seq %d, attempt %d of %d, is rejected: %s (%s)",
+            "rejected seq %d, attempt %d of %d: %s (%s)",
             *(task.seq, task.attempt, self._max_attempts, outcome.reason, outcome.detail),
         )
         if task.attempt < self._max_attempts:

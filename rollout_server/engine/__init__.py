@@ -1,1 +1,1 @@
-"""Engines: the interface, the HTTP client, routing and failover, admission control."""
+"""Engines: the interface, the HTTP client, routing, failover, admission control."""

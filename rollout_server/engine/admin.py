@@ -19,9 +19,9 @@ from rollout_server.engine.client import CONTROL_TIMEOUT_S, EngineHttp, json_obj
 
 @dataclass(frozen=True)
 class WeightChecksums:
-    """Of an engine's weights.
+    """Checksums of an engine's weights.
 
-    whole    of all of them, comparable between engines of one kind and layout
+    whole    over all tensors, comparable between engines of one kind and layout
     tensors  sha256 hex by Hugging Face name, in the engine's dtype; empty where it has another layout (SGLang)
     """
 
@@ -30,24 +30,24 @@ class WeightChecksums:
 
 
 class EngineAdmin:
-    """One engine at `url`. `session` is shared and owned by the caller; `name` goes into errors. Raises EngineError."""
+    """One engine at `url`. The caller owns `session`; `name` appears in errors. Methods raise EngineError."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "") -> None:
         self._http = EngineHttp(session, url, name=name)
         self.name = self._http.name
 
     def use_keys(self, api_key: str, admin_key: str) -> None:
-        """The keys of the engine that is there from now on: every incarnation has its own."""
+        """Set the keys of the engine: every incarnation has different ones."""
         self._http.use_keys(api_key, admin_key)
 
     async def health(self, *, timeout_s: float) -> None:
-        """Raises EngineError unless the engine has just generated a token: a live HTTP port alone proves nothing."""
+        """Raise EngineError unless the engine can generate a token: an open HTTP port alone proves nothing."""
         await self._http.call(
             "GET", "/health_generate", None, timeout_s=timeout_s, headers=self._http.open_headers, parse=False
         )
 
     async def paused(self) -> bool:
-        """Whether it answers and generates nothing because it was paused (or is still starting): `GET /ready`."""
+        """Return whether the engine answers but does not generate (`GET /ready`): it is paused or still starting."""
         try:
             await self._http.call(
                 "GET", "/ready", None, timeout_s=CONTROL_TIMEOUT_S, headers=self._http.open_headers, parse=False
@@ -59,41 +59,41 @@ class EngineAdmin:
     async def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> dict[str, Any]:
-        """A route that changes nothing: SGLang opens it with the API key, and not with the admin key."""
+        """Call a read-only route: SGLang accepts the API key for it, and not the admin key."""
         headers = self._http.open_headers
         reply = await self._http.call(method, path, body, timeout_s=timeout_s, headers=headers)
         return json_object(reply, self.name)
 
     async def version(self) -> PolicyVersion | None:
-        """The policy version that the engine says it holds; None for a label that is not ours."""
+        """Return the policy version that the engine reports; None for a label in another format."""
         info = await self.model_info()
         return PolicyVersion.parse(str(info.get("weight_version", "")))
 
     async def model_info(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
-        """`GET /model_info`: answers at once even while the engine is paused."""
+        """Return `GET /model_info`. Answers at once, even while the engine is paused."""
         return await self._ask("GET", "/model_info", timeout_s=timeout_s)
 
     async def server_info(self) -> dict[str, Any]:
-        """`GET /server_info`: how it was started. SGLang's scheduler answers it, so it may hang with that one."""
+        """Return `GET /server_info`: its start arguments. Hangs if SGLang's scheduler hangs."""
         return await self._ask("GET", "/server_info")
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """`POST /tokenize`: ids of `text` without special tokens; None where the answer holds none."""
+        """Return the ids of `text` without special tokens (`POST /tokenize`); None if the answer has none."""
         body = {"model": "default", "prompt": text, "add_special_tokens": False}
         return (await self._ask("POST", "/tokenize", body)).get("tokens")
 
     async def scheduler_figures(self, *, timeout_s: float) -> Any:
-        """What `GET /v1/loads` says of each scheduler, as it is: it differs as soon as one of them has done a step.
+        """Return `GET /v1/loads` unchanged, for each scheduler. It changes whenever a scheduler completes a step.
 
-        The HTTP side answers at once, from what its scheduler wrote last.
+        The HTTP process answers at once, with the last values of its schedulers.
         """
         return (await self._ask("GET", "/v1/loads", None, timeout_s)).get("loads")
 
     async def loads(self) -> dict[str, float]:
-        """`GET /v1/loads`, summed over data-parallel ranks.
+        """Return `GET /v1/loads`, summed over data-parallel ranks.
 
-        running, waiting, tokens_per_s, token_usage, max_running, max_tokens (of the KV cache), and retractions since
-        the start, 0 where the engine does not say.
+        Keys: running, waiting, tokens_per_s, token_usage, max_running, max_tokens (of the KV cache), and retractions
+        since the start. 0 for a value that the engine does not report.
         """
         reply = await self._ask("GET", "/v1/loads")
         ranks = reply.get("loads") or [reply]
@@ -113,7 +113,7 @@ class EngineAdmin:
         return out | {"token_usage": out["token_usage"] / len(ranks)}
 
     async def counter(self, name: str) -> float:
-        """A counter in `GET /metrics`, summed over its labels; 0.0 where the engine does not count that."""
+        """Return a counter in `GET /metrics`, summed over its labels; 0.0 if the engine does not have it."""
         text = await self._http.call(
             "GET", "/metrics", None, timeout_s=CONTROL_TIMEOUT_S, headers=self._http.open_headers
         )
@@ -126,34 +126,34 @@ class EngineAdmin:
             raise EngineError("bad_output", self.name, f"/metrics: {error}") from None
 
     async def pause(self, mode: Literal["retract", "in_place", "abort"]) -> None:
-        """Hold every request: `retract` requeues them, so that no key or value of the old version survives."""
+        """Pause generation. `retract` requeues the running requests, so that no KV entry of the old version remains."""
         await self._http.control("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """`POST /continue_generation`: requests that were held, or came meanwhile, go on."""
+        """Resume generation (`POST /continue_generation`), for paused requests and those that arrived meanwhile."""
         await self._http.control("POST", "/continue_generation", {})
 
     async def flush_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Clear the prefix cache."""
         await self._http.control("POST", "/flush_cache")
 
     async def abort(self, rid: str = "", *, everything: bool = False) -> None:
-        """Abort the request `rid`, or all of them; the engine answers the same for ids it does not know."""
+        """Abort the request `rid`, or all. The engine gives the same answer for unknown ids."""
         await self._http.control("POST", "/abort_request", {"rid": rid, "abort_all": everything})
 
     async def update_weights_from_disk(self, path: str, *, label: str, flush: bool, timeout_s: float) -> None:
-        """Load the directory `path` and call it `label`. Raises EngineError; the weights may then be half changed."""
+        """Load weights from the directory `path` as version `label`. After EngineError, the weights may be mixed."""
         body = {"model_path": path, "weight_version": label, "flush_cache": flush, "abort_all_requests": False}
         reply = json_object(await self._http.control("POST", "/update_weights_from_disk", body, timeout_s), self.name)
         if reply.get("success") is not True:
             raise EngineError("refused", self.name, str(reply.get("message", "update failed"))[:500])
 
-    # --- weights over a group of which the learner is rank 0 ---
+    # --- weights through a process group in which the learner is rank 0 ---
 
     async def join_group(self, view: WeightView, rank_offset: int, *, timeout_s: float) -> None:
-        """`POST /init_weights_update_group`: answers when every rank has joined.
+        """`POST /init_weights_update_group`: returns when every rank has joined.
 
-        Raises EngineError. An engine whose peers never come may be stuck beyond the timeout: only its end helps then.
+        Raises EngineError. An engine whose peers never join may hang longer than the timeout: it must be restarted.
         """
         body = {
             "master_address": view.address,
@@ -166,18 +166,18 @@ class EngineAdmin:
         await self._weights("/init_weights_update_group", body, timeout_s)
 
     async def leave_group(self, group: str, *, timeout_s: float) -> None:
-        """`POST /destroy_weights_update_group`; refused when there is none of that name."""
+        """`POST /destroy_weights_update_group`. Raises EngineError if there is no group of that name."""
         await self._weights("/destroy_weights_update_group", {"group_name": group}, timeout_s)
 
     async def begin_update(self, *, timeout_s: float) -> None:
-        """`POST /begin_weight_update`: SGLang refuses buckets outside of such a session, and a second one."""
+        """`POST /begin_weight_update`: SGLang accepts buckets only inside such a session, and only one session."""
         await self._weights("/begin_weight_update", {}, timeout_s)
 
     async def receive_bucket(self, bucket: WeightBucket, group: str, *, flattened: bool, timeout_s: float) -> None:
-        """`POST /update_weights_from_distributed`: joins one broadcast (each tensor's own unless `flattened`).
+        """`POST /update_weights_from_distributed`: join one broadcast (one per tensor unless `flattened`).
 
-        No label goes along: SGLang would call a model so that has received one bucket of many. Raises EngineError;
-        the weights may then be half changed.
+        Sends no label: SGLang would apply it after the first of many buckets. After EngineError, the weights may be
+        mixed.
         """
         body = {
             "names": list(bucket.names),
@@ -195,12 +195,12 @@ class EngineAdmin:
         await self._weights("/end_weight_update", {}, timeout_s)
 
     async def label(self, label: str) -> None:
-        """Call the weights `label`; requests in flight stay (by default SGLang would end them)."""
+        """Set the version label of the weights. Requests in flight continue (by default SGLang would abort them)."""
         body = {"new_version": label, "abort_all_requests": False}
         await self._weights("/update_weight_version", body, CONTROL_TIMEOUT_S)
 
     async def checksums(self, *, timeout_s: float) -> WeightChecksums:
-        """What the engine holds."""
+        """Return the checksums of the engine's weights."""
         reply = json_object(
             await self._http.control("POST", "/weights_checker", {"action": "checksum"}, timeout_s), self.name
         )
@@ -216,7 +216,7 @@ class EngineAdmin:
     # --- adapters ---
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
-        """`POST /load_lora_adapter`; one of that name that is there already counts as loaded. Raises EngineError."""
+        """`POST /load_lora_adapter`. An adapter of that name that is already loaded is accepted. Raises EngineError."""
         body = {"lora_name": name, "lora_path": path}
         try:
             await self._weights("/load_lora_adapter", body, timeout_s)
@@ -225,7 +225,7 @@ class EngineAdmin:
                 raise
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        """`POST /unload_lora_adapter`: SGLang answers when no request uses it any more."""
+        """`POST /unload_lora_adapter`: SGLang answers when no request uses the adapter any more."""
         await self._weights("/unload_lora_adapter", {"lora_name": name}, timeout_s)
 
     async def _weights(self, path: str, body: dict[str, Any], timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Admission control: what this server has in flight at each engine, how much may be, and the queue for it."""
+"""Admission control: requests in flight at each engine, their limit, and the queue of waiting turns."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from rollout_server.engine.selection import tokens_of_others
 
 SHRINK = 0.7
 PERIOD_S = 2.0
-"""Least seconds between two changes: a node's heartbeat, so that the engine's answer to the last change is seen."""
+"""Minimum seconds between two changes of a limit: a node's heartbeat, so that the effect of a change is visible."""
 RETURNING = 1.5
 """Factor on the limit for later turns of trajectories that were generated at this engine."""
 UNKNOWN_CAPACITY = 1024
-"""Limit for an engine that does not say how many requests it runs together."""
+"""Initial limit for an engine that does not report its maximum batch size."""
 REMEMBERED_GROUPS = 65_536
-"""Groups whose age is remembered."""
+"""Number of groups whose age is remembered."""
 RECHECK_S = 0.5
-"""How often waiting turns are looked at: an engine's ejection may end without any change in Redis."""
+"""Interval at which the queue is checked: an engine's ejection may end without a change in Redis."""
 
 Shortage = Literal["engine", "window"]
-"""What queued turns wait for: any engine that may be asked, or capacity at one of those that may."""
+"""What queued turns wait for: a usable engine, or capacity at one."""
 
 
 class AimdLimit:
-    """Most requests in flight from here to one incarnation of an engine: additive increase, multiplicative decrease.
+    """Limit of requests in flight to one incarnation of an engine: additive increase, multiplicative decrease.
 
-    An engine with too many requests puts some back for want of KV cache and computes them again (a retraction), or lets
-    them queue, where they grow stale and cannot go elsewhere. Several rollout servers that shrink and grow by the same
-    rule share an engine fairly without coordination (Chiu and Jain, 1989).
+    An engine with too many requests retracts some (frees their KV cache and computes them again later) or queues them,
+    where they become stale and cannot be routed to another engine. Rollout servers that follow the same rule share an
+    engine fairly without coordination (Chiu and Jain, 1989).
 
-    Starts at what the engine runs together (`max_running`). Ceiling: that and a headroom of a sixteenth, which waits at
-    the engine and fills the gap when another ends. Floor: a sixteenth. Shrinks to 0.7 of itself when more than
-    twice the headroom wait there, or requests were retracted since the last look; grows by the headroom when it was
-    full and the engine was quiet. It never shrinks again before the last time has had its effect: before as many
-    requests are in flight as may be, later turns of trajectories (`RETURNING`) included where there were any.
+    * Start: the engine's maximum batch size (`max_running`).
+    * Ceiling: `max_running` plus a headroom of a sixteenth, which queues at the engine and fills the batch when another
+      request ends. Floor: a sixteenth.
+    * Shrinks to 0.7 of its size when more than twice the headroom is queued at the engine, or requests were retracted
+      since the last observation. Grows by the headroom when it was reached and neither was the case.
+    * Does not shrink again before the last decrease has taken effect: before the requests in flight have fallen to the
+      limit, including the allowance for later turns of trajectories (`RETURNING`) if there were any.
     """
 
     def __init__(self, engine: EngineInfo, now: float) -> None:
@@ -63,10 +65,10 @@ class AimdLimit:
         return int(self._size)
 
     def has_capacity(self, *, returning: bool = False) -> bool:
-        """Whether one more request may go. A limit that was reached may grow.
+        """Return whether one more request may be sent. A limit that was reached may grow.
 
-        returning  a later turn of a trajectory that was generated here: it may exceed the limit by half, since the
-                   wait for this engine costs less than computing its prefix again at another
+        returning  a later turn of a trajectory that was generated at this engine. It may exceed the limit by half,
+                   since waiting costs less than computing the prefix again at another engine.
         """
         free = self.in_flight < self.size * (RETURNING if returning else 1.0)
         self._was_full = self._was_full or not free
@@ -74,7 +76,7 @@ class AimdLimit:
         return free
 
     def observe(self, engine: EngineInfo, now: float) -> None:
-        """Shrink or grow by what the engine reports now."""
+        """Adjust the limit to the load that the engine reports."""
         if now - self._changed_at < PERIOD_S:
             return
         quiet = engine.waiting <= self._headroom
@@ -91,7 +93,7 @@ class AimdLimit:
 
 
 def incarnation_key(engine: EngineInfo) -> str:
-    """Return the key under which everything known of an engine is kept: a restarted one starts without a past."""
+    """Return the key of all state kept for an engine. A restarted engine has a new key, so its state is reset."""
     return f"{engine.id}/{engine.incarnation}"
 
 
@@ -100,18 +102,18 @@ class _EngineLoad:
     limit: AimdLimit
     tokens: int = 0
     foreign: float = 0.0
-    """tokens of other rollout servers, by the last heartbeat"""
+    """tokens of other rollout servers, estimated from the last heartbeat"""
 
 
 class InflightTracker:
-    """Requests and tokens in flight at each engine incarnation. `adaptive` False: there is always capacity."""
+    """Requests and tokens in flight at each engine incarnation. `adaptive` False: no limit."""
 
     def __init__(self, *, adaptive: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._adaptive, self._clock = adaptive, clock
         self._loads: dict[str, _EngineLoad] = {}
 
     def update(self, engines: Iterable[EngineInfo]) -> None:
-        """Take in the engine table. Incarnations that are gone are forgotten when their last request is."""
+        """Apply a new engine table. The state of a removed incarnation is deleted when its last request has ended."""
         now = self._clock()
         present = {incarnation_key(engine): engine for engine in engines}
         for engine in present.values():
@@ -123,41 +125,41 @@ class InflightTracker:
             del self._loads[key]
 
     def has_capacity(self, engine: EngineInfo, *, returning: bool = False) -> bool:
-        """Whether one more request may go there. `returning`: see `AimdLimit.has_capacity`."""
+        """Return whether one more request may be sent to `engine`. `returning`: see `AimdLimit.has_capacity`."""
         return self._load_of(engine).limit.has_capacity(returning=returning) or not self._adaptive
 
     def load(self, engine: EngineInfo) -> float:
-        """Tokens in flight there: ours, prompt and allowance for the answer, and what others seem to have."""
+        """Return the tokens in flight at `engine`: ours (prompt plus maximum answer), and an estimate of the rest."""
         load = self._load_of(engine)
         return load.tokens + load.foreign
 
     def add(self, engine: EngineInfo, size: int) -> None:
-        """Count a request of `size` tokens that goes there."""
+        """Count a request of `size` tokens to `engine`."""
         load = self._load_of(engine)
         load.limit.in_flight += 1
         load.tokens += size
 
     def remove(self, engine: EngineInfo, size: int) -> None:
-        """Stop counting a request that is over."""
+        """Stop counting a request that has ended."""
         load = self._load_of(engine)
         load.limit.in_flight -= 1
         load.tokens -= size
 
     def limit(self, engine: EngineInfo) -> int | None:
-        """Requests that may be in flight there; None: any number."""
+        """Return the limit of requests in flight at `engine`; None: no limit."""
         return self._load_of(engine).limit.size if self._adaptive else None
 
     def requests(self, engine: EngineInfo) -> int:
-        """Requests of ours in flight there."""
+        """Return the number of requests from this server in flight at `engine`."""
         return self._load_of(engine).limit.in_flight
 
     def tokens(self, engine: EngineInfo) -> int:
-        """Tokens of ours in flight there."""
+        """Return the number of tokens from this server in flight at `engine`."""
         return self._load_of(engine).tokens
 
     @property
     def in_flight(self) -> int:
-        """Requests of ours in flight anywhere."""
+        """Return the number of requests from this server in flight at all engines."""
         return sum(load.limit.in_flight for load in self._loads.values())
 
     def _load_of(self, engine: EngineInfo) -> _EngineLoad:
@@ -169,7 +171,7 @@ class InflightTracker:
 
 
 class TryAcquire(Protocol):
-    """Takes capacity for a request, given how often each engine has failed it; None while there is none.
+    """Take capacity for a request, given how often each engine has failed it. Return None if there is none.
 
     returning  only at the engine that generated the trajectory's earlier turns
     """
@@ -190,15 +192,15 @@ class _Waiter:
 
 
 class RequestQueue:
-    """Turns that wait for an engine, the oldest group first, so that groups end one after the other.
+    """Turns that wait for an engine. The oldest group comes first, so that groups finish one after another.
 
-    Training and evaluation (`pinned`) queue apart, since they may use different engines. Call `dispatch` whenever
-    capacity may have come free.
+    Training and evaluation (`pinned`) have separate queues, since they may use different engines. Call `dispatch`
+    whenever capacity may have become free.
 
     try_acquire  takes capacity at an engine for a request
-    release      returns the capacity that was taken for a turn which was then cancelled
+    release      returns capacity that was taken for a turn which was then cancelled
     shortage     what a queue waits for now
-    wait_s       how long a turn may wait while there is no engine that may be asked
+    wait_s       timeout for a turn while no engine is usable
     """
 
     def __init__(
@@ -222,9 +224,9 @@ class RequestQueue:
         return sum(not waiter.engine.done() for queue in self._queues.values() for waiter in queue)
 
     async def acquire(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
-        """Return an engine with capacity taken for the request. Raises EngineError("no_engine").
+        """Take capacity for the request and return its engine. Raises EngineError("no_engine").
 
-        At once when there is capacity and nothing waits, or when the engine of an earlier turn has capacity for it.
+        Returns at once if there is capacity and the queue is empty, or if the engine of the earlier turns has capacity.
         """
         age = self._age(request.group)
         queue = self._queues[request.pinned]
@@ -247,7 +249,7 @@ class RequestQueue:
             raise
 
     def dispatch(self) -> None:
-        """Admit waiting turns as long as there is capacity; start and stop the timers of what they wait for."""
+        """Admit waiting turns while there is capacity. Start and stop the wait timers."""
         while self._dispatch_one():
             pass
         shortage = {self._shortage(pinned) for pinned, queue in self._queues.items() if queue}
@@ -258,7 +260,7 @@ class RequestQueue:
             self._open_waits.pop(cause).__exit__(None, None, None)
 
     def _dispatch_one(self) -> bool:
-        """Admit the head of a queue, training or evaluation: the one whose group was seen first, if it fits."""
+        """Admit the head of the training or the evaluation queue: the one with the older group that has capacity."""
         for queue in self._queues.values():
             while queue and queue[0].engine.done():  # cancelled
                 heapq.heappop(queue)
@@ -270,7 +272,7 @@ class RequestQueue:
         return False
 
     def _tick(self) -> None:
-        """Dispatch, end waits that are past their deadline, and come back while any turn waits."""
+        """Dispatch, fail turns past their deadline, and schedule the next tick while any turn waits."""
         loop = asyncio.get_running_loop()
         self.dispatch()
         for pinned, queue in self._queues.items():
@@ -278,14 +280,14 @@ class RequestQueue:
                 continue
             for waiter in queue:
                 if not waiter.engine.done() and loop.time() >= waiter.deadline:
-                    error = EngineError("no_engine", detail=f"none may take a request for {self._wait_s:g} s")
+                    error = EngineError("no_engine", detail=f"no engine was usable for {self._wait_s:g} s")
                     waiter.engine.set_exception(error)
         self._ticking = any(self._queues.values())
         if self._ticking:
             loop.call_later(RECHECK_S, self._tick)
 
     def _age(self, group: str) -> int:
-        """Return one number for all turns of a group; the earlier it was first seen, the smaller."""
+        """Return the sort key of a group, the same for all its turns: older groups have smaller keys."""
         age = self._ages.setdefault(group, next(self._numbers))
         if len(self._ages) > REMEMBERED_GROUPS:
             self._ages.popitem(last=False)

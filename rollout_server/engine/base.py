@@ -1,7 +1,7 @@
-"""The interface to inference: what a rollout needs of it, and how it may fail.
+"""The interface to inference: `Generate`, its request and result, and its errors.
 
-Rollout code knows `Generate` and nothing of engines, routing or HTTP. `router.py` is the real one,
-`tests/support/fake_engine.py` the scripted one.
+Rollout code depends on `Generate` only, not on engines, routing or HTTP. `router.py` implements it;
+`tests/support/fake_engine.py` is a scripted fake.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from protocol.messages import Sampling, VersionSpan
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled in one turn.
+    """The sampled tokens of one turn.
 
     ids            [n] token ids, stop string included: never trimmed
     logprobs       [n] natural logarithms of softmax(logits / T) at the sampled ids, T = `Sampling.temperature`, over
                    the whole vocabulary: NOT renormalised to what top-p and top-k left. At T = 0 (greedy) the engine
-                   takes the likeliest token and T = 1 for the log-prob: it is the model's own, and no importance
-                   ratio can be formed with it, since the token was not drawn. The settings travel with the group.
-    spans          policy versions that cover [0, n) without a gap
+                   takes the most likely token, and T = 1 for the log-prob. It is not usable in importance ratios, since
+                   the token was not sampled. The settings are stored with the group.
+    spans          policy versions, which cover [0, n) without gaps
     finish_reason  "stop" (a stop string or end-of-sequence token), "length" or "abort"
-    matched        the stop string or token id that ended it, None otherwise
+    matched        the stop string or token id that ended the turn, or None
     engine         id of the engine that sampled the last token
-    pieces         requests that it was sampled in; more than one when an engine failed in the middle
+    pieces         number of requests that it took; more than one when an engine failed in the middle
     """
 
     ids: list[int]
@@ -44,11 +44,11 @@ class Completion:
 class GenerateRequest:
     """One turn to be generated.
 
-    ids       every token so far: prompt, policy and environment
-    session   id of the trajectory: its turns stick to one engine, whose prefix cache holds the earlier turns
-    group     id of the group: its trajectories start together on one engine, sharing the prompt
-    sampling  sent with every request, so that the log-probs mean what the group says of them
-    pinned    evaluation: any READY engine will do, whatever the target version is
+    ids       all tokens so far: prompt, policy and environment
+    session   id of the trajectory: its turns stay at one engine, whose prefix cache holds the earlier turns
+    group     id of the group: its trajectories start at one engine and share the prompt
+    sampling  sent with every request, so that the log-probs match the settings stored with the group
+    pinned    evaluation: use any READY engine, whatever the target version is
     """
 
     ids: Sequence[int]
@@ -65,24 +65,24 @@ FaultOf = Literal["engine", "request", "network", "fleet"]
 
 FAULTS: Mapping[str, FaultOf] = MappingProxyType(
     {
-        "unreachable": "network",  # no connection, or lost before the answer began
+        "unreachable": "network",  # no connection, or lost before the answer started
         "cut": "network",  # lost in the middle of the answer
-        "timeout": "engine",  # not done within the time for a whole call
-        "stalled": "engine",  # began to answer, then said nothing for too long
+        "timeout": "engine",  # not finished within the timeout of a call
+        "stalled": "engine",  # started to answer, then sent nothing for too long
         "http_500": "engine",  # any 5xx, and an internal error inside a stream
-        "denied": "engine",  # 401, 403, 404, ...: another key, or no engine at all
-        "bad_output": "engine",  # wrong lengths, NaN, ids of another vocabulary, garbage: nothing of it is believed
-        "refused": "request",  # 400, 413, 422: every engine would say so
-        "aborted": "fleet",  # the engine ended it itself: it drains, or its update or its queue asked for it
-        "withdrawn": "fleet",  # the engine table took the engine away while it generated
-        "no_engine": "fleet",  # none could be asked within the time for waiting
+        "denied": "engine",  # 401, 403, 404, ...: a wrong key, or not an engine
+        "bad_output": "engine",  # wrong lengths, NaN, ids outside the vocabulary, garbage: all of it is dropped
+        "refused": "request",  # 400, 413, 422: every engine would reject it
+        "aborted": "fleet",  # aborted by the engine: it drains, updates its weights, or its queue is full
+        "withdrawn": "fleet",  # the engine table removed the engine during the call
+        "no_engine": "fleet",  # no engine was usable within the wait timeout
     }
 )
-"""Cause of an EngineError -> whose fault it is."""
+"""Cause of an EngineError -> where the fault is."""
 
 
 class EngineError(ForayError):
-    """No usable completion. `cause` is one of FAULTS, a word for metrics; `engine` says at which engine it happened."""
+    """There is no usable completion. `cause` is one of FAULTS and used in metrics; `engine` is the id of the engine."""
 
     def __init__(self, cause: str, engine: str = "", detail: str = "") -> None:
         super().__init__(f"{cause} at {engine or 'no engine'}: {detail}" if detail else f"{cause} at {engine}")
@@ -90,11 +90,11 @@ class EngineError(ForayError):
 
     @property
     def fault(self) -> FaultOf:
-        """Whose fault it was."""
+        """Where the fault is."""
         return FAULTS.get(self.cause, "engine")
 
 
 class Generate(Protocol):
-    """Generates one turn; raises EngineError when no engine could, after every retry that makes sense."""
+    """Generate one turn. Raises EngineError when no engine could, after all useful retries."""
 
     async def __call__(self, request: GenerateRequest) -> Completion: ...

@@ -1,7 +1,7 @@
-"""Client of one engine that speaks SGLang's HTTP API, real SGLang or the embedded CPU engine: generation.
+"""Generation client for one engine with SGLang's HTTP API: SGLang or the embedded CPU engine.
 
-Answers are streamed, so that what an engine has sampled is here when it dies. Everything that can go wrong comes out
-as an EngineError with a cause.
+Answers are streamed, so that the sampled tokens are kept when an engine dies. Every failure is an EngineError with a
+cause.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from rollout_server.engine.continuation import TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens, StreamDecoder, cause_of_status
 
 GRACE_S = 1.0
-"""How long an engine may take to end a stream whose last chunk has come."""
+"""Timeout for the end of a stream whose last chunk has arrived, in seconds."""
 RECHECK_S = 1.0
-"""How often an engine that may be silent is looked at again."""
+"""Interval at which a stalled engine that may pause is checked again, in seconds."""
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "FORAY_ENGINE_API_KEY", "FORAY_ENGINE_ADMIN_KEY"
 CONTROL_TIMEOUT_S = 30.0
-"""Deadline of a control call that computes nothing."""
+"""Timeout of a control call that does not compute, in seconds."""
 KEEP_ALIVE_S = 4.0
-"""An idle connection is closed from here after so long. SGLang's server does it after 5 s, and a request that crosses
-that closing would look like an engine that has died."""
+"""Idle connections are closed by the client after this time. SGLang's server closes them after 5 s, and a request sent
+at that moment would look like a dead engine."""
 STREAM_INTERVAL = 8
-"""Tokens between two chunks: what is lost at most when an engine dies."""
+"""Tokens per chunk: the maximum that is lost when an engine dies."""
 CONNECT_S = 5.0
 LARGEST_ANSWER = 64 << 20
-"""Bytes of an answer that is not a stream."""
+"""Maximum bytes of an answer that is not a stream."""
 
 
 def _never() -> bool:
@@ -49,11 +49,11 @@ class EngineCall:
 
     Ends the request with an EngineError when a limit is reached, or on `abort`.
 
-    received    the caller's: whatever ends the call, the tokens are there
+    received    owned by the caller: keeps the tokens however the call ends
     timeout_s   for the whole call
-    stall_s     between two pieces of the answer, once the first has come
-    may_pause   whether the engine is known to be silent for a reason (it loads weights); asked before it is a stall
-    should_end  asked after each piece of the answer: True ends the call at once, without an error
+    stall_s     between two chunks of the answer, after the first
+    may_pause   returns whether the engine has a reason to be silent (it loads weights); then it is not a stall
+    should_end  called after each chunk: True ends the call at once, without an error
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class EngineCall:
         self._scope = asyncio.timeout(None)
         self._deadline = math.inf
         self.last_data_at = -math.inf
-        """When the last piece of the answer came, by the loop's clock."""
+        """Arrival time of the last chunk, by the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
         self._why: EngineError | None = None
         self._open = False
 
     def abort(self, cause: str, detail: str) -> None:
-        """End the call with this error. Does nothing when it has ended already."""
+        """End the call with this error. Has no effect if it has already ended."""
         if self._open:
             self._open = False
             self._why = EngineError(cause, self.received.engine, detail)
             self._scope.reschedule(self._loop.time())
 
     def on_data(self) -> None:
-        """Note that a piece of the answer has come."""
+        """Record that a chunk has arrived."""
         if self.last_data_at == -math.inf and self._stall_s < self._timeout_s:
             self._arm(self._stall_s)
         self.last_data_at = self._loop.time()
@@ -118,34 +118,34 @@ class EngineCall:
         self._timer = self._loop.call_later(seconds, self._check_limits)
 
     def _check_limits(self) -> None:
-        """End the call when a limit has been reached; else look again when the next one may be."""
+        """End the call if a limit has been reached; otherwise schedule the next check."""
         now = self._loop.time()
         if now >= self._deadline:
-            self.abort("timeout", f"not done within {self._timeout_s:g} s, {len(self.received.ids)} tokens")
+            self.abort("timeout", f"not finished within {self._timeout_s:g} s, after {len(self.received.ids)} tokens")
             return
         due = self.last_data_at + self._stall_s if self.last_data_at > -math.inf else self._deadline
         if now >= due:
             if not self._may_pause():
                 self.abort("stalled", f"silent for {self._stall_s:g} s after {len(self.received.ids)} tokens")
                 return
-            self.last_data_at = now  # when it goes on it has the whole time again
+            self.last_data_at = now  # it gets the full stall_s when it continues
             due = now + RECHECK_S
         self._arm(max(0.0, min(due, self._deadline) - now))
 
 
 def pooled_connector() -> aiohttp.TCPConnector:
-    """Return pooled connections to engines, without a limit: `AimdLimit` and the engines bound the requests."""
+    """Return a connection pool without a limit: `AimdLimit` and the engines limit the requests."""
     return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
 
 
 class EngineHttp:
-    """HTTP calls to the engine at `url`: with a deadline, and every failure as an EngineError.
+    """HTTP calls to the engine at `url`, with a timeout, and with every failure as an EngineError.
 
-    SGLang with `--admin-api-key` wants that key for control, and `--api-key` for everything else. Both come from the
-    environment, or from the node that launched the engine (`node/process.py`).
+    SGLang with `--admin-api-key` requires that key for control calls, and `--api-key` for all others. Both come from
+    the environment, or from the node that launched the engine (`node/process.py`).
 
-    session  shared and owned by the caller
-    name     goes into errors
+    session  owned by the caller
+    name     appears in errors
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "", key: str = "") -> None:
@@ -153,14 +153,14 @@ class EngineHttp:
         self.use_keys(os.environ.get(API_KEY_VARIABLE, "") or key, os.environ.get(ADMIN_KEY_VARIABLE, ""))
 
     def use_keys(self, api_key: str, admin_key: str) -> None:
-        """Calls from now on bring these keys, "" for none; without an admin key control calls bring the API key."""
+        """Set the keys of later calls, "" for none. Without an admin key, control calls use the API key."""
         self.open_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.admin_headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else self.open_headers
 
     async def control(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Any:
-        """A call that the admin key opens; the decoded JSON, or the text where the engine answers with that."""
+        """Call a route that requires the admin key. Return the decoded JSON, or the text if the answer is not JSON."""
         return await self.call(method, path, body, timeout_s=timeout_s, headers=self.admin_headers)
 
     async def call(
@@ -173,7 +173,7 @@ class EngineHttp:
         headers: dict[str, str],
         parse: bool = True,
     ) -> Any:
-        """One request and its whole answer, within timeout_s. Raises EngineError."""
+        """Send one request and return its whole answer, within timeout_s. Raises EngineError."""
         deadline = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         try:
             async with self.session.request(
@@ -194,7 +194,7 @@ class EngineHttp:
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:
-    # flush_cache, pause, abort and metrics answer with plain text or nothing
+    # flush_cache, pause, abort and metrics answer with plain text or an empty body
     return await (response.json() if response.content_type == "application/json" else response.text())
 
 
@@ -205,10 +205,10 @@ def json_object(reply: Any, name: str) -> dict[str, Any]:
 
 
 class SglangClient:
-    """One engine at `url`. `session` is shared and owned by the caller; `name` goes into errors and completions.
+    """One engine at `url`. The caller owns `session`; `name` appears in errors and completions.
 
-    adapter  name of the LoRA adapter that answers; "": the weights themselves
-    key      its API key, where the environment holds none (`protocol.runtime.http.auth.engine_key`)
+    adapter  name of the LoRA adapter to generate with; "": the base weights
+    key      its API key, if the environment has none (`protocol.runtime.http.auth.engine_key`)
     """
 
     def __init__(
@@ -228,22 +228,22 @@ class SglangClient:
     async def generate(
         self, request: GenerateRequest, *, version: str, timeout_s: float, vocab_size: int | None = None
     ) -> Completion:
-        """One whole turn from this engine, or an EngineError. `version`: see `stream`."""
+        """Generate one whole turn. Raises EngineError. `version`: see `stream`."""
         received = ReceivedTokens(self.name, request.max_new_tokens, vocab_size=vocab_size, label=version)
         await self.stream(request, EngineCall(received, timeout_s=timeout_s), version=version)
         turn = TurnAssembler(request)
         turn.add(received)
         completion = turn.completion()
         if completion is None:
-            raise EngineError("bad_output", self.name, "the versions of its tokens are not known")
+            raise EngineError("bad_output", self.name, "it does not report the versions of its tokens")
         return completion
 
     async def stream(self, request: GenerateRequest, call: EngineCall, *, version: str) -> None:
         """Generate into `call.received`, until the turn ends or `call.should_end`. Raises EngineError.
 
-        version  label that keeps the prefix cache of this version apart
+        version  label that separates the prefix cache of this version from others
 
-        Leaving (a limit, a cancellation) closes the connection, and the engine then aborts the request.
+        An early end (a limit, a cancellation) closes the connection, and the engine then aborts the request.
         """
         body, received = json.dumps(self._body(request, version)), call.received
         try:
@@ -274,7 +274,7 @@ class SglangClient:
             elif response.content_type == "application/json":
                 await self._read_whole(response, call.received)
             else:
-                raise EngineError("bad_output", self.name, f"an answer of type {response.content_type[:100]}")
+                raise EngineError("bad_output", self.name, f"unexpected content type {response.content_type[:100]}")
 
     async def _read_events(self, response: aiohttp.ClientResponse, call: EngineCall) -> None:
         received = call.received
@@ -288,29 +288,29 @@ class SglangClient:
                     if call.should_end():
                         return
         except asyncio.CancelledError:
-            with suppress(EngineError):  # a chunk that is not sound brings no tokens, and a cancellation goes first
+            with suppress(EngineError):  # an invalid chunk adds no tokens, and a cancellation takes precedence
                 decoder.flush()
             raise
         except aiohttp.ClientError:
-            # of a connection that is lost aiohttp hands out no more, but what had come by then is here
+            # after a lost connection aiohttp delivers no more data; the received tokens are kept
             for data in response.content._buffer:
                 decoder.feed(data)
             decoder.flush()
             raise
         decoder.flush()
         if not received.finish_reason:
-            raise EngineError("cut", self.name, f"no last chunk after {len(received.ids)} tokens")
+            raise EngineError("cut", self.name, f"the stream ended early, after {len(received.ids)} tokens")
 
     async def _read_whole(self, response: aiohttp.ClientResponse, received: ReceivedTokens) -> None:
-        """The answer of an engine that does not stream."""
+        """Read the answer of an engine that does not stream."""
         if (response.content_length or 0) > LARGEST_ANSWER:
-            raise EngineError("bad_output", self.name, f"an answer of {response.content_length} bytes")
+            raise EngineError("bad_output", self.name, f"the answer is too large: {response.content_length} bytes")
         try:
             received.take(json.loads(await response.read()))
         except (ValueError, RecursionError) as error:
             raise EngineError("bad_output", self.name, f"not JSON: {str(error)[:200]}") from None
         if not received.finish_reason:
-            raise EngineError("bad_output", self.name, "an answer without a finish reason")
+            raise EngineError("bad_output", self.name, "the answer has no finish reason")
 
     def _body(self, request: GenerateRequest, version: str) -> dict[str, Any]:
         sampling = request.sampling
@@ -329,7 +329,7 @@ class SglangClient:
         body = {
             "input_ids": [int(i) for i in request.ids],
             "sampling_params": params,
-            # the scheduler matches an abort's rid by prefix: only ids of one length are safe
+            # the scheduler matches the rid of an abort by prefix: only ids of equal length are safe
             "rid": uuid.uuid4().hex,
             "return_logprob": True,
             "logprob_start_len": -1,

@@ -1,8 +1,8 @@
-"""One turn out of one or more requests: what is there, what is still to be asked for, whether it is over. Pure.
+"""Assemble one turn from one or more requests: tokens so far, the remaining request, and the end of the turn. Pure.
 
-An engine ends a turn at a stop string or at an end-of-sequence token, but it sees only what it sampled itself. Of a
-turn that was continued, it does not see a stop string whose beginning came from the engine before; and the last chunk
-of an answer may be lost when everything else is there. So the end is looked for here too, in those two cases.
+An engine ends a turn at a stop string or an end-of-sequence token, but it sees only the tokens that it sampled. In a
+continued turn it misses a stop string that started in the tokens of the previous engine; and the last chunk of an
+otherwise complete answer may be lost. In those two cases the end is detected here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rollout_server.engine.decoding import ReceivedTokens
 
 @dataclass(frozen=True)
 class StopChecker:
-    """Finds the end of a turn in its tokens. `decode`: all ids as text; `eos_ids`: tokens that end a turn."""
+    """Finds the end of a turn in its tokens. `decode` converts ids to text; `eos_ids` are tokens that end a turn."""
 
     decode: Callable[[Sequence[int]], str]
     eos_ids: frozenset[int] = frozenset()
 
     def find(self, ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str | int] | None:
-        """(number of tokens up to and with the one that ends the turn, what ended it); None: it goes on."""
+        """Return (number of tokens up to and including the end, the stop string or token id); None: no end yet."""
         over = next((k for k, i in enumerate(ids, 1) if i in self.eos_ids), 0)
         ids = ids[:over] if over else ids
         text = self.decode(ids)
@@ -38,7 +38,7 @@ class StopChecker:
 
 
 class TurnAssembler:
-    """The tokens of a turn as its pieces come. `stop_checker` None: only engines say when it is over."""
+    """The tokens of a turn while they arrive. `stop_checker` None: rely on the engines to detect the end."""
 
     def __init__(self, request: GenerateRequest, stop_checker: StopChecker | None = None) -> None:
         self._request, self._stop_checker = request, stop_checker
@@ -50,7 +50,7 @@ class TurnAssembler:
         self._finish: tuple[str, str | int | None] | None = None
 
     def add(self, received: ReceivedTokens) -> int:
-        """Add what a request brought. Returns how many of its tokens are left out because their version is unknown."""
+        """Add the tokens of a request. Return how many were dropped because their version is unknown."""
         spans = received.spans()
         sure = spans[-1][2] if spans else 0
         before = len(self.ids)
@@ -66,21 +66,21 @@ class TurnAssembler:
         return len(received.ids) - sure
 
     def remaining_request(self) -> GenerateRequest:
-        """Return the request for what is still to be generated, after the tokens that are there."""
+        """Return the request that continues the turn after the tokens received so far."""
         if not self.ids:
             return self._request
         left = self._request.max_new_tokens - len(self.ids)
         return replace(self._request, ids=[*self._request.ids, *self.ids], max_new_tokens=left)
 
     def ends_within(self, more: Sequence[int]) -> bool:
-        """Whether the turn ends within `more`, which a request that continues it has brought so far."""
+        """Return whether the turn ends within `more`, the tokens received so far from the continuing request."""
         return (
             self._stop_checker is not None
             and self._stop_checker.find([*self.ids, *more], self._request.stop) is not None
         )
 
     def completion(self) -> Completion | None:
-        """Return the turn when it is over, None while it is not."""
+        """Return the completed turn, or None if it is not complete."""
         count, finish = len(self.ids), self._finish
         if self._stop_checker is not None and count and (finish is None or self.pieces > 1):
             found = self._stop_checker.find(self.ids, self._request.stop)
@@ -100,7 +100,7 @@ class TurnAssembler:
         )
 
     def _append_span(self, version: PolicyVersion, start: int, end: int) -> None:
-        """Append a span; one with the last one's version makes that longer."""
+        """Append a span, or extend the last one if it has the same version."""
         if self._spans and self._spans[-1][0] == version:
             start = self._spans.pop()[1]
         self._spans.append((version, start, end))

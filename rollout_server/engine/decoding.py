@@ -1,11 +1,11 @@
-"""Server-sent events of /generate, as tokens in a `ReceivedTokens`: pure.
+"""Decode the server-sent events of /generate into the tokens of a `ReceivedTokens`. Pure.
 
-SGLang's chunks hold all tokens so far, so decoding each one costs the square of the turn's length. Of a chunk that
-adds nothing but tokens only the bytes are kept, until the stream ends or `flush` is called: then the last one
-is decoded and checked, and it holds what the others held.
+SGLang's chunks are cumulative: each holds all tokens so far, so decoding every chunk has a quadratic cost. Chunks that
+only add tokens are therefore kept as bytes; at the end of the stream, or at `flush`, the last one is decoded and
+checked, and it includes all earlier ones.
 
-Nothing that an engine sends is used before it is checked: an id beyond the vocabulary, a NaN or a version span with a
-gap would be trained on. Facts of the API: SGLang 0.5.21 to 0.5.23.
+Everything that an engine sends is validated before use: an id beyond the vocabulary, a NaN or a gap between version
+spans would otherwise be trained on. API behaviour: SGLang 0.5.21 to 0.5.23.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from protocol.versions import PolicyVersion
 from rollout_server.engine.base import EngineError
 
 MAX_LOGPROB = 0.9e-3
-"""A log-prob is at most 0; rounding in the engine's softmax may lift it by a little. Less than the 1e-3 that a message
-takes, which is more than 1e-3 as float32."""
+"""Upper bound of a log-prob: it is at most 0, but rounding in the engine's softmax may exceed that slightly. Below the
+bound of 1e-3 in messages, which as a float32 is more than 1e-3."""
 MIN_LOGPROB = -1e38
-"""They travel as float32, whose least number is -3.4e38."""
+"""Lower bound of a log-prob: they are stored as float32, whose minimum is -3.4e38."""
 MAX_VOCAB = 1 << 31
-"""Ids travel as int32."""
+"""Upper bound of a token id: they are stored as int32."""
 
 Spans = tuple[tuple[PolicyVersion, int, int], ...]
-"""(version, start, end) over the tokens of one request, without gaps."""
+"""(version, start, end) for the tokens of one request, without gaps."""
 
 ABORT_CAUSE = {400: "refused", 500: "http_500"}
-"""Status code in an abort's finish reason -> cause. Any other abort, 503 (the queue is full) included: `aborted`."""
+"""Status code in the finish reason of an abort -> cause. Other aborts, 503 (queue full) included: `aborted`."""
 LONGEST_LINE = 8 << 20
-"""Bytes. A turn of 32768 tokens with log-probs, cumulative, takes less than 2 MB."""
+"""Maximum bytes of a line. A cumulative chunk of 32768 tokens with log-probs has less than 2 MB."""
 _FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
 _GOES_ON = re.compile(rb'"finish_reason": ?null')
 _DONE_WELL = re.compile(rb'"finish_reason": ?\{"type": ?"(stop|length)"')
@@ -44,10 +44,10 @@ _DONE_WELL = re.compile(rb'"finish_reason": ?\{"type": ?"(stop|length)"')
 class Chunk:
     """What a chunk adds to the `have` tokens before it.
 
-    ids, logprobs  [n] the new ones
+    ids, logprobs  [n] the new tokens
     label          the engine's weight version when it sent the chunk
-    spans          the versions of all have + n tokens; None where the chunk does not say
-    finish         SGLang's finish_reason; None: more is to come
+    spans          versions of all have + n tokens; None if the chunk has none
+    finish         SGLang's finish_reason; None: more chunks follow
     """
 
     ids: list[int]
@@ -58,64 +58,64 @@ class Chunk:
 
 
 def read_chunk(reply: Any, have: Sequence[int]) -> Chunk:
-    """The chunk in a decoded JSON object; raises ValueError (or its like) for whatever does not add up.
+    """Return the chunk in a decoded JSON object. Raises ValueError, KeyError or TypeError for an inconsistent one.
 
-    A chunk holds all tokens of the request so far or (SGLang's --incremental-streaming-output) only the new ones;
-    `completion_tokens` counts all of them either way.
+    A chunk holds all tokens of the request so far, or only the new ones (SGLang's --incremental-streaming-output);
+    `completion_tokens` always counts all of them.
     """
     meta = reply["meta_info"]
     finish = meta["finish_reason"]
     if finish is not None and finish["type"] not in ("stop", "length", "abort"):
-        raise ValueError(f"finish reason {str(finish['type'])[:40]!r}")
+        raise ValueError(f"unknown finish reason {str(finish['type'])[:40]!r}")
     given, pairs = reply.get("output_ids"), meta.get("output_token_logprobs")
     total = meta.get("completion_tokens")
     if total is None and finish is not None and finish["type"] == "abort" and (not pairs or given[: len(have)] != have):
-        given, pairs, total = [], [], len(have)  # aborted while it waited: SGLang leaves most fields out
+        given, pairs, total = [], [], len(have)  # aborted while queued: SGLang omits most fields
     if given is None or pairs is None:
-        raise ValueError("no token ids, or no log-probs")
+        raise ValueError("token ids or log-probs are missing")
     total = len(given) if total is None else total
     start = _first_new(given, total, have)
     ids, sampled = given[start:], pairs[start:]
     logprobs = [pair[0] for pair in sampled]
     if [pair[1] for pair in sampled] != ids:
-        raise ValueError(f"{len(ids)} ids, {len(sampled)} log-probs, or log-probs of other ids")
+        raise ValueError(f"{len(ids)} ids do not match {len(sampled)} log-probs")
     label = str(meta["weight_version"])
     spans = meta.get("weight_versions")
     return Chunk(ids, logprobs, label, _spans(spans, total) if spans else None, finish)
 
 
 def _first_new(given: list[Any], total: int, have: Sequence[int]) -> int:
-    """Index of the first new token in a chunk. Raises ValueError when the chunk does not follow the ones before."""
+    """Return the index of the first new token in a chunk. Raises ValueError if it does not follow the last chunk."""
     known = len(have)
     if len(given) == total:
         if given[:known] != have:
-            raise ValueError(f"a chunk of {total} tokens contradicts the {known} before it")
+            raise ValueError(f"a chunk of {total} tokens contradicts the {known} tokens before it")
         return known
     if len(given) == total - known:
         return 0
-    raise ValueError(f"a chunk of {len(given)} tokens after {known}, {total} in all")
+    raise ValueError(f"a chunk of {len(given)} tokens after {known} tokens, but {total} in total")
 
 
 def check_tokens(chunk: Chunk, remaining: int, vocab_size: int | None) -> None:
-    """Raises ValueError for numbers that cannot be. `remaining`: tokens that the request may still bring."""
+    """Raise ValueError for invalid ids or log-probs. `remaining`: maximum number of tokens still allowed."""
     ids, logprobs = chunk.ids, chunk.logprobs
     if not ids:
         return
     if len(ids) > remaining:
-        raise ValueError(f"{len(ids)} more tokens where {remaining} were allowed")
+        raise ValueError(f"{len(ids)} more tokens, but at most {remaining} were requested")
     if set(map(type, ids)) != {int}:
         raise ValueError("a token id is not an integer")
     if min(ids) < 0 or max(ids) >= (MAX_VOCAB if vocab_size is None else vocab_size):
         raise ValueError(f"a token id is outside the vocabulary of {vocab_size}")
     if not set(map(type, logprobs)) <= {float, int}:
         raise ValueError("a log-prob is not a number")
-    # a sum is finite only where every one is; max says nothing of a NaN that is not the first
+    # a sum is finite only if every term is; max() ignores a NaN that is not the first element
     if not math.isfinite(sum(logprobs)) or max(logprobs) > MAX_LOGPROB or min(logprobs) < MIN_LOGPROB:
         raise ValueError("a log-prob is not finite as float32, or above zero")
 
 
 def _spans(given: Any, total: int) -> Spans:
-    """Versions that cover [0, total); raises ValueError for a gap. A version with a foreign label counts as (0, 0)."""
+    """Return the versions that cover [0, total). Raises ValueError for a gap. An unknown label counts as (0, 0)."""
     spans = []
     position = 0
     for item in given:
@@ -132,12 +132,12 @@ def _spans(given: Any, total: int) -> Spans:
 
 
 def version_of(label: str) -> PolicyVersion:
-    """Return the policy version with this label; (0, 0) for one that is not ours."""
+    """Return the policy version with this label; (0, 0) for a label in another format."""
     return PolicyVersion.parse(label) or PolicyVersion(0, 0)
 
 
 def error_in_stream(reply: Any, engine: str) -> EngineError | None:
-    """The error that SGLang sends as an event, since a stream's status is 200 before anything is known."""
+    """Return the error that SGLang sent as an event: the HTTP status of a stream is 200 before an error is known."""
     if not isinstance(reply, dict) or not isinstance(reply.get("error"), dict):
         return None
     error = reply["error"]
@@ -146,24 +146,24 @@ def error_in_stream(reply: Any, engine: str) -> EngineError | None:
 
 
 def cause_of_status(status: int) -> str:
-    """The cause that an HTTP status of 400 or more stands for."""
+    """Return the cause for an HTTP status of 400 or more."""
     if status in (400, 413, 422):
         return "refused"
     return "http_500" if status >= 500 or status == 429 else "denied"
 
 
 class ReceivedTokens:
-    """Tokens of one request to `engine`, kept whatever ends it.
+    """Tokens of one request to `engine`, kept however it ends.
 
-    Where the engine says which version sampled which token (`weight_versions`: the embedded engine in every chunk,
-    SGLang in the last one), that counts. A stream that breaks before that has only the label that each chunk carries. A
-    chunk during which the label changed may hold tokens of both versions: from there on no token is kept, and they are
-    counted, since a token with a wrong version would be trained with a wrong ratio.
+    If the engine reports the version of each token (`weight_versions`: the embedded engine in every chunk, SGLang in
+    the last one), that is used. A stream that breaks earlier has only the label of each chunk. A chunk with a new label
+    may hold tokens of both versions: its tokens and all later ones are dropped and counted, since a token with a wrong
+    version would be trained with a wrong ratio.
 
-    limit       most tokens that were asked for
+    limit       maximum number of tokens requested
     vocab_size  ids must be below it; None: unknown
-    label       version that the engine was known to hold when it was asked; "" unknown
-    fixed       version of every token, whatever the engine says: it knows its base model, and not the adapter's step
+    label       version that the engine had when the request was sent; "" unknown
+    fixed       version of every token, whatever the engine reports: it knows its base model, not the adapter's step
 
     ids [n], logprobs [n]; finish_reason and matched as in Completion, "" while more may come.
     """
@@ -185,15 +185,15 @@ class ReceivedTokens:
         self.matched: str | int | None = None
         self.chunks = 0
         self._expected = label
-        """Label of every chunk so far; the one that was known beforehand at first."""
+        """Label of all chunks so far; initially `label`."""
         self._sure = 0
-        """Tokens before the first chunk whose label was another."""
+        """Number of tokens before the first chunk with a different label."""
         self._changed = False
         self._labels: set[str] = set()
         self._spans: Spans = ()
 
     def take(self, reply: Any) -> None:
-        """A decoded answer or chunk. Raises EngineError: bad_output, aborted (tokens kept), refused, http_500."""
+        """Add a decoded answer or chunk. Raises EngineError: bad_output, aborted (tokens kept), refused, http_500."""
         error = error_in_stream(reply, self.engine)
         if error is not None:
             raise error
@@ -231,13 +231,13 @@ class ReceivedTokens:
         self.matched = matched if isinstance(matched, str | int) else None
 
     def spans(self) -> Spans:
-        """The versions of the first tokens, as far as they are known for sure: they may end before the tokens do."""
+        """Return the known versions of the first tokens. They may cover fewer tokens than were received."""
         n = len(self.ids)
         if self._fixed is not None:
             return ((self._fixed, 0, n),) if n else ()
         if self._spans:
             return self._spans
-        # an answer that ended well under one label is that version's, even if the table was behind
+        # an answer that ended normally with one label has that version, even if the engine table was outdated
         sure = n if self.finish_reason and len(self._labels) == 1 else self._sure
         label = next(iter(self._labels), "") if sure == n else self._expected
         return ((version_of(label), 0, sure),) if sure else ()
@@ -251,7 +251,7 @@ class SseParser:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes."""
+        """Return the payloads that `data` completes."""
         payloads = []
         if b"\n" in data:
             *lines, rest = (bytes(self._rest) + data).split(b"\n")
@@ -260,19 +260,19 @@ class SseParser:
                 if line.startswith(b"data:"):
                     payloads.append(line[5:].strip())
                 elif line not in (b"", b"\r") and not line.startswith(_FIELDS):
-                    raise EngineError("bad_output", self._engine, f"not an event: {line[:100]!r}")
+                    raise EngineError("bad_output", self._engine, f"not a server-sent event: {line[:100]!r}")
         else:
             self._rest += data
         begun = bytes(self._rest[:6])
         if not begun.startswith(_FIELDS) and not any(field.startswith(begun) for field in (*_FIELDS, b"\r")):
-            raise EngineError("bad_output", self._engine, f"not an event: {bytes(self._rest[:100])!r}")
+            raise EngineError("bad_output", self._engine, f"not a server-sent event: {bytes(self._rest[:100])!r}")
         if len(self._rest) > LONGEST_LINE:
             raise EngineError("bad_output", self._engine, f"a line of more than {LONGEST_LINE} bytes")
         return payloads
 
 
 class StreamDecoder:
-    """Feeds `received` from the bytes of one answer."""
+    """Decodes the bytes of one answer into `received`."""
 
     def __init__(self, received: ReceivedTokens) -> None:
         self._received = received
@@ -283,7 +283,7 @@ class StreamDecoder:
         """Finds the label of the last decoded chunk."""
 
     def feed(self, data: bytes) -> None:
-        """Take what `data` completes. Raises EngineError as `ReceivedTokens.take` does."""
+        """Decode the events that `data` completes. Raises EngineError as `ReceivedTokens.take` does."""
         for payload in self._events.feed(data):
             if self._can_wait(payload):
                 self._pending = payload
@@ -294,17 +294,17 @@ class StreamDecoder:
                 self._take(payload)
 
     def flush(self) -> None:
-        """Decode the chunk that was put off, if there is one. Raises EngineError as `ReceivedTokens.take` does."""
+        """Decode the postponed chunk, if any. Raises EngineError as `ReceivedTokens.take` does."""
         pending, self._pending = self._pending, b""
         if pending:
             self._take(pending)
 
     def _can_wait(self, payload: bytes) -> bool:
-        """Whether a chunk need not be decoded now: it is not the last, and its label is that of the one before."""
+        """Return whether decoding can be postponed: the chunk is not the last, and its label has not changed."""
         return self._cumulative and bool(_GOES_ON.search(payload)) and bool(self._same.search(payload))
 
     def _holds_all(self, payload: bytes) -> bool:
-        """Whether a last chunk says all that the one before said, versions included."""
+        """Return whether a last chunk includes everything of the one before, versions included."""
         return self._cumulative and b'"weight_versions"' in payload and _DONE_WELL.search(payload) is not None
 
     def _take(self, payload: bytes) -> None:
@@ -315,7 +315,7 @@ class StreamDecoder:
             raise EngineError("bad_output", received.engine, f"not JSON: {str(error)[:200]}") from None
         known = len(received.ids)
         received.take(reply)
-        # a second chunk shows the kind of stream: it repeats the tokens of the first, or it does not
+        # the second chunk shows whether the stream is cumulative: then it repeats the tokens of the first
         self._cumulative = bool(known) and len(reply["output_ids"]) == len(received.ids)
         label = json.dumps(reply["meta_info"]["weight_version"]).encode()
         self._same = re.compile(b'"weight_version": ?' + re.escape(label))

@@ -1,7 +1,7 @@
-"""Outlier ejection of engines: strikes for failures, and no requests for a while after too many.
+"""Outlier ejection of engines: failures add strikes, and an engine with too many gets no requests for a while.
 
-Local to one rollout server and about its own experience only: whether an engine is registered, READY and at the
-right version is the fleet's business. A restarted engine (a new incarnation) starts with a clean slate.
+Based only on the requests of this rollout server. Registration, state and version are tracked by the fleet. A restarted
+engine (a new incarnation) starts without strikes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 HALF_LIFE_S = 30.0
-"""A strike counts half after this time."""
+"""Half-life of a strike, in seconds."""
 LIMIT = 2.5
-"""An engine with more strikes than this is ejected: three in quick succession."""
+"""An engine with more strikes than this is ejected: after three in quick succession."""
 EJECTION_S = 30.0
-"""How long an engine is ejected after too many strikes."""
+"""How long an engine stays ejected after too many strikes, in seconds."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
-"""An engine that could not be reached is tried again after the first, doubling up to the second."""
+"""Back-off for an unreachable engine, in seconds: starts at the first value and doubles up to the second."""
 
 
 AGAIN_S = 30.0
-"""Seconds in which a cause is logged once for an engine, with the number of times that it was left out."""
+"""Each cause is logged at most once per engine in this time (seconds), with the number of suppressed messages."""
 FORGET_AFTER = 1024
 
 
@@ -38,27 +38,27 @@ class _Record:
 
 
 class EngineHealth:
-    """Strikes by engine incarnation. `key` is any string that names one incarnation of one engine."""
+    """Strikes per engine incarnation. `key` is any string that identifies an incarnation of an engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._records: dict[str, _Record] = {}
         self.total = 0
-        """Strikes since the start, decay left out."""
+        """Strikes since the start, without decay."""
 
     def usable(self, key: str) -> bool:
-        """Whether the engine may be given a request now."""
+        """Return whether the engine may get a request now."""
         record = self._records.get(key)
         return record is None or self._clock() >= record.ejected_until
 
     def succeeded(self, key: str) -> None:
-        """Note a request that went well."""
+        """Record a successful request."""
         record = self._records.get(key)
         if record is not None:
             record.unreachable = 0
 
     def strike(self, key: str, why: str = "") -> None:
-        """Note a time-out, a server error or bad output."""
+        """Record a timeout, a server error or invalid output."""
         now = self._clock()
         record = self._records.setdefault(key, _Record(at=now))
         record.last_error = why
@@ -70,25 +70,25 @@ class EngineHealth:
             record.strikes = 0.0
 
     def unreachable(self, key: str, why: str = "") -> None:
-        """Eject an engine that could not be reached: at once, for a short while that grows."""
+        """Eject an unreachable engine immediately, for a short time that grows with each failure."""
         now = self._clock()
         record = self._records.setdefault(key, _Record(at=now))
         record.last_error = why
         if now < record.ejected_until:
-            return  # many requests in flight meet the same failure: it counts once
+            return  # many requests in flight fail together: count it once
         record.ejected_until = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**record.unreachable)
         record.unreachable += 1
         self.total += 1
 
     def strikes(self, key: str) -> float:
-        """Strikes left after decay."""
+        """Return the strikes after decay."""
         record = self._records.get(key)
         if record is None:
             return 0.0
         return float(record.strikes * 0.5 ** ((self._clock() - record.at) / HALF_LIFE_S))
 
     def last_error(self, key: str) -> str:
-        """What went wrong last, "" when nothing has."""
+        """Return the last failure, "" if there was none."""
         record = self._records.get(key)
         return record.last_error if record is not None else ""
 
@@ -99,7 +99,7 @@ class EngineHealth:
 
 
 class RateLimitedLog:
-    """Warnings about engines, few enough to be read: hundreds of turns meet the same failure at once."""
+    """Rate-limited warnings about engines: hundreds of turns may fail for the same reason at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -116,5 +116,5 @@ class RateLimitedLog:
             self._logged.clear()
         self._logged[engine, cause] = (now, 0)
         log.warning(
-            "engine %s: %s: %s%s", engine, cause, text, f" (and {suppressed} times before)" if suppressed else ""
+            "engine %s: %s: %s%s", engine, cause, text, f" ({suppressed} more suppressed)" if suppressed else ""
         )

@@ -1,13 +1,12 @@
-"""Which engine generates a turn, and what happens when it does not: the real `Generate`.
+"""The router: chooses the engine for each turn and handles failover. Implements `Generate`.
 
-A turn is one request, as long as nothing goes wrong. An engine that dies, stalls, drains or is taken away by the
-engine table in the middle of it loses nothing that it has sampled: what was received is here as token ids with
-log-probs and versions, so another engine goes on from exactly these tokens. Only output of an engine that sent
-malformed data is dropped, and that piece is sampled again.
+Without failures a turn is one request. If its engine dies, stalls, drains or is removed from the engine table, the
+received tokens are kept with their log-probs and versions, and another engine continues from exactly these tokens. Only
+the output of a request with malformed data is dropped and sampled again.
 
     a call      TurnAssembler.remaining_request() --> RequestQueue.acquire() --> pick_engine()
                 --> SglangClient.stream() --> TurnAssembler.add() --> complete? else again
-    the table   ends calls at engines that are no longer to be used, dispatches the queue, adjusts the limits
+    the table   ends calls at engines that may no longer be used, adjusts the limits, dispatches the queue
 """
 
 from __future__ import annotations
@@ -33,37 +32,37 @@ from rollout_server.engine.health import EngineHealth, RateLimitedLog
 from rollout_server.engine.selection import Candidate, pick_engine
 
 REMEMBERED = 65_536
-"""Sessions and groups whose engine is remembered; forgetting one costs a prefill."""
+"""Maximum number of sessions and groups whose engine is remembered. Forgetting one costs a prefill."""
 LEAST_BACKLOG = 16
-"""Turns that may wait before no more groups are begun, however small the limits are."""
+"""Minimum number of waiting turns for backpressure, however small the limits are."""
 
 UNUSABLE = frozenset({NodeState.SUSPECT, NodeState.QUARANTINED, NodeState.GONE})
-"""States of an engine that will send nothing more: its turns go on elsewhere at once."""
+"""States of an engine that sends no more tokens: its turns continue at another engine at once."""
 SILENT = frozenset({NodeState.LOADING, NodeState.SYNCING})
-"""States in which an engine may keep its turns waiting."""
+"""States in which an engine may pause its turns."""
 FREE_RETRIES = frozenset({"unreachable", "cut", "aborted", "withdrawn"})
-"""Causes that do not use up a turn's attempts: the engine is gone, and another or the same will be there."""
+"""Causes that do not count as an attempt of the turn: the engine is gone, and it or another will be available."""
 
 COUNTERS = ("failovers", "tokens_continued", "tokens_unattributed", "tokens_discarded")
-"""failovers: further requests that turns needed. Tokens that a request had brought when it failed: kept and not
-generated again (tokens_continued), dropped since their version is not known for sure (unattributed), not believed
-(distrusted)."""
+"""failovers: additional requests of turns. Tokens received by a request that failed: kept (tokens_continued), dropped
+because their version is unknown (tokens_unattributed), dropped because the engine sent malformed data
+(tokens_discarded)."""
 
 
 class EngineClient(Protocol):
-    """What the router needs of an engine's client."""
+    """The part of an engine client that the router uses."""
 
     async def stream(self, request: GenerateRequest, call: EngineCall, *, version: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Time and attempts that one turn may take.
+    """Limits of one turn.
 
     timeout_s  for a request to one engine
-    stall_s    between two pieces of its answer
-    attempts   requests that fail by the engine's fault
-    wait_s     waiting while no engine may be asked
+    stall_s    between two chunks of its answer
+    attempts   maximum number of requests that fail because of the engine
+    wait_s     maximum wait while no engine is usable
     """
 
     timeout_s: float = 120.0
@@ -73,12 +72,12 @@ class TurnLimits:
 
 
 class Router:
-    """`await router(request)`; raises EngineError when no engine could, after every retry that makes sense.
+    """`await router(request)`. Raises EngineError when no engine could generate the turn, after all useful retries.
 
-    connect   a client for an engine
-    ending    how the end of a turn shows in its tokens; None: only engines know
-    adaptive  whether the requests in flight at an engine are bounded (`AimdLimit`)
-    counts    where COUNTERS and `engine_<cause>` (errors by cause) are counted
+    connect       returns a client for an engine
+    stop_checker  detects the end of a turn in its tokens; None: rely on the engines
+    adaptive      whether to limit the requests in flight at each engine (`AimdLimit`)
+    counts        receives COUNTERS and `engine_<cause>` (errors by cause)
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Router:
         self._queue = RequestQueue(self._try_acquire, self._release, self._shortage, waits, wait_s=limits.wait_s)
         self._log = RateLimitedLog()
         self._calls: dict[EngineCall, tuple[EngineInfo, bool]] = {}
-        """call in flight -> (engine as it was when asked, pinned)"""
+        """call in flight -> (engine when the request was sent, pinned)"""
         self._engine_of: OrderedDict[str, str] = OrderedDict()
         """s:<session> or g:<group> -> engine id, least recently used first"""
         fleet.listeners.append(self._on_table)
@@ -112,7 +111,7 @@ class Router:
 
     async def __call__(self, request: GenerateRequest) -> Completion:
         if self._vocab_size is not None and max(request.ids, default=0) >= self._vocab_size:
-            # SGLang 0.5.21 dies of such an id, and so would the next engine
+            # SGLang 0.5.21 crashes on such an id, and the next engine would too
             raise EngineError("refused", detail=f"a token id is outside the vocabulary of {self._vocab_size}")
         turn = TurnAssembler(request, self._stop_checker)
         failures: dict[str, int] = {}
@@ -123,7 +122,7 @@ class Router:
             engine = await self._acquire_engine(rest, failures)
             received, error = await self._attempt(engine, rest, turn)
             if error is not None and error.cause == "refused":
-                raise error  # the request itself is wrong: every engine would say so
+                raise error  # the request itself is invalid: every engine would reject it
             kept = self._account(engine, turn, received, error)
             completion = turn.completion()
             if completion is not None:
@@ -132,12 +131,12 @@ class Router:
             if kept:
                 give_up_at = time.monotonic() + self._limits.wait_s
             if attempts >= self._limits.attempts or time.monotonic() > give_up_at:
-                raise error or EngineError("bad_output", engine.id, "its versions change faster than it answers")
+                raise error or EngineError("bad_output", engine.id, "its weights changed during every attempt")
             self.counts["failovers"] += 1
             failures[engine.id] = failures.get(engine.id, 0) + 1
 
     def candidates(self, *, pinned: bool) -> list[EngineInfo]:
-        """Return the engines that may be given a request now, whether or not they have capacity."""
+        """Return the engines that may get a request now, with or without capacity."""
         table = self._fleet.table
         if pinned:
             allowed = table.pinned(self._tokenizer, self._fleet.pin)
@@ -148,35 +147,35 @@ class Router:
         return [e for e in allowed if self.health.usable(incarnation_key(e))]
 
     def unroutable_reason(self, engine: EngineInfo) -> str:
-        """Why `engine` is given no training request now, "" when it is."""
+        """Return why `engine` gets no training requests now; "" if it does."""
         why = self._fleet.table.unroutable_reason(engine, max_lag=self._max_lag, tokenizer=self._tokenizer)
-        return why or ("" if self.health.usable(incarnation_key(engine)) else "is ejected after errors")
+        return why or ("" if self.health.usable(incarnation_key(engine)) else "ejected after errors")
 
     @property
     def waiting(self) -> int:
-        """Turns that wait for an engine."""
+        """Number of turns that wait for an engine."""
         return len(self._queue)
 
     def backpressure(self) -> bool:
-        """Whether more turns wait than half of all limits: a new group would only wait with them."""
+        """Return whether more turns wait than half of all limits, so that a new group would have to wait too."""
         if not self._adaptive:
             return False
         limits = sum(self.inflight.limit(e) or 0 for e in self.candidates(pinned=False))
         return self.waiting > max(LEAST_BACKLOG, limits // 2)
 
     async def _acquire_engine(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
-        """Return an engine with capacity taken, as the table has it now. Raises EngineError("no_engine")."""
+        """Take capacity and return the engine's current table entry. Raises EngineError("no_engine")."""
         while True:
             taken = await self._queue.acquire(request, failures)
             for engine in self.candidates(pinned=request.pinned):
                 if incarnation_key(engine) == incarnation_key(taken):
                     return engine
-            self._release(taken, request)  # the table changed meanwhile
+            self._release(taken, request)  # the table has changed meanwhile
 
     def _try_acquire(
         self, request: GenerateRequest, failures: Mapping[str, int], *, returning: bool
     ) -> EngineInfo | None:
-        """Take capacity, or return None. `returning`: only at the engine of the prefix, unless it failed this turn."""
+        """Take capacity, or return None. `returning`: only at the engine with the prefix, if it has not failed."""
         inflight = self.inflight
         names = f"s:{request.session}", f"g:{request.group}"
         usual = [self._engine_of.get(name, "") for name in names]
@@ -213,13 +212,13 @@ class Router:
     async def _attempt(
         self, engine: EngineInfo, request: GenerateRequest, turn: TurnAssembler
     ) -> tuple[ReceivedTokens, EngineError | None]:
-        """Send one request. Returns what it brought, and the error that ended it."""
+        """Send one request. Return the received tokens, and the error that ended the request, if any."""
         received = ReceivedTokens(
             engine.id,
             request.max_new_tokens,
             vocab_size=self._vocab_size,
             label=engine.version.label,
-            # an engine knows the version of its weights, not that of an adapter over them
+            # an engine reports the version of its weights, not that of the adapter
             fixed=engine.version if engine.adapter else None,
         )
         call = EngineCall(
@@ -227,7 +226,7 @@ class Router:
             timeout_s=self._limits.timeout_s,
             stall_s=self._limits.stall_s,
             may_pause=lambda: self._is_in(engine, SILENT),
-            # an engine cannot see a stop string that began before its own tokens
+            # an engine cannot detect a stop string that started before its first token
             should_end=(lambda: turn.ends_within(received.ids)) if turn.ids else None,
         )
         self._calls[call] = engine, request.pinned
@@ -243,11 +242,11 @@ class Router:
     def _account(
         self, engine: EngineInfo, turn: TurnAssembler, received: ReceivedTokens, error: EngineError | None
     ) -> int:
-        """Add what was received to the turn, and note how the engine did. Returns the tokens added."""
+        """Add the received tokens to the turn, and record success or failure of the engine. Return the tokens added."""
         key, cause = incarnation_key(engine), error.cause if error else ""
         kept = len(received.ids)
         if cause == "bad_output":
-            # earlier tokens of an engine that sends malformed data may be wrong too
+            # the earlier tokens of a request with malformed data may be wrong too
             self.counts["tokens_discarded"] += kept
             kept = 0
         else:
@@ -260,7 +259,7 @@ class Router:
         self.counts[f"engine_{cause}"] += 1
         self.counts["tokens_continued"] += kept
         self._log.warning(
-            engine.id, cause, f"{error.detail}; {kept} tokens of {len(received.ids)} are kept, the turn goes on"
+            engine.id, cause, f"{error.detail}; kept {kept} of {len(received.ids)} tokens, the turn continues"
         )
         if cause in ("unreachable", "cut", "aborted"):
             self.health.unreachable(key, str(error))
@@ -272,26 +271,26 @@ class Router:
         return kept
 
     def _abort_hung(self, key: str, cause: str) -> None:
-        """End all calls at an engine that has let one time out and is silent to the others too.
+        """End all calls at an engine after one has timed out, if the engine sends no data on the others either.
 
-        Those that it has not begun to answer would otherwise wait for the timeout of a whole call.
+        Calls without a first chunk would otherwise wait for the timeout of a whole call.
         """
         calls = [call for call, (engine, _) in self._calls.items() if incarnation_key(engine) == key]
         last = max((call.last_data_at for call in calls), default=0.0)
         if asyncio.get_running_loop().time() - last >= self._limits.stall_s:
             for call in calls:
-                call.abort(cause, "silent to every request")
+                call.abort(cause, "no data on any request")
 
     def _is_in(self, engine: EngineInfo, states: frozenset[NodeState]) -> bool:
         now = self._fleet.table.engines.get(engine.id)
         return now is not None and now.incarnation == engine.incarnation and now.state in states
 
     def _on_table(self, table: FleetTable) -> None:
-        """Take in a new engine table: adjust limits, end calls that must end, admit turns."""
+        """Apply a new engine table: adjust limits, end calls that must end, admit waiting turns."""
         self.inflight.update(table.engines.values())
         for engine in table.engines.values():
             if not same_tokenizer(engine, self._tokenizer):
-                self._log.warning(engine.id, "another tokenizer", "it gets no requests from here")
+                self._log.warning(engine.id, "a different tokenizer", "it gets no requests from this server")
         for call, (engine, pinned) in list(self._calls.items()):
             why = self._withdrawn(table, engine, pinned)
             if why:
@@ -299,31 +298,31 @@ class Router:
         self._queue.dispatch()
 
     def _withdrawn(self, table: FleetTable, engine: EngineInfo, pinned: bool) -> str:
-        """Why a call at `engine` must end now, "" when it need not.
+        """Return why a call at `engine` must end now; "" if it may continue.
 
-        An engine that drains, or whose registration lapsed, still generates: its turns leave only when there is
-        another engine for them.
+        An engine that drains or whose registration has expired still generates: its turns move only when another engine
+        is available.
         """
         now = table.engines.get(engine.id)
         if now is not None and now.incarnation != engine.incarnation:
-            return "it was restarted"
+            return "the engine was restarted"
         if now is not None and now.state in UNUSABLE:
-            return f"it is {now.state}"
+            return f"the engine is {now.state}"
         if now is None or now.state is NodeState.DRAINING:
             elsewhere = any(e.id != engine.id for e in self.candidates(pinned=pinned))
-            return ("its registration has lapsed" if now is None else "it drains") if elsewhere else ""
+            return ("its registration has expired" if now is None else "the engine is draining") if elsewhere else ""
         return ""
 
 
 def size_of(request: GenerateRequest) -> int:
-    """Tokens that a request may hold in an engine's cache."""
+    """Return the maximum number of tokens that a request may hold in an engine's KV cache."""
     return len(request.ids) + request.max_new_tokens
 
 
 def with_request_log(
     connect: Callable[[EngineInfo], EngineClient], path: Path, fleet: Fleet
 ) -> Callable[[EngineInfo], EngineClient]:
-    """Wrap `connect` to log a line for each call: the engine as the router saw it, and the target at that moment."""
+    """Wrap `connect` to log one line per call: the engine as the router saw it, and the current target."""
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def connect_and_log(engine: EngineInfo) -> EngineClient:

@@ -1,10 +1,10 @@
-"""Choose the engine for a turn: pure.
+"""Choose the engine for a turn. Pure.
 
-  1. a trajectory stays with its engine, whose prefix cache holds its earlier turns;
-  2. a new trajectory goes where its group started, so that the prompt is computed once;
-  3. a new group goes to the engine with the least load.
-Rules 1 and 2 give way when that engine is much busier than the idlest one: an engine that joins late is given work
-at once, and not only when the others are idle. Engines that have failed this very turn come last.
+  1. A trajectory stays at its engine, whose prefix cache holds the earlier turns.
+  2. A new trajectory goes to the engine of its group, so that the prompt is computed once.
+  3. A new group goes to the least loaded engine.
+Rules 1 and 2 do not apply when that engine is much busier than the least loaded one, so that an engine that joins late
+gets work at once. Engines that have failed this turn come last.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from protocol.messages import EngineInfo
 
 BUSIER_RATIO, BUSIER_REQUESTS = 2.0, 4
-"""An engine is much busier at twice the idlest one's load and four requests of this size more."""
+"""An engine is much busier than the least loaded one at twice its load plus four requests of this size."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """An engine that may take the turn.
 
-    load      tokens in flight there: ours, and what others seem to have
-    busy      requests that it reports, ours included: decides between engines of the same load
-    failures  times that it has failed this turn
+    load      tokens in flight there: ours, plus an estimate of the others'
+    busy      requests that it reports, ours included: breaks ties between engines of equal load
+    failures  how often it has failed this turn
     """
 
     id: str
@@ -34,10 +34,10 @@ class Candidate:
 
 
 def pick_engine(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> str:
-    """Id of the engine for a turn of `size` tokens, prompt included.
+    """Return the id of the engine for a turn of `size` tokens, prompt included.
 
     candidates  at least one
-    usual       ids of the trajectory's engine and of its group's, "" where there is none
+    usual       ids of the trajectory's engine and of its group's engine, "" if there is none
     """
     fewest = min(c.failures for c in candidates)
     sound = {c.id: c for c in candidates if c.failures == fewest}
@@ -50,10 +50,10 @@ def pick_engine(candidates: Sequence[Candidate], usual: Sequence[str], size: int
 
 
 def tokens_of_others(engine: EngineInfo, ours: int, size: int) -> float:
-    """Tokens that other rollout servers have in flight at an engine, as far as its last heartbeat shows.
+    """Estimate the tokens of other rollout servers in flight at an engine, from its last heartbeat.
 
-    ours  requests of ours at that time
-    size  tokens of one request of ours, for engines that do not say how full their cache is
+    ours  requests from this server at that time
+    size  tokens of one such request, for engines that do not report their cache usage
     """
     foreign = max(0, engine.running + engine.waiting - ours)
     held = engine.token_usage * engine.max_tokens

@@ -1,4 +1,4 @@
-"""Settings of the environment: template, budgets, rewards, tools. Imports nothing heavy.
+"""Settings of the environment: template, limits, rewards, tools. Imports nothing heavy.
 
 Rewards and tools are unions over `type`; their registries are in `rewards/__init__.py` and `tools/__init__.py`.
 """
@@ -19,32 +19,33 @@ from rollout_server.tools import ToolSettings
 
 
 class EnvironmentSettings(Settings):
-    """One episode: a question, up to `max_turns` actions, an answer."""
+    """One episode: a question, at most `max_turns` actions, an answer."""
 
     template: str = "search_r1"
-    """Prompt template: the texts and tags of the protocol."""
+    """Prompt template: texts and tags of the protocol."""
     max_turns: int = Field(default=4, ge=0, le=MAX_SEGMENTS // 2 - 2)
-    """Most searches and calls of tools, together. After the last one the policy writes once more, and a search or a
-    call in that turn is ignored."""
+    """Maximum number of searches and tool calls together. After the last one the policy writes one more turn, in which
+    searches and calls are ignored."""
     max_new_tokens: int = Field(default=500, ge=1)
-    """Most tokens that the policy writes in one turn."""
+    """Maximum tokens that the policy generates per turn."""
     max_obs_tokens: int = Field(default=500, ge=16)
-    """Most tokens of one observation, tags included. Passages are cut, the closing tag is not."""
+    """Maximum tokens per observation, including its tags. Passages are cut, the closing tag is kept."""
     max_context: int = Field(default=4096, ge=32)
-    """Most tokens of a trajectory: prompt, turns and observations together. Must fit the engine's context length. Where
-    a recipe gives budgets for prompt and response, it is their sum."""
+    """Maximum tokens of a trajectory: prompt, turns and observations together. Must fit the engine's context length. If
+    a recipe has separate limits for prompt and response, use their sum."""
     reserve_tokens: int = Field(default=16, ge=1)
-    """Room that an observation must leave for the policy; with less left the trajectory ends truncated."""
+    """Tokens that an observation must leave for the policy. With fewer left, the trajectory ends as truncated."""
     on_search_error: Literal["observe", "mask", "drop"] = "observe"
-    """A search or a tool that failed after its retries. observe: the policy sees it and goes on, the trajectory counts.
-    mask: the trajectory ends as failed and does not count. drop: the same, and its whole group is rolled out again."""
+    """What to do when a search or tool fails after its retries. observe: the policy sees the failure and continues, and
+    the trajectory is valid. mask: the trajectory ends as failed and is invalid. drop: as mask, and the whole group is
+    generated again."""
     min_valid: int = Field(default=2, ge=1)
-    """Fewest trajectories of a group that must have ended by the policy's own doing (never more than its size)."""
+    """Minimum number of valid trajectories per group, i.e. not failed and not stale (at most the group size)."""
     rewards: tuple[RewardSettings, ...] = Field(default=(ExactMatchSettings(),), min_length=1, max_length=64)
-    """Scores of a trajectory; its reward is their sum by weight. A weight of 0 is measured only."""
+    """Rewards of a trajectory, added up by weight. A weight of 0 only records the score."""
     tools: tuple[ToolSettings, ...] = Field(default=(), max_length=16)
-    """What the policy may call besides the search. Each adds a sentence to the prompt; without any the prompts are the
-    published ones, to the byte."""
+    """Tools that the policy may call besides the search. Each adds a sentence to the prompt. Without tools the prompts
+    are exactly the published ones."""
 
     @field_validator("template")
     @classmethod
@@ -59,10 +60,10 @@ class EnvironmentSettings(Settings):
     def _consistent(self) -> EnvironmentSettings:
         names = [reward.key for reward in self.rewards]
         if len(set(names)) < len(names):
-            raise ValueError(f"a reward is listed twice, or two have one name: {', '.join(names)}")
+            raise ValueError(f"two rewards have the same name: {', '.join(names)}")
         tags = [tool.type for tool in self.tools]
         if len(set(tags)) < len(tags):
             raise ValueError(f"a tool is listed twice: {', '.join(tags)}")
         if self.reserve_tokens >= self.max_context:
-            raise ValueError("reserve_tokens leaves no room in max_context")
+            raise ValueError("reserve_tokens must be smaller than max_context")
         return self

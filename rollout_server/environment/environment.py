@@ -24,14 +24,14 @@ from rollout_server.tools.base import NoTool, Tool
 
 @dataclass(frozen=True)
 class Environment:
-    """What every trajectory of a process shares, made once from the settings.
+    """State shared by all trajectories of a process, built once from the settings.
 
-    prompt_tokenizer  encodes prompts, with the template's system message; `tokenizer` does everything else
-    resources         connections that the rewards share
+    prompt_tokenizer  encodes prompts, with the template's system message; `tokenizer` is for everything else
+    resources         connections shared by the rewards
     before, after     ids of the tags around the passages of an observation
-    invalid           ids of the answer to a turn that did nothing, empty when such a turn ends the trajectory
-    one_text          those tags are plain text to the tokenizer: an observation is encoded as one text
-    tools             the enabled tools by their tags, in the order of the settings
+    invalid           ids of the observation after a turn without an action; empty if such a turn ends the trajectory
+    one_text          the tags are plain text to the tokenizer, so an observation is encoded as one text
+    tools             the enabled tools by tag, in the order of the settings
     """
 
     settings: EnvironmentSettings
@@ -52,7 +52,7 @@ class Environment:
         return tuple(self.tools)
 
     def prompt(self, question: str) -> list[int]:
-        """Ids of the prompt for a question."""
+        """Return the prompt ids for a question."""
         before, after = self.template.prompt_frame
         return self.prompt_tokenizer.prompt(
             before, self.template.format_question(question), after, chat=self.template.chat
@@ -60,13 +60,13 @@ class Environment:
 
     @property
     def min_observation_tokens(self) -> int:
-        """Tokens of the shortest observation."""
+        """Number of tokens of the shortest observation."""
         return len(self.before) + len(self.after) + 1
 
     def observation(self, passages: Sequence[Passage], limit: int, *, failed: bool = False) -> list[int]:
-        """Ids of the answer to a search, at most `limit` of them (not less than `min_observation_tokens`).
+        """Return the ids of the observation after a search, at most `limit` (>= `min_observation_tokens`).
 
-        No passage can put a control token or a protocol tag in there.
+        Passages cannot insert control tokens or protocol tags.
         """
         if failed or not passages:
             return self._framed(
@@ -77,25 +77,25 @@ class Environment:
         )
 
     def text_observation(self, text: str, limit: int) -> list[int]:
-        """Ids of the text of a tool, at most `limit` of them: escaped and cut as passages are."""
+        """Return the ids of a tool's text, at most `limit`. Escaped and cut like passages."""
         return self._framed(
             escape_tags(text[: limit * MAX_CHARS_PER_TOKEN], self.tags), limit, self.tokenizer.encode_untrusted
         )
 
     def tool_failed(self, limit: int) -> list[int]:
-        """Ids of the answer to a call whose tool failed, at most `limit` of them."""
+        """Return the ids of the observation after a failure of a tool, at most `limit`."""
         return self._framed(self.template.tool_failed, limit, self.tokenizer.encode_trusted)
 
     def _framed(self, text: str, limit: int, encode: Callable[[str], list[int]]) -> list[int]:
-        """Ids of `text` between the tags, at most `limit`: the text is cut, the tags never are.
+        """Return the ids of `text` between the tags, at most `limit`. The text is cut if necessary, the tags are not.
 
-        One text where the tags are plain text: a token may then span a border (">Doc", ".</"), as in the encoding that
-        Search-R1's and ReSearch's models were trained with. Tags that are tokens by themselves are encoded apart.
+        If the tags are plain text, all is encoded as one text: a token may span a boundary (">Doc", ".</"), as in the
+        training of Search-R1's and ReSearch's models. Tags that are single tokens are encoded separately.
         """
         if self.one_text:
             before, after = self.template.observation_frame
             start = encode(before + text)
-            # a long text is encoded once: with the closing tag it is no shorter
+            # encode a long text only once: with the closing tag it would not be shorter
             if len(start) <= limit and len(ids := encode(before + text + after)) <= limit:
                 return ids
             start = start[: limit - len(self.after)]
@@ -104,7 +104,7 @@ class Environment:
         return enclose(self.before, encode(text), self.after, limit)
 
     def observation_text(self, ids: Sequence[int]) -> str:
-        """The text between the tags of an observation."""
+        """Return the text between the tags of an observation."""
         if self.one_text:
             before, after = self.template.observation_frame
             text = self.tokenizer.decode(ids)
@@ -113,11 +113,11 @@ class Environment:
         return self.tokenizer.decode(ids[len(self.before) : len(ids) - len(self.after)])
 
     def max_calls_of(self, tool: str) -> int | None:
-        """Most calls of a tool in one trajectory, None without a limit."""
+        """Return the maximum number of calls of a tool per trajectory; None: no limit."""
         return next((given.max_calls for given in self.settings.tools if given.type == tool), None)
 
     def visible_passages(self, passages: Sequence[Passage], limit: int, used: int) -> Sequence[Passage]:
-        """Those of `passages` that `observation(passages, limit)`, `used` ids long, shows; the last may be cut."""
+        """Return the passages visible in `observation(passages, limit)` of `used` ids. The last may be cut."""
         if used < limit:
             return passages
         space = limit - len(self.before) - len(self.after)
@@ -128,12 +128,12 @@ class Environment:
         return passages
 
     def without_documents(self) -> Environment:
-        """Return this environment with tools that bring no documents, for where searches find nothing either."""
+        """Return this environment with tools that return no documents, for use with a disabled search."""
         silent = {tool.type for tool in self.settings.tools if tool.retrieves}
         return replace(self, tools={name: NoTool(name) if name in silent else t for name, t in self.tools.items()})
 
     async def close(self) -> None:
-        """Close the connections of rewards and tools and end calls in flight. Safe to call twice."""
+        """Close the connections of rewards and tools, and cancel calls in flight. Safe to call twice."""
         for tool in self.tools.values():
             await tool.close()
         await self.resources.close()
@@ -144,10 +144,10 @@ def build_environment(
 ) -> Environment:
     """Build the environment of a process. The caller closes it.
 
-    day   what a chat template that says the day says (`run.date`)
-    urls  base addresses of the retrievers that searches go to: where tools fetch documents unless they say otherwise
+    day   date for chat templates that contain one (`run.date`)
+    urls  base URLs of the retrievers, the default of tools that fetch documents
 
-    Raises UserError for a missing or broken tokenizer, limits that cannot work, or a reward or tool that cannot be
+    Raises UserError for a missing or broken tokenizer, limits that are too small, or a reward or tool that cannot be
     built.
     """
     given = settings.tools
@@ -176,13 +176,13 @@ def build_environment(
     if needed > settings.max_context:
         raise UserError(
             f"rollout.episode.max_context = {settings.max_context} is too small",
-            why=f"the prompt of template {template.name!r} alone takes {needed - settings.reserve_tokens} tokens",
+            why=f"the prompt of template {template.name!r} alone has {needed - settings.reserve_tokens} tokens",
             todo="raise rollout.episode.max_context",
         )
     if environment.min_observation_tokens > settings.max_obs_tokens:
         raise UserError(
             f"rollout.episode.max_obs_tokens = {settings.max_obs_tokens} is too small",
-            why=f"the tags of an observation of template {template.name!r} alone take "
+            why=f"the tags of an observation of template {template.name!r} alone have "
             f"{environment.min_observation_tokens - 1} tokens",
             todo="raise rollout.episode.max_obs_tokens",
         )
@@ -190,5 +190,5 @@ def build_environment(
 
 
 def render_trajectory(environment: Environment, trajectory: Trajectory) -> str:
-    """Every token of a trajectory as text, tags and control tokens included."""
+    """Return the text of all tokens of a trajectory, with tags and control tokens."""
     return environment.tokenizer.decode(trajectory.ids.tolist())

@@ -1,12 +1,12 @@
-"""Text to ids and back, from the tokenizer files of a model directory, without transformers.
+"""Tokenizer of a model directory, without transformers.
 
-Three ways to encode, by who wrote the text:
-  prompt            ours, around a question: added tokens are recognised, chat template or the tokenizer's own prefix
-                    included
-  encode_trusted    ours, inside a trajectory (tags, the invalid-action text): added tokens are recognised, nothing is
-                    added
-  encode_untrusted  anyone's (a passage): no text can become a control token, by construction. The tokenizer used for it
-                    does not know them, and the id of one that its vocabulary spells out is dropped.
+Three ways to encode, depending on the author of the text:
+  prompt            Foray's text around a question: added tokens are recognised; includes the chat template or the
+                    tokenizer's prefix
+  encode_trusted    Foray's text inside a trajectory (tags, the invalid-action text): added tokens are recognised, and
+                    no prefix is added
+  encode_untrusted  text of others (a passage): cannot produce a control token. The tokenizer used for it does not know
+                    them, and the id of one that its vocabulary contains as a word is dropped.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TrajectoryTokenizer:
     """The tokenizer of one model.
 
     eos_ids       ids that end a generation
-    control_ids   ids that only we and the policy may write: special tokens, and added ones that look like a tag
-    fingerprint   sha256 of everything that decides what an id means; two processes that differ must not work together
+    control_ids   ids that only Foray and the policy may write: special tokens, and added tokens that look like a tag
+    fingerprint   sha256 of everything that determines the meaning of ids; must be equal in all processes of a run
     """
 
     def __init__(self, spec: dict[str, Any], *, eos_ids: Iterable[int] = (), chat: ChatTemplate | None = None) -> None:
@@ -43,7 +43,7 @@ class TrajectoryTokenizer:
 
         spec = {**spec, "truncation": None, "padding": None}
         self._whole: Tokenizer = Tokenizer.from_str(json.dumps(spec))
-        # Without added tokens a text is nothing but words to it, whatever it spells.
+        # Without added tokens it encodes any text as plain words.
         self._untrusted: Tokenizer = Tokenizer.from_str(
             json.dumps({**spec, "post_processor": None, "added_tokens": []})
         )
@@ -56,11 +56,11 @@ class TrajectoryTokenizer:
         self.fingerprint = _digest(spec, self.eos_ids, chat)
 
     def prompt(self, before: str, question: str, after: str, *, chat: bool) -> list[int]:
-        """Ids of `before + question + after`: one user message when `chat` and the tokenizer has a template, else
-        plain text with the tokenizer's own prefix (Llama's begin-of-sequence).
+        """Return the ids of `before + question + after`: one user message if `chat` and there is a chat template.
 
-        The question is untrusted. It is encoded with the rest as one text, as in the model's training, unless it brings
-        a control token: then it is encoded apart, as untrusted text.
+        Otherwise plain text with the tokenizer's prefix (Llama's begin-of-sequence token). The question is untrusted.
+        All is encoded as one text, as in the model's training, unless the question contains a control token: then it is
+        encoded separately, as untrusted text.
         """
         key = (before, after, chat)
         if key not in self._expected:
@@ -73,11 +73,11 @@ class TrajectoryTokenizer:
 
     def _wrapped(self, text: str, chat: bool) -> list[int]:
         if chat and self._chat is not None:
-            return self.encode_trusted(self._chat.render(text))  # the template writes any prefix itself
+            return self.encode_trusted(self._chat.render(text))  # the chat template adds the prefix itself
         return self._prefix + self.encode_trusted(text)
 
     def _frame(self, before: str, after: str, chat: bool) -> tuple[list[int], list[int]]:
-        """Ids of what stands before and after the question."""
+        """Return the ids before and after the question."""
         if not (chat and self._chat is not None):
             return self._prefix + self.encode_trusted(before), self.encode_trusted(after)
         mark = uuid.uuid4().hex
@@ -88,20 +88,20 @@ class TrajectoryTokenizer:
         return [i for i in ids if i in self.control_ids]
 
     def encode_trusted(self, text: str) -> list[int]:
-        """Ids of a text of ours: tags are encoded as the tokens that they are."""
+        """Return the ids of a trusted text. Tags are encoded as control tokens, if they are."""
         return list(self._whole.encode(text, add_special_tokens=False).ids)
 
     def encode_untrusted(self, text: str) -> list[int]:
-        """Ids of an untrusted text: never a control id."""
+        """Return the ids of an untrusted text, never a control id."""
         ids = self._untrusted.encode(text, add_special_tokens=False).ids
         return [i for i in ids if i not in self.control_ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of all ids, control tokens included."""
+        """Return the text of all ids, with control tokens."""
         return str(self._whole.decode(list(ids), skip_special_tokens=False))
 
     def decode_turn(self, ids: Sequence[int]) -> str:
-        """The text of a turn of the policy, without the end-of-sequence token that ended it."""
+        """Return the text of a turn of the policy, without its end-of-sequence token."""
         end = len(ids)
         while end and ids[end - 1] in self.eos_ids:
             end -= 1
@@ -109,9 +109,9 @@ class TrajectoryTokenizer:
 
 
 def load_tokenizer(model_dir: Path, day: date | None = None) -> TrajectoryTokenizer:
-    """The tokenizer of a model directory in Hugging Face layout; `day` is for its chat template.
+    """Load the tokenizer of a model directory in Hugging Face layout. `day` is for its chat template.
 
-    Raises UserError when tokenizer.json is missing or broken, or the chat template is.
+    Raises UserError if tokenizer.json is missing or broken, or if the chat template is broken.
     """
     path = model_dir / "tokenizer.json"
     config = _read_json(model_dir / "tokenizer_config.json")
@@ -128,26 +128,26 @@ def load_tokenizer(model_dir: Path, day: date | None = None) -> TrajectoryTokeni
         ) from None
     except UserError:
         raise
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise UserError(f"{path} is not a tokenizer", why=str(error)[:300]) from None
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise UserError(f"{path} is not a valid tokenizer", why=str(error)[:300]) from None
 
 
 def _is_control(token: dict[str, Any]) -> bool:
-    """Special, or written like a tag: <think>, <tool_call>, [INST]. Runs of blanks and the like are plain text."""
+    """Return whether a token is special or looks like a tag: <think>, <tool_call>, [INST]."""
     content = str(token["content"])
     bracketed = len(content) > 2 and (content[0], content[-1]) in (("<", ">"), ("[", "]"))
     return bool(token.get("special")) or bracketed
 
 
 def _unknown_ids(spec: dict[str, Any], tokenizer: Tokenizer) -> set[int]:
-    """The id of unknown words. It is no control token, though it is listed among the special ones."""
+    """Return the id of unknown words. It is not a control token, though it is listed as special."""
     model = spec.get("model") or {}
     found = {model.get("unk_id"), tokenizer.token_to_id(str(model.get("unk_token") or ""))}
     return {int(i) for i in found if i is not None}
 
 
 def _eos_ids(model_dir: Path, spec: dict[str, Any], config: dict[str, Any]) -> set[int]:
-    """What generation_config.json, config.json and tokenizer_config.json call the end, all together."""
+    """Return the end tokens of generation_config.json, config.json and tokenizer_config.json together."""
     found: set[int] = set()
     model = _read_json(model_dir / "config.json")
     for holder in (_read_json(model_dir / "generation_config.json"), model, model.get("text_config") or {}):
@@ -165,7 +165,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is not JSON", why=str(error)) from None
+        raise UserError(f"{path} is not valid JSON", why=str(error)) from None
     return value if isinstance(value, dict) else {}
 
 
@@ -175,17 +175,17 @@ def _digest(spec: dict[str, Any], eos_ids: frozenset[int], chat: ChatTemplate | 
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, rendered in jinja2's sandbox: it came with a checkpoint and is untrusted.
+    """A tokenizer's chat template, rendered in jinja2's sandbox: it comes with a checkpoint and is untrusted.
 
-    The same text as transformers' `apply_chat_template(..., add_generation_prompt=True, tokenize=False)`, with one
-    difference: `strftime_now` is the run's day (`run.date`) and not the clock's, so that a prompt is a pure function of
-    its question. Without a day, templates that can do without get none, and others are refused when they are used.
+    Renders the same text as transformers' `apply_chat_template(..., add_generation_prompt=True, tokenize=False)`, with
+    one difference: `strftime_now` returns the run's date (`run.date`) and not the current one, so that a prompt depends
+    only on its question. Without a date, a template that requires one raises UserError when it is used.
 
-    source   jinja2
-    special  spellings of the named special tokens
-    day      what `strftime_now` returns
+    source   jinja2 source
+    special  texts of the named special tokens
+    day      date that `strftime_now` returns
 
-    Raises UserError when the template is broken.
+    Raises UserError if the template is broken.
     """
 
     def __init__(self, source: str, special: Mapping[str, str], day: date | None = None) -> None:
@@ -201,27 +201,30 @@ class ChatTemplate:
             self.render("")
 
     def render(self, message: str) -> str:
-        """The conversation of one user message, up to where the assistant begins. Raises UserError."""
+        """Render a conversation of one user message, up to the start of the assistant's turn. Raises UserError."""
         return self.render_messages([{"role": "user", "content": message}], True, {})
 
     def render_messages(self, messages: Sequence[Message], begin: bool, variables: Mapping[str, Any]) -> str:
-        """A conversation, up to where the assistant begins if `begin`, with further variables of the template (`tools`,
-        `enable_thinking`, ..). Raises UserError where the template refuses it, or fails."""
+        """Render a conversation, up to the start of the assistant's turn if `begin`.
+
+        `variables` are further variables of the template (`tools`, `enable_thinking`, ...). Raises UserError if the
+        template rejects the conversation or fails.
+        """
         given = {"tools": None, "documents": None, **variables, **self._special}
         try:
             return self._template.render(given | {"messages": messages, "add_generation_prompt": begin})
         except Exception as error:  # a template is a program and may raise anything
             if self.day is None and _NOW in str(error):
                 raise UserError(
-                    "the tokenizer's chat template asks for the day",
-                    why="a prompt must not change over night, so it is the day of the run and not the clock's",
-                    todo="set run.date, e.g. run.date=2026-01-31 (`foray up` sets it to the run's first day)",
+                    "the tokenizer's chat template requires a date",
+                    why="prompts must not change during a run, so the current date is not used",
+                    todo="set run.date, e.g. run.date=2026-01-31 (`foray up` sets it to the first day of the run)",
                 ) from None
             raise _unusable(error) from None
 
 
 def load_chat_template(model_dir: Path, config: Mapping[str, Any], day: date | None = None) -> ChatTemplate | None:
-    """The template of a model directory: `chat_template.jinja`, else the one in tokenizer_config.json, else None."""
+    """Load the template of a model directory: `chat_template.jinja`, else from tokenizer_config.json, else None."""
     path = model_dir / "chat_template.jinja"
     found: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if isinstance(found, list):
@@ -234,15 +237,15 @@ def load_chat_template(model_dir: Path, config: Mapping[str, Any], day: date | N
 
 
 def _environment(day: date | None) -> ImmutableSandboxedEnvironment:
-    """What transformers gives a template: its settings, extensions, filter and functions."""
+    """Return the same jinja2 environment as transformers: settings, extensions, filter and functions."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the assistant wrote, for training; here its content passes through. A block
-        that is called, as in transformers: what is set inside is not seen outside."""
+        """`{% generation %}` marks the assistant's text for training; here its content is unchanged. As in
+        transformers it is a call block: variables set inside are not visible outside."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
 
@@ -282,7 +285,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes for HTML, which no template means here.
+    # jinja2's filter escapes for HTML, which chat templates do not expect.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

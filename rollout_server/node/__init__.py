@@ -1,1 +1,1 @@
-"""The agent beside one engine: launches it, keeps it registered, and loads every new policy version into it."""
+"""The node: launches an engine, keeps it registered, and loads every new policy version into it."""

@@ -1,11 +1,11 @@
-"""The agent beside one engine: one incarnation of it after another, until the node is asked to stop.
+"""The agent of one engine: runs its incarnations one after another, until the node is stopped.
 
              launch                healthy            target is newer and verified, no evaluation runs
 JOINING ----------------> SYNCING ---------> READY <----------------------------------+
                              ^                 |                                      |
     restart with back-off    |                 +--> LOADING: pause, update, read back, continue
     (ours; an attached one   |                 |           |
-    is GONE until it answers |     dies,       v           | fails after it began
+    is GONE until it answers |     dies,       v           | fails after it started
     and is loaded again)     +--<--  hangs: SUSPECT        v
                              +--<---------------------- QUARANTINED
 SIGTERM in any state: DRAINING, then gone.
@@ -46,16 +46,16 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 STABLE_AFTER_S = 60.0
-"""An engine that lived so long has earned a quick restart."""
+"""An engine that ran for this long is restarted without back-off."""
 NOTICE_S = 1.0
-"""How long rollout servers may take to notice that an engine drains: they look twice a second."""
-LEFT_PAUSED = "it was left paused in the middle of an update: it goes on when a version has been loaded whole"
+"""Time for rollout servers to notice that an engine drains: they poll twice a second."""
+LEFT_PAUSED = "it was left paused during an update; it continues when a complete version has been loaded"
 HAND_BACK_S = 3.0
-"""How long the partial outputs of a drained engine may take to reach their clients."""
+"""Time for the partial outputs of a drained engine to reach their clients."""
 
 
 class Agent:
-    """See the module. `run` runs until it is cancelled, `drain` before that makes the end an orderly one."""
+    """Runs the engine. `run` runs until it is cancelled; call `drain` before that for an orderly stop."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class Agent:
     async def run(self) -> None:
         """Consumes incarnations of the engine; produces a READY one; waits with back-off between them.
 
-        Raises UserError when the very first launch fails: an operator has to act. Else ended by cancellation.
+        Raises UserError if the first launch fails: an operator must act. Otherwise ended by cancellation.
         """
         backoff = FIRST_BACKOFF_S
         while True:
             born = time.monotonic()
-            # A separate task: a group that is cancelled while one of its tasks fails raises that error alone, and
-            # the loop would go on although it was cancelled.
+            # A separate task: a task group that is cancelled while one of its tasks fails raises only that error,
+            # and the loop would continue although it was cancelled.
             life = asyncio.create_task(self._run_incarnation(), name="engine")
             try:
                 await asyncio.wait({life})
@@ -101,7 +101,7 @@ class Agent:
             backoff = min(LONGEST_BACKOFF_S, 2 * backoff)
 
     async def _run_incarnation(self) -> None:
-        """One incarnation from its launch to its loss, or to our cancellation. Raises UserError as `run` does."""
+        """Run one incarnation from launch to loss or cancellation. Raises UserError as `run` does."""
         try:
             async with self._incarnation() as child, asyncio.TaskGroup() as tasks:
                 every_s = self._settings.heartbeat_s
@@ -114,29 +114,29 @@ class Agent:
             self._stats.counts["restarts"] += not isinstance(self._settings.kind, AttachedEngine)
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Take no more traffic, let what runs finish for drain_s or until `hurry`, and hand back what is left."""
+        """Stop taking requests, let running ones finish for drain_s or until `hurry`, and abort the rest."""
         deadline = time.monotonic() + self._settings.drain_s
         try:
             async with asyncio.timeout(self._settings.drain_s):
-                await self._follower.swap_lock.acquire()  # and keep it: nothing is swapped any more
+                await self._follower.swap_lock.acquire()  # and keep it: no further swaps
         except TimeoutError:
-            log.warning("draining in the middle of a weight update that does not end")
+            log.warning("draining although a weight update has not ended")
         booted = self._status.state in (NodeState.READY, NodeState.LOADING, NodeState.QUARANTINED)
         self._status.transition_to(NodeState.DRAINING)
         try:
             if not booted or await self._wait_idle(deadline, since=time.monotonic() + NOTICE_S, hurry=hurry):
                 return
             if isinstance(self._settings.kind, AttachedEngine):
-                log.info("requests are in flight on an engine that goes on without us: they finish there")
+                log.info("leaving the requests in flight to the attached engine, which keeps running")
                 return
-            log.info("ending the requests in flight: they go on elsewhere with the tokens they have")
+            log.info("aborting the requests in flight; they continue at other engines with their tokens so far")
             await self._client.abort(everything=True)
             await self._wait_idle(time.monotonic() + HAND_BACK_S, since=0.0)
         except EngineError as error:
-            log.info("draining ends early: %s", error)
+            log.info("draining ended early: %s", error)
 
     async def _wait_idle(self, deadline: float, *, since: float, hurry: asyncio.Event | None = None) -> bool:
-        """Whether nothing runs or waits any more, after `since` and before `deadline` or `hurry`; waits for it."""
+        """Wait until no request runs or waits, after `since`. Return False at `deadline` or `hurry`."""
         while time.monotonic() < deadline and not (hurry and hurry.is_set()):
             loads = await self._client.loads()
             if time.monotonic() > since and loads["running"] + loads["waiting"] == 0:
@@ -146,9 +146,9 @@ class Agent:
 
     @asynccontextmanager
     async def _incarnation(self) -> AsyncIterator[EngineProcess | None]:
-        """A healthy engine for the time of the block, None for an attached one. Raises EngineLost."""
+        """Run a healthy engine inside the block; yields None for an attached one. Raises EngineLost."""
         status, kind = self._status, self._settings.kind
-        # what is left of a half-loaded version must be loaded again, whatever it calls itself
+        # a partly loaded version must be loaded again, whatever its label
         unsound = self._tainted and status.ready_incarnation != status.incarnation
         self._tainted = unsound or status.state is NodeState.QUARANTINED
         why = status.detail if self._tainted else LEFT_PAUSED
@@ -173,7 +173,7 @@ class Agent:
             await self._read_version()
             yield child
         except* EngineHung:
-            grace_s = 0.0  # it does not listen
+            grace_s = 0.0  # it ignores SIGTERM
             raise
         finally:
             await child.stop(grace_s=grace_s)
@@ -181,10 +181,10 @@ class Agent:
     async def _launch(
         self, kind: CpuEngine | SglangEngine, wanted: WeightUpdate | None, keys: EngineKeys
     ) -> tuple[EngineProcess, Path]:
-        """Start the engine. Return it, and the directory that it serves."""
+        """Start the engine. Return it and the model directory that it serves."""
         status = self._status
         if wanted is not None:
-            # Said before it is read: the learner removes old versions, but none that an engine reports.
+            # Reported before it is read: the learner removes old versions, but none that an engine reports.
             status.transition_to(NodeState.SYNCING, "reading", version=wanted.version)
         model, label = await self._weights(wanted)
         status.transition_to(NodeState.SYNCING, f"launching with {label}")
@@ -206,15 +206,15 @@ class Agent:
         return await EngineProcess.start(argv, environment(kind, keys), log_path), model
 
     async def _read_target(self) -> WeightUpdate | None:
-        """The target, unless it is of a refused epoch."""
+        """Return the target, unless its epoch is refused."""
         backoff = Backoff("reading the target", self._stats.waits)
         update: WeightUpdate | None = await retry_until_available(backoff, self._registry.target)
         return update if update is not None and self._follower.should_load(update) else None
 
     async def _weights(self, wanted: WeightUpdate | None) -> tuple[Path, str]:
-        """(directory, label) to launch with: the target where there is a sound one, the run's model otherwise.
+        """Return (directory, label) to launch with: the target if it is valid, otherwise the run's initial model.
 
-        An adapter is loaded over the run's model once the engine is up.
+        An adapter is loaded after the launch.
         """
         if wanted is not None and wanted.transport != "adapter":
             try:
@@ -226,15 +226,15 @@ class Agent:
             raise UserError(
                 f"there is no model at {self._run.model}",
                 why=f"{model / 'config.json'} does not exist",
-                todo="set run.model to a directory in Hugging Face layout",
+                todo="set run.model to a model directory in Hugging Face layout",
             )
         return model, NO_VERSION.label
 
     async def _wait_for_attached(self, kind: AttachedEngine, *, paused: bool) -> None:
-        """Waits until the attached engine answers soundly; GONE meanwhile. Raises UserError when it is the wrong one.
+        """Wait until the attached engine answers; its state is GONE meanwhile. Raises UserError if it is the wrong one.
 
-        paused  it was left in the middle of a swap, and would call itself unhealthy for that alone. One that another
-                node left so (it was killed) is found out by being paused for longer than a start takes.
+        paused  it was left paused during a swap, and reports unhealthy only because of that. An engine that a killed
+                node left paused is detected because it is paused for longer than a start takes.
         """
         if not self._validated:
             await validate_engine(self._client, self._url, self._run.model, wait_s=kind.wait_s)
@@ -248,20 +248,20 @@ class Agent:
                     await self._client.health(timeout_s=self._settings.probe_timeout_s)
                 return
             except EngineError as error:
-                self._status.transition_to(NodeState.GONE, f"waiting for it: {error}")
+                self._status.transition_to(NodeState.GONE, f"waiting for it to answer: {error}")
             if paused or not await self._client.paused():
                 paused_since = 0.0
             elif not paused_since:
                 paused_since = time.monotonic()
             elif time.monotonic() - paused_since >= kind.wait_s:
-                # What paused it is gone, perhaps in the middle of loading: its label is no proof of its weights.
-                log.warning("%s stays paused: the target will be loaded whole", self._url)
+                # The node that paused it is gone, perhaps while loading: its label does not prove which weights it has.
+                log.warning("%s stays paused: loading the complete target", self._url)
                 self._tainted = paused = True
                 self._stats.counts["found_paused"] += 1
             await asyncio.sleep(min(1.0, self._settings.probe_s))
 
     async def _wait_healthy(self, child: EngineProcess, model: Path) -> None:
-        """Waits for the first sound answer of the engine that was launched with `model`.
+        """Wait until the engine launched with `model` is healthy.
 
         Raises EngineLost at the deadline or when it exits.
         """
@@ -278,16 +278,20 @@ class Agent:
             await asyncio.sleep(0.1)
 
     def _start_failure(self, child: EngineProcess, model: Path) -> Exception:
-        what = f"the engine ended with status {child.returncode} before it answered"
+        what = f"the engine exited with status {child.returncode} during startup"
         if not model.is_dir():
-            # The learner was faster than the launch and has removed that version: the newest one is tried next.
-            return report_lost(self._status, NodeState.SUSPECT, f"{what}: its weights are gone")
+            # The learner has removed that version during the launch: try the newest one next.
+            return report_lost(self._status, NodeState.SUSPECT, f"{what}: its weights were removed")
         if self._stats.counts["restarts"] or self._status.updates:
             return report_lost(self._status, NodeState.SUSPECT, what)
-        return UserError(what, why=f"the end of {child.log_path}:\n{child.tail()}", todo="correct that and start again")
+        return UserError(
+            what,
+            why=f"the end of {child.log_path}:\n{child.tail()}",
+            todo="fix that and start again",
+        )
 
     async def _read_version(self) -> None:
-        """READY at the version that the engine says it holds, or SYNCING where that is not of the living epoch."""
+        """Set READY at the version that the engine reports, or SYNCING if it is not of the current epoch."""
         try:
             self._status.update_capabilities(
                 await read_capabilities(self._client, pause_mode=self._settings.pause_mode)
@@ -299,7 +303,7 @@ class Agent:
         self._status.transition_to(NodeState.READY if current else NodeState.SYNCING, version=held)
 
     async def _exit(self, child: EngineProcess | None) -> None:
-        """Raises EngineLost when the engine exits. An attached one has only the watchdog."""
+        """Raise EngineLost when the engine exits. An attached engine is checked by the watchdog only."""
         if child is not None:
             status = await child.wait()
-            raise report_lost(self._status, NodeState.SUSPECT, f"the engine ended with status {status}")
+            raise report_lost(self._status, NodeState.SUSPECT, f"the engine exited with status {status}")

@@ -1,4 +1,4 @@
-"""What an engine can do, asked of the engine itself for its registration: no setting has to say it."""
+"""Read the capabilities of an engine from the engine, for its registration."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ log = logging.getLogger(__name__)
 
 EVERY_TRANSPORT: tuple[Transport, ...] = ("disk", "distributed", "adapter")
 EMBEDDED = "foray-cpu"
-"""What the embedded engine's /server_info calls itself."""
+"""Name of the embedded engine in /server_info."""
 NO_OVERLAP = "--disable-overlap-schedule"
 
 
 async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str, Any]:
-    """Fields of EngineInfo that the engine decides; empty for one that says nothing of itself. Raises EngineError.
+    """Return the fields of EngineInfo that the engine reports; empty if it reports none. Raises EngineError.
 
-    Raises UserError for an SGLang that cannot be swapped in place: with overlap scheduling it launches a step before it
-    has recorded the one before, so a pause in place finds tokens that are sampled and not recorded. They are then said
-    to be of the new version, for some requests and not for others: from outside it cannot be seen which.
+    Raises UserError for an SGLang that does not support in-place swaps. With overlap scheduling it launches a step
+    before it has recorded the previous one, so at a pause some tokens are sampled but not recorded. For some requests
+    they are later reported with the new version, and a client cannot detect which.
     """
     try:
         info = await client.server_info()
     except EngineError as error:
         if error.cause not in ("refused", "bad_output"):
             raise
-        log.warning("the engine does not describe itself: %s", error)
+        log.warning("the engine does not report its capabilities: %s", error)
         return {}
     loads = await client.loads()
     real = info.get("engine") != EMBEDDED
     if real and pause_mode == "in_place" and not info.get("disable_overlap_schedule"):
         raise UserError(
-            "this SGLang cannot be swapped in place",
-            why="with overlap scheduling it names the wrong version for one token of some requests",
+            "this SGLang does not support engine.pause_mode=in_place",
+            why="with overlap scheduling it reports a wrong version for one token of some requests",
             todo=f"start it with {NO_OVERLAP}, or set engine.pause_mode=retract",
         )
     out: dict[str, Any] = {
         "kind": "sglang" if real else "cpu",
         "dtype": "" if real else str(info.get("dtype") or ""),
-        # SGLang takes adapters where it was started with --enable-lora, the embedded engine always
+        # SGLang supports adapters only with --enable-lora, the embedded engine always
         "transports": ("disk", "distributed") if real and not info.get("enable_lora") else EVERY_TRANSPORT,
         "ranks": max(1, _number(info, "tp_size", 1)) * max(1, _number(info, "pp_size", 1)),
         "max_tokens": int(loads["max_tokens"]) or _number(info, "max_total_num_tokens", 0),

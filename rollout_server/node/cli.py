@@ -1,4 +1,4 @@
-"""`python -m rollout_server.node --config FILE [engine.kind.type=cpu ...]`: parse, then run the agent."""
+"""`python -m rollout_server.node --config FILE [engine.kind.type=cpu ...]`: parse, then run the node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_server.node.config import NodeSettings
 
 
 def attached(tree: Mapping[str, Any], url: str) -> SettingsTree:
-    """The tree with the engine at `url` for its own; what the tree says of another kind of engine is left out."""
+    """Return the tree with the attached engine at `url`, without its settings of other kinds of engines."""
     engine = dict(tree.get("engine") or {})
     given = engine.get("kind")
     kept = given if isinstance(given, dict) and given.get("type") == "attach" else {}
@@ -24,13 +24,13 @@ def attached(tree: Mapping[str, Any], url: str) -> SettingsTree:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m rollout_server.node") -> int:
-    """Exit status: 0 after SIGTERM or SIGINT, 2 when something needs a person."""
+    """Run a node. Return the exit status: 0 after SIGTERM or SIGINT, 2 for an error that the user must fix."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Run one inference engine: launch it, register it in Redis, keep its weights up to date.",
     )
     add_config_arguments(parser, "YAML file; the sections `run` and `engine` are read", "engine.kind.threads=2")
-    parser.add_argument("--attach", metavar="URL", help="register the engine at URL, which others run")
+    parser.add_argument("--attach", metavar="URL", help="attach to the running engine at URL instead of launching one")
     return run_service(parser, argv, _serve)
 
 

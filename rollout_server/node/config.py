@@ -1,4 +1,4 @@
-"""Settings of a node: section `engine` of the tree. Which engine it runs is the union at `engine.kind`."""
+"""Settings of a node: section `engine`. The kind of engine is the union at `engine.kind`."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ class CpuEngine(Settings):
     """The embedded engine for small models on CPUs."""
 
     type: Literal["cpu"] = "cpu"
-    """Names this kind."""
+    """Engine type: the embedded CPU engine."""
     threads: int = Field(default=1, ge=1)
-    """Threads that compute."""
+    """Number of compute threads."""
     max_running: int = Field(default=64, ge=1)
-    """Requests decoded together; the others queue."""
+    """Maximum number of requests decoded together. Others are queued."""
     max_total_tokens: int = Field(default=65536, ge=256)
-    """Tokens of the KV cache."""
+    """KV cache size in tokens."""
 
 
 class SglangEngine(Settings):
-    """A real SGLang server, launched as a child process."""
+    """An SGLang server, launched as a child process."""
 
     type: Literal["sglang"] = "sglang"
-    """Names this kind."""
+    """Engine type: an SGLang server that the node launches."""
     python: str = ""
-    """Interpreter of the environment that holds SGLang, e.g. .venv-sglang/bin/python; empty: the one that runs the
-    node. A relative path is looked for where the node was started, then in Foray's checkout."""
+    """Python interpreter of the environment with SGLang, e.g. .venv-sglang/bin/python. Empty: the node's interpreter. A
+    relative path is resolved against the working directory, then against Foray's checkout."""
     launcher: Path | None = None
-    """Script to run in place of `-m sglang.launch_server`; CPUs need requirements/sglang_cpu_launch.py. Found like
+    """Script to run instead of `-m sglang.launch_server`. CPUs need requirements/sglang_cpu_launch.py. Resolved like
     `python`."""
     args: tuple[str, ...] = ()
-    """More arguments for the server, e.g. ["--tp-size", "2", "--mem-fraction-static", "0.8"]."""
+    """Additional server arguments, e.g. ["--tp-size", "2", "--mem-fraction-static", "0.8"]."""
     max_running: int = Field(default=256, ge=1)
-    """--max-running-requests of the server."""
+    """Value of --max-running-requests of the server."""
     fp32_lm_head: bool = True
-    """Logits of a model served in half precision are float32 (--enable-fp32-lm-head), as learner.model.fp32_lm_head
-    makes those of a bfloat16 learner. Left out where `args` has --device cpu: its weight may be packed there."""
+    """Compute the logits of a half-precision model in float32 (--enable-fp32-lm-head), as learner.model.fp32_lm_head
+    does in a bfloat16 learner. Not used with --device cpu in `args`, where the weight may be packed."""
 
 
 class AttachedEngine(Settings):
-    """An engine that others run: the node registers it and loads weights, and never restarts it."""
+    """A running engine that the node does not own: it registers the engine and loads weights, but never restarts it."""
 
     type: Literal["attach"] = "attach"
-    """Names this kind."""
+    """Engine type: a running engine that the node attaches to."""
     url: str
-    """Base URL, e.g. http://10.0.0.7:30000."""
+    """Base URL of the engine, e.g. http://10.0.0.7:30000."""
     max_running: int = Field(default=256, ge=1)
-    """Its capacity, where it does not say so itself."""
+    """Maximum number of concurrent requests, if the engine does not report it."""
     wait_s: float = Field(default=15.0, ge=0)
-    """How long it may take to answer at first. Later the node waits for as long as it lives."""
+    """Timeout in seconds for its first answer. Later outages are waited out without a limit."""
 
 
 EngineKind = Annotated[CpuEngine | SglangEngine | AttachedEngine, Field(discriminator="type")]
@@ -63,41 +63,43 @@ class NodeSettings(Settings):
     """One node and its engine. Any number of nodes may be started from the same file."""
 
     id: str = Field(default="", max_length=200, pattern=r"^[A-Za-z0-9._-]*$")
-    """Name of the engine. Empty: `engine-<hostname>-<port>`, unique among the nodes of one file."""
+    """Name of the engine. Empty: `engine-<hostname>-<port>`, which is unique per node."""
     kind: EngineKind = CpuEngine()
-    """Which engine: `engine.kind.type` is cpu, sglang or attach."""
+    """The engine: `engine.kind.type` is cpu, sglang or attach."""
     host: str = "127.0.0.1"
-    """Address the engine listens on, and the one in its registration, for rollout servers."""
+    """Address that the engine listens on, and that rollout servers use (it is part of the registration)."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port the engine listens on; 0 takes a free one."""
+    """Port that the engine listens on; 0 picks a free one."""
     role: Literal["rollout", "eval"] = "rollout"
-    """`eval` engines serve evaluation only."""
+    """`rollout`, or `eval` for an engine that serves evaluation only."""
     pause_mode: Literal["retract", "in_place"] = "retract"
-    """How requests in flight are held during a swap. `in_place` keeps the old version's KV cache for them, and costs
-    SGLang its overlap scheduling: with it, versions in place would be wrong by a token."""
+    """What happens to requests in flight during a weight update. `in_place` keeps the KV cache of the old version for
+    them, and requires SGLang without overlap scheduling, which would report a wrong version for one token."""
     poll_s: float = Field(default=0.25, gt=0)
-    """How often the target version is read."""
+    """Interval in seconds at which the target version is read."""
     heartbeat_s: float = Field(default=2.0, gt=0)
-    """How often the registration is renewed."""
+    """Interval in seconds at which the registration is renewed."""
     lease_s: float = Field(default=10.0, gt=0)
-    """How long a registration outlives its node."""
+    """Lifetime of the registration in seconds: how long it outlives its node."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """How long the engine may take to answer after its launch."""
+    """Timeout in seconds for the engine to become healthy after its launch."""
     update_timeout_s: float = Field(default=300.0, gt=0)
-    """Deadline of each call of a weight update."""
+    """Timeout in seconds of each call of a weight update."""
     verify_attempts: int = Field(default=2, ge=1)
-    """Times a published version that fails its checksums is read before the engine is quarantined: a copy may be under
-    way the first time."""
+    """Maximum attempts to read a published version whose checksums are wrong, before the engine is quarantined. Its
+    files may still be being copied at first."""
     probe_s: float = Field(default=2.0, gt=0)
-    """How often the watchdog looks for a sign of life: a generated token, or figures of the scheduler that move."""
+    """Interval in seconds of the watchdog's probes for a sign of life: a generated token, or progress of the
+    scheduler."""
     probe_timeout_s: float = Field(default=10.0, gt=0)
-    """How long one look may take."""
+    """Timeout of one probe, in seconds."""
     probe_failures: int = Field(default=3, ge=1)
-    """An engine that refuses so many connections in a row is gone."""
+    """An engine that refuses this many connections in a row is considered gone."""
     hang_s: float = Field(default=30.0, gt=0)
-    """An engine without a sign of life for so long takes no more traffic; one of our own is killed and restarted."""
+    """An engine without a sign of life for this many seconds gets no more requests. If the node launched it, it is
+    killed and restarted."""
     drain_s: float = Field(default=30.0, ge=0)
-    """After SIGTERM: seconds that requests in flight may take to finish. Those that are left are ended with what they
-    have, and go on elsewhere from there."""
+    """Time in seconds that requests in flight get to finish after SIGTERM. The rest are aborted, and continue at other
+    engines with their tokens so far."""
     keep_adapters: int = Field(default=2, ge=1)
-    """LoRA adapters that stay loaded, the newest ones: requests that began with an older one may still run."""
+    """Number of LoRA adapters that stay loaded, the newest ones: requests with an older one may still run."""

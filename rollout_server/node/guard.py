@@ -1,15 +1,15 @@
-"""Between a node and its engine: a small process that ends the engine's whole tree, come what may.
+"""A small process between a node and its engine that guarantees the end of the engine's process tree.
 
-    node ==stdin, a pipe==> guard --fork--> engine --> schedulers, detokenizers, whatever it forks
+    node ==stdin, a pipe==> guard --fork--> engine --> schedulers, detokenizers, other children
                               ^                                            |
                               +------- orphans of the tree become its children (subreaper)
 
-An engine is a tree of processes that can outlive their parents: a signal to the first does not end the last. The
-guard waits for two things: the engine exits (then what it left behind is killed, and the guard exits with its status,
-128 + n for signal n), or the pipe ends, which it does when the node dies by whatever means (then all is killed).
-SIGTERM is passed on to the engine alone, which ends its children as it sees fit.
+An engine is a tree of processes that can outlive their parents: a signal to the first does not end the others. The
+guard waits for one of two events. If the engine exits, the guard kills its remaining children and exits with its status
+(128 + n for signal n). If the pipe is closed, which happens however the node dies, the guard kills the whole tree.
+SIGTERM is forwarded to the engine only, which ends its children itself.
 
-Run as a script, by path: it imports nothing of Foray, so it is up in milliseconds. Linux.
+Run as a script, by path. It imports nothing from Foray, so it starts in milliseconds. Linux only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CANNOT_START = 127
 SWEEP_S = 5.0
-"""How long a tree that is being killed may take to be gone: only a process in the kernel's hands takes time."""
+"""Timeout for a killed tree to disappear: only a process in an uninterruptible system call takes time."""
 
 
 def main(argv: list[str]) -> int:
-    """Run `argv` as the engine; returns the guard's exit status. Waits for its end or for the end of stdin."""
+    """Run `argv` as the engine until it exits or stdin is closed. Return the guard's exit status."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # were it stopped, it could not see the pipe end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # to end the engine, signal the node
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped guard could not see the pipe close
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # to stop the engine, signal the node
     engine = os.fork()
     if engine == 0:
         _become(argv, libc)
@@ -54,15 +54,15 @@ def main(argv: list[str]) -> int:
 
 
 def descendants(root: int) -> list[int]:
-    """Ids of the living processes below `root`, zombies left out, parents before their children."""
+    """Return the ids of the processes below `root`, without zombies, parents before their children."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                # "pid (name) state ppid ...": the name may hold anything, also brackets
+                # "pid (name) state ppid ...": the name may contain any characters, also brackets
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             except (OSError, ValueError):
-                continue  # gone meanwhile
+                continue  # it has exited
             children.setdefault(int(parent), []).append(0 if state in "ZX" else int(entry.name))
     found = [root]
     for pid in found:
@@ -71,9 +71,9 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_below(root: int, *, reap: bool = False) -> None:
-    """SIGKILL to everything below `root` until nothing is left or SWEEP_S have passed. Works on stopped processes.
+    """Send SIGKILL to all processes below `root` until none is left or SWEEP_S have passed. Works on stopped ones.
 
-    reap  collect the dead, which only `root` itself can
+    reap  reap zombies, which only `root` itself can do
     """
     deadline = time.monotonic() + SWEEP_S
     while (found := descendants(root)) and time.monotonic() < deadline:
@@ -89,13 +89,13 @@ def _reap() -> None:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     except ChildProcessError:
-        pass  # no child is left
+        pass  # there is no child
 
 
 def _become(argv: list[str], libc: ctypes.CDLL) -> None:
-    """In the fork: turn into the engine. Never returns."""
+    """Replace the forked process by the engine. Never returns."""
     try:
-        # in a separate session: what is sent to the engine's group does not hit its guard
+        # in a separate session: signals to the engine's process group do not reach the guard
         os.setsid()
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -110,7 +110,7 @@ def _signal(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        pass  # gone already
+        pass  # already gone
 
 
 if __name__ == "__main__":

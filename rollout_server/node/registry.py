@@ -1,6 +1,6 @@
-"""What a node writes to Redis: the registration of its engine, a lease that ends when its heartbeats stop.
+"""What a node writes to Redis: the registration of its engine, a lease that expires when its heartbeats stop.
 
-And what it reads there: the target version, the view of the transfer that goes on, and whether an evaluation does.
+And what it reads: the target version, the view of the current transfer, and whether an evaluation runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class TargetView:
-    """What the learner says at one moment: the target, the view, and Redis' clock in seconds."""
+    """Target and view of the learner at one moment, and Redis' clock in seconds."""
 
     target: WeightUpdate | None
     view: WeightView | None
@@ -39,14 +39,14 @@ class TargetView:
 
 
 class Registry:
-    """Every method raises RedisUnavailable; reading the target, also UserError when meta does not fit ours."""
+    """Every method raises RedisUnavailable. Reading the target also raises UserError for an incompatible learner."""
 
     def __init__(self, redis: RedisClient, *, lease_s: float, compatibility: RunCompatibility | None = None) -> None:
         self._redis, self.lease_s, self._compatibility = redis, lease_s, compatibility
         self._garbage: set[bytes] = set()
 
     async def register(self, info: EngineInfo) -> None:
-        """Write or renew the registration. Its end is reckoned by Redis' clock: hosts need not agree on the time."""
+        """Write or renew the registration. It expires by Redis' clock: the clocks of hosts need not agree."""
         keys = self._redis.keys
         now = await self._redis.now()
         key, body, ttl_ms, until = keys.engine(info.id), encode(info), int(self.lease_s * 1000), now + self.lease_s
@@ -54,19 +54,19 @@ class Registry:
             ("HSET", key, "b", body),
             ("PEXPIRE", key, ttl_ms),
             ("ZADD", keys.engines, until, info.id),
-            # each write also removes ids of nodes that were killed
+            # every write also removes the ids of killed nodes
             ("ZREMRANGEBYSCORE", keys.engines, "-inf", now - 60),
             full=(REGISTER, [key, keys.engines], "b", body, ttl_ms, str(until), info.id),
             atomic=True,
         )
 
     async def deregister(self, engine_id: str) -> None:
-        """Take the engine off the list."""
+        """Remove the registration of the engine."""
         keys = self._redis.keys
         await self._redis.batch(("ZREM", keys.engines, engine_id), ("DEL", keys.engine(engine_id)))
 
     async def target(self) -> WeightUpdate | None:
-        """The version that every engine should hold; None before the learner's first, or when it does not decode."""
+        """Return the target version; None before the first one, or if it cannot be decoded."""
         keys = self._redis.keys
         raw, meta = await self._redis.batch(("HGET", keys.target, "b"), ("HGETALL", keys.meta))
         if self._compatibility is not None:
@@ -74,7 +74,7 @@ class Registry:
         return self._decoded(WeightUpdate, raw)
 
     async def target_view(self) -> TargetView:
-        """Target and view at one moment."""
+        """Return target and view, read atomically."""
         keys = self._redis.keys
         target, view, (seconds, micros), meta = await self._redis.batch(
             ("HGET", keys.target, "b"), ("GET", keys.view), ("TIME",), ("HGETALL", keys.meta), atomic=True
@@ -85,7 +85,7 @@ class Registry:
         return TargetView(self._decoded(WeightUpdate, target), self._decoded(WeightView, view), now)
 
     async def answer(self, view: WeightView, answer: ViewAnswer) -> None:
-        """Tells the learner where this engine stands in `view`."""
+        """Report the progress of this engine in `view` to the learner."""
         key, body = self._redis.keys.answers(view.epoch, view.number), encode(answer)
         await self._redis.write(
             ("HSET", key, answer.member, body),
@@ -104,6 +104,6 @@ class Registry:
             return None
 
     async def evaluating(self, role: str) -> bool:
-        """Whether an evaluation wants the versions of engines with `role` to stand still."""
+        """Return whether an evaluation pins the versions of engines with `role`."""
         (holder,) = await self._redis.batch(("GET", self._redis.keys.evaluation))
         return holder is not None and (role == "eval" or not holder.startswith(EVAL_ENGINES_ONLY.encode()))

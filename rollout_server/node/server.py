@@ -1,4 +1,4 @@
-"""The node's composition root: one agent, its heartbeat and its metrics, until SIGTERM.
+"""Composition root of the node: one agent, its heartbeat and its metrics, until SIGTERM.
 
 Redis: target, evaluation --> Agent.run --(HTTP)--> engine
                                  | EngineStatus
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSignal | None = None) -> None:
-    """Run until SIGTERM or SIGINT (or `stop`). Raises UserError when the engine cannot be launched at all."""
+    """Run until SIGTERM or SIGINT (or `stop`). Raises UserError if the engine cannot be launched."""
     stop = stop or ShutdownSignal()
     port, url = _address(settings)
     engine_id = settings.id or f"engine-{socket.gethostname()}-{port}"
-    # an engine beside another tokenizer than the run's would be fed other words: rollout servers compare these
+    # rollout servers compare it: an engine with a different tokenizer would read other text
     fingerprint = load_tokenizer(run.model).fingerprint
     stats = Stats("node", engine_id)
     status = EngineStatus(
@@ -82,12 +82,12 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
 
 
 def _address(settings: NodeSettings) -> tuple[int, str]:
-    """(port, base URL) of the engine."""
+    """Return (port, base URL) of the engine."""
     if isinstance(settings.kind, AttachedEngine):
         parts = urlsplit(settings.kind.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(
-                f"engine.kind.url = {settings.kind.url!r} is not a URL", todo="write e.g. http://host:30000"
+                f"engine.kind.url = {settings.kind.url!r} is not a URL", todo="set a base URL, e.g. http://host:30000"
             )
         return parts.port or 80, settings.kind.url.rstrip("/")
     port = settings.port or free_port(settings.host)
@@ -100,4 +100,4 @@ async def _deregister(registry: Registry, redis: RedisClient, stats: Stats, engi
             await registry.deregister(engine_id)
             await deregister_metrics(redis, stats)
     except (RedisUnavailable, TimeoutError) as error:
-        log.warning("not deregistered, the lease will end by itself: %s", error)
+        log.warning("could not deregister, the registration will expire: %s", error)

@@ -1,4 +1,4 @@
-"""What a node says of its engine: one mutable record, written by the agent, registered in Redis at every change."""
+"""Status of an engine: one mutable record, written by the agent, registered in Redis at every change."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from rollout_server.node.registry import Registry
 log = logging.getLogger(__name__)
 
 NO_VERSION = PolicyVersion(0, 0)
-"""What an engine holds that was launched with the run's initial model before any version was published."""
+"""Version of an engine launched with the run's initial model before any version was published."""
 
 
 SGLANG_RETRACTIONS = "sglang:num_retracted_requests_total"
-"""SGLang's /v1/loads knows only the retractions of a moment; the counter is in /metrics, with --enable-metrics."""
+"""Counter in SGLang's /metrics (--enable-metrics): its /v1/loads has only the current retractions."""
 
 
 class EngineStatus:
     """State, version and load of one engine. `transition_to` is the only way to change the first two."""
 
     def __init__(self, fixed: EngineInfo) -> None:
-        """fixed  fields that stay while the node lives: id, url, role, tokenizer; others until `update_capabilities`"""
+        """fixed  constant fields: id, url, role, tokenizer; and initial values of those set by `update_capabilities`"""
         self._fixed = fixed
         self.state = NodeState.JOINING
         self.version = NO_VERSION
         self.detail = ""
         self.incarnation = ""
         self.ready_incarnation = ""
-        """Incarnation in which it was READY last."""
+        """Incarnation in which it was last READY."""
         self.loads: dict[str, float] = {}
         self.pause_s = self.load_s = 0.0
         self.updates = 0
         self.needs_recheck = False
-        """Its registration had lapsed: it is not READY before it has been asked again what it holds."""
+        """The registration had expired: the engine is not READY before its version has been checked again."""
         self._changed = asyncio.Event()
 
     @property
@@ -51,7 +51,7 @@ class EngineStatus:
         return self._fixed.id
 
     def transition_to(self, state: NodeState, detail: str = "", *, version: PolicyVersion | None = None) -> None:
-        """Change the state and say so at once. A draining engine stays so."""
+        """Change the state and register it at once. A draining engine stays draining."""
         if self.state is NodeState.DRAINING:
             return
         version = self.version if version is None else version
@@ -63,7 +63,7 @@ class EngineStatus:
         self._changed.set()
 
     def update_capabilities(self, facts: Mapping[str, Any]) -> None:
-        """Fields of EngineInfo that the engine decides: what it is and what it can do."""
+        """Set the fields of EngineInfo that the engine reports."""
         self._fixed = self._fixed.model_copy(update=dict(facts))
         self._changed.set()
 
@@ -88,8 +88,8 @@ class EngineStatus:
     async def heartbeat_loop(self, registry: Registry, waits: WaitTimer, *, every_s: float) -> None:
         """Consumes changes of this record; produces registrations; waits every_s or for a change; ends cancelled.
 
-        A node that was stopped, or cut off from Redis, for longer than its registration lives has missed what went on:
-        another epoch may have begun, and its engine may have been stopped with it, started again, or loaded by others.
+        A node that was suspended or disconnected from Redis for longer than its lease may have missed changes: a new
+        epoch may have started, and the engine may have been suspended, restarted, or updated by others.
         """
         backoff = Backoff("registering the engine", waits, longest_s=every_s)
         renewed = time.monotonic()
@@ -97,7 +97,7 @@ class EngineStatus:
             if (away_s := time.monotonic() - renewed) > registry.lease_s and self.state is NodeState.READY:
                 self.needs_recheck = True
                 self.transition_to(
-                    NodeState.SYNCING, f"its registration had lapsed {away_s:.1f} s after it was renewed last"
+                    NodeState.SYNCING, f"its registration had expired: it was last renewed {away_s:.1f} s ago"
                 )
             self._changed.clear()
             asked = time.monotonic()
@@ -109,7 +109,7 @@ class EngineStatus:
                 continue
             backoff.reset()
             if time.monotonic() - asked > registry.lease_s:
-                continue  # stopped in the middle of saying so: what was said is as old as that
+                continue  # suspended while registering: what was written is outdated
             try:
                 async with asyncio.timeout(every_s):
                     await self._changed.wait()
@@ -117,12 +117,12 @@ class EngineStatus:
                 pass
 
     async def poll_loads(self, client: EngineAdmin, *, every_s: float) -> None:
-        """Consumes the engine's own figures; produces `loads`; waits every_s; ended by cancellation."""
+        """Consumes the load figures of the engine; produces `loads`; waits every_s; ended by cancellation."""
         while True:
             try:
                 self.loads = await client.loads()
             except EngineError as error:
-                log.debug("no load figures: %s", error)  # the watchdog decides whether it is well
+                log.debug("no load figures: %s", error)  # the watchdog decides whether it is healthy
                 self.loads = {}
             if self._fixed.kind == "sglang":
                 self.loads |= await self._retractions(client)
@@ -132,5 +132,5 @@ class EngineStatus:
         try:
             return {"retractions": await client.counter(SGLANG_RETRACTIONS)}
         except EngineError as error:
-            log.debug("no count of retractions: %s", error)  # one that we did not start may keep no metrics
+            log.debug("no count of retractions: %s", error)  # an attached engine may have no metrics
             return {}

@@ -1,9 +1,9 @@
-"""The watchdog: an engine whose HTTP side lives and whose scheduler does not, or that is stopped as a whole.
+"""The watchdog: detects an engine whose scheduler hangs while its HTTP server answers, or that is suspended.
 
-A sign of life is a token that it generated for us, or any change in what its scheduler says of itself. One of the two
-is enough, so that an engine that is merely busy is never taken for dead: its answer to us may be late, but its
-figures move with every step. While it is paused for a weight update, any answer is a sign: whether the update itself
-comes to an end is known by that one's deadline. Without a sign for `hang_s` the engine is lost.
+A sign of life is a generated token, or any change in the figures of its scheduler. Either is enough, so that a busy
+engine is not considered dead: its answer may be late, but its figures change at every step. While it is paused for a
+weight update, any answer is a sign of life; the update has its own timeout. Without a sign for `hang_s` the engine is
+lost.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SHORTEST_LOOK_S = 0.2
 
 
 class EngineHung(EngineLost):
-    """The engine is there and does nothing: it would not heed a request to end either."""
+    """The engine runs but does not respond. It would not react to SIGTERM either."""
 
 
 class Watchdog:
-    """Over one incarnation of an engine. `swap_lock` is held while it is paused on purpose."""
+    """Watches one incarnation of an engine. `swap_lock` is held while the node has paused it."""
 
     def __init__(
         self, client: EngineAdmin, status: EngineStatus, settings: NodeSettings, stats: Stats, swap_lock: asyncio.Lock
@@ -41,9 +41,9 @@ class Watchdog:
         self._figures: Any = None
 
     async def watch(self) -> None:
-        """Consumes signs of life; produces EngineLost; waits probe_s between two looks; else ended by cancellation.
+        """Consumes signs of life; produces EngineLost; waits probe_s between probes; ended by cancellation.
 
-        Only time that was spent looking counts as silence: a node that was itself suspended blames no engine.
+        Only the time of probes counts as silence, so a suspension of the node is not attributed to the engine.
         """
         settings, silent_s, refused = self._settings, 0.0, 0
         while True:
@@ -59,7 +59,7 @@ class Watchdog:
             refused = refused + 1 if error.cause == "unreachable" else 0
             self._stats.counts["strikes"] += 1
             log.warning("no sign of life from the engine for %.1f s: %s", silent_s, error)
-            # lost in the middle of an update, it is more than silent: it may hold weights of no version
+            # if it is lost during an update, it may hold a mix of two versions
             tainted = swapping or self._status.state is NodeState.QUARANTINED
             state = NodeState.QUARANTINED if tainted else NodeState.SUSPECT
             if refused >= settings.probe_failures:
@@ -70,7 +70,7 @@ class Watchdog:
                 raise EngineHung(self._status.detail) from error
 
     async def _responds(self, timeout_s: float) -> EngineError | None:
-        """None: it answers. Else why not."""
+        """Return None if the engine answers, else the error."""
         try:
             await self._client.model_info(timeout_s=timeout_s)
         except EngineError as error:
@@ -78,7 +78,7 @@ class Watchdog:
         return None
 
     async def _probe(self, timeout_s: float) -> EngineError | None:
-        """None: a sign of life. Else why it did not generate."""
+        """Return None for a sign of life, else the error of the generation."""
         failure, figures = await asyncio.gather(self._generates(timeout_s), self._scheduler(timeout_s))
         moved = None not in (figures, self._figures) and figures != self._figures
         self._figures = figures or self._figures
@@ -95,4 +95,4 @@ class Watchdog:
         try:
             return await self._client.scheduler_figures(timeout_s=timeout_s)
         except EngineError:
-            return None  # no sign of life: whether there is another one is the probe's to say
+            return None  # not a sign of life; the probe checks for others

@@ -1,4 +1,4 @@
-"""Rewards: every kind by its settings, and the one place where they are built."""
+"""Rewards: their settings and registry."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ else:
 
 
 def build_reward(settings: RewardSettingsBase, resources: RewardResources) -> Reward | TurnReward:
-    """Instantiate the reward for `settings`. Those that ask a service share the connections of `resources`.
+    """Instantiate the reward for `settings`. Rewards that call a service share the connections of `resources`.
 
-    Raises UserError for a function that cannot be imported, or an API key that is not set.
+    Raises UserError if a function cannot be imported or an API key is not set.
     """
     reward = resolve_name(REGISTRY[type(settings)])
     built: Reward | TurnReward = (

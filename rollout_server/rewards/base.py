@@ -1,4 +1,4 @@
-"""The interface to rewards: facts of one finished trajectory in, a number out (or a number for each of its turns)."""
+"""The reward interface: maps a finished trajectory to a number, or to a number per turn."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from protocol.settings import Settings
 
 @dataclass(frozen=True)
 class TurnText:
-    """One turn of the policy as text and, when it searched or called a tool, what came back.
+    """One turn of the policy as text, and the result of its search or tool call.
 
-    policy       what the policy wrote, without the end-of-sequence token
-    observation  the passages that it was then shown, without the tags around them, cut as they were shown: of a search,
-                 or of a tool that brings documents. "" when it did neither. Other text of a tool is no evidence
-                 and is not here
-    query        what it searched for, "" when it did not: a tool's argument is no query
-    tool         the tool that it called, "" when it called none
-    passage_ids, titles  of the passages that stood in the observation, at least in part: in the order of the index
+    policy       text of the policy, without the end-of-sequence token
+    observation  the passages as shown to the policy (cut, without the tags): of a search, or of a tool that returns
+                 documents. "" if there are none. Other text of a tool is not evidence and not included
+    query        the search query; "" without a search (the argument of a tool is not a query)
+    tool         the tool called; "" if none
+    passage_ids, titles  of the passages that were shown, at least in part, in the order of the index
     tokens       number of tokens that the policy sampled
-    finish       "stop" (it ended the turn itself) or "length" (a limit did)
+    finish       "stop" (the policy ended the turn) or "length" (a limit was reached)
     """
 
     policy: str
@@ -38,9 +37,9 @@ class TurnText:
 
 @dataclass(frozen=True)
 class RewardInput:
-    """What a reward may look at. `answer` was read from policy-owned tokens only; None when it gave none.
+    """Input of a reward. `answer` is taken from policy-owned tokens only; None if there is none.
 
-    searches  counts searches only: calls of tools are the turns with a `tool`
+    searches  number of searches, without tool calls, which are the turns with a `tool`
     """
 
     question: Question
@@ -51,12 +50,12 @@ class RewardInput:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the policy sampled: prompt and observations are not its doing."""
+        """Number of tokens that the policy sampled, without prompt and observations."""
         return sum(turn.tokens for turn in self.turns)
 
 
 class RewardError(ForayError):
-    """A reward could not be computed (a judge is down, a score is not finite): the trajectory fails, it gets no 0."""
+    """A reward could not be computed (a judge is down, a score is not finite). The trajectory then fails."""
 
 
 class Reward(Protocol):
@@ -69,30 +68,30 @@ class Reward(Protocol):
 
 @runtime_checkable
 class TurnReward(Protocol):
-    """A named score of every turn: by weight, it becomes part of `Segment.reward` of that turn. Raises RewardError."""
+    """A named score of every turn. Weighted, it is part of `Segment.reward` of that turn. Raises RewardError."""
 
     name: str
 
     async def per_turn(self, outcome: RewardInput) -> Sequence[float]:
-        """One number for each of `outcome.turns`. A turn is scored with what its own search brought."""
+        """Return one number per turn in `outcome.turns`. The observation of a turn is the result of its own search."""
         ...
 
 
 class RewardSettingsBase(Settings):
-    """What the settings of every reward have: a member of the union adds its `type` and what else it needs."""
+    """Base of all reward settings. A member of the union adds its `type` and its options."""
 
     type: str
     weight: float = 1.0
-    """Factor in the trajectory's reward; 0 is measured only."""
+    """Weight in the trajectory's reward; 0 only records the score."""
 
     @property
     def key(self) -> str:
-        """Name in `Trajectory.rewards`; no two rewards of an episode may share it."""
+        """Name in `Trajectory.rewards`, unique within an episode."""
         return self.type
 
 
 class WithoutOptions:
-    """A reward whose settings hold nothing but its weight."""
+    """A reward without options other than its weight."""
 
     def __init__(self, settings: RewardSettingsBase | None = None) -> None:
-        """`settings` is what `build_reward` passes to every reward."""
+        """Ignore `settings`, which `build_reward` passes to every reward."""

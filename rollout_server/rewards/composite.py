@@ -1,4 +1,4 @@
-"""Several rewards as one number: their sum by weight, with every part kept."""
+"""Combine rewards: their weighted sum, with every component kept."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rollout_server.rewards.base import Reward, RewardError, RewardInput, TurnRe
 
 @dataclass(frozen=True)
 class TrajectoryReward:
-    """What a trajectory earned.
+    """Reward of a trajectory.
 
-    reward  the whole, the turns' part included
-    parts   by name, unweighted; of a reward per turn the sum over the turns
-    turns   what each turn earned by itself, weighted: one number a turn
+    reward  weighted sum of all components, including rewards per turn
+    parts   unweighted components by name; for a reward per turn, the sum over the turns
+    turns   weighted reward of each turn
     """
 
     reward: float
@@ -25,13 +25,13 @@ class TrajectoryReward:
 
 
 class CompositeReward:
-    """Scores an outcome by each of `parts` (reward, weight), all at the same time."""
+    """Computes all `parts` (reward, weight) concurrently."""
 
     def __init__(self, parts: Sequence[tuple[Reward | TurnReward, float]]) -> None:
         self._parts = tuple(parts)
 
     async def __call__(self, outcome: RewardInput) -> TrajectoryReward:
-        """Raises RewardError for a number that is not finite, and the first error of a part: the others are ended."""
+        """Return the reward. Raises RewardError for a non-finite score, or the first error of a part."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(_score(reward, outcome), name=reward.name) for reward, _ in self._parts]
@@ -50,12 +50,12 @@ class CompositeReward:
 
 
 async def _score(reward: Reward | TurnReward, outcome: RewardInput) -> tuple[float, tuple[float, ...]]:
-    """The score of the whole, and of each turn where it is a reward per turn."""
+    """Return the score of the trajectory, and of each turn for a reward per turn."""
     each: tuple[float, ...] = ()
     if isinstance(reward, TurnReward):
         each = tuple(map(float, await reward.per_turn(outcome)))
         if len(each) != len(outcome.turns):
-            raise RewardError(f"reward {reward.name} gave {len(each)} numbers for {len(outcome.turns)} turns")
+            raise RewardError(f"reward {reward.name} returned {len(each)} numbers for {len(outcome.turns)} turns")
         whole = math.fsum(each) if all(map(math.isfinite, each)) else math.nan
     else:
         whole = float(await reward(outcome))

@@ -1,7 +1,7 @@
-"""A reward of your own: `target: "module:function"`, called with the RewardInput and your `options`, returns a number.
+"""Custom rewards: `target: "module:function"` is called with the RewardInput and your `options`, and returns a number.
 
-An `async def` runs in the event loop, where it must not block. A plain function runs in a thread, so it may. What it
-raises, a result that is not a number, and no result within the deadline are failures, never a score.
+An `async def` runs in the event loop and must not block. A plain function runs in a thread and may block. Exceptions,
+results that are not numbers, and timeouts are failures, never a score.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollout_server.rewards.base import RewardError, RewardInput, RewardSettings
 
 
 class Custom:
-    """See the module."""
+    """A reward computed by a user's function."""
 
     def __init__(self, settings: CustomSettings) -> None:
-        """Import the function. Raises UserError when it cannot be imported or does not take the options."""
+        """Import the function. Raises UserError if it cannot be imported or does not accept the options."""
         self.name = settings.key
         self._function = function = _load(settings)
         self._options = settings.options
@@ -49,9 +49,9 @@ class Custom:
             raise RewardError(f"{self.name}: {type(error).__name__}: {error}") from error
 
     async def _in_thread(self, outcome: RewardInput) -> Any:
-        """The result of a plain function. Its place is free again when it returns, however late, not when we give up.
+        """Return the result of a plain function. Its slot is freed when the function returns, not at the timeout.
 
-        Not `asyncio.to_thread`: one that hangs would hold up the end of the process. A daemon thread is left behind.
+        Uses a daemon thread instead of `asyncio.to_thread`, since a hanging function would delay the exit.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
@@ -71,7 +71,7 @@ class Custom:
                 result = self._function(outcome, **self._options)
             except Exception as error:
                 failed = error
-            with contextlib.suppress(RuntimeError):  # the loop has ended: no caller waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
                 loop.call_soon_threadsafe(settle, result, failed)
 
         await self._places.acquire()
@@ -80,19 +80,19 @@ class Custom:
 
 
 class CustomSettings(RewardSettingsBase):
-    """A function of yours as a reward."""
+    """A custom function as a reward."""
 
     type: Literal["custom"] = "custom"
     target: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`package.module:function`, importable where the rollout server runs."""
+    """`package.module:function`, which the rollout server must be able to import (PYTHONPATH)."""
     name: str = Field(default="", max_length=256)
-    """Name among the rewards. Empty: the function's name."""
+    """Name of the reward. Empty: the function's name."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of every call."""
+    """Keyword arguments passed to every call."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """Longest wait for one result."""
+    """Timeout of a call, in seconds."""
     threads: int = Field(default=8, ge=1)
-    """Calls of a plain function at once; an `async def` has no such bound."""
+    """Maximum concurrent calls of a plain function. Not used for an `async def`."""
 
     @property
     def key(self) -> str:
@@ -108,6 +108,6 @@ def _load(settings: CustomSettings) -> Callable[..., Any]:
         raise UserError(
             f"the custom reward {settings.target!r} cannot be used",
             why=f"{type(error).__name__}: {error}",
-            todo="it must be importable (PYTHONPATH) and take a RewardInput and its `options` by name",
+            todo="make it importable (PYTHONPATH), with a RewardInput and its `options` as parameters",
         ) from error
     return function  # type: ignore[no-any-return]

@@ -1,20 +1,20 @@
 """Search-R1's outcome-and-format reward (`qa_em_format.py`, settings of its v0.3 scripts), on policy-owned text only.
 
-A whole reward by itself, exact match included, so it usually stands alone with weight 1:
+It includes exact match, so it is usually the only reward, with weight 1:
 
     exact match, well-formed    score                      1.0
     exact match, ill-formed     score - structure          0.8
-    wrong, well-formed          structure (+ retrieval when a gold answer was in an observation)   0.2
+    wrong, well-formed          structure (+ retrieval if a gold answer was in an observation)   0.2
     wrong, ill-formed           final                      0.1
     no answer                   0
 
 Well-formed: every turn but the last is <think>..</think><search>..</search>, the last is <think>..</think>
-<answer>..</answer>, with white space between and no other tag anywhere: an <information> that the policy wrote itself
-is ill-formed. What follows a turn's closing tag is ignored: the turn had ended, and a token may reach past it. A call
-of a tool is as well-formed as a search.
+<answer>..</answer>, with white space between and no other tag: an <information> written by the policy is ill-formed.
+Text after a turn's closing tag is ignored: a token may extend beyond the end of the turn. A tool call counts like a
+search.
 
-Search-R1 reads the prompt and the documents too, so its "no answer" is scored as the prompt's example "Beijing", and
-an answer inside a document counts as the policy's. Neither can happen here.
+Search-R1 also reads the prompt and the documents. So it scores "no answer" as the prompt's example "Beijing", and
+counts an answer inside a document as the policy's. Neither can happen here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollout_server.rewards.text_match import ExactMatch, covers
 
 
 def turn_shape(action: str, tags: str) -> re.Pattern[str]:
-    """What a turn must begin with: <think>..</think> <action>..</action>, with none of `tags` inside either."""
+    """Return the pattern <think>..</think> <action>..</action> without any of `tags` inside."""
     inside = rf"(?:(?!</?(?:{tags})>).)*"
     return re.compile(rf"\s*<think>{inside}</think>\s*<{action}>{inside}</{action}>", re.DOTALL)
 
@@ -42,12 +42,12 @@ _SEARCH, _ANSWER = turn_shape("search", _TAGS), turn_shape("answer", _TAGS)
 
 @lru_cache
 def call_shape(tool: str, tags: str) -> re.Pattern[str]:
-    """The same for a turn that calls `tool`, whose own tag may not stand inside either."""
+    """Return the pattern of a turn that calls `tool`, without its tag inside."""
     return turn_shape(tool, f"{tags}|{tool}")
 
 
 def well_formed(turns: tuple[TurnText, ...]) -> bool:
-    """Whether the policy's turns follow the protocol; see the module."""
+    """Return whether the policy's turns follow the protocol, as defined in the module docstring."""
     if not turns:
         return False
     *before, last = turns
@@ -57,7 +57,7 @@ def well_formed(turns: tuple[TurnText, ...]) -> bool:
 
 
 class FormatReward:
-    """Scores a trajectory by the table of the module."""
+    """Scores a trajectory by the table in the module docstring."""
 
     name = "format"
 
@@ -83,13 +83,13 @@ class FormatSettings(RewardSettingsBase):
 
     type: Literal["format"] = "format"
     score: float = 1.0
-    """A right answer in a well-formed trajectory."""
+    """Score of a correct answer in a well-formed trajectory."""
     structure: float = Field(default=0.2, ge=0)
-    """Worth of being well-formed."""
+    """Part of the score for being well-formed."""
     final: float = Field(default=0.1, ge=0)
-    """A wrong answer in an ill-formed trajectory."""
+    """Score of a wrong answer in an ill-formed trajectory."""
     retrieval: float = Field(default=0.0, ge=0)
-    """Added to a wrong, well-formed trajectory that had a gold answer in front of it."""
+    """Added to a wrong answer in a well-formed trajectory, if an observation contained a gold answer."""
 
 
 _TURN_TAGS = "think|search|information|result|answer"
@@ -97,14 +97,14 @@ _TURN_SHAPES = (turn_shape("search", _TURN_TAGS), turn_shape("answer", _TURN_TAG
 
 
 class TurnFormat:
-    """`well` for each well-formed turn, `ill` for any other.
+    """Scores each turn: `well` if it is well-formed, else `ill`.
 
     Well-formed: <think>..</think>, then one <search>..</search>, <answer>..</answer> or call of an enabled tool, and
     nothing else.
 
-    As in `FormatReward`, a tag of another kind makes a turn ill-formed, an observation's tag (<information>, <result>)
-    included, and what follows the closing tag of the action is ignored. By default an ill-formed turn costs and a
-    well-formed one earns nothing: were it the other way round, a trajectory would earn more by taking more turns.
+    As in `FormatReward`, any other tag makes a turn ill-formed, including tags of observations (<information>,
+    <result>), and text after the closing tag of the action is ignored. By default ill-formed turns are penalised;
+    rewarding well-formed ones would reward more turns.
     """
 
     name = "turn_format"
@@ -119,10 +119,10 @@ class TurnFormat:
 
 
 class TurnFormatSettings(RewardSettingsBase):
-    """An ill-formed turn costs."""
+    """Penalises ill-formed turns."""
 
     type: Literal["turn_format"] = "turn_format"
     well: float = 0.0
-    """Score of a well-formed turn. Above 0, more turns earn more."""
+    """Score of a well-formed turn. A value above 0 rewards more turns."""
     ill: float = -1.0
     """Score of any other turn."""

@@ -1,12 +1,12 @@
-"""An LLM as a judge, over any OpenAI-compatible `POST /chat/completions`: is the answer right, from 0 to 1?
+"""LLM as a judge, through any OpenAI-compatible `POST /chat/completions`: grades the answer from 0 to 1.
 
-What the policy wrote is untrusted. It reaches the judge as a string inside one JSON object, cut, without
-invisible characters, without tags and without the brackets that chat templates make control tokens of; nothing that
-it can hold ends that string or starts a message. The instructions come as the system message and say so.
+The policy's text is untrusted. It is sent as a string inside one JSON object: cut, without invisible characters, tags
+and the brackets that chat templates turn into control tokens, so it cannot end that string or start a message. The
+instructions are the system message, and say so.
 
-The verdict is strict: the reply must be one JSON object with a finite number `score` in [0, 1] (in a code fence and
-after a `<think>` block, if need be). Nothing is searched for in free text, where an answer that the judge quotes could
-be found instead. Anything else is asked again, and in the end a failure, never a score.
+The reply must be one JSON object with a finite number `score` in [0, 1], optionally in a code fence and after a
+`<think>` block. Free text is not searched for a score, since the judge may quote the answer. Other replies are retried,
+and finally a failure, never a score.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _WRAPPED = re.compile(r"\s*(?:<think>.*?</think>)?\s*(?:```(?:json)?\s*(.*?)\s*`
 
 
 def sanitize(text: str, max_chars: int) -> str:
-    """The text as the judge may see it: cut, and without what a chat template or a tag could be made of."""
+    """Return the text for the judge: cut, and without characters that could form a tag or a control token."""
     return fold_text(text[:max_chars]).translate(_BRACKETS).strip()
 
 
 def parse_score(reply: Any) -> float:
-    """The score in a chat completion. Raises ValueError (or KeyError, TypeError, IndexError) for anything else."""
+    """Return the score in a chat completion. Raises ValueError, KeyError, TypeError or IndexError otherwise."""
     choice = reply["choices"][0]
     text = choice["message"]["content"]
     if not isinstance(text, str):
-        raise ValueError("the judge said nothing")
+        raise ValueError("the judge's reply is empty")
     wrapped = _WRAPPED.fullmatch(text)
     verdict = json.loads((wrapped[1] or wrapped[2] or "") if wrapped else text)
     score = verdict["score"]
     if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
-        raise ValueError(f"the judge's score is {score!r}")
+        raise ValueError(f"the judge's score is invalid: {score!r}")
     return float(score)
 
 
 class Judge:
-    """See the module. Without an answer, or without gold answers, 0 without a request."""
+    """A judge. Without an answer or gold answers, it returns 0 without a request."""
 
     name = "judge"
 
@@ -94,14 +94,14 @@ class Judge:
 
 
 class JudgeSettings(EndpointSettings):
-    """A language model reads question, gold answers and answer, and grades."""
+    """A language model grades the answer, given the question and the gold answers."""
 
     type: Literal["judge"] = "judge"
     instructions: str = Field(default=INSTRUCTIONS, min_length=1)
-    """System message: what to look for, and that the reply is one JSON object with a `score` from 0 to 1."""
+    """System message. It must request a reply of one JSON object with a `score` from 0 to 1."""
     max_chars: int = Field(default=1000, ge=1)
-    """Longer questions and answers are cut."""
+    """Maximum characters of question and answer; longer ones are cut."""
     max_tokens: int = Field(default=512, ge=1)
-    """Most tokens of the judge's reply."""
+    """Maximum tokens of the judge's reply."""
     json_mode: bool = False
-    """Ask for `response_format: json_object`, where the service knows it."""
+    """Request `response_format: json_object`. Requires a service that supports it."""

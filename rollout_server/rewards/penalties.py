@@ -1,4 +1,4 @@
-"""Penalties on behaviour: long trajectories, repeated queries, many searches. Never above 0."""
+"""Penalties for long trajectories, repeated queries and many searches. Never above 0."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollout_server.rewards.text_match import normalise
 
 
 class LengthPenalty:
-    """Scores length in tokens that the policy sampled, from -1 to 0: what it read is not its doing.
+    """Penalises the number of tokens that the policy sampled (not observations), from 0 to -1.
 
-    overlong      0 up to max_tokens - buffer, then down in a straight line to -1 at max_tokens
+    overlong      0 up to max_tokens - buffer, then linear down to -1 at max_tokens
                   (DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13)
     proportional  -tokens / max_tokens
 
-    Both stay at -1 beyond max_tokens: without that cap one endless trajectory outweighs its whole group.
+    Both are -1 beyond max_tokens: without that limit one very long trajectory would outweigh its whole group.
     """
 
     name = "length_penalty"
@@ -28,33 +28,33 @@ class LengthPenalty:
         self._ramp = settings.buffer if settings.shape == "overlong" else settings.max_tokens
 
     async def __call__(self, outcome: RewardInput) -> float:
-        # proportional is overlong with a buffer as long as everything
+        # proportional is overlong with buffer = max_tokens
         over = outcome.tokens - (self._most - self._ramp)
         return 0.0 - min(1.0, max(0, over) / self._ramp)
 
 
 class LengthPenaltySettings(RewardSettingsBase):
-    """Long trajectories cost; the score is between -1 and 0."""
+    """Penalty for long trajectories, between -1 and 0."""
 
     type: Literal["length_penalty"] = "length_penalty"
     shape: Literal["overlong", "proportional"] = "overlong"
-    """overlong: only the last `buffer` tokens cost (DAPO). proportional: every token costs the same."""
+    """overlong: penalise only the last `buffer` tokens (DAPO). proportional: penalise every token equally."""
     max_tokens: int = Field(default=2048, ge=1)
-    """Sampled tokens of a trajectory at which it costs 1."""
+    """Number of sampled tokens at which the penalty reaches -1."""
     buffer: int = Field(default=512, ge=1)
-    """Of them, those that cost (overlong only)."""
+    """Number of tokens before `max_tokens` over which the penalty grows (overlong only)."""
 
     @model_validator(mode="after")
     def _fits(self) -> LengthPenaltySettings:
         if self.shape == "overlong" and self.buffer > self.max_tokens:
-            raise ValueError("buffer is longer than max_tokens")
+            raise ValueError("buffer must be at most max_tokens")
         return self
 
 
 class RepeatedQuery(WithoutOptions):
-    """-1 for each turn whose query an earlier turn had, else 0.
+    """Scores -1 for each turn that repeats a query of an earlier turn, else 0.
 
-    Queries are compared after Search-R1's normalisation (case, ASCII punctuation, articles, blanks).
+    Queries are compared after Search-R1's normalisation (case, ASCII punctuation, articles, white space).
     """
 
     name = "repeated_query"
@@ -63,7 +63,7 @@ class RepeatedQuery(WithoutOptions):
         asked: set[str] = set()
         earned = []
         for turn in outcome.turns:
-            # a query of nothing but punctuation is compared as it stands
+            # a query with only punctuation is compared unchanged
             query = normalise(turn.query) or turn.query
             earned.append(-1.0 if query and query in asked else 0.0)
             asked.add(query)
@@ -71,7 +71,7 @@ class RepeatedQuery(WithoutOptions):
 
 
 class RepeatedQuerySettings(RewardSettingsBase):
-    """-1 for every search that repeats an earlier one."""
+    """Penalty of -1 for every search that repeats an earlier query."""
 
     type: Literal["repeated_query"] = "repeated_query"
 
@@ -79,7 +79,7 @@ class RepeatedQuerySettings(RewardSettingsBase):
 class SearchCost:
     """Scores -min(cap, each * (searches - free)), never above 0.
 
-    A search that failed counts too. Calls of tools cost nothing here: a setting of each tool bounds them.
+    Failed searches count too. Tool calls do not; use `max_calls` of the tool to limit them.
     """
 
     name = "search_cost"
@@ -93,12 +93,12 @@ class SearchCost:
 
 
 class SearchCostSettings(RewardSettingsBase):
-    """Each search beyond the free ones costs; the score is 0 or below."""
+    """Penalty for each search beyond the free ones, at most 0."""
 
     type: Literal["search_cost"] = "search_cost"
     each: float = Field(default=0.1, ge=0)
-    """Cost of one search."""
+    """Penalty per search."""
     free: int = Field(default=1, ge=0)
-    """Searches that cost nothing."""
+    """Number of searches without a penalty."""
     cap: float = Field(default=1.0, ge=0)
-    """Most that a trajectory's searches cost."""
+    """Maximum penalty of a trajectory."""

@@ -1,7 +1,7 @@
-"""Rewards over a JSON service: one deadline over all attempts, retries with jitter, batches and a cache.
+"""Rewards that call a JSON service: one deadline over all attempts, retries with jitter, batches and a cache.
 
-The reply is untrusted: its size is capped while it is read, and the caller's `read` checks its shape before
-anything uses it. Redirects are not followed, so that an API key goes nowhere else.
+Replies are untrusted: their size is limited while reading, and the caller's `read` validates them. Redirects are not
+followed, so that an API key is not sent elsewhere.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Fetch = Callable[[Sequence[K]], Awaitable[Sequence[V]]]
-"""Answers for distinct keys, in their order. Raises RewardError."""
+"""Returns the answers for distinct keys, in order. Raises RewardError."""
 
 
 class EndpointSettings(RewardSettingsBase):
-    """A reward that asks an OpenAI-compatible service."""
+    """A reward computed by an OpenAI-compatible service."""
 
     url: str = Field(pattern=r"^https?://")
-    """Base address, `/v1` included, e.g. `http://127.0.0.1:8000/v1`."""
+    """Base URL including `/v1`, e.g. `http://127.0.0.1:8000/v1`."""
     model: str = Field(min_length=1)
-    """Model name that is sent with each request."""
+    """Model name in each request."""
     api_key_variable: str = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
-    """NAME of the environment variable that holds the API key. Empty: no key is sent."""
+    """NAME of the environment variable with the API key. Empty: no key is sent."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Longest wait for one answer: waiting in line, every attempt and the pauses between them."""
+    """Timeout of one answer in seconds: queueing, attempts and back-off."""
     attempts: int = Field(default=4, ge=1)
-    """Most attempts within the deadline. A request that the service refuses (400, 401, ...) is not repeated."""
+    """Maximum attempts within the deadline. A request that the service rejects (400, 401, ...) is not retried."""
     concurrency: int = Field(default=16, ge=1)
-    """Requests in flight at once."""
+    """Maximum number of requests in flight."""
     cache: int = Field(default=8192, ge=0)
-    """Answers kept; the least recently used one goes first."""
+    """Size of the cache of answers (least recently used are evicted)."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of each request, over ours, e.g. `{chat_template_kwargs: {enable_thinking: false}}`. null leaves
-    a field of ours out."""
+    """Additional fields of each request, e.g. `{chat_template_kwargs: {enable_thinking: false}}`. They override Foray's
+    fields; null removes a field."""
 
 
 class RequestRefused(RewardError):
-    """The service rejects this request, however often it is sent."""
+    """The service rejected this request; a retry cannot succeed."""
 
 
 class _RetryLater(Exception):
-    """One attempt failed and another may succeed, not before `retry_after_s` seconds."""
+    """An attempt failed, and another one may succeed after `retry_after_s` seconds."""
 
     def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
         super().__init__(why)
@@ -71,7 +71,7 @@ class JsonEndpoint:
     """One route of a JSON service. Errors name the URL."""
 
     def __init__(self, settings: EndpointSettings, path: str, resources: RewardResources) -> None:
-        """`path` follows `settings.url`. Raises UserError when the environment lacks the API key."""
+        """Append `path` to `settings.url`. Raises UserError if the API key is not in the environment."""
         self._resources, self._url, self._extra = resources, settings.url.rstrip("/") + path, dict(settings.extra)
         self._headers = {}
         if variable := settings.api_key_variable:
@@ -80,17 +80,16 @@ class JsonEndpoint:
                 raise UserError(
                     f"reward {settings.key!r} has no API key",
                     why=f"the environment variable {variable} is not set",
-                    todo=f"export {variable}=... where the rollout server starts",
+                    todo=f"export {variable}=... in the environment of the rollout server",
                 )
             self._headers["Authorization"] = f"Bearer {key}"
         self._deadline_s, self._attempts = settings.deadline_s, settings.attempts
         self._slots = asyncio.Semaphore(settings.concurrency)
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-        """What `read` makes of the reply to `body`. What `read` cannot take (ValueError, KeyError, TypeError, ...) is
-        an unusable reply: it is asked for again.
+        """Send `body` and return `read(reply)`. If `read` raises (ValueError, KeyError, TypeError, ...), retry.
 
-        Raises RewardError within the deadline, `RequestRefused` when the service says no to this very request.
+        Raises RewardError within the deadline, `RequestRefused` if the service rejects this request.
         """
         body = {name: value for name, value in {**body, **self._extra}.items() if value is not None}
         last = "no answer yet"
@@ -105,7 +104,7 @@ class JsonEndpoint:
                         last, wait = str(failed), failed.retry_after_s
                     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
                         last, wait = f"unusable reply: {error!r}"[:300], 0.0
-                    # Jitter: hundreds of trajectories must not come back in step.
+                    # Jitter: hundreds of trajectories must not retry at once.
                     wait = max(wait, random.uniform(pause / 2, pause))
                     when = deadline.when()
                     if not left or (when is not None and asyncio.get_running_loop().time() + wait >= when):
@@ -117,7 +116,7 @@ class JsonEndpoint:
         raise RewardError(f"{self._url}: {last}")
 
     async def _attempt(self, body: Mapping[str, Any]) -> Any:
-        """One request. Raises _RetryLater, Refused, or ValueError for a reply that is not JSON."""
+        """Send one request. Raises _RetryLater, RequestRefused, or ValueError for a reply that is not JSON."""
         import aiohttp
 
         if self._resources.closed:
@@ -144,20 +143,20 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_any():
         size += len(chunk)
         if size > MAX_BYTES:
-            raise RewardError(f"a reply of more than {MAX_BYTES} bytes")
+            raise RewardError(f"the reply is larger than {MAX_BYTES} bytes")
         parts.append(chunk)
     return b"".join(parts)
 
 
 class BatchLoader(Generic[K, V]):
-    """`await loader(key)`: the answer for a key, from the cache, from a request in flight, or from the next batch.
+    """`await loader(key)` returns the answer for a key: from the cache, a request in flight, or the next batch.
 
-    Keys that come within a short window of each other go out as one request. The trajectories of a group often give the
-    same answer, so most of them cost nothing.
+    Keys that arrive within a short window are sent as one request. The trajectories of a group often give the same
+    answer, so many keys need no request.
 
-    window_s    how long the first key of a batch waits for others; 0: each goes at once
-    batch_size  most keys of one request
-    cache       answers remembered; failures never are
+    window_s    how long the first key of a batch waits for others; 0: no batching
+    batch_size  maximum keys per request
+    cache       number of cached answers; failures are not cached
     """
 
     def __init__(
@@ -178,7 +177,7 @@ class BatchLoader(Generic[K, V]):
         self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, key: K) -> V:
-        """Raises RewardError when it could not be had. Cancelling one who waits leaves the others their answer."""
+        """Return the answer for `key`. Raises RewardError. Cancelling one caller does not affect the others."""
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
@@ -187,7 +186,7 @@ class BatchLoader(Generic[K, V]):
         future = self._in_flight.get(key)
         if future is None:
             future = self._in_flight[key] = asyncio.get_running_loop().create_future()
-            # mark a failure as seen, or asyncio would log it when no caller waits any more
+            # retrieve the failure, or asyncio logs it if no caller is left
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._waiting.append(key)
             if len(self._waiting) >= self._batch_size or not self._window_s:
@@ -203,11 +202,11 @@ class BatchLoader(Generic[K, V]):
         keys, self._waiting = self._waiting, []
         if keys:
             task = self._resources.spawn(self._run(keys), self._name)
-            # whatever ended it, even before it began: no caller is left waiting
+            # however the task ends, even before it starts, no caller is left waiting
             task.add_done_callback(lambda _: self._fail(keys, RewardError(f"{self._name}: closed")))
 
     async def _run(self, keys: Sequence[K]) -> None:
-        """Consumes a batch; settles the future of every key in it; waits for `fetch`, which has a deadline."""
+        """Fetch a batch and complete the future of each key. `fetch` has a deadline."""
         try:
             values = await self._fetch(keys)
             if len(values) != len(keys):
@@ -216,7 +215,7 @@ class BatchLoader(Generic[K, V]):
             if len(keys) == 1:
                 self._fail(keys, error)
                 return
-            # One key that the service rejects must not fail the others.
+            # A key that the service rejects must not fail the others.
             async with asyncio.TaskGroup() as tasks:
                 for key in keys:
                     tasks.create_task(self._run([key]))

@@ -1,20 +1,20 @@
 r"""ReSearch's reward on policy-owned text (`src/verl/utils/reward_score/re_search.py` of Agent-RL/ReSearch at 4bdb872).
 
-A whole reward by itself, so it usually stands alone with weight 1, with a template whose answers are boxed:
+Usually the only reward, with weight 1, and a template with boxed answers:
 
     ill-formed, or over length   0
     well-formed, F1 > 0          F1 of the boxed text against the best gold answer
     well-formed, F1 = 0          floor, 0.1
 
 Well-formed: as many <think> as </think>, at least one; exactly one <answer> and one </answer>, in the last turn, with a
-\boxed{} in between whose braces close; every turn before it ends in a search, or in a call of a tool, that was
-answered, and the last leaves no search open; no <result> that the policy wrote itself. Over length: a limit ended the
-last turn, not the policy.
+\boxed{} with closed braces in between; every earlier turn ends with a search or tool call that got an observation, and
+the last one has no unfinished search; no <result> written by the policy. Over length: the last turn was ended by a
+limit and not by the policy.
 
-ReSearch looks at the whole text after "Assistant:" (base) or "<|im_start|>assistant" (instruct), documents included,
-wants the tokenizer's end-of-sequence token there, and takes a <result> that the policy invented for a real one. Here
-owners and finish reasons are known, so both kinds of model have the same rule. With `metric: em` it is the reward of
-its preview (12f6cb1): 1, 0.1, 0. An F1 below the floor earns less than a wrong answer: so it is in ReSearch.
+ReSearch checks the whole text after "Assistant:" (base) or "<|im_start|>assistant" (instruct), with the documents,
+requires the tokenizer's end-of-sequence token there, and accepts a <result> invented by the policy. Here owners and
+finish reasons are known, so base and instruct models have the same rule. With `metric: em` it is the reward of its
+preview (12f6cb1): 1, 0.1, 0. As in ReSearch, an F1 below the floor scores less than a wrong answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _call(tool: str) -> re.Pattern[str]:
 
 
 def boxed_answer(turns: tuple[TurnText, ...]) -> str | None:
-    """The boxed text of a well-formed trajectory, None of any other; see the module."""
+    """Return the boxed text of a well-formed trajectory (see the module docstring), else None."""
     if not turns:
         return None
     searches = []
@@ -50,7 +50,7 @@ def boxed_answer(turns: tuple[TurnText, ...]) -> str | None:
         found = (_call(turn.tool) if turn.tool else _SEARCH).search(turn.policy)
         if found is None:
             return None
-        # A token may reach past the tag that ended the turn: what stands there was not acted upon.
+        # A token may extend beyond the tag that ended the turn: text after it had no effect.
         searches.append(turn.policy[: found.end()])
     last = turns[-1].policy
     whole = "".join([*searches, last])
@@ -64,7 +64,7 @@ def boxed_answer(turns: tuple[TurnText, ...]) -> str | None:
 
 
 class ReSearch:
-    """The table of the module."""
+    """Scores a trajectory by the table in the module docstring."""
 
     name = "research"
 
@@ -86,10 +86,10 @@ class ReSearch:
 
 
 class ReSearchSettings(RewardSettingsBase):
-    """ReSearch's reward: format first, then F1 of the boxed answer."""
+    """ReSearch's reward: the format, then F1 of the boxed answer."""
 
     type: Literal["research"] = "research"
     metric: Literal["f1", "em"] = "f1"
-    """f1 as in ReSearch, em as in its preview."""
+    """f1 (as in ReSearch) or em (as in its preview)."""
     floor: float = Field(default=0.1, ge=0)
-    """A wrong answer in a well-formed trajectory."""
+    """Score of a wrong answer in a well-formed trajectory."""

@@ -1,4 +1,4 @@
-"""What rewards over services share: one pooled HTTP session, and the tasks that outlive a trajectory."""
+"""Resources shared by rewards that call services: an HTTP session, and tasks that outlive a trajectory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONNECTIONS = 256
 
 
 class RewardResources:
-    """Built outside an event loop; the session opens at the first request. The process closes it in the end."""
+    """May be created outside an event loop. The session opens at the first request; the process closes it."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -26,26 +26,26 @@ class RewardResources:
         return self._closed
 
     def session(self) -> aiohttp.ClientSession:
-        """The one session; its users set their own deadlines."""
+        """The shared session. Callers set their own timeouts."""
         import aiohttp
 
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=CONNECTIONS, keepalive_timeout=30),
-                # A host that swallows packets must not use up the deadline in one attempt.
+                # A host that drops packets must not use up the deadline in one attempt.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             )
         return self._session
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` on its own: a trajectory that is cancelled must not take an answer from another that waits."""
+        """Run `work` as a separate task: the cancellation of one trajectory must not affect others that wait for it."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self) -> None:
-        """End what is still asked and let go of the connections. Safe to call twice."""
+        """Cancel requests and close the connections. Safe to call twice."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:

@@ -1,9 +1,8 @@
-"""What a question's searches should bring, and which of it a turn was shown. Pure; for rewards that look at retrieval.
+"""Retrieval rewards: the targets of a question's searches, and which of them a turn was shown. Pure.
 
-There are up to 1 + n targets: the gold answer, as words in a passage as it was shown (cut, escaped), and each of
-the n supporting passages that the question names in `meta["supporting_ids"]`, comma-separated ids or titles. The gold
-answers yes, no and noanswer stand in any text and prove nothing, so they are no target. Only passages count: neither
-what the policy wrote itself nor the environment's own words can be a hit.
+There are up to 1 + n targets: the gold answer, as words in a passage as shown (cut, escaped), and each of the n
+supporting passages in the question's `meta["supporting_ids"]` (comma-separated ids or titles). The gold answers yes, no
+and noanswer occur in any text and are not targets. Only passages count, not text of the policy or the environment.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from rollout_server.rewards.base import RewardInput, RewardSettingsBase, TurnTex
 from rollout_server.rewards.text_match import contains_phrase, covers, normalise
 
 By = Literal["answer", "passage", "either"]
-"""answer: the gold answer. passage: the supporting passages. either: all of them."""
+"""answer: the gold answer. passage: the supporting passages. either: both."""
 _UNTELLING = frozenset({"", "yes", "no", "noanswer"})
 _ANSWER = "answer"
 
 
 def targets(question: Question, by: By) -> frozenset[str]:
-    """Names of everything that counts as found; empty when the question has nothing of the kind."""
+    """Return the names of the question's targets; empty if it has none."""
     answer = {_ANSWER} if by != "passage" and _golds(question) else set()
     return frozenset(answer | ({_passage(name) for name in _supporting(question)} if by != "answer" else set()))
 
 
 def found(question: Question, turn: TurnText, by: By) -> frozenset[str]:
-    """Those of `targets` that the turn's search brought before the policy's eyes."""
+    """Return the targets that the turn's observation showed to the policy."""
     hits = set()
     if by != "passage" and _stands(_golds(question), fold_text(turn.observation)):
         hits.add(_ANSWER)
@@ -42,8 +41,11 @@ def found(question: Question, turn: TurnText, by: By) -> frozenset[str]:
 
 
 def _stands(golds: tuple[str, ...], text: str) -> bool:
-    """Whether a gold answer stands in a passage. Besides Search-R1's words, which lose "Austen" in "Austen's novel"
-    and in "Austen/Brontë" because punctuation only vanishes, words as a reader sees them."""
+    """Return whether a gold answer occurs in a passage.
+
+    Compares Search-R1's words, and also words split at punctuation: Search-R1 only deletes punctuation, and so misses
+    "Austen" in "Austen's novel" and in "Austen/Brontë".
+    """
     if covers(text, golds):
         return True
     read = _words(text)
@@ -51,14 +53,14 @@ def _stands(golds: tuple[str, ...], text: str) -> bool:
 
 
 def _words(text: str) -> str:
-    """Letters, digits and the marks on them; all else is blank."""
+    """Return the text with all but letters, digits and combining marks replaced by spaces."""
     return " ".join(
         "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in text.casefold()).split()
     )
 
 
 def _golds(question: Question) -> tuple[str, ...]:
-    # Both sides are folded: a passage may write "ﬁ" for "fi".
+    # Both sides are folded: a passage may contain "ﬁ" for "fi".
     return tuple(fold_text(gold) for gold in question.answers if normalise(gold) not in _UNTELLING)
 
 
@@ -72,7 +74,7 @@ def _passage(name: str) -> str:
 
 
 class RetrievalHit:
-    """1 when one target was shown, 0 when none was or there is none; with `share`, the share of targets shown.
+    """Scores 1 if a target was shown, else 0 (also without targets); with `share`, the share of targets shown.
 
     With `by: answer`: Search-R1's `is_retrieval_correct` (`qa_em_format.py`), on passages only and by whole words.
     """
@@ -91,20 +93,20 @@ class RetrievalHit:
 
 
 class RetrievalHitSettings(RewardSettingsBase):
-    """1 when the gold answer or a supporting passage stood in an observation."""
+    """1 if the gold answer or a supporting passage was in an observation, else 0."""
 
     type: Literal["retrieval_hit"] = "retrieval_hit"
     by: By = "either"
-    """What is looked for: `answer` (gold answer in the text), `passage` (ids or titles in the question's
-    `supporting_ids`), or `either`."""
+    """Targets: `answer` (gold answer in the text), `passage` (ids or titles in the question's `supporting_ids`), or
+    `either`."""
     share: bool = False
-    """Score the share of what is looked for, not whether any of it was shown."""
+    """Score the share of targets that were shown, instead of 1 for any."""
 
 
 class TurnRetrieval:
-    """New targets of each turn as a share of all targets.
+    """Scores each turn by the share of all targets that it shows for the first time.
 
-    The sum over the turns is at most 1, and finding the same again earns nothing, so searching more is no way to more.
+    The sum over the turns is at most 1, and finding a target again scores 0, so more searches alone do not pay.
     """
 
     name = "turn_retrieval"
@@ -124,8 +126,8 @@ class TurnRetrieval:
 
 
 class TurnRetrievalSettings(RewardSettingsBase):
-    """Each turn earns the share of gold answer and supporting passages that it was the first to bring."""
+    """Each turn scores the share of targets (gold answer, supporting passages) that it is the first to show."""
 
     type: Literal["turn_retrieval"] = "turn_retrieval"
     by: By = "either"
-    """What is looked for: `answer`, `passage` (the question's `supporting_ids`) or `either`."""
+    """Targets: `answer`, `passage` (the question's `supporting_ids`) or `either`."""

@@ -1,10 +1,10 @@
-"""Likeness of meaning: the best cosine between the answer and a gold answer, embedded by an OpenAI-compatible service.
+"""Semantic similarity: the best cosine of the answer and a gold answer, embedded by an OpenAI-compatible service.
 
     score = clip((cosine - floor) / (1 - floor), 0, 1)
 
-Sentence encoders seldom go below a cosine of 0.5 or so even for unrelated texts: `floor` is where it starts to count.
-Texts of all trajectories that end about the same time go out as one `POST /embeddings`. A vector that is missing, not
-finite, zero or of another length than its neighbours is a failure, never a score.
+Sentence encoders rarely give a cosine below about 0.5, even for unrelated texts; `floor` is the cosine that scores 0.
+Texts of trajectories that end at about the same time are sent as one `POST /embeddings`. A vector that is missing, not
+finite, zero or of a different length is a failure, never a score.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Vector = npt.NDArray[np.float64]
 
 
 class Semantic:
-    """See the module. Without an answer, or without gold answers, 0 and nothing is asked."""
+    """Scores the cosine. Without an answer or gold answers, it returns 0 without a request."""
 
     name = "semantic"
 
@@ -58,33 +58,33 @@ class Semantic:
 
 
 def read_vectors(reply: Any, count: int) -> list[Vector]:
-    """[count] unit vectors in the order of the input. Raises ValueError (or KeyError, TypeError) for anything else."""
+    """Return [count] unit vectors in the order of the input. Raises ValueError, KeyError or TypeError otherwise."""
     data = reply["data"]
     if len(data) != count or {int(item["index"]) for item in data} != set(range(count)):
-        raise ValueError(f"{len(data)} embeddings for {count} texts, or not one of each")
+        raise ValueError(f"{len(data)} embeddings for {count} texts, or duplicate indices")
     rows = np.asarray([item["embedding"] for item in sorted(data, key=lambda item: int(item["index"]))], np.float64)
     if rows.ndim != 2 or not rows.size:
-        raise ValueError("the embeddings are not vectors of one length")
-    with np.errstate(over="ignore", invalid="ignore"):  # they show as not finite
+        raise ValueError("the embeddings are not vectors of equal length")
+    with np.errstate(over="ignore", invalid="ignore"):  # they give non-finite values, which are checked below
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
     if not np.isfinite(norms).all() or not norms.all():
-        raise ValueError("an embedding is not finite, or zero")
+        raise ValueError("an embedding is zero or not finite")
     return list(rows / norms)
 
 
 class SemanticSettings(EndpointSettings):
-    """Cosine of the answer's embedding to the nearest gold answer's."""
+    """Cosine of the embeddings of the answer and the nearest gold answer."""
 
     type: Literal["semantic"] = "semantic"
     floor: float = Field(default=0.0, ge=-1, lt=1)
-    """Cosine that scores 0; 1 scores 1, and in between it is a straight line."""
+    """Cosine that scores 0. The score grows linearly to 1 at a cosine of 1."""
     prefix: str = ""
-    """Put before every text, e.g. `query: ` for E5."""
+    """Prefix of every text, e.g. `query: ` for E5."""
     max_chars: int = Field(default=2000, ge=1)
-    """Longer texts are cut."""
+    """Maximum characters of a text; longer ones are cut."""
     batch_size: int = Field(default=64, ge=1)
-    """Most texts of one request."""
+    """Maximum texts per request."""
     window_s: float = Field(default=0.01, ge=0)
-    """How long a text waits for others to share its request."""
+    """Time in seconds that a text waits for others, to share a request."""
     deadline_s: float = Field(default=30.0, gt=0)
-    """Longest wait for one answer: waiting in line, every attempt and the pauses between them."""
+    """Timeout of one answer in seconds: queueing, attempts and back-off."""

@@ -18,26 +18,26 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
 def normalise(text: str) -> str:
-    """Lower case, ASCII punctuation dropped, the articles a, an, the dropped, white space collapsed: in this order."""
+    """Lower-case, drop ASCII punctuation, drop the articles a, an, the, collapse white space: in this order."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def comparable(text: str) -> str:
-    """`normalise`, or where that leaves nothing the text with its articles, or with its punctuation: "A" is an answer.
+    """Return `normalise(text)`. If that is empty, keep the articles, then the punctuation: "A" is an answer.
 
-    "" only for a text without a character.
+    Empty only for an empty text.
     """
     return normalise(text) or " ".join(text.lower().translate(_PUNCTUATION).split()) or " ".join(text.lower().split())
 
 
 def answers_match(answer: str, gold: str) -> bool:
-    """Whether both are one answer. An empty answer equals none: Search-R1 and HotpotQA pay it for the gold "A"."""
+    """Return whether the answers match. An empty one never does: in Search-R1 and HotpotQA it matches the gold "A"."""
     given = comparable(answer)
     return bool(given) and given == comparable(gold)
 
 
 class ExactMatch(WithoutOptions):
-    """1 when the answer equals a gold answer after normalisation, else 0."""
+    """1 if the answer equals a gold answer after normalisation, else 0."""
 
     name = "em"
 
@@ -48,7 +48,7 @@ class ExactMatch(WithoutOptions):
 
 
 class ExactMatchSettings(RewardSettingsBase):
-    """1 when the answer equals a gold answer after normalisation, else 0."""
+    """1 if the answer equals a gold answer after normalisation, else 0."""
 
     type: Literal["em"] = "em"
 
@@ -65,11 +65,11 @@ _UNSPACED = re.compile(
 
 
 class CoverMatch(WithoutOptions):
-    """1 when the words of a gold answer occur, in order and unbroken, in the answer, else 0 (Search-R1: `subem_check`).
+    """1 if the words of a gold answer occur consecutively in the answer, else 0 (Search-R1: `subem_check`).
 
-    Whole words, unlike Search-R1's substring: the gold answer "no" is not covered by "I do not know". Scripts that are
-    written without spaces (Chinese, Japanese, Thai, Khmer, ...) have no such borders: there it is a substring, as in
-    Search-R1. `\\boxed{Paris}` covers Paris, as there.
+    Compares whole words, unlike Search-R1's substring: "I do not know" does not cover the gold answer "no". In scripts
+    without spaces (Chinese, Japanese, Thai, Khmer, ...) it is a substring, as in Search-R1. As there, `\\boxed{Paris}`
+    covers Paris.
     """
 
     name = "cover_em"
@@ -81,7 +81,7 @@ class CoverMatch(WithoutOptions):
 
 
 def covers(text: str, golds: tuple[str, ...]) -> bool:
-    """Whether the words of some gold answer stand in `text`. One that normalises to nothing must be all of it."""
+    """Return whether the words of a gold answer occur in `text`. One that normalises to "" must be equal to it."""
     normal = normalise(text)
     return any(
         contains_phrase(normal, normalise(gold)) if normalise(gold) else answers_match(text, gold) for gold in golds
@@ -89,12 +89,12 @@ def covers(text: str, golds: tuple[str, ...]) -> bool:
 
 
 def contains_phrase(text: str, words: str) -> bool:
-    """Whether `words`, not empty, stand in `text` and are not part of a longer word there; both are normalised."""
+    """Return whether `words` (not empty) occur in `text` as whole words. Both are normalised."""
     at = text.find(words)
     while at >= 0:
         end = at + len(words)
         starts = not at or not (_spaced(text[at - 1]) and _spaced(words[0]))
-        # a mark belongs to the letter before it, in any script
+        # a combining mark belongs to the letter before it, in any script
         if starts and (end == len(text) or not (_mark(text[end]) or (_spaced(words[-1]) and _spaced(text[end])))):
             return True
         at = text.find(words, at + 1)
@@ -106,12 +106,12 @@ def _mark(character: str) -> bool:
 
 
 def _spaced(character: str) -> bool:
-    """Whether it is part of a word, in a script that separates words by spaces; digits are."""
+    """Return whether the character is a digit, or a letter of a script that separates words by spaces."""
     return (character.isalnum() or _mark(character)) and not _UNSPACED.match(character)
 
 
 class CoverMatchSettings(RewardSettingsBase):
-    """1 when a gold answer occurs in the answer as whole words, else 0."""
+    """1 if a gold answer occurs in the answer as whole words, else 0."""
 
     type: Literal["cover_em"] = "cover_em"
 
@@ -120,7 +120,7 @@ _WHOLE = frozenset({"yes", "no", "noanswer"})
 
 
 def f1(answer: str, gold: str) -> float:
-    """2PR / (P + R) over the multisets of normalised words; yes, no and noanswer count only when they are equal."""
+    """Return 2PR / (P + R) over the multisets of normalised words. yes, no and noanswer must match exactly."""
     given, wanted = comparable(answer), comparable(gold)
     if given != wanted and (given in _WHOLE or wanted in _WHOLE):
         return 0.0

@@ -1,1 +1,1 @@
-"""Trajectories, and groups of them for one question."""
+"""Generation of trajectories and trajectory groups."""

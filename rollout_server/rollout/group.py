@@ -1,4 +1,4 @@
-"""All attempts at one question, run at the same time, as one `TrajectoryGroup`; and single episodes for evaluation."""
+"""Run all trajectories of one question as a `TrajectoryGroup`, or a single episode for evaluation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rollout_server.search.base import Search
 
 @dataclass(frozen=True)
 class GroupRejected:
-    """A group that must not be learned from: the task is to be tried again.
+    """A group that must not be trained on; its task is retried.
 
-    reason            the commonest cause among the trajectories that failed, e.g. no_engine, max_lag, search_timeout
-    detail            every cause with its number
-    generated_tokens  sampled in vain, for the token accounting
+    reason            the most frequent cause among the failed trajectories, e.g. no_engine, max_lag, search_timeout
+    detail            every cause with its count
+    generated_tokens  number of sampled tokens that are discarded, for the token accounting
     """
 
     reason: str
@@ -33,7 +33,7 @@ class GroupRejected:
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """One evaluation episode: the trajectory, and all of it as text."""
+    """One evaluation episode: the trajectory, and its full text."""
 
     trajectory: Trajectory
     text: str
@@ -50,11 +50,11 @@ async def run_group(
     should_stop: ShouldStop = never_stop,
     on_progress: OnProgress | None = None,
 ) -> TrajectoryGroup | GroupRejected:
-    """Run `task.group_size` trajectories at once and wait for the last one; none is cancelled because another failed.
+    """Run `task.group_size` trajectories concurrently until all have ended. A failure does not cancel the others.
 
-    should_stop is asked with the group's first version, so a group ends as a whole when its oldest member is too old.
-    Rejected when fewer than `min_valid` trajectories vote, or a search or a tool failed and the setting is
-    `drop`.
+    `should_stop` gets the oldest version in the group, so the whole group ends when its oldest trajectory is too old.
+    Returns GroupRejected if fewer than `min_valid` trajectories are valid, or if a search or tool failed and the
+    setting is `drop`.
     """
     started = time.monotonic()
     oldest: PolicyVersion | None = None
@@ -131,9 +131,9 @@ async def run_episode(
     pinned: bool = False,
     on_progress: OnProgress = ignore_progress,
 ) -> EpisodeResult:
-    """One trajectory outside any group and any ledger: evaluation, chat, demo. Never stale.
+    """Run one trajectory for evaluation, chat or demo: not part of a group or the ledger, never stale.
 
-    group  episodes with the same id (not empty) share an engine's prefix cache: the n attempts at one question
+    group  episodes with the same non-empty id share an engine's prefix cache: the n attempts at one question
     """
     session = uuid.uuid4().hex
     trajectory = await run_trajectory(

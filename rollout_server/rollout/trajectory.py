@@ -3,12 +3,12 @@
     generate -> parse -> answer?  done
                       -> search?  search -> observe -> generate ...
                       -> a tool?  call it -> observe -> generate ...
-                      -> none?    say so -> generate ...
+                      -> none?    observe the hint of the template -> generate ...
 
-At most `max_turns` actions are answered; then the policy writes once more, and a search in that turn is ignored (that
-is Search-R1's loop). Where the template has no answer to a turn that does nothing, such a turn ends the trajectory
-(ReSearch's loop). Everything that can go wrong outside becomes a status with a cause, never an exception: siblings
-in the group go on. Cancelling is safe at every await: a trajectory owns nothing but memory.
+At most `max_turns` actions get an observation; then the policy writes one more turn, and a search in that turn is
+ignored (Search-R1's loop). If the template has no hint for a turn without an action, such a turn ends the trajectory
+(ReSearch's loop). External failures become a status with a cause, never an exception, so the rest of the group
+continues. Cancellation is safe at every await: a trajectory owns no resources but memory.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from rollout_server.tools.base import ToolResult
 log = logging.getLogger(__name__)
 
 ShouldStop = Callable[[PolicyVersion], bool]
-"""Whether a trajectory (in a group: the group) whose first version is this one is too old to go on."""
+"""Returns whether a trajectory (in a group: the group) with this first version is too old to continue."""
 OnProgress = Callable[[Segment | Trajectory], None]
-"""Called with each segment as it is appended and each trajectory as it ends: feeds the metrics. Must not raise."""
+"""Called with each appended segment and each finished trajectory, for metrics. Must not raise."""
 
 
 def never_stop(first_version: PolicyVersion) -> bool:
-    """Evaluation and tests: no trajectory is too old."""
+    """Return False: no trajectory is too old. For evaluation and tests."""
     return False
 
 
 def ignore_progress(event: Segment | Trajectory) -> None:
-    """Count nothing."""
+    """Ignore the event."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Rollout:
     calls: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> _End:
-        """Play to the end. Consumes completions and search results; waits for nothing else."""
+        """Run until the trajectory ends. Waits only for completions, searches and tools."""
         limits = self.environment.settings
         if self.transcript.remaining < limits.reserve_tokens:
             return _End(Status.FAILED, "prompt_too_long")
@@ -94,7 +94,7 @@ class _Rollout:
         raise AssertionError("the last turn always ends a trajectory")
 
     async def _write(self) -> Completion:
-        """One turn of the policy, appended. Raises EngineError."""
+        """Generate one turn of the policy and append it. Raises EngineError."""
         limit = min(self.environment.settings.max_new_tokens, self.transcript.remaining)
         request = GenerateRequest(
             ids=self.transcript.ids,
@@ -107,7 +107,7 @@ class _Rollout:
         )
         completion = await self.generate(request)
         if not 0 < len(completion.ids) <= limit:
-            detail = f"{len(completion.ids)} tokens of at most {limit}"
+            detail = f"{len(completion.ids)} tokens, but at most {limit} were requested"
             raise EngineError("bad_output", completion.engine, detail)
         try:
             segment = self.transcript.write(completion)
@@ -117,7 +117,7 @@ class _Rollout:
         return completion
 
     async def _act(self, action: Action, *, last: bool) -> _End | None:
-        """Carry out a turn's action and append what the environment says; an _End when the trajectory is over."""
+        """Execute a turn's action and append the observation. Return an _End if the trajectory is over."""
         if isinstance(action, AnswerAction):
             self.answer = action.text
             return _End(Status.ANSWERED)
@@ -159,12 +159,12 @@ class _Rollout:
         if not reported:
             return _End(Status.FAILED, f"search_{result.error}"[:256])
         self.turns[-1] = replace(self.turns[-1], query=action.query)
-        # The environment's own words for a search without passages are no evidence of anything.
+        # The environment's text for a search without passages is not evidence.
         self._show(result.passages if not result.error else (), limit, ids)
         return None
 
     async def _call_tool(self, call: ToolAction, limit: int) -> _End | None:
-        """Call a tool, and append what it brings in at most `limit` tokens."""
+        """Call a tool, and append its result in at most `limit` tokens."""
         environment, name = self.environment, call.tool
         self.turns[-1] = replace(self.turns[-1], tool=name)
         most = environment.max_calls_of(name)
@@ -198,7 +198,7 @@ class _Rollout:
         return None
 
     def _show(self, passages: Sequence[Passage], limit: int, ids: Sequence[int]) -> None:
-        """Note in the last turn which passages the observation `ids` shows, and as what text: rewards look there."""
+        """Record in the last turn which passages the observation `ids` shows, and its text. Rewards read both."""
         shown = self.environment.visible_passages(passages, limit, len(ids))
         self.turns[-1] = replace(
             self.turns[-1],
@@ -208,7 +208,7 @@ class _Rollout:
         )
 
     def segments(self, earned: Sequence[float]) -> tuple[Segment, ...]:
-        """All segments, with what each turn earned on the policy's segment of that turn."""
+        """Return all segments, with the reward of each turn on the policy's segment of that turn."""
         left = iter(earned)
         rewards = [next(left, 0.0) if s.owner is Owner.POLICY else 0.0 for s in self.transcript.segments]
         return tuple(
@@ -230,16 +230,16 @@ async def run_trajectory(
     should_stop: ShouldStop = never_stop,
     on_progress: OnProgress = ignore_progress,
 ) -> Trajectory:
-    """One attempt at a question, played to its end and scored.
+    """Run one attempt at a question to its end, and score it if it is valid.
 
-    session      id of this trajectory, of fixed length (engines match ids by prefix): a uuid's hex
+    session      id of this trajectory, of fixed length (engines match ids by prefix): the hex of a UUID
     group        id shared by the trajectories of one question
-    pinned       evaluation: any READY engine will do
-    should_stop  asked before every turn but the first
+    pinned       evaluation: use any READY engine
+    should_stop  called before every turn but the first
 
-    Raises nothing but CancelledError: an error is status FAILED with its cause (an engine's word, `search_<word>`,
-    `tool_<name>_<word>`, `prompt_too_long`, `reward`, or `error_<type>` for a fault of ours, which is logged with its
-    traceback). Only trajectories that vote are scored.
+    Raises only CancelledError. An error becomes status FAILED with its cause: a cause of EngineError,
+    `search_<cause>`, `tool_<name>_<cause>`, `prompt_too_long`, `reward`, or `error_<type>` for a bug, which is logged
+    with its traceback.
     """
     started = time.monotonic()
     play: _Rollout | None = None
@@ -260,8 +260,8 @@ async def run_trajectory(
         log.warning("trajectory %s: %s", session, error)
         end = _End(Status.FAILED, "reward")
     except Exception as error:
-        # a bug met by one question must not end its siblings and the server: it is counted as FAILED
-        log.exception("trajectory %s broke", session)
+        # a bug triggered by one question must not end its group or the server: it is counted as FAILED
+        log.exception("unexpected error in trajectory %s", session)
         end = _End(Status.FAILED, f"error_{type(error).__name__}")
     trajectory = Trajectory(
         status=end.status,

@@ -1,7 +1,7 @@
-"""A trajectory while it grows: segments with their owner, appended and never changed. Pure.
+"""The growing trajectory: segments with their owner, appended and never changed. Pure.
 
-Ids are kept as they were sampled or encoded; nothing is ever tokenised again. Mask, log-probs and versions follow from
-the segments, so they cannot fall out of step.
+Token ids are stored as sampled or encoded, and text is never tokenised again. Mask, log-probs and versions are derived
+from the segments, so they are always consistent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollout_server.engine.base import Completion
 
 
 class Transcript:
-    """The tokens of one trajectory. `max_context` bounds them all, prompt included."""
+    """The tokens of one trajectory: at most `max_context`, prompt included."""
 
     def __init__(self, prompt: Sequence[int], max_context: int) -> None:
         self._ids: list[int] = []
@@ -30,23 +30,23 @@ class Transcript:
 
     @property
     def ids(self) -> list[int]:
-        """[T] a copy of all ids: what the next turn is conditioned on."""
+        """[T] a copy of all ids: the context of the next turn."""
         return list(self._ids)
 
     @property
     def remaining(self) -> int:
-        """Tokens that still fit into the context; never negative."""
+        """Number of tokens that still fit into the context; never negative."""
         return max(0, self._max_context - len(self._ids))
 
     @property
     def first_version(self) -> PolicyVersion | None:
-        """Oldest policy version among the sampled tokens, None before the first turn."""
+        """Oldest policy version of the sampled tokens; None before the first turn."""
         return min((span.version for s in self._segments for span in s.spans), default=None)
 
     def write(self, completion: Completion) -> Segment:
         """Append a turn of the policy, ids and log-probs as the engine sampled them.
 
-        Raises ValueError when the completion contradicts itself: lengths, gaps between spans, positive log-probs.
+        Raises ValueError if the completion is inconsistent: lengths, gaps between spans, positive log-probs.
         """
         segment = Segment(
             owner=Owner.POLICY,
@@ -68,9 +68,9 @@ class Transcript:
         error: str = "",
         tool: str = "",
     ) -> Segment:
-        """Append what the environment says. `query` and what follows it belong to a search, or to the call of `tool`.
+        """Append an observation. `query` and the later arguments describe its search, or its call of `tool`.
 
-        Raises ValueError when it does not fit: the caller cuts an observation to `remaining`.
+        Raises ValueError if it does not fit: the caller must cut an observation to `remaining`.
         """
         if len(ids) > self.remaining:
             raise ValueError(f"an observation of {len(ids)} tokens does not fit into the {self.remaining} left")
@@ -78,7 +78,7 @@ class Transcript:
             owner=Owner.ENVIRONMENT,
             ids=np.asarray(ids, np.int32),
             query=query,
-            # untrusted names: those longer than a message takes are cut, not rejected
+            # untrusted names: longer ones are cut to the limit of the message, not rejected
             passage_ids=tuple(name[:256] for name in passage_ids[:1000]),
             latency_s=latency_s,
             error=error[:256],

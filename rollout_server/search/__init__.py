@@ -1,4 +1,4 @@
-"""Search: every kind by its settings, and the one place where they are built."""
+"""Search services: their settings and registry."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ REGISTRY: dict[type[Settings], str] = {
 
 
 def build_search(settings: Settings) -> SearchService:
-    """Instantiate the search for `settings`; the caller closes it. Nothing is connected before the first query."""
+    """Instantiate the search for `settings`. The caller closes it. Connects at the first query."""
     search: SearchService = resolve_name(REGISTRY[type(settings)])(settings)
     return search

@@ -1,13 +1,13 @@
-"""Load balancer over the retrievers: concurrency limits, outlier ejection, one queue of waiting searches, probes.
+"""Load balancer over the retrievers: concurrency limits, outlier ejection, a queue of waiting searches, probes.
 
-    acquire --(a healthy replica with capacity, the least busy first)--> Permit --> succeeded | failed | release
-      |  none has capacity: queued, first come first served
+    acquire --(the least busy healthy replica with capacity)--> Permit --> succeeded | failed | release
+      |  none has capacity: queued, first in, first out
       |  none is healthy: raises NoHealthyReplica; `any_healthy` is the event to wait for
 
     loop                    consumes             produces              waits for               unblocked by
     _readmit_when_healthy   an ejected replica   a healthy replica     growing pauses, probe   the clock, its answer
     _check_health           a doubtful failure   an ejection or none   one probe               its answer
-Each runs as a task, at most one a replica, ended by `close`.
+Each runs as a task, at most one per replica, ended by `close`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rollout_server.search.transport import SearchTransport
 log = logging.getLogger(__name__)
 
 REMIND_S = 60.0
-"""How often a wrong address is logged again, as long as it is wrong."""
+"""Interval at which a wrong address is logged, in seconds."""
 
 
 class BreakerState(StrEnum):
-    """State of the circuit breaker; `gauge` is its value in the metrics."""
+    """State of the circuit breaker. `gauge` is its value in the metrics."""
 
     CLOSED = "closed"
     HALF_OPEN = "half_open"
@@ -51,8 +51,8 @@ class CircuitBreaker:
     open       --(a probe is sent)-->                     half open --(it fails)--> open
     half open  --(it succeeds)-->                         closed, with a small limit at that replica
 
-    While it is not closed, searches wait and no new task is leased: an outage costs time and not rewards. The state is
-    read from the replicas and not stored, so the two cannot disagree.
+    While it is not closed, searches wait and no new task is leased: an outage costs time, not rewards. The state is
+    derived from the replicas, so it is always consistent with them.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
@@ -71,7 +71,7 @@ class CircuitBreaker:
 
     @property
     def reason(self) -> str:
-        """Each address with its cause; "" while the breaker is closed."""
+        """Each address with the cause of its ejection; "" while the breaker is closed."""
         if self.state is BreakerState.CLOSED:
             return ""
         return ", ".join(f"{replica.cause} at {replica.url}" for replica in self._replicas)
@@ -83,7 +83,7 @@ class NoHealthyReplica(Exception):
 
 @dataclass(frozen=True)
 class Permit:
-    """Permission to send one request to `replica`; `number` identifies it to `replica.limit`."""
+    """Permission to send one request to `replica`. `number` identifies the request in `replica.limit`."""
 
     replica: Replica
     number: int
@@ -96,11 +96,11 @@ class _Waiter:
 
 
 class ReplicaBalancer:
-    """Chooses a replica for each search. Belongs to one event loop, from the first `acquire` on.
+    """Chooses a replica for each search. Bound to one event loop after the first `acquire`.
 
-    ceiling     most requests in flight at one replica
-    attempt_s   time of one attempt, and of a probe by a query
-    probe_s     time of any other probe
+    ceiling     maximum number of requests in flight at one replica
+    attempt_s   timeout of an attempt, and of a probe that sends a query
+    probe_s     timeout of any other probe
     """
 
     def __init__(
@@ -119,10 +119,9 @@ class ReplicaBalancer:
         self._fingerprints_requested = False
 
     async def acquire(self, avoid: Collection[str]) -> Permit:
-        """Return a permit, for a replica whose address is not in `avoid` where there is a choice.
+        """Return a permit, if possible for a replica whose address is not in `avoid`.
 
-        Waits for an answer that frees a permit, or for a replica that is readmitted. May be cancelled at any time.
-        Raises NoHealthyReplica.
+        Waits until a request ends or a replica is readmitted. May be cancelled at any time. Raises NoHealthyReplica.
         """
         if not self.breaker.usable:
             raise NoHealthyReplica
@@ -145,13 +144,13 @@ class ReplicaBalancer:
             raise
 
     def succeeded(self, permit: Permit, query: str, latency_s: float) -> None:
-        """Note that the request was answered as it should be."""
+        """Record that the request was answered correctly."""
         permit.replica.limit.on_success(permit.number, latency_s)
         permit.replica.succeeded(query)
         self._serve_queue()
 
     def failed(self, permit: Permit, error: SearchError, latency_s: float) -> None:
-        """Note that the request failed. Ejects the replica, or probes it, when that is what its failures say."""
+        """Record that the request failed. Ejects or probes the replica if its failures call for it."""
         replica = permit.replica
         self.counts[f"search_faults_{self._labels(error.cause)}"] += 1
         if error.cause in (OVERLOADED, TIMEOUT):
@@ -169,26 +168,26 @@ class ReplicaBalancer:
         self._serve_queue()
 
     def release(self, permit: Permit) -> None:
-        """Give back the permit of a request that was cancelled or never sent."""
+        """Return the permit of a request that was cancelled or never sent."""
         permit.replica.limit.on_ignored()
         self._serve_queue()
 
     def has_other(self, than: Collection[str]) -> bool:
-        """Whether a replica is healthy whose address is not among these."""
+        """Return whether there is a healthy replica with another address than these."""
         return any(replica.healthy and replica.url not in than for replica in self.replicas)
 
     @property
     def waiting(self) -> int:
-        """Searches in the queue."""
+        """Number of searches in the queue."""
         return len(self._queue)
 
     @property
     def backpressure(self) -> bool:
-        """Whether more searches are queued than may be in flight: a new one would wait a round trip or more."""
+        """Whether more searches are queued than may be in flight: a new one would wait for a round trip or more."""
         return self.waiting > sum(replica.limit.size for replica in self.replicas if replica.healthy)
 
     def gauges(self) -> dict[str, Callable[[], float]]:
-        """Return the gauges by name; each can be read at any moment."""
+        """Return the gauges by name. Each can be read at any time."""
         replicas = self.replicas
         return {
             "search_window": lambda: sum(r.limit.size for r in replicas if r.healthy),
@@ -201,7 +200,7 @@ class ReplicaBalancer:
         }
 
     async def close(self) -> None:
-        """End the probes."""
+        """Stop the probes."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -225,12 +224,12 @@ class ReplicaBalancer:
 
     def _on_ejected(self, replica: Replica) -> None:
         if replica.cause not in NO_SUCH_PATH:
-            log.warning("retriever %s is ejected: %s", replica.url, replica.cause)
+            log.warning("ejecting retriever %s: %s", replica.url, replica.cause)
         self.counts["retriever_ejections"] += 1
         self._start(self._readmit_when_healthy(replica), "search-probe")
         if self.breaker.usable:
             return
-        log.warning("no retriever can be used (%s): searches wait, and no new task is leased", self.breaker.reason)
+        log.warning("no healthy retriever (%s): searches wait, and no new task is leased", self.breaker.reason)
         self.counts["search_outages"] += 1
         self.any_healthy.clear()
         while self._queue:
@@ -255,10 +254,10 @@ class ReplicaBalancer:
                 logged_at = now
                 log.error(
                     "retriever %s has no POST %s (%s): correct rollout.search.urls (the part before that path) or "
-                    "rollout.search.dialect; no query is sent there meanwhile",
+                    "rollout.search.dialect; it gets no queries until then",
                     *(replica.url, self._transport.path, replica.cause),
                 )
-            # jitter: the rollout servers of a run must not probe in step
+            # jitter: the rollout servers of a run must not probe at the same time
             await asyncio.sleep(replica.next_pause() * random.uniform(0.5, 1.0))
             replica.probing = True
             try:
@@ -269,7 +268,7 @@ class ReplicaBalancer:
                 break
             replica.cause = cause
         replica.readmit()
-        log.warning("retriever %s can be used again", replica.url)
+        log.warning("retriever %s is healthy again", replica.url)
         self.any_healthy.set()
         self._serve_queue()
         await self._read_fingerprint(replica)
@@ -278,14 +277,14 @@ class ReplicaBalancer:
         return await probe(self._transport, replica, health_check, ready_s=self._probe_s, query_s=self._attempt_s)
 
     async def _read_fingerprint(self, replica: Replica) -> None:
-        """Note which index it serves, and warn of another one: answers would depend on the replica."""
+        """Record which index the replica serves. Warn if it differs: answers would depend on the replica."""
         fingerprint = await read_fingerprint(self._transport, replica, self._probe_s)
         if not fingerprint:
             return
         replica.fingerprint = fingerprint
         if self._fingerprints - {fingerprint} and fingerprint not in self._fingerprints:
             log.warning(
-                "retriever %s serves another index (%s) than %s",
+                "retriever %s serves a different index (%s) than the others (%s)",
                 *(replica.url, fingerprint, ", ".join(self._fingerprints)),
             )
         self._fingerprints.add(fingerprint)
@@ -298,4 +297,4 @@ class ReplicaBalancer:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a probe of a retriever broke", exc_info=error)
+            log.error("unexpected error in a probe of a retriever", exc_info=error)

@@ -1,17 +1,17 @@
-"""The interface to retrieval: a query in, passages out, and failures that have a name.
+"""The search interface: a query in, passages or a named failure out.
 
 | cause | what happened |
 |---|---|
-| `unreachable` | no connection, or it was cut before the answer was whole |
-| `timeout` | no answer within the time of one attempt; for a search: within its deadline |
+| `unreachable` | no connection, or it was lost before the answer was complete |
+| `timeout` | no answer within the timeout of the attempt; for a search: within its deadline |
 | `overloaded` | 429 or 503 |
-| `http_NNN` | another status than 200 |
-| `not_json` | HTML, an answer that is no HTTP, bytes that are no text |
-| `bad_shape` | JSON of another form than the dialect's |
+| `http_NNN` | a status other than 200 |
+| `not_json` | HTML, not HTTP, or not text |
+| `bad_shape` | JSON that does not match the dialect |
 | `wrong_count` | more or fewer lists of hits than queries |
-| `too_large` | more bytes than `max_bytes`; what came was thrown away |
-| `failed_WORD` | the server answered and named this query's failure itself |
-| `unavailable` | no retriever could answer for `outage_wait_s` |
+| `too_large` | more than `max_bytes`; the answer was dropped |
+| `failed_WORD` | the server reported the failure of this query as WORD |
+| `unavailable` | no retriever was healthy for `outage_wait_s` |
 | `closed` | this process is stopping |
 """
 
@@ -29,21 +29,21 @@ from protocol.settings import Settings
 UNAVAILABLE, CLOSED, TIMEOUT, UNREACHABLE, OVERLOADED = "unavailable", "closed", "timeout", "unreachable", "overloaded"
 NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE = "not_json", "bad_shape", "wrong_count", "too_large"
 KNOWN = (UNREACHABLE, TIMEOUT, OVERLOADED, NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE, UNAVAILABLE, CLOSED)
-"""Causes that are shown from the start, as zeros. `http_NNN` and `failed_WORD` come when they come."""
+"""Causes whose counters exist from the start, as 0. `http_NNN` and `failed_WORD` are added on first use."""
 NO_SUCH_PATH = frozenset({"http_404", "http_405", "http_501"})
-"""To a search: the server has no such path. That is no outage but a wrong address or dialect, and waiting cures only
-what a proxy answers while its server restarts."""
+"""Causes that mean that the server has no such path: a wrong address or dialect and not an outage, unless a proxy
+answers so while its server restarts."""
 MOST_NAMES = 100
-"""Most causes that get a counter. Servers name failures too, and must not fill the metrics."""
+"""Maximum number of causes with a counter. Servers choose some names, and must not flood the metrics."""
 _ABOUT_THE_QUERY = frozenset({400, 413, 414, 422})
-"""Statuses that the same query would get again. Any other may be a proxy's while its server restarts."""
+"""Statuses that a repeated query would get again. Others may come from a proxy while its server restarts."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """The result of a search.
 
-    error  "" or a cause of the table above. No passages and no error: nothing was found
+    error  "" or a cause from the table above. No passages and no error: nothing was found.
     """
 
     passages: tuple[Passage, ...]
@@ -52,31 +52,31 @@ class SearchResult:
 
 
 class Search(Protocol):
-    """Search for one query. Never raises for failures of the service: they are `SearchResult.error`."""
+    """Search for one query. Failures of the service are returned as `SearchResult.error`, never raised."""
 
     async def __call__(self, query: str) -> SearchResult: ...
 
 
 class SearchService(Search, Protocol):
-    """A search that a process owns: built once, shared by all rollouts, closed in the end."""
+    """A search owned by a process: built once, shared by all rollouts, closed at the end."""
 
     @property
     def outage(self) -> str:
-        """Why no query can be answered now, "" when one can. Searches wait meanwhile, and no new work should begin."""
+        """Why no query can be answered now; "" if queries can be. Searches wait, and no new work should start."""
 
     @property
     def backpressure(self) -> bool:
-        """Whether too many searches are queued for new work to begin."""
+        """Whether so many searches are queued that no new work should start."""
 
     def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
-        """Count in `counts` from now on, and add the gauges to `gauges`."""
+        """Use `counts` for the counters from now on, and add the gauges to `gauges`."""
 
     async def close(self) -> None:
         """Close connections and end searches in flight. Safe to call twice."""
 
 
 class LocalSearch:
-    """Base of searches that call no server: never away, nothing to report or to close."""
+    """Base of searches without a server: always available, nothing to report or close."""
 
     @property
     def outage(self) -> str:
@@ -94,16 +94,16 @@ class LocalSearch:
 
 
 class NoSearchSettings(Settings):
-    """Search switched off: the policy sees that nothing was found."""
+    """Search is disabled: the policy sees that nothing was found."""
 
     type: Literal["none"] = "none"
 
 
 class NoSearch(LocalSearch):
-    """A search that finds nothing, at once and without an error: shows whether a policy answers from what it reads."""
+    """A search that returns nothing, without an error. Shows how much a policy relies on search results."""
 
     def __init__(self, settings: NoSearchSettings | None = None) -> None:
-        """There are no options."""
+        """Take no options."""
 
     async def __call__(self, query: str) -> SearchResult:
         return SearchResult((), 0.0)
@@ -112,11 +112,11 @@ class NoSearch(LocalSearch):
 class SearchError(Exception):
     """One attempt at a search failed.
 
-    cause          see the table of the module
-    retryable      the same query may do better: at another retriever, or at this one later
-    served         the retriever did answer, though not well; else it was away or too busy
-    refused        no server listens at the address: no further evidence is needed
-    retry_after_s  seconds that the server asked to wait
+    cause          see the table in the module docstring
+    retryable      the same query may succeed at another retriever, or later
+    served         the retriever answered, but not correctly; otherwise it was unavailable or overloaded
+    refused        the connection was refused: no server listens at the address
+    retry_after_s  Retry-After of the server, in seconds
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SearchError(Exception):
 
 
 def error_of_status(status: int, retry_after: str) -> SearchError:
-    """What a status other than 200 means; `retry_after` is the header, seconds or (ignored) a date."""
+    """Return the error for a status other than 200. `retry_after` is the header: seconds, or a date (ignored)."""
     retry_after_s = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
     if status in (429, 503):
         return SearchError(OVERLOADED, served=False, retry_after_s=retry_after_s)
@@ -142,13 +142,13 @@ def error_of_status(status: int, retry_after: str) -> SearchError:
 
 
 def error_named_by_server(word: str) -> SearchError:
-    """A failure of one query that the server named. The word is untrusted: [a-z0-9_], at most 32 of it."""
+    """Return the error for a failure reported by the server. The word is untrusted: cut to 32 of [a-z0-9_]."""
     sound = re.sub(r"[^a-z0-9]+", "_", word[:200].lower()).strip("_")[:32]
     return SearchError(f"failed_{sound or 'unnamed'}", retryable=False)
 
 
 class CauseLabels:
-    """The metric label of a cause: its own name, or `other` when there are too many."""
+    """The metric label of a cause: its name, or `other` when there are too many."""
 
     def __init__(self) -> None:
         self._known = set(KNOWN)

@@ -1,7 +1,7 @@
-"""Client of the retrievers: `RetryingQuery` carries out a query, `ReplicaBalancer` chooses the replica.
+"""Client of the retrievers: `RetryingQuery` runs a query, `ReplicaBalancer` chooses the replica.
 
-Identical queries in flight share one request, since the trajectories of a group often search for the same thing at the
-same time. It is cancelled when the last caller that waits for it has left.
+Identical queries in flight share one request, since the trajectories of a group often send the same query at the same
+time. The request is cancelled when its last waiting caller is cancelled.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ class HttpSearchSettings(Settings):
 
     type: Literal["http"] = "http"
     urls: tuple[str, ...] = Field(default=("http://127.0.0.1:8000",), min_length=1)
-    """Base addresses of the retrievers, all with the same index. Queries go to the least busy healthy one."""
+    """Base URLs of the retrievers, all with the same index. Queries go to the least loaded healthy one."""
     dialect: Dialect = "search_r1"
-    """`search_r1`: POST /retrieve. `flashrag`: POST /batch_search, as ReSearch's and ReCall's servers have it."""
+    """HTTP API: `search_r1` (POST /retrieve), or `flashrag` (POST /batch_search, as in ReSearch and ReCall)."""
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
     """Passages per query."""
     run: str = Field(default="", max_length=128)
-    """Run whose memory of earlier searches the retriever uses and extends, where it keeps one. Empty: none."""
+    """Namespace of the retriever's search memory, if it keeps one: a run id. Empty: disabled."""
     deadline_s: float = Field(default=30.0, gt=0)
-    """Longest wait for one query in seconds, while a retriever can be used: line, attempts and pauses between them."""
+    """Timeout of one query in seconds while a retriever is healthy: queueing, attempts and back-off."""
     attempt_s: float | None = Field(default=None, gt=0)
-    """Longest wait for one attempt, in seconds; then the query goes to another replica. At least four times what a
-    search takes on an idle retriever: longer ones are taken for a jam. None: `deadline_s` / 3."""
+    """Timeout of one attempt in seconds; then the query goes to another replica. Set at least four times the latency of
+    an idle retriever: higher latencies count as congestion. None: `deadline_s` / 3."""
     attempts: int = Field(default=4, ge=1)
-    """Bad answers (errors, no JSON, wrong shape) to one query before it fails. Time-outs, broken connections and busy
-    servers do not count: for them there is the deadline."""
+    """Maximum number of invalid answers (errors, no JSON, wrong shape) to one query. Timeouts, lost connections and
+    overloaded servers do not count: they are retried until `deadline_s`."""
     outage_wait_s: float = Field(default=300.0, ge=0)
-    """Longest wait for a retriever, in seconds, while none can be used; then searches fail as `unavailable`. No new
-    task is leased meanwhile, so that a retriever that is restarted costs time and no rewards."""
+    """Timeout in seconds while no retriever is healthy; then searches fail as `unavailable`. No new task is leased
+    meanwhile, so a restart of the retriever costs time, not rewards."""
     probe_s: float = Field(default=2.0, gt=0)
-    """Longest wait for the answer to a probe of a retriever that does not do well."""
+    """Timeout of a health check of an unhealthy retriever, in seconds."""
     connections: int = Field(default=512, ge=1)
-    """Most requests in flight at one retriever: the ceiling of its adaptive window. More queries wait in line."""
+    """Maximum requests in flight at one retriever: the ceiling of its adaptive limit. Further queries are queued."""
     max_bytes: int = Field(default=4 << 20, ge=1024)
-    """Largest reply that is read."""
+    """Maximum size of a reply, in bytes."""
 
     @field_validator("urls", mode="before")
     @classmethod
@@ -61,20 +61,22 @@ class HttpSearchSettings(Settings):
     @model_validator(mode="after")
     def _there_is_time_for_another_attempt(self) -> HttpSearchSettings:
         if self.attempt_s is not None and 2 * self.attempt_s > self.deadline_s:
-            raise ValueError("attempt_s must be at most half of deadline_s: after a time-out another replica is asked")
+            raise ValueError(
+                "attempt_s must be at most half of deadline_s, to leave time for another replica after a timeout"
+            )
         return self
 
 
 @dataclass
 class _Shared:
-    """A search in flight, and how many callers wait for it."""
+    """A search in flight, and the number of callers that wait for it."""
 
     task: asyncio.Task[QueryResult]
     waiting: int = 0
 
 
 class HttpSearch:
-    """See the module. Built outside an event loop; nothing is connected before the first query."""
+    """Search over HTTP. May be created outside an event loop: it connects at the first query."""
 
     def __init__(self, settings: HttpSearchSettings) -> None:
         attempt_s = settings.attempt_s or settings.deadline_s / 3
@@ -99,7 +101,7 @@ class HttpSearch:
         shared = self._share(query[:MAX_QUERY_CHARS])
         shared.waiting += 1
         try:
-            # Shielded: one rollout that is cancelled must not take the answer from another that waits for it.
+            # Shielded: the cancellation of one rollout must not cancel the search for the others.
             passages, error = await asyncio.shield(shared.task)
         except asyncio.CancelledError:
             caller = asyncio.current_task()
@@ -135,7 +137,7 @@ class HttpSearch:
         await self._transport.close()
 
     def _share(self, query: str) -> _Shared:
-        """The search for `query` that is in flight, or a new one."""
+        """Return the search for `query` in flight, or start one."""
         shared = self._in_flight.get(query)
         if shared is not None:
             self.balancer.counts["searches_shared"] += 1
@@ -146,7 +148,7 @@ class HttpSearch:
         return shared
 
     def _give_up(self, query: str, shared: _Shared) -> None:
-        # forgotten at once: the next caller with this query must not get a search that is being cancelled
+        # removed at once: the next caller with this query must not join a search that is being cancelled
         self._forget(query, shared)
         shared.task.cancel()
 

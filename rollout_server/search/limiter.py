@@ -1,22 +1,21 @@
-"""How many requests are in flight at one retriever: additive increase, multiplicative decrease. Pure, without a clock.
+"""Adaptive limit of requests in flight at one retriever: additive increase, multiplicative decrease. Pure, no clock.
 
-Several rollout servers that grow by sums and shrink by factors share a retriever fairly without coordination
-(Chiu and Jain, "Analysis of the increase and decrease algorithms for congestion avoidance", 1989). As in TCP Vegas
-(Brakmo and Peterson, 1995) and the gradient limits built on it (Netflix concurrency-limits), the sign of congestion is
-latency against the least that was seen, and not only failure: it comes before anything fails.
+Rollout servers that follow this rule share a retriever fairly without coordination (Chiu and Jain, "Analysis of the
+increase and decrease algorithms for congestion avoidance", 1989). As in TCP Vegas (Brakmo and Peterson, 1995) and the
+gradient limits based on it (Netflix concurrency-limits), latency relative to the observed minimum signals congestion,
+which is earlier than waiting for failures.
 
-    target  = TOLERANCE * least, at least SLACK_S and at most a quarter of an attempt's time
-    least   = the least smoothed latency seen since the retriever was last away
-    grow    by 1 an answer up to the size at which it last shrank (slow start, Jacobson 1988), by 1 a round trip beyond
-            it, while the smoothed latency is below the target and at least half of the limit is in use
-    shrink  to 0.7 of itself when the smoothed latency is above the target, or the server rejected (429, 503) or let a
-            request run out of time; then not again for what was sent before: once a round trip
+    target  = TOLERANCE * least, at least SLACK_S and at most a quarter of the timeout of an attempt
+    least   = the minimum smoothed latency since the last outage of the retriever
+    grow    by 1 per answer up to the size at which it last shrank (slow start, Jacobson 1988), beyond that by 1 per
+            round trip, while the smoothed latency is below the target and at least half of the limit is in use
+    shrink  to 0.7 of its size when the smoothed latency exceeds the target, or when the server rejected a request (429,
+            503) or a request timed out. At most once per round trip: earlier requests do not count again.
 
-TOLERANCE is large because retrievers batch: a full batch takes several times as long as a lone query and answers
-hundreds. SLACK_S is a latency that never counts as congestion. Smoothing keeps single answers from a cache, hundreds of
-times faster than a search, from making all searches look slow. A limit that has shrunk to FLOOR and still finds answers
-slow is not the cause: the server has become slower for good, or others keep it busy, and the least latency is measured
-again.
+TOLERANCE is large because retrievers batch: a full batch takes several times as long as a single query and answers
+hundreds. Latencies below SLACK_S never count as congestion. Smoothing prevents single cached answers, hundreds of times
+faster than a search, from making all searches look slow. If answers are still slow at FLOOR, the limit is not the
+cause: the server has become slower, or other clients keep it busy, and the minimum latency is measured again.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from __future__ import annotations
 import math
 
 START, FLOOR = 128, 4
-"""First size; the least size, and that after an outage."""
+"""Initial size; minimum size, also used after an outage."""
 SHRINK = 0.7
 TOLERANCE, SLACK_S = 12.0, 0.5
 SMOOTHING = 1 / 8
-"""Weight of the newest latency (Jacobson's smoothed round-trip time). As many answers make it a measure."""
+"""Weight of the newest latency (Jacobson's smoothed round-trip time). Valid after 1 / SMOOTHING answers."""
 
 
 class GradientLimit:
-    """Most requests in flight from here to one retriever: `acquire`, then `on_success`, `on_dropped` or `on_ignored`.
+    """Limit of requests in flight to one retriever: `acquire`, then `on_success`, `on_dropped` or `on_ignored`.
 
-    ceiling     most requests in flight
-    timeout_s   time after which a request is given up; the target stays well below it
+    ceiling     maximum number of requests in flight
+    timeout_s   timeout of a request; the target latency stays well below it
     """
 
     def __init__(self, *, ceiling: int, timeout_s: float, start: int = START) -> None:
@@ -43,9 +42,9 @@ class GradientLimit:
         self._size = float(min(start, ceiling))
         self._shrank_at = float(ceiling)
         self._next = self._first_since = 0
-        """Number of the next request, and of the first that was sent at the present size."""
+        """Number of the next request, and of the first one sent at the current size."""
         self._smooth, self._smoothed = 0.0, 0
-        """Smoothed latency at the present size, and of how many answers."""
+        """Smoothed latency at the current size, and the number of answers in it."""
         self._least = float("inf")
         self.in_flight = 0
 
@@ -60,17 +59,17 @@ class GradientLimit:
         return min(max(SLACK_S, TOLERANCE * least), self._timeout_s / 4)
 
     def has_capacity(self) -> bool:
-        """Whether one more request may be sent."""
+        """Return whether one more request may be sent."""
         return self.in_flight < self.size
 
     def acquire(self) -> int:
-        """Count one more request; returns its number, to be passed to `on_success` or `on_dropped`."""
+        """Count one more request. Return its number, for `on_success` or `on_dropped`."""
         self.in_flight += 1
         self._next += 1
         return self._next - 1
 
     def on_success(self, number: int, latency_s: float) -> None:
-        """The request was answered, well or not."""
+        """Record that the request was answered, correctly or not."""
         in_use = 2 * self.in_flight >= self.size
         self.in_flight -= 1
         if number < self._first_since:
@@ -89,17 +88,17 @@ class GradientLimit:
             self._size = min(self._ceiling, self._size + step)
 
     def on_dropped(self, number: int) -> None:
-        """The request was rejected by the server, or ran out of time."""
+        """Record that the server rejected the request, or that it timed out."""
         self.in_flight -= 1
         if number >= self._first_since:
             self._shrink()
 
     def on_ignored(self) -> None:
-        """The request ended in a way that says nothing about how busy the server is."""
+        """Record that the request ended without information about the server's load."""
         self.in_flight -= 1
 
     def reset(self) -> None:
-        """Begin small and measure again: the server was away and is back, perhaps another one."""
+        """Reset to the minimum size and measure again: the server is back, and may be a different one."""
         self._size = float(self._floor)
         self._shrank_at = float(self._ceiling)
         self._smooth, self._smoothed, self._first_since = 0.0, 0, self._next

@@ -1,14 +1,13 @@
-"""One retriever as this client knows it: whether it is healthy, why not, and which probe would readmit it.
+"""State of one retriever in this client: healthy or ejected, why, and which health check readmits it.
 
 A replica is ejected (Envoy's outlier ejection) when
 
-  * no server listens at its address, or the probe that follows a doubtful failure fails;
-  * STRIKES attempts in a row failed in any way but `overloaded`;
-  * of the last WINDOW attempts at least MIN_COUNT are known and SHARE of them failed, `overloaded` included.
+  * no server listens at its address, or the probe after a doubtful failure fails;
+  * STRIKES consecutive attempts failed with another cause than `overloaded`;
+  * SHARE of the last WINDOW attempts failed (at least MIN_COUNT of them), `overloaded` included.
 
-It is readmitted by a health check, made after growing pauses: that it says it is ready, where it was away; an answered
-query, where it was there and did not answer well. One bad query among good ones proves itself guilty: the replica is
-readmitted at once.
+It is readmitted after a successful health check: `/ready` if it was unreachable, an answered query if it gave wrong
+answers. The pauses between checks grow. If a single bad query caused the failures, the first check readmits it.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from rollout_server.search.transport import SearchTransport
 STRIKES = 3
 WINDOW, MIN_COUNT, SHARE = 64, 32, 0.5
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
-"""Before the first and the later probes of an ejected replica; each is twice the one before."""
+"""First and longest pause between probes of an ejected replica, in seconds. Each is twice the one before."""
 
 QUERY = "who wrote the novel emma"
-"""Probes a replica that has not answered any query yet."""
+"""Query for probes of a replica that has not answered any query yet."""
 
 
 class HealthCheck(StrEnum):
-    """What readmits an ejected replica: `/ready` says so, or a query is answered."""
+    """Health check that readmits an ejected replica: `/ready`, or an answered query."""
 
     READY = "ready"
     QUERY = "query"
 
 
 class HealthVerdict(StrEnum):
-    """What a failed attempt says of its replica."""
+    """What a failed attempt indicates about its replica."""
 
     FINE = "fine"
     DOUBTFUL = "doubtful"
@@ -48,12 +47,12 @@ class HealthVerdict(StrEnum):
 class Replica:
     """One retriever.
 
-    up           queries go there
-    proof        what brings it back when it is aside
-    cause        why it is aside, or was the last time
-    looking      a probe of it is under way
-    good_query   one that it has answered, for probes
-    fingerprint  of its index, "" where it names none
+    up           it gets queries
+    proof        health check that readmits it
+    cause        why it is ejected, or was the last time
+    looking      a probe is in progress
+    good_query   a query that it has answered, for probes
+    fingerprint  of its index; "" if it reports none
     """
 
     def __init__(self, url: str, limit: GradientLimit) -> None:
@@ -65,13 +64,13 @@ class Replica:
         self._recent: deque[bool] = deque(maxlen=WINDOW)
 
     def succeeded(self, query: str) -> None:
-        """Note that it answered `query`."""
+        """Record that it answered `query`."""
         self._strikes = 0
         self._recent.append(True)
         self.good_query = query
 
     def failed(self, error: SearchError) -> HealthVerdict:
-        """Note a failed attempt and judge. DOUBTFUL: it should be probed; DOWN: it has been ejected."""
+        """Record a failed attempt. Return DOUBTFUL if it should be probed, DOWN if it was ejected."""
         if not self.healthy:
             return HealthVerdict.FINE
         self._recent.append(False)
@@ -87,18 +86,18 @@ class Replica:
         return HealthVerdict.DOUBTFUL if gone and not self.probing else HealthVerdict.FINE
 
     def eject(self, cause: str, health_check: HealthCheck) -> None:
-        """Send it no queries until it passes `health_check`."""
+        """Stop sending it queries until it passes `health_check`."""
         self.healthy, self.cause, self.health_check, self._probes = False, cause, health_check, 0
 
     def readmit(self) -> None:
-        """Send it queries again: forget its failures, and begin with a small limit."""
+        """Send it queries again, with its failures cleared and a small limit."""
         self.healthy = True
         self._strikes = 0
         self._recent.clear()
         self.limit.reset()
 
     def next_pause(self) -> float:
-        """Seconds until the next probe, to be jittered by the caller."""
+        """Return the seconds until the next probe; the caller adds jitter."""
         pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._probes, 16))
         self._probes += 1
         return pause
@@ -107,10 +106,10 @@ class Replica:
 async def probe(
     transport: SearchTransport, replica: Replica, health_check: HealthCheck, *, ready_s: float, query_s: float
 ) -> str:
-    """Return "" when the replica passes the health check, else the cause of its failure.
+    """Return "" if the replica passes the health check, else the cause of the failure.
 
-    READY asks `GET /ready`; where there is no such path `GET /health`; where there is neither, it sends a query.
-    ready_s, query_s  time to say that it is ready, and to answer a query
+    READY calls `GET /ready`, or `GET /health` if there is no such path, or sends a query if there is neither.
+    ready_s, query_s  timeouts of these calls and of the query
     """
     try:
         if health_check is HealthCheck.QUERY or not await _is_ready(transport, replica.url, ready_s):
@@ -121,7 +120,7 @@ async def probe(
 
 
 async def _is_ready(transport: SearchTransport, url: str, timeout_s: float) -> bool:
-    """True when it says that it is ready, False when it has neither path. Raises SearchError when it is not ready."""
+    """Return True if it reports ready, False if it has neither path. Raises SearchError if it is not ready."""
     for path in ("/ready", "/health"):
         try:
             await transport.request("GET", url + path, timeout_s)
@@ -134,7 +133,7 @@ async def _is_ready(transport: SearchTransport, url: str, timeout_s: float) -> b
 
 
 async def read_fingerprint(transport: SearchTransport, replica: Replica, timeout_s: float) -> str:
-    """Return what `GET /info` calls the index; "" where it says nothing."""
+    """Return the fingerprint of the index from `GET /info`; "" if there is none."""
     try:
         info = json.loads(await transport.request("GET", replica.url + "/info", timeout_s))
     except (SearchError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""One search query: attempts, back-off and outages, each with its own time budget."""
+"""One search query: attempts, back-off and outages, each with a separate time limit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rollout_server.search.transport import SearchTransport
 
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 QueryResult = tuple[tuple[Passage, ...], str]
-"""Passages and "", or none and the cause."""
+"""(passages, ""), or ((), cause)."""
 
 
 @dataclass(frozen=True)
 class QueryLimits:
-    """Time and attempts that one query may take.
+    """Limits of one query.
 
-    deadline_s     total time in queue, attempts and back-off while a replica is healthy
-    attempt_s      time of one attempt
-    outage_wait_s  longest wait while no replica is healthy; the deadline is extended by the time waited
-    attempts       bad answers before the query fails
+    deadline_s     total time for queueing, attempts and back-off while a replica is healthy
+    attempt_s      timeout of one attempt
+    outage_wait_s  maximum wait while no replica is healthy; the deadline is extended by the time waited
+    attempts       number of invalid answers after which the query fails
     """
 
     deadline_s: float
@@ -34,7 +34,7 @@ class QueryLimits:
 
 
 class RetryingQuery:
-    """`await RetryingQuery(...).run()` once."""
+    """A query with retries. Call `run` once."""
 
     def __init__(self, query: str, balancer: ReplicaBalancer, transport: SearchTransport, limits: QueryLimits) -> None:
         self._query, self._balancer, self._transport, self._limits = query, balancer, transport, limits
@@ -55,7 +55,7 @@ class RetryingQuery:
                 if not await self._wait_for_replica():
                     return (), UNAVAILABLE
             except TimeoutError:
-                # queued until the deadline: the cause of an earlier attempt says more than that
+                # queued until the deadline: the cause of an earlier attempt is more informative
                 return (), self._cause
             except SearchError as error:
                 self._cause = error.cause
@@ -85,16 +85,16 @@ class RetryingQuery:
         return passages
 
     async def _should_retry(self, error: SearchError) -> bool:
-        """Whether there is another attempt; returns after the pause before it.
+        """Return whether to try again, after the pause before the next attempt.
 
-        When this failure has ejected the last replica there always is: whether the query or the retriever is to blame
-        will be known when a replica is back.
+        Always True if this failure ejected the last replica: only the next attempt can show whether the query or the
+        retriever caused the failure.
         """
         outage = not self._balancer.breaker.usable
         self._bad_answers += error.served
         if not outage and (not error.retryable or self._bad_answers >= self._limits.attempts):
             return False
-        # Jitter: thousands of rollouts must not come back in step. Retry-After binds only the replica that sent it.
+        # Jitter: thousands of rollouts must not retry at once. Retry-After applies only to the replica that sent it.
         retry_after_s = 0.0 if self._balancer.has_other(self._failed_at) else error.retry_after_s
         wait = max(retry_after_s, random.uniform(self._pause / 2, self._pause))
         self._pause = min(2 * self._pause, MAX_BACKOFF_S)
@@ -107,7 +107,7 @@ class RetryingQuery:
         return True
 
     async def _wait_for_replica(self) -> bool:
-        """Wait until a replica is healthy; False when that takes longer than what is left of outage_wait_s."""
+        """Wait until a replica is healthy. Return False if that takes longer than the rest of outage_wait_s."""
         started = self._now()
         try:
             async with asyncio.timeout(max(0.0, self._outage_left)):

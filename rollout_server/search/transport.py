@@ -1,6 +1,6 @@
-"""One request to a retriever: sent, read up to a size limit, and every failure as a named `SearchError`.
+"""Send one request to a retriever and read the answer up to a size limit. Every failure is a named `SearchError`.
 
-Redirects are not followed and compression is not accepted: a few kilobytes must not become gigabytes here. Two JSON
+Redirects are not followed, and compression is not accepted: a few kilobytes must not expand to gigabytes. Two JSON
 dialects:
 
     search_r1  POST /retrieve      {"queries": [q], "topk": k, "return_scores": true}
@@ -8,8 +8,8 @@ dialects:
     flashrag   POST /batch_search  {"query": [q], "top_n": k, "return_score": false}
                -> [[{"id", "contents"}, ..]]                          (ReSearch, ReCall)
 
-Scores are not read: passages come best first. Answers are untrusted: each part is checked, each failure has
-a name, and only the first k hits are looked at.
+Scores are not read: passages are ordered, best first. Answers are untrusted: every part is validated, every failure has
+a name, and only the first k hits are read.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Dialect = Literal["search_r1", "flashrag"]
 PATHS: dict[Dialect, str] = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
 
 CONNECT_S = 3.0
-"""Longest wait for a connection: a host that swallows packets must not use up the time of another that could answer."""
+"""Connection timeout in seconds: a host that drops packets must not use up the time of the other replicas."""
 KEEP_ALIVE_S = 4.0
-"""An idle connection is closed from here after so long: uvicorn (Search-R1's server) does it after 5 s, and a request
-that crosses that closing would look like a retriever that has died."""
+"""Idle connections are closed by the client after this time. uvicorn (Search-R1's server) closes them after 5 s, and a
+request sent at that moment would look like a dead retriever."""
 
 
 class _Document(BaseModel):
-    """A hit's document. Corpora with numbers as ids exist."""
+    """The document of a hit. Some corpora have numbers as ids."""
 
     model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
@@ -63,19 +63,19 @@ class _Document(BaseModel):
 
 
 def request_body(dialect: Dialect, query: str, topk: int, run: str) -> bytes:
-    """Return the body for one query. `run`: whose memory the server uses, "" for none (search_r1 only)."""
+    """Return the request body for one query. `run`: namespace of the search memory, "" for none (search_r1 only)."""
     body: dict[str, Any]
     if dialect == "flashrag":
         body = {"query": [query], "top_n": topk, "return_score": False}
     else:
-        # `partial`: with one query a failure that is named says more than a 500. Other servers ignore it.
+        # `partial`: a named failure of the query is more informative than a 500. Other servers ignore it.
         body = {"queries": [query], "topk": topk, "return_scores": True, "partial": True}
         body |= {"run": run} if run else {}
     return json.dumps(body).encode()
 
 
 def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
-    """At most `topk` passages, best first. Raises SearchError: not_json, bad_shape, wrong_count or failed_WORD."""
+    """Return at most `topk` passages, best first. Raises SearchError: not_json, bad_shape, wrong_count, failed_WORD."""
     try:
         answer = from_json(raw)
     except ValueError:
@@ -84,13 +84,13 @@ def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
         lists = answer if dialect == "flashrag" else answer["result"]
         errors = None if dialect == "flashrag" else answer.get("errors")
         if not isinstance(lists, list) or not isinstance(errors, list | None):
-            raise TypeError("no list of lists")
+            raise TypeError("not a list of lists")
         if len(lists) != 1 or (errors is not None and len(errors) != 1):
             raise SearchError(WRONG_COUNT)
         if errors and errors[0] is not None:
             raise error_named_by_server(str(errors[0]))
         if not isinstance(lists[0], list):
-            raise TypeError("no list of hits")
+            raise TypeError("not a list of hits")
         hits = lists[0][:topk]
         found = [_Document.model_validate(hit if dialect == "flashrag" else hit["document"]) for hit in hits]
     except (TypeError, KeyError, AttributeError, IndexError, ValidationError):
@@ -99,9 +99,9 @@ def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
 
 
 class HttpConnections:
-    """Pooled connections to one or more servers. The session opens at the first request, inside the event loop.
+    """Pooled connections to one or more servers. The session is opened by the first request, in its event loop.
 
-    limit    most requests at once, further ones wait within their time; 0: no limit
+    limit    maximum number of concurrent requests; further ones wait within their timeout; 0: no limit
     headers  sent with every request
     """
 
@@ -112,7 +112,7 @@ class HttpConnections:
     async def exchange(
         self, method: str, url: str | URL, timeout_s: float, body: bytes | None = None, also: Collection[int] = ()
     ) -> tuple[int, bytes]:
-        """Status and body of an answer with status 200, or one of `also`. Raises SearchError."""
+        """Return status and body of an answer with status 200 or one of `also`. Raises SearchError."""
         import aiohttp
 
         try:
@@ -131,7 +131,7 @@ class HttpConnections:
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, OSError) as error:
             raise SearchError(UNREACHABLE, served=False) from error
         except aiohttp.ClientError as error:
-            raise SearchError(NOT_JSON) from error  # what came back is not even HTTP
+            raise SearchError(NOT_JSON) from error  # the answer is not HTTP
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if (response.content_length or 0) > self._max_bytes:
@@ -158,14 +158,14 @@ class HttpConnections:
         return self._session
 
     async def close(self) -> None:
-        """Safe to call twice."""
+        """Close the connections. Safe to call twice."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
 
 class SearchTransport(HttpConnections):
-    """Connections to retrievers, in their dialect. `GradientLimit` bounds the requests in flight."""
+    """Connections to retrievers, in their dialect. `GradientLimit` limits the requests in flight."""
 
     def __init__(self, dialect: Dialect, *, topk: int, run: str, max_bytes: int) -> None:
         super().__init__(max_bytes=max_bytes, headers=read_access(os.environ).headers("node", "operator"))
@@ -173,15 +173,15 @@ class SearchTransport(HttpConnections):
 
     @property
     def path(self) -> str:
-        """Where searches go, after a base address."""
+        """Path of the search route, relative to the base URL."""
         return PATHS[self._dialect]
 
     async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:
-        """Passages for one query, best first. Raises SearchError."""
+        """Return the passages for one query, best first. Raises SearchError."""
         body = request_body(self._dialect, query, self._topk, self._run)
         raw = await self.request("POST", url + self.path, timeout_s, body)
         return read_answer(self._dialect, raw, self._topk)
 
     async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> bytes:
-        """The body of a 200. Raises SearchError."""
+        """Return the body of an answer with status 200. Raises SearchError."""
         return (await self.exchange(method, url, timeout_s, body))[1]

@@ -1,4 +1,4 @@
-"""Tools that the policy may call: every kind by its settings, and the one place where they are built."""
+"""Tools that the policy may call: their settings and registry."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ else:
 
 
 def build_tool(settings: ToolSettingsBase, urls: Sequence[str]) -> Tool:
-    """Instantiate the tool for `settings`; nothing is connected yet. `urls`: the retrievers that searches go to.
+    """Instantiate the tool for `settings`. Does not connect. `urls`: the retrievers of the search.
 
-    Raises UserError for a tool that cannot work here.
+    Raises UserError for a tool that cannot work on this machine.
     """
     tool: Tool = resolve_name(REGISTRY[type(settings)])(settings, urls)
     return tool

@@ -1,7 +1,7 @@
-"""The interface to tools: an argument in, a text or passages out, and failures that have a name.
+"""The tool interface: an argument in, text or passages or a named failure out.
 
-A tool is called by its tag, as the search is: `<fetch> id </fetch>`. A new one is one file with a settings class and a
-callable, listed in `rollout_server/tools/__init__.py`; `tests/contracts/test_tool.py` finds it there.
+The policy calls a tool by its tag, like the search: `<fetch> id </fetch>`. A new tool is one file with a settings class
+and a callable, registered in `rollout_server/tools/__init__.py`, where `tests/contracts/test_tool.py` finds it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CLOSED = "closed"
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call brought. Untrusted text: it is escaped and cut before the policy sees it.
+    """Result of a call. Untrusted: it is escaped and cut before the policy sees it.
 
-    text      what the policy sees, when there are no passages
-    passages  what it is shown instead, as a search's are: they count as retrieved evidence, a text does not. Without
-              either it sees what it sees of a search that finds nothing
-    error     "" or a short word: the tool itself failed (timeout, unreachable, overloaded, ...), which says nothing
-              about the policy; what then happens is `on_search_error`
-    mistake   "" or a short word: the call was wrong (no such document, a program that raises) and `text` says so. For
-              the counters; to the policy it is an observation like any other
+    text      text for the policy, if there are no passages
+    passages  shown like those of a search; they count as retrieved evidence, text does not. Without text and passages
+              the policy sees the same as for a search that finds nothing
+    error     "" or a short word: the tool failed (timeout, unreachable, overloaded, ...), through no fault of the
+              policy. `on_search_error` determines what happens
+    mistake   "" or a short word: the call was invalid (unknown document, a program that raises), as explained in
+              `text`. Used for counters; to the policy it is a normal observation
     """
 
     text: str = ""
@@ -41,30 +41,32 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A tool that a process owns: built once, shared by all rollouts, closed in the end.
+    """A tool owned by a process: built once, shared by all rollouts, closed at the end.
 
-    name  its tag, and its name in `Segment.tool` and in the counters
+    name  its tag, also used in `Segment.tool` and in the counters
     """
 
     name: str
 
     async def __call__(self, argument: str) -> ToolResult:
-        """`argument` is what stands between the tags, as the policy wrote it. Never raises for faults of the tool or of
-        the policy, and ends in bounded time."""
+        """Run a call. `argument` is the unchanged text between the tags.
+
+        Never raises for failures of the tool or the policy. Returns in bounded time.
+        """
         ...
 
     async def close(self) -> None:
-        """Let go of everything, calls in flight included. Safe to call twice; a call after it has an `error`."""
+        """Release all resources and cancel calls in flight. Safe to call twice. Later calls return an `error`."""
         ...
 
 
 class ToolSettingsBase(Settings):
-    """What the settings of every tool have: a member of the union adds its `type`, which is its tag.
+    """Base of all tool settings. A member of the union adds its `type`, which is its tag.
 
-    sentence    describes the tool to the policy; it stands where the template says (`PromptTemplate.tools_after`), with
-                `{open}` and `{close}` for the tags of the template's observations
-    shows_ids   search results show the ids of their passages while this tool is enabled
-    retrieves   what it brings are documents: it brings none where searching is switched off
+    sentence    describes the tool to the policy, inserted at `PromptTemplate.tools_after`; `{open}` and `{close}` stand
+                for the tags of observations
+    shows_ids   search results include passage ids while this tool is enabled
+    retrieves   it returns documents, so it returns none when the search is disabled
     """
 
     sentence: ClassVar[str]
@@ -73,11 +75,12 @@ class ToolSettingsBase(Settings):
 
     type: str
     max_calls: int | None = Field(default=None, ge=0)
-    """Most calls in one trajectory; a further one is answered by saying so. None: only `max_turns` bounds them."""
+    """Maximum calls per trajectory; further calls are answered with an error text. None: limited by `max_turns`
+    only."""
 
 
 class InflightCalls:
-    """Calls of one tool: timed, cancelled with their caller, ended as `closed` when the tool is closed."""
+    """Calls of one tool: timed, cancelled with their caller, and ended with error `closed` when the tool is closed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -85,7 +88,7 @@ class InflightCalls:
         self._closed = False
 
     async def run(self, work: Coroutine[Any, Any, ToolResult]) -> ToolResult:
-        """What `work` brings, with the time that it took; error `closed` when the tool is, or is being closed."""
+        """Return the result of `work` with its duration, or the error `closed` if the tool is closed."""
         started = time.monotonic()
         if self._closed:
             work.close()
@@ -103,7 +106,7 @@ class InflightCalls:
         return replace(result, latency_s=time.monotonic() - started)
 
     async def close(self) -> None:
-        """End all calls. Safe to call twice."""
+        """Cancel all calls. Safe to call twice."""
         self._closed = True
         tasks = list(self._in_flight)
         for task in tasks:
@@ -112,7 +115,7 @@ class InflightCalls:
 
 
 class NoTool:
-    """Stands for a tool of documents where searching is switched off: every call brings nothing, without an error."""
+    """Replaces a tool for documents when the search is disabled: every call returns nothing, without an error."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,9 +1,9 @@
 """`<fetch> id </fetch>`: one document of the corpus by its id, from the retriever's `GET /passages/{id}`.
 
-One deadline for everything, jittered retries, patience while no retriever can be reached, a size cap, no redirects, and
-a reply that is checked before anything uses it. What the policy writes is never an address: it becomes one quoted
-path segment of a configured base address, or the value of `?id=` where a path could not carry it. An id that the
-retriever does not know is the policy's mistake, and the policy sees that; anything else that fails is the tool's.
+Uses one deadline, retries with jitter, a longer wait while no retriever is reachable, a size limit, no redirects, and
+validated replies. Text of the policy is never used as an address: it becomes one quoted path segment of a configured
+base URL, or the value of `?id=` if a path cannot contain it. An unknown id is a mistake of the policy, which sees an
+error text; all other failures are errors of the tool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBas
 MAX_ID_CHARS = 1024
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 GARBAGE = "garbage"
-"""An answer that is no document, or another one."""
+"""The answer is not a document, or a different one."""
 RETRIED = frozenset({UNREACHABLE, TIMEOUT, OVERLOADED, "http_408", "http_500", "http_502", "http_504"})
 UNKNOWN = ToolResult("There is no document with this id.", mistake="unknown_id")
 
@@ -43,20 +43,18 @@ class FetchSettings(ToolSettingsBase):
 
     type: Literal["fetch"] = "fetch"
     urls: tuple[str, ...] = ()
-    """Base addresses of the retrievers (`/passages/{id}` is appended), asked in turn. Empty: those that searches go
-    to."""
+    """Base URLs of the retrievers (`/passages/{id}` is appended), used in turn. Empty: those of the search."""
     max_chars: int = Field(default=20_000, ge=1)
-    """Longest document that is looked at, in characters; the rest is dropped. `max_obs_tokens` cuts what is left."""
+    """Maximum characters of a document; the rest is dropped. `max_obs_tokens` then limits the observation."""
     deadline_s: float = Field(default=30.0, gt=0)
-    """Longest wait for one document from retrievers that can be reached, retries and their pauses included, in
-    seconds."""
+    """Timeout in seconds for one document while a retriever is reachable, including retries and back-off."""
     outage_wait_s: float = Field(default=300.0, ge=0)
-    """Longest wait while none can be reached, in seconds, instead of `deadline_s` where it is longer: a retriever that
-    is restarted costs time and no rewards, as in `rollout.search`."""
+    """Timeout in seconds while no retriever is reachable, if longer than `deadline_s`. A restart of the retriever then
+    costs time, not rewards, as in `rollout.search`."""
     connections: int = Field(default=32, ge=1)
-    """Connections kept to the retrievers; more calls than that wait in line, within their deadline."""
+    """Maximum connections to the retrievers. Further calls are queued, within their timeout."""
     max_bytes: int = Field(default=4 << 20, ge=1024)
-    """Largest reply that is read, in bytes."""
+    """Maximum size of a reply, in bytes."""
 
     @field_validator("urls", mode="before")
     @classmethod
@@ -65,17 +63,17 @@ class FetchSettings(ToolSettingsBase):
 
 
 class Fetch:
-    """See the module. Built outside an event loop; the session opens at the first call."""
+    """The fetch tool. May be created outside an event loop: the session opens at the first call."""
 
     name = "fetch"
 
     def __init__(self, settings: FetchSettings, urls: Sequence[str]) -> None:
-        """`urls` are asked where the settings name none. Raises UserError when there are none at all."""
+        """Use `urls` if the settings have none. Raises UserError if both are empty."""
         urls = settings.urls or urls
         if not urls:
             raise UserError(
-                "the tool fetch does not know where documents are",
-                why="rollout.search has no retriever, and the tool names none",
+                "the tool fetch has no retriever",
+                why="neither the tool nor rollout.search has the URL of one",
                 todo="set `urls` of the tool fetch in rollout.episode.tools",
             )
         self._settings = settings
@@ -95,7 +93,7 @@ class Fetch:
         await self._connections.close()
 
     async def _ask(self, name: str) -> ToolResult:
-        """The document, or the error of the last attempt. Ends within the deadline, or the longest outage."""
+        """Return the document, or the error of the last attempt, within the deadline or the outage timeout."""
         last = SearchError(TIMEOUT)
         pause = BACKOFF_S
         loop = asyncio.get_running_loop()
@@ -107,19 +105,19 @@ class Fetch:
                         return await self._attempt(name)
                     except SearchError as error:
                         last = error
-                    # Jitter: thousands of rollouts must not come back in step.
+                    # Jitter: thousands of rollouts must not retry at once.
                     wait = max(last.retry_after_s, random.uniform(pause / 2, pause))
                     end = since + self._settings.deadline_s
                     if last.cause == UNREACHABLE:
                         end = max(end, begun + self._settings.outage_wait_s)
-                        since = loop.time() + wait  # one that comes back has the whole deadline
+                        since = loop.time() + wait  # a retriever that is reachable again has the whole deadline
                     if last.cause not in RETRIED or loop.time() + wait >= end:
                         break
                     deadline.reschedule(end)
                     await asyncio.sleep(wait)
                     pause = min(2 * pause, MAX_BACKOFF_S)
         except TimeoutError:
-            pass  # an earlier attempt's error says more than that time ran out during the next one
+            pass  # the error of an earlier attempt is more informative than a timeout
         return ToolResult(error=GARBAGE if last.cause == NOT_JSON else last.cause)
 
     async def _attempt(self, name: str) -> ToolResult:
@@ -143,10 +141,10 @@ class Fetch:
 
 
 def address(base: str, name: str) -> str:
-    """Where the document `name` is: every character but letters, digits and `_.-~` is quoted.
+    """Return the URL of the document `name`. All characters but letters, digits and `_.-~` are quoted.
 
-    A path cannot carry an id that holds a slash, since servers differ on %2F, nor one that is `.` or `..`, nor line
-    breaks and the like.
+    Uses `?id=` for ids that a path cannot contain: with a slash (servers treat %2F differently), `.`, `..`, line breaks
+    and other control characters.
     """
     quoted = quote(name, safe="", errors="replace")
     if "/" in name or not name.strip(".") or not name.isprintable():
@@ -155,7 +153,7 @@ def address(base: str, name: str) -> str:
 
 
 def _unknown(raw: bytes) -> ToolResult:
-    """A retriever says 404 in JSON; one that does not is no retriever, and its 404 says nothing about the id."""
+    """Interpret a 404. A retriever sends it as JSON; any other 404 is not about the id but a tool error."""
     try:
         said = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""`<python> program </python>`: a Python program in a sandbox, without network, files of the host or privileges.
+"""`<python> program </python>`: run a Python program in a sandbox, without network, host files or privileges.
 
-Each program starts from nothing: no variable and no file of an earlier one is left. The policy sees what it printed. A
-program that raises, runs too long or wants too much memory is the policy's mistake, and the policy sees that; a sandbox
-that fails is the tool's error `sandbox`.
+Programs share no state: no variables or files of earlier ones. The policy sees the output. A program that raises, runs
+too long or needs too much memory is a mistake of the policy, which sees an error text; a failure of the sandbox is the
+tool's error `sandbox`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_SOURCE_CHARS = 64 << 10
 ERROR_CHARS = 1000
-"""Characters of stderr that are shown, from its end: the end of a traceback says most."""
+"""Number of characters of stderr that are shown, from its end: the end of a traceback is the most useful part."""
 SIGXCPU = 128 + 24
 _FENCED = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
 
@@ -40,30 +40,30 @@ class PythonSettings(ToolSettingsBase):
 
     type: Literal["python"] = "python"
     sandbox: SandboxSettings = BubblewrapSettings()
-    """What isolates programs: bubblewrap on this machine, or a service over HTTP."""
+    """Sandbox: bubblewrap on this machine, or a service over HTTP."""
     deadline_s: float = Field(default=5.0, gt=0)
-    """Longest run of one program in seconds, its start included."""
+    """Timeout of a program in seconds, including its start."""
     cpu_s: int = Field(default=5, ge=1)
-    """Processor seconds of each process of a program (bubblewrap)."""
+    """CPU time limit of each process of a program, in seconds (bubblewrap)."""
     memory_mb: int = Field(default=512, ge=128)
-    """Address space of each process of a program in MiB, the interpreter included."""
+    """Address space limit of each process of a program, in MiB, including the interpreter."""
     file_mb: int = Field(default=16, ge=1)
-    """All files of a program together in MiB (bubblewrap)."""
+    """Size limit of all files of a program together, in MiB (bubblewrap)."""
     threads: int = Field(default=16, ge=1)
-    """Threads and processes of one program together (bubblewrap)."""
+    """Maximum number of threads and processes of a program (bubblewrap)."""
     max_output_chars: int = Field(default=4000, ge=1)
-    """Most characters of output. A program that writes more is ended, and the rest is not shown."""
+    """Maximum characters of output. A program that writes more is killed, and the rest is not shown."""
     concurrency: int = Field(default=4, ge=1)
-    """Programs that run at once in this process; further calls wait in line."""
+    """Maximum number of programs that run at the same time in this process. Further calls are queued."""
     wait_s: float = Field(default=60.0, gt=0)
-    """Longest wait in that line in seconds; after it the call fails as `overloaded`."""
+    """Timeout in that queue, in seconds; then the call fails as `overloaded`."""
     libraries: tuple[Path, ...] = ()
-    """Directories whose modules programs may import besides the standard library, e.g. a site-packages with numpy. They
-    may read all that is in there (bubblewrap)."""
+    """Directories with modules that programs may import besides the standard library, e.g. a site-packages with numpy.
+    Programs can read everything in them (bubblewrap)."""
 
 
 class Python:
-    """Runs programs in the sandbox that the settings select. Raises UserError where there is none.
+    """Runs programs in the selected sandbox. Raises UserError if it is not available.
 
     urls  not used
     """
@@ -94,20 +94,20 @@ class Python:
         try:
             return describe(await self._sandbox.run(source), self._settings)
         except SandboxError as error:
-            log.error("no program is run: %s", error)
+            log.error("could not run the program: %s", error)
             return ToolResult(error="sandbox")
         finally:
             self._slots.release()
 
 
 def program_of(argument: str) -> str:
-    """Return the program in an argument, without the fence or the indentation that models put around it."""
+    """Return the program in an argument, without the code fence or the indentation that models add."""
     fenced = _FENCED.fullmatch(argument)
     return textwrap.dedent(fenced[1] if fenced else argument.strip("\n")).strip() + "\n"
 
 
 def describe(result: ProgramResult, settings: PythonSettings) -> ToolResult:
-    """Return what the policy is shown of a run: the output, then how it ended if not well."""
+    """Return the result for the policy: the output, then the failure, if any."""
     most = settings.max_output_chars
     printed = result.stdout.decode("utf-8", "replace").strip("\n")[:most]
     raised = result.stderr.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
@@ -127,7 +127,7 @@ def describe(result: ProgramResult, settings: PythonSettings) -> ToolResult:
 
 
 def sandbox_for(settings: PythonSettings) -> Sandbox:
-    """Build the sandbox of the tool. Raises UserError when programs cannot be isolated."""
+    """Build the sandbox of the tool. Raises UserError if programs cannot be isolated."""
     limits = SandboxLimits(
         wall_s=settings.deadline_s,
         cpu_s=settings.cpu_s,

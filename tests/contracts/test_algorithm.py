@@ -1,4 +1,4 @@
-"""What every algorithm of the union must keep, whatever it does."""
+"""Invariants of every algorithm in the union."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_there_is_more_than_one_algorithm():
     assert len(MEMBERS) >= 16
 
 
-def test_advantages_are_finite_and_who_does_not_vote_has_none(settings):
+def test_advantages_are_finite_and_zero_for_invalid_trajectories(settings):
     found = build_algorithm(settings).advantages(outcomes())
     assert found.shape == (8,)
     assert np.isfinite(found).all()

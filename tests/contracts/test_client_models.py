@@ -121,7 +121,7 @@ async def test_model_of_research_batch_search(url: str, record_property: Did) ->
 
 
 async def test_model_of_a_client_that_asks_for_few_fields(tmp_path: Path) -> None:
-    """`retriever.fields` leaves out what nobody reads."""
+    """`retriever.fields` omits unused fields."""
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     async with running(RetrieverSettings(corpus=corpus, port=0, fields=("url",))) as port:

@@ -262,7 +262,7 @@ def test_topk_0_is_the_default_as_in_search_r1(url: str) -> None:
 @pytest.mark.parametrize("topk", [1000, 5000])
 def test_more_hits_than_there_are_gives_each_once(url: str, online: bool, topk: int) -> None:
     status, answer = fetch(f"{url}/retrieve", {"queries": ["number1"], "topk": topk, "return_scores": True})
-    if online and topk == 5000:  # nobody knows how many an online engine has
+    if online and topk == 5000:  # the number of documents of an online engine is unknown
         assert status == 400 and "max_topk" in answer["error"]
         return
     ids = [hit["document"]["id"] for hit in answer["result"][0]]

@@ -1,4 +1,4 @@
-"""What every encoder promises, for every member of the settings' union; models are tiny ones made here."""
+"""The contract of encoders, for every member of the settings' union, with tiny models made here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Embeddings(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         rows = self.encoder.encode_queries(asked["input"]).tolist()
-        # last one first: `index` tells the order
+        # last one first: `index` gives the order
         data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)][::-1]
         body = json.dumps({"object": "list", "data": data, "model": asked["model"]}).encode()
         self.send_response(200)
@@ -62,7 +62,7 @@ class _Embeddings(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EncoderSettings]]:
-    """One of every kind. The models' names tell their families."""
+    """One of every kind. The names of the models contain their families."""
     root = tmp_path_factory.mktemp("models")
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Embeddings)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -130,7 +130,7 @@ def test_no_texts_give_no_rows(encoder: Encoder) -> None:
     assert encoder.encode_passages([]).shape == encoder.encode_queries([]).shape == (0, encoder.dim)
 
 
-def test_an_empty_text_has_a_finite_vector_and_disturbs_nobody(encoder: Encoder, kind: str) -> None:
+def test_an_empty_text_has_a_finite_vector_and_affects_no_other(encoder: Encoder, kind: str) -> None:
     vectors = encoder.encode_passages([TEXTS[0], "", " ", TEXTS[1]])
     assert np.isfinite(vectors).all()
     np.testing.assert_allclose(vectors[[0, 3]], encoder.encode_passages(TEXTS[:2]), rtol=0, atol=NOISE[kind])
@@ -158,13 +158,13 @@ def test_equal_settings_build_equal_encoders(settings: dict[str, EncoderSettings
     assert again.encode_passages(TEXTS).tobytes() == encoder.encode_passages(TEXTS).tobytes()
 
 
-def test_queries_and_passages_differ_where_the_family_tells_them_apart(encoder: Encoder, kind: str) -> None:
+def test_queries_and_passages_differ_where_the_family_distinguishes_them(encoder: Encoder, kind: str) -> None:
     apart = float(np.abs(encoder.encode_queries(TEXTS) - encoder.encode_passages(TEXTS)).max())
     # e5, the layout's prompts and the client's prefix differ by a prefix, DPR by the model
     assert apart > 1e-2 if kind in ("e5", "dpr", "layout", "openai") else apart <= NOISE[kind]
 
 
-def test_identity_is_plain_json_and_tells_where_nothing_is(settings: dict[str, EncoderSettings], kind: str) -> None:
+def test_identity_is_plain_json_and_names_no_location(settings: dict[str, EncoderSettings], kind: str) -> None:
     identity = encoder_identity(settings[kind])
     text = json.dumps(identity)
     assert json.loads(text) == identity

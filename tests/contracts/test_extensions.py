@@ -109,7 +109,7 @@ def test_the_encoder() -> None:
     built = encoder.build_encoder(PairsSettings(dim=64))
     test_encoder.test_vectors_have_the_promised_shape_type_and_length(built)
     test_encoder.test_no_texts_give_no_rows(built)
-    test_encoder.test_an_empty_text_has_a_finite_vector_and_disturbs_nobody(built, "hashed")
+    test_encoder.test_an_empty_text_has_a_finite_vector_and_affects_no_other(built, "hashed")
     test_encoder.test_other_texts_have_other_vectors(built)
     test_encoder.test_a_vector_does_not_depend_on_its_batch_or_place(built, "hashed")
     assert encoder.encoder_identity(PairsSettings(dim=64)) == {"type": "pairs", "dim": 64}
@@ -144,5 +144,5 @@ async def test_the_tool_answers_anything(calculator: Tool, argument: str) -> Non
 async def test_the_tool(calculator: Tool, argument: str, said: str) -> None:
     result = await calculator(argument)
     assert (result.text, result.mistake) == ((said, "") if said else ("That is no arithmetic.", "no_arithmetic"))
-    test_tool.test_its_sentence_tells_of_its_tag_and_fits_every_template(CalculatorSettings)
+    test_tool.test_its_sentence_names_its_tag_and_fits_every_template(CalculatorSettings)
     await test_tool.test_closing_twice_is_safe_and_a_call_after_it_fails_by_name(calculator)

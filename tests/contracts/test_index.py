@@ -1,4 +1,4 @@
-"""What every index promises, for every member of the settings' union; what approximate ones owe besides comes last."""
+"""The contract of indexes, for every member of the settings' union; approximate ones have more tests at the end."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_building_twice_gives_the_same_hits(make: Make) -> None:
     assert first.scores.tobytes() == second.scores.tobytes()
 
 
-def test_the_encoder_is_told_where_there_is_one(make: Make) -> None:
+def test_the_encoder_is_stated_where_there_is_one(make: Make) -> None:
     index = make(["one passage"])
     if isinstance(index, Bm25Index):
         assert index.encoder is None

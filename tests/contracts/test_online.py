@@ -1,4 +1,4 @@
-"""What every online engine owes, whichever is configured: one test for each member of the union, against a provider
+"""The contract of web search providers: one test for each member of the union, against a provider
 that answers over HTTP in the shape of the member's API."""
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ async def test_a_provider_that_is_not_there_is_unreachable(member: type[OnlineBa
     assert isinstance(fault, QueryFailure) and fault.cause == "unreachable" and not leaked(repr(fault))
 
 
-async def test_another_attempt_mends_a_passing_fault(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_a_retry_fixes_a_passing_fault(member: type[OnlineBase], fake: FakeProvider) -> None:
     fake.script.extend([503, "drop"])
     async with opened(member, fake, attempts=3) as backend:
         (answer,) = await backend.search(["q"], 3, "")
@@ -260,7 +260,7 @@ async def test_auto_asks_once_and_a_failure_is_not_recorded(
     assert len(fake.seen) == 2 and len(list((tmp_path / "recordings").iterdir())) == 1
 
 
-def test_a_missing_key_is_told_at_the_start(member: type[OnlineBase], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_is_reported_at_the_start(member: type[OnlineBase], monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"base_url": "http://127.0.0.1:9/search"} | ({"cx": "c"} if "cx" in member.model_fields else {})
     monkeypatch.delenv("FORAY_TEST_KEY")
     with pytest.raises(UserError, match="FORAY_TEST_KEY"):

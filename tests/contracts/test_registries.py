@@ -47,7 +47,7 @@ def members(union: Any) -> list[type]:
 def test_every_member_of_the_union_is_registered(name: str) -> None:
     union, registry = REGISTRIES[name]
     found = members(union)
-    # in the same process the simulation registers a publisher of its own
+    # in the same process the simulation registers another publisher
     shipped = {settings for settings in registry if settings.__module__.startswith(PRODUCT)}
     assert found and shipped == set(found)
 
@@ -59,6 +59,6 @@ def test_every_registered_name_can_be_called(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRIES)
-def test_settings_hold_fields_and_make_nothing(name: str) -> None:
+def test_settings_have_fields_and_build_nothing(name: str) -> None:
     for settings in members(REGISTRIES[name][0]):
         assert not {"build", "open", "provider", "identity"} & set(dir(settings)), settings.__name__

@@ -1,4 +1,4 @@
-"""What every reward owes, whichever is configured: one test for each member of the union."""
+"""The contract of rewards: one test for each member of the union."""
 
 from __future__ import annotations
 

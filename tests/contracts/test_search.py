@@ -1,4 +1,4 @@
-"""What every search owes, whichever is configured: one test for each member of the union."""
+"""The contract of searches: one test for each member of the union."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_closing_twice_is_safe_and_a_search_after_it_does_not_raise(search
     assert isinstance(await search("emma"), SearchResult)
 
 
-async def test_it_reports_where_it_is_told_to_and_is_in_no_outage(search: SearchService) -> None:
+async def test_it_reports_into_the_given_counters_and_has_no_outage(search: SearchService) -> None:
     counts: Counter[str] = Counter()
     gauges: dict[str, Callable[[], float]] = {}
     search.report(counts, gauges)

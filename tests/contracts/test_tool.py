@@ -1,4 +1,4 @@
-"""What every tool owes, whichever is enabled: one test for each member of the registry."""
+"""The contract of tools: one test for each member of the registry."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_names_are_tags_and_no_two_are_one() -> None:
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=name_of)
-def test_its_sentence_tells_of_its_tag_and_fits_every_template(member: Any) -> None:
+def test_its_sentence_names_its_tag_and_fits_every_template(member: Any) -> None:
     assert issubclass(member, ToolSettingsBase)
     name, sentence = name_of(member), member.sentence
     assert f"<{name}>" in sentence and f"</{name}>" in sentence
@@ -124,7 +124,7 @@ def test_its_sentence_tells_of_its_tag_and_fits_every_template(member: Any) -> N
         assert f"</{name}>" in told.stops
 
 
-def test_tools_are_off_unless_somebody_asks_for_them() -> None:
+def test_tools_are_off_by_default() -> None:
     assert EnvironmentSettings().tools == ()
 
 

@@ -226,7 +226,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     "a run.dir where nothing can be written": (told("run.dir=/proc/foray"), ["run.dir", "/proc", "run.dir=DIR"]),
     "no interpreter of the engine": (
         told("engine.kind={type: sglang, python: /nowhere/python}"),
-        ["there is no interpreter at /nowhere/python", "engine.kind.python names it", "make sglang-env"],
+        ["there is no interpreter at /nowhere/python", "it is set in engine.kind.python", "make sglang-env"],
     ),
     "an interpreter without SGLang": (
         bare_python,

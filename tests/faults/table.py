@@ -21,7 +21,7 @@ class Row:
 
 ROWS: dict[int, Row] = {
     1: Row("R killed", "its tasks are taken over after `task_idle_ms`; no group is half published", "reclaimed"),
-    2: Row("R SIGTERM", "leases nothing more, finishes or hands back within `drain_s`, exit 0", "log: handing back"),
+    2: Row("R SIGTERM", "leases nothing more, finishes or releases within `drain_s`, exit 0", "log: releasing"),
     3: Row("R stopped, wakes", "its tasks are taken over; its late publish is refused as DUP", "duplicates"),
     4: Row(
         "R cut off from Q", "groups under way go on up to a bound, published on return", "spooled_groups, wait redis"

@@ -1,4 +1,4 @@
-"""Programs that others wrote, against services of ours: `make test-peers`.
+"""Published third-party programs against Foray's services: `make test-peers`.
 
 The clients run in an environment apart (`requirements/peers.txt`); the tests and the services run in the
 project's. FORAY_PEERS_PYTHON names the other interpreter. `make test` and `make test-all` leave this folder out.

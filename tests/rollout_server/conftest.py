@@ -90,7 +90,7 @@ class World:
         self.sync.function_load(function_library(), replace=True)
 
     def client(self) -> RedisClient:
-        """A client as a process of its own would have."""
+        """A client as a separate process would have."""
         self.clients.append(RedisClient(self.url, self.keys))
         return self.clients[-1]
 

@@ -1,4 +1,4 @@
-"""What a turn means, and that no passage can speak the protocol."""
+"""Parsing of actions, and that passages cannot contain protocol tags."""
 
 from __future__ import annotations
 

@@ -93,10 +93,10 @@ def test_the_text_is_that_of_transformers(theirs: Any, monkeypatch: pytest.Monke
     assert expected
 
 
-def test_without_a_day_a_template_that_can_do_without_does(tmp_path: Path) -> None:
+def test_without_a_date_a_template_that_does_not_require_one_works(tmp_path: Path) -> None:
     assert ChatTemplate(IDIOMS["guarded date"], {}).render("q") == "Today: 26 Jul 2024\n<|user|>q"
     asks = ChatTemplate(IDIOMS["date"], {})  # processes that render nothing load it too
-    with pytest.raises(UserError, match="asks for the day") as raised:
+    with pytest.raises(UserError, match="requires a date") as raised:
         asks.render("q")
     assert "run.date" in raised.value.todo
     write_tokenizer(tmp_path, "bytes")

@@ -30,7 +30,9 @@ def at(name: str, load: float, busy: int = 0, failures: int = 0) -> Candidate:
         ([at("a", 0, failures=2), at("b", 5, failures=1)], ["a", ""], "b"),
     ],
 )
-def test_who_gets_a_turn_of_a_hundred_tokens(engines: list[Candidate], usual: list[str], expected: str) -> None:
+def test_which_engine_gets_a_turn_of_a_hundred_tokens(
+    engines: list[Candidate], usual: list[str], expected: str
+) -> None:
     assert pick_engine(engines, usual, 100) == expected
 
 
@@ -87,7 +89,7 @@ class Heartbeats:
 
 def test_a_window_starts_at_what_the_engine_runs_and_grows_to_its_headroom_when_full_and_quiet() -> None:
     beats = Heartbeats()
-    assert beats.limit.size == 64 and beats.beat() == 64, "nobody asked for more"
+    assert beats.limit.size == 64 and beats.beat() == 64, "the limit was not reached"
     beats.fill()
     assert beats.beat() == 68
     beats.fill()

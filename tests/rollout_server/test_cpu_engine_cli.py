@@ -1,4 +1,4 @@
-"""The engine's command: quick help, errors that say what to do, no key on the command line."""
+"""The engine's command: fast help, errors with advice, no key on the command line."""
 
 from __future__ import annotations
 

@@ -367,7 +367,7 @@ MEETINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MEETINGS)
-async def test_a_meeting_that_cannot_be_is_refused_at_once(engine: Engine, name: str) -> None:
+async def test_an_impossible_rendezvous_is_refused_at_once(engine: Engine, name: str) -> None:
     meeting = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     began = time.monotonic()
     assert await engine.refused("/init_weights_update_group", **meeting | MEETINGS[name])
@@ -388,7 +388,7 @@ async def test_a_trainer_that_never_comes_costs_the_timeout_and_no_token(engine:
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls", "destroyed"])
-async def test_a_trainer_that_fails_within_a_bucket_leaves_the_engine_well(engine: Engine, how: str) -> None:
+async def test_a_trainer_that_fails_within_a_bucket_leaves_the_engine_healthy(engine: Engine, how: str) -> None:
     before, group = await engine.sums(), await engine.group()
     await engine.ok("/begin_weight_update")
     first, second = halves(engine.tensors)

@@ -1,4 +1,4 @@
-"""One large body does not hold up the others, and no answer costs more than what is new in it."""
+"""A large body does not block other requests, and the cost of a chunk depends on its new tokens only."""
 
 from __future__ import annotations
 

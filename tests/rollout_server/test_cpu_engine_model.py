@@ -292,7 +292,7 @@ def test_a_prompt_longer_than_one_chunk_is_computed_and_scored_in_pieces(tmp_pat
     torch.testing.assert_close(torch.tensor(long.input_logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_a_full_cache_puts_the_newest_back_and_every_logprob_stays_exact(tmp_path: Path) -> None:
+def test_a_full_cache_retracts_the_newest_and_every_logprob_stays_exact(tmp_path: Path) -> None:
     model = write(tmp_path, "qwen2 tied")
     s = scheduler(tmp_path, max_total_tokens=640)
     requests = [request(prompt(40, i), 90, seed=i) for i in range(8)]

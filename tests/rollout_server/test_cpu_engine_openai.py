@@ -187,7 +187,7 @@ def test_a_template_gets_no_content_as_empty_and_the_arguments_of_a_call_decoded
 
 
 async def test_the_bodies_that_sglangs_router_sends_are_answered(client: Client, model: Path) -> None:
-    """sglang-router 0.3.2 writes each body anew, with these defaults."""
+    """sglang-router 0.3.2 rewrites each body, with these defaults."""
     idle = {"stream": False, "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True}
     idle |= {"return_hidden_states": False, "model": model.name}
     await post(client, "/v1/completions", prompt=PROMPT, echo=False, max_tokens=3, **idle)

@@ -67,7 +67,7 @@ async def test_more_alternatives_than_memory_holds_are_refused(client: Client) -
     body = {"input_ids": [IDS] * 100, "return_logprob": True, "logprob_start_len": 0}
     sampling = {"max_new_tokens": 400, "n": 4}
     refused = await post(client, "/generate", 400, **body, top_logprobs_num=100, sampling_params=sampling)
-    assert "ask for fewer" in refused["message"]
+    assert "request fewer" in refused["message"]
 
 
 @pytest.mark.parametrize("path", ["/get_weight_version", "/weight_version"])

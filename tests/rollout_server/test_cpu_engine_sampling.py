@@ -1,4 +1,4 @@
-"""Drawing tokens: the distribution, the filters, the reported log-probs, and when a generation ends."""
+"""Sampling: the distribution, the filters, the reported log-probs, and the end of a generation."""
 
 from __future__ import annotations
 

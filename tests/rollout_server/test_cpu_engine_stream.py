@@ -1,4 +1,4 @@
-"""Streams of the embedded engine: what a chunk holds, when it comes, and that nothing is lost or said twice."""
+"""Streams of the embedded engine: content and timing of chunks, without lost or repeated tokens."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ async def test_a_stream_names_both_versions_as_soon_as_there_are_two(model: Path
             assert spans[0][2] <= border and spans[-1][2] == max(end for _, _, end in spans)
 
 
-async def test_the_streams_of_a_batch_are_complete_and_told_apart(model: Path) -> None:
+async def test_the_streams_of_a_batch_are_complete_and_separate(model: Path) -> None:
     async with serving(model, incremental_streaming_output=True) as client:
         prompts = [[i + 1, i + 2, i + 3] for i in range(5)]
         expected = await whole(client, prompts, max_new_tokens=30)

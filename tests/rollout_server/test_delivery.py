@@ -1,4 +1,4 @@
-"""Rollout servers as processes of their own that are killed, stopped and ended, and what they leave to the others."""
+"""Rollout servers as separate processes that are killed, suspended and stopped, and what the others take over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CLOCK = (
 async def process(
     world, model: Path, name: str, *settings: str, skew_s: float = 0.0
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """A rollout server in a process of its own, killed in the end if it still lives. Its log is NAME.log."""
+    """A rollout server in a separate process, killed at the end if it still runs. Its log is NAME.log."""
     argv = [f"run.id={world.keys.run}", f"run.model={model}", f"run.redis_url={world.url}", f"rollout.id={name}"]
     argv += ["rollout.search.type=none", "rollout.episode.template=demo", "rollout.fleet_poll_s=0.05", *settings]
     argv += ["--port-file", str(model.parent / f"port-{name}")]
@@ -95,7 +95,7 @@ async def test_what_a_killed_server_had_under_way_is_done_by_another_one_and_not
 
 @pytest.mark.slow
 @pytest.mark.fault(3, 32)
-async def test_a_server_that_slept_through_the_loss_of_its_tasks_is_told_that_they_were_published(
+async def test_a_suspended_server_that_lost_its_tasks_learns_that_they_were_published(
     world, model: Path, tokens
 ) -> None:
     world.target(V5)
@@ -117,7 +117,7 @@ async def test_a_server_that_slept_through_the_loss_of_its_tasks_is_told_that_th
 
 
 @pytest.mark.fault(2)
-async def test_sigterm_under_load_hands_back_what_cannot_be_finished_and_ends_with_status_0(
+async def test_sigterm_under_load_releases_what_cannot_be_finished_and_ends_with_status_0(
     world, model: Path, tokens
 ) -> None:
     world.target(V5)
@@ -137,14 +137,14 @@ async def test_sigterm_under_load_hands_back_what_cannot_be_finished_and_ends_wi
             await eventually(lambda: leaver.poll() is not None, "it ends", 20)
     assert leaver.returncode == 0, (model.parent / "leaver.log").read_text()
     assert world.pending() == 0 and world.published() == []
-    # nobody waits for the ten minutes of its leases: what it held is at the end of the stream, for anyone
+    # no need to wait for its lease timeout of ten minutes: its tasks are back at the end of the stream
     reader = world.client()
     entries = await reader.read(world.keys.tasks, TASK_GROUP, "anyone", 10)
     assert sorted(int(fields[b"seq"]) for _, fields in entries) == [1, 2, 3, 4, 5, 6]
     history = [(event["kind"], event["id"], event["text"]) for event in told(world)]
     assert history == [
-        ("joined", "leaver", "rollout server leaver takes tasks"),
-        ("left", "leaver", "stopped; 4 tasks handed back"),
+        ("joined", "leaver", "rollout server leaver leases tasks"),
+        ("left", "leaver", "stopped; 4 tasks released"),
     ]
 
 
@@ -177,7 +177,7 @@ async def test_hosts_whose_clocks_are_two_hours_apart_work_together(world, model
 
 
 @pytest.mark.fault(46)
-async def test_watchers_that_never_read_their_answers_hold_nobody_up(world, model: Path, tokens) -> None:
+async def test_watchers_that_never_read_their_answers_block_no_other(world, model: Path, tokens) -> None:
     """A dashboard that hangs or is killed in the middle of an answer: 50 connections that ask and do not listen."""
     world.target(V5)
     stack = AsyncExitStack()
@@ -194,7 +194,7 @@ async def test_watchers_that_never_read_their_answers_hold_nobody_up(world, mode
         await eventually(lambda: len(world.published()) == 5, "groups are published all the same", 20)
         async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as response:
             assert response.status == 200
-        assert watchers[0].recv(15) == b"HTTP/1.1 200 OK", "answers lie there, and nobody has read them"
+        assert watchers[0].recv(15) == b"HTTP/1.1 200 OK", "there are answers that were not read"
 
 
 @pytest.mark.fault(34)
@@ -213,7 +213,7 @@ async def test_a_group_of_40_mib_never_reaches_redis_and_its_seq_is_given_up_wit
     assert world.sync.info("memory")["used_memory"] - before < 1 << 20
 
 
-async def test_an_event_that_redis_does_not_take_is_counted_and_stops_nobody(own_world) -> None:
+async def test_an_event_that_redis_does_not_accept_is_counted_and_blocks_nothing(own_world) -> None:
     world = own_world
     redis, stats = RedisClient(world.url, world.keys), Stats("rollout", "me")
     publisher = GroupPublisher(redis, stats)
@@ -224,6 +224,6 @@ async def test_an_event_that_redis_does_not_take_is_counted_and_stops_nobody(own
     await publisher.emit_event("joined", "no room")
     world.sync.config_set("maxmemory", "0")
     world.process.kill()
-    await publisher.emit_event("joined", "nobody there")
+    await publisher.emit_event("joined", "not accepted")
     assert stats.counts["events_lost"] == 2
     await redis.aclose()

@@ -292,7 +292,7 @@ async def test_without_a_ready_engine_nothing_is_pinned_that_one_would_wait_for(
     async with serving(world, tmp_path, engine_wait_s=0.4) as (post, engine):
         world.register("e", engine.url, V3, state=NodeState.SYNCING)
         async with post({"questions": QUESTIONS, "pin": True}) as response:
-            assert response.status == 503 and "no engine was ready for 0.4 s" in (await response.json())["error"]
+            assert response.status == 503 and "no engine became ready within 0.4 s" in (await response.json())["error"]
             assert not world.sync.exists(world.keys.evaluation)
 
 
@@ -331,7 +331,8 @@ async def test_without_redis_unpinned_episodes_are_refused_in_the_end(
         serving(own_world, tmp_path, engine_wait_s=0.4) as (post, _),
         post({"questions": QUESTIONS}) as response,
     ):
-        assert response.status == 503 and "Redis did not say for 0.4 s" in (await response.json())["error"]
+        assert response.status == 503
+        assert "Redis did not return the list of engines within 0.4 s" in (await response.json())["error"]
 
 
 async def test_a_client_that_reads_nothing_is_left_and_its_pin_goes(

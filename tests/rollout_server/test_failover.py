@@ -1,4 +1,4 @@
-"""Engines that die, hang, drain or talk nonsense in the middle of a turn: not a token is lost, doubled or believed."""
+"""Engines that die, hang, drain or send malformed data during a turn: no token is lost, doubled or wrongly kept."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ V5, V6 = PolicyVersion(1, 5), PolicyVersion(1, 6)
 
 
 class Table(Fleet):
-    """A fleet that is told instead of reading Redis."""
+    """A fleet with scripted tables instead of Redis."""
 
     def __init__(self) -> None:
         super().__init__(None, WaitTimer(), poll_s=1.0)  # type: ignore[arg-type]
 
-    def tell(self, *engines: EngineInfo, target: PolicyVersion = V6) -> None:
+    def publish(self, *engines: EngineInfo, target: PolicyVersion = V6) -> None:
         self.install(FleetTable({e.id: e for e in engines}, target))
 
 
@@ -51,7 +51,7 @@ def info(name: str, server: FakeServer, **facts: Any) -> EngineInfo:
 
 
 def ask(ids: Sequence[int], *, n: int = 20, pinned: bool = False, stop: Sequence[str] = ()) -> GenerateRequest:
-    """A turn of a trajectory that nobody has seen before: it goes to the first of idle engines."""
+    """A turn of a new trajectory: it goes to the first of the idle engines."""
     session = uuid.uuid4().hex
     return GenerateRequest(
         ids=list(ids), session=session, group=session, max_new_tokens=n, sampling=Sampling(), stop=stop, pinned=pinned
@@ -92,7 +92,7 @@ async def test_an_engine_may_die_after_any_token(kind: dict[str, bool], interval
     ):
         for k in range(n):
             # a new incarnation each time: what is known of the last one says nothing of it
-            table.tell(info("a", a, incarnation=str(k)), info("b", b))
+            table.publish(info("a", a, incarnation=str(k)), info("b", b))
             a.faults["/generate"] = Fault(after=k, drop=True)
             b.tokens_made = 0
             done = await router(ask([k, 2, 3], n=n, pinned=k % 2 == 1))
@@ -111,7 +111,7 @@ async def test_a_turn_may_pass_through_many_engines_and_be_lost_by_each() -> Non
         router = await stack.enter_async_context(routing(table, interval=1))
         for engine in engines[:6]:
             engine.faults["/generate"] = Fault(after=3, drop=True)
-        table.tell(*(info(f"e{i}", engine) for i, engine in enumerate(engines)))
+        table.publish(*(info(f"e{i}", engine) for i, engine in enumerate(engines)))
         done = await router(ask([5]))
     assert done.ids == next_ids([5], 20) and done.pieces == 7 and spans_of(done) == [("1.6", 0, 20)]
     assert sum(engine.tokens_made for engine in engines) == 20
@@ -139,14 +139,14 @@ async def test_the_table_takes_an_engine_away_in_the_middle_of_a_turn(
         FakeServer(twenty, version="1.6") as b,
         routing(table, interval=1) as router,
     ):
-        table.tell(info("a", a))
+        table.publish(info("a", a))
         turn = asyncio.create_task(router(ask([7])))
         await eventually(lambda: a.tokens_made >= 5, "the turn is under way")
         changed = [info("a", a, **change)] if change is not None else []
-        table.tell(*changed)
+        table.publish(*changed)
         await asyncio.sleep(0.05)
         assert (router.counts["engine_withdrawn"] == 1) is alone
-        table.tell(*changed, info("b", b))
+        table.publish(*changed, info("b", b))
         done = await asyncio.wait_for(turn, 1.0)
         await eventually(lambda: a._in_flight == 0, "the first engine is rid of it")
     assert done.ids == next_ids([7], 20) and router.counts["tokens_continued"] >= 3
@@ -157,10 +157,10 @@ async def test_the_table_takes_an_engine_away_in_the_middle_of_a_turn(
 async def test_a_draining_engine_without_a_successor_finishes_its_turns() -> None:
     table = Table()
     async with FakeServer(twenty, version="1.6", pace_s=0.01) as a, routing(table) as router:
-        table.tell(info("a", a))
+        table.publish(info("a", a))
         turn = asyncio.create_task(router(ask([7])))
         await eventually(lambda: a.tokens_made >= 5, "the turn is under way")
-        table.tell(info("a", a, state=NodeState.DRAINING))
+        table.publish(info("a", a, state=NodeState.DRAINING))
         assert (await turn).pieces == 1
 
 
@@ -175,7 +175,7 @@ async def test_an_engine_that_aborts_gives_what_it_has() -> None:
         FakeServer(twenty, version="1.6") as b,
         routing(table) as router,
     ):
-        table.tell(info("a", a), info("b", b))
+        table.publish(info("a", a), info("b", b))
         a.faults["/generate"] = Fault(after=6, spoil=abort)
         done = await router(ask([1]))
     assert done.ids == next_ids([1], 20) and spans_of(done) == [("1.5", 0, 9), ("1.6", 9, 20)]
@@ -188,14 +188,14 @@ async def test_an_engine_that_loads_weights_may_be_silent_and_one_that_does_not_
         FakeServer(twenty, version="1.6") as b,
         routing(table, stall_s=0.25) as router,
     ):
-        table.tell(info("a", a))
+        table.publish(info("a", a))
         turn = asyncio.create_task(router(ask([7])))
         await eventually(lambda: a.tokens_made >= 5, "the turn is under way")
         a._running.clear()
-        table.tell(info("a", a, state=NodeState.LOADING), info("b", b))
+        table.publish(info("a", a, state=NodeState.LOADING), info("b", b))
         await asyncio.sleep(0.8)
         assert not turn.done() and b.requests == []
-        table.tell(info("a", a), info("b", b))
+        table.publish(info("a", a), info("b", b))
         done = await asyncio.wait_for(turn, 3.0)
     assert (done.engine, done.pieces) == ("b", 2) and done.ids == next_ids([7], 20)
     assert router.counts["engine_stalled"] == 1 and router.health.total == 1
@@ -209,13 +209,13 @@ async def test_a_frozen_engine_loses_the_turns_that_it_has_not_begun_together_wi
         FakeServer(twenty, version="1.6") as b,
         routing(table, stall_s=0.3, timeout_s=60.0) as router,
     ):
-        table.tell(info("a", a))
+        table.publish(info("a", a))
         turns = [asyncio.create_task(router(ask([7])))]
         await eventually(lambda: a.tokens_made >= 5, "one is begun")
         a._running.clear()
         turns += [asyncio.create_task(router(ask([i]))) for i in (8, 9)]
         await eventually(lambda: a._in_flight == 3, "two are not")
-        table.tell(info("a", a), info("b", b))
+        table.publish(info("a", a), info("b", b))
         done = await asyncio.wait_for(asyncio.gather(*turns), 5.0)
     assert [c.ids for c in done] == [next_ids([i], 20) for i in (7, 8, 9)] and {c.engine for c in done} == {"b"}
     assert router.counts["engine_stalled"] == 3
@@ -229,7 +229,7 @@ async def test_tokens_whose_version_is_in_doubt_are_sampled_again_and_never_misl
         FakeServer(twenty, version="1.6") as b,
         routing(table, interval=4) as router,
     ):
-        table.tell(info("a", a), info("b", b))
+        table.publish(info("a", a), info("b", b))
         a.faults["/generate"] = Fault(after=14, drop=True)
         turn = asyncio.create_task(router(ask([7])))
         await eventually(lambda: a.tokens_made >= 7, "the turn is under way")
@@ -243,7 +243,7 @@ async def test_tokens_whose_version_is_in_doubt_are_sampled_again_and_never_misl
 async def test_a_swap_in_the_middle_of_a_whole_answer_keeps_every_token() -> None:
     table = Table()
     async with FakeServer(twenty, version="1.5", pace_s=0.02) as a, routing(table, interval=4) as router:
-        table.tell(info("a", a))
+        table.publish(info("a", a))
         turn = asyncio.create_task(router(ask([7])))
         await eventually(lambda: a.tokens_made >= 7, "the turn is under way")
         made, a.version = a.tokens_made, "1.6"
@@ -254,7 +254,7 @@ async def test_a_swap_in_the_middle_of_a_whole_answer_keeps_every_token() -> Non
 async def test_with_an_adapter_the_table_says_which_version_answers() -> None:
     table = Table()
     async with FakeServer(twenty, version="0.0") as a, routing(table) as router:
-        table.tell(info("a", a, epoch=1, step=6, adapter="v1.6"))
+        table.publish(info("a", a, epoch=1, step=6, adapter="v1.6"))
         done = await router(ask([7]))
         assert a.requests[0]["lora_path"] == "v1.6" and a.requests[0]["extra_key"] == "1.6"
     assert spans_of(done) == [("1.6", 0, 20)]
@@ -286,7 +286,7 @@ async def test_a_stop_string_may_lie_across_the_border_of_two_engines(after: int
         FakeServer(words.say, version="1.6", pace_s=0.01) as b,
         routing(table, stop_checker=words.stop_checker(), interval=1) as router,
     ):
-        table.tell(info("a", a), info("b", b))
+        table.publish(info("a", a), info("b", b))
         a.faults["/generate"] = Fault(after=after, drop=True)
         done = await router(ask([0], n=100, stop=["</search>"]))
         made = b.tokens_made
@@ -309,15 +309,15 @@ async def test_a_turn_that_is_complete_but_for_its_last_chunk_is_not_asked_for_a
         FakeServer(words.say, version="1.6") as b,
         routing(table, stop_checker=words.stop_checker(3), interval=1) as router,
     ):
-        table.tell(info("a", a), info("b", b))
+        table.publish(info("a", a), info("b", b))
         a.faults["/generate"] = Fault(after=4, drop=True)
         ended = await router(ask([0], n=50))
         assert (ended.ids, ended.finish_reason, ended.matched) == ([0, 1, 2, 3], "stop", 3)
-        table.tell(info("a", a, incarnation="j"), info("b", b))
+        table.publish(info("a", a, incarnation="j"), info("b", b))
         cut = await router(ask([0], n=5))
         assert (cut.ids, cut.finish_reason) == ([0, 1, 2, 3], "stop")
         a.faults["/generate"] = Fault(after=2, spoil=unfinished)
-        table.tell(info("a", a, incarnation="k"), info("b", b))
+        table.publish(info("a", a, incarnation="k"), info("b", b))
         full = await router(ask([0], n=3))
         assert (full.ids, full.finish_reason, full.matched) == ([0, 1, 2], "length", None)
     assert b.requests == [] and router.counts["failovers"] == 0
@@ -333,7 +333,7 @@ def too_few(chunk: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_words(chunk: dict[str, Any]) -> dict[str, Any]:
-    """Ids that are all the same, and of no word of ours."""
+    """Ids that are all equal and decode to no known word."""
     n = len(chunk["output_ids"])
     chunk["meta_info"]["output_token_logprobs"] = [[-0.25, 999, None]] * n
     return chunk | {"output_ids": [999] * n}
@@ -358,7 +358,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "garbage after three tokens": (Fault(after=3, raw=b"\x00\xff" * 100 + b"\n"), "bad_output"),
     "a line without end": (Fault(after=3, raw=b"data: " + b"x" * (1 << 20)), "bad_output"),
     "an error in the stream": (Fault(after=3, raw=b'data: {"error": {"message": "oops"}}\n\n'), "http_500"),
-    "no last chunk": (Fault(raw=b"data: [DONE]\n\n", content_type="text/event-stream"), "cut"),
+    "the stream ended early": (Fault(raw=b"data: [DONE]\n\n", content_type="text/event-stream"), "cut"),
     "nothing but brackets": (Fault(body={}), "bad_output"),
     "NaN": (Fault(after=3, spoil=nan), "bad_output"),
     "wrong lengths": (Fault(after=3, spoil=too_few), "bad_output"),
@@ -368,7 +368,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*FAULTS, "drips", "another tokenizer"])
+@pytest.mark.parametrize("name", [*FAULTS, "drips", "a different tokenizer"])
 @pytest.mark.fault(5, 6, 20, 21, 22)
 async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
@@ -400,8 +400,8 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
     ):
         if fault is not None:
             bad.faults["/generate"] = fault
-        first = info("bad", bad, tokenizer="theirs" if name == "another tokenizer" else "ours")
-        table.tell(first, info("good", good, tokenizer="ours"))
+        first = info("bad", bad, tokenizer="theirs" if name == "a different tokenizer" else "ours")
+        table.publish(first, info("good", good, tokenizer="ours"))
         task = make_task(1, group_size=8)
         group = await run_group(environment, task, router, FakeSearch(), run="r", producer="p")
         asked = len([path for path in bad.calls if path == "/generate"])
@@ -413,9 +413,9 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
         assert [s.ids.tolist() for s in policy] == list(turns), "token by token what was to be said"
         assert all(s.logprobs.tolist() == [-0.25] * len(s.ids) for s in policy)
     said = [record.getMessage() for record in caplog.records]
-    if name == "another tokenizer":
-        assert asked == 0 and router.unroutable_reason(first) == "another tokenizer"
-        assert any("engine bad: another tokenizer" in line for line in said)
+    if name == "a different tokenizer":
+        assert asked == 0 and router.unroutable_reason(first) == "a different tokenizer"
+        assert any("engine bad: a different tokenizer" in line for line in said)
     else:
         assert asked > 0 and router.health.total > 0 and router.counts[f"engine_{cause}"] > 0, router.counts
         assert any(f"engine bad: {cause}" in line for line in said), said
@@ -424,14 +424,14 @@ async def test_a_bad_engine_is_struck_and_named_and_the_group_is_whole(
 
 
 @pytest.mark.fault(21)
-async def test_what_a_babbler_said_before_is_not_believed_either() -> None:
+async def test_earlier_tokens_of_a_malformed_answer_are_dropped_too() -> None:
     table = Table()
     async with (
         FakeServer(twenty, version="1.5") as a,
         FakeServer(twenty, version="1.6") as b,
         routing(table, interval=1) as router,
     ):
-        table.tell(info("a", a), info("b", b))
+        table.publish(info("a", a), info("b", b))
         a.faults["/generate"] = Fault(after=6, spoil=nan)
         done = await router(ask([1]))
     assert done.ids == next_ids([1], 20) and spans_of(done) == [("1.6", 0, 20)]

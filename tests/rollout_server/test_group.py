@@ -1,4 +1,4 @@
-"""Groups: siblings live and die apart, and a group without enough of them is not learned from."""
+"""Groups: trajectories fail independently, and a group with too few valid ones is not trained on."""
 
 from __future__ import annotations
 

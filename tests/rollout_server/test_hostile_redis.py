@@ -1,4 +1,4 @@
-"""Keys that somebody has tampered with: the server waits, says which key and what to do, and goes on afterwards."""
+"""Corrupted keys: the server waits, logs the key and what to do, and continues after it was repaired."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_only_answers_of_redis_are_waited_for(world) -> None:
             ("INCR", keys.requeue),
         ],
         StateLost: [("XPENDING", keys.requeue + "none", "g"), ("FCALL", "foray_none", 0)],
-        # what is wrong in itself is a bug of ours: it must be seen
+        # an invalid command is a bug in Foray: it must be raised
         redis.ResponseError: [
             ("NOSUCHCOMMAND",),
             ("GET",),

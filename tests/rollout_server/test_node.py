@@ -1,4 +1,4 @@
-"""The agent beside an engine: registration, weight updates and their failures, death and restart, drain."""
+"""The agent of an engine: registration, weight updates and their failures, death and restart, drain."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def node(world, engine: FakeServer, tmp_path: Path, **settings) -> AsyncIt
         await asyncio.wait_for(node, 10)
 
 
-def stands(world, state: NodeState, version: PolicyVersion = V0) -> Callable[[], bool]:
+def has_state(world, state: NodeState, version: PolicyVersion = V0) -> Callable[[], bool]:
     def true() -> bool:
         info = world.registered("e")
         return info is not None and (info.state, info.version) == (state, version)
@@ -67,7 +67,7 @@ def stands(world, state: NodeState, version: PolicyVersion = V0) -> Callable[[],
 
 async def test_an_engine_is_ready_before_there_is_a_target_and_is_gone_after_the_stop(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY), "READY at (0, 0)")
+        await eventually(has_state(world, NodeState.READY), "READY at (0, 0)")
         info = world.registered("e")
         assert (info.url, info.kind, info.role) == (engine.url, "attach", "rollout") and info.tokenizer
         assert 0 < world.sync.pttl(world.keys.engine("e")) <= 10_000
@@ -79,15 +79,15 @@ async def test_an_engine_is_ready_before_there_is_a_target_and_is_gone_after_the
 
 async def test_a_new_version_is_loaded_read_back_and_announced(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path, probe_s=60.0, heartbeat_s=60.0):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         engine.calls.clear()
         path = world.publish_weights(tmp_path / "weights", V1)
-        await eventually(stands(world, NodeState.READY, V1), "READY at the target")
+        await eventually(has_state(world, NodeState.READY, V1), "READY at the target")
         assert [call for call in engine.calls if call != "/v1/loads"] == SWAP
         assert (engine.version, engine.loaded, engine.paused) == ("1.0", str(path), False)
         assert world.registered("e").updates == 1 and world.registered("e").pause_s > 0
         world.publish_weights(tmp_path / "weights", V2)
-        await eventually(stands(world, NodeState.READY, V2), "READY at the next one")
+        await eventually(has_state(world, NodeState.READY, V2), "READY at the next one")
 
 
 async def test_a_stop_that_meets_the_engines_end_is_still_a_stop(
@@ -101,14 +101,14 @@ async def test_a_stop_that_meets_the_engines_end_is_still_a_stop(
 
     monkeypatch.setattr(agent.Watchdog, "watch", found_dead_when_told_to_stop)
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
     assert world.registered("e") is None
 
 
 async def test_an_engine_that_holds_the_target_already_is_left_alone(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with FakeServer(version="1.0") as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY, V1), "READY at once")
+        await eventually(has_state(world, NodeState.READY, V1), "READY at once")
         await asyncio.sleep(0.2)
         assert "/pause_generation" not in engine.calls
 
@@ -118,30 +118,30 @@ async def test_an_engine_of_a_replaced_epoch_is_not_ready_before_it_holds_the_ta
     world.publish_weights(tmp_path / "weights", PolicyVersion(2, 0))
     world.sync.set(world.keys.evaluation, "x")
     async with FakeServer(version="1.7") as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.SYNCING, PolicyVersion(1, 7)), "SYNCING at what it holds")
+        await eventually(has_state(world, NodeState.SYNCING, PolicyVersion(1, 7)), "SYNCING at what it holds")
         await asyncio.sleep(0.2)
-        assert stands(world, NodeState.SYNCING, PolicyVersion(1, 7))()
+        assert has_state(world, NodeState.SYNCING, PolicyVersion(1, 7))()
         world.sync.delete(world.keys.evaluation)
-        await eventually(stands(world, NodeState.READY, PolicyVersion(2, 0)), "READY at the target")
+        await eventually(has_state(world, NodeState.READY, PolicyVersion(2, 0)), "READY at the target")
 
 
 @pytest.mark.fault(43)
 async def test_corrupt_weights_leave_the_engine_as_it_was_and_then_quarantine_it(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         world.publish_weights(tmp_path / "weights", V1, spoil=True)
         await eventually(lambda: "sha256" in world.registered("e").detail, "it says why")
-        assert stands(world, NodeState.READY)(), "the first failure may be a copy that is under way"
-        await eventually(stands(world, NodeState.QUARANTINED), "QUARANTINED after the second")
+        assert has_state(world, NodeState.READY)(), "the first failure may be a copy that is under way"
+        await eventually(has_state(world, NodeState.QUARANTINED), "QUARANTINED after the second")
         assert "/pause_generation" not in engine.calls, "the engine never saw the corrupt files"
         world.publish_weights(tmp_path / "weights", V2)
-        await eventually(stands(world, NodeState.READY, V2), "a sound version mends it")
+        await eventually(has_state(world, NodeState.READY, V2), "a valid version fixes it")
 
 
 @pytest.mark.fault(42)
 async def test_the_learner_sees_which_version_is_being_read_and_does_not_remove_it(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path, update_timeout_s=0.5):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         engine.faults["/update_weights_from_disk"] = Fault(hang=True, times=1)
         world.publish_weights(tmp_path / "weights", V1)
         await eventually(lambda: "/update_weights_from_disk" in engine.calls, "it is being read")
@@ -153,7 +153,7 @@ async def test_the_learner_sees_which_version_is_being_read_and_does_not_remove_
 @pytest.mark.parametrize("wrong", ["missing", "no manifest", "other version", "escapes"])
 async def test_a_directory_that_is_not_the_version_is_never_loaded(wrong: str, world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path, verify_attempts=1):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         world.sync.set(world.keys.evaluation, "x")  # hold the node back until the directory is broken
         path = world.publish_weights(tmp_path / "weights", V1)
         manifest = path / "manifest.json"
@@ -168,7 +168,7 @@ async def test_a_directory_that_is_not_the_version_is_never_loaded(wrong: str, w
         await asyncio.sleep(0.1)
         world.target(PolicyVersion(1, 0), str(path), digest="changed" if wrong == "missing" else _digest(world))
         world.sync.delete(world.keys.evaluation)
-        await eventually(stands(world, NodeState.QUARANTINED), "QUARANTINED")
+        await eventually(has_state(world, NodeState.QUARANTINED), "QUARANTINED")
         assert "/update_weights_from_disk" not in engine.calls
 
 
@@ -181,29 +181,29 @@ def _digest(world) -> str:
 async def test_an_evaluation_on_engines_of_its_own_holds_up_only_those(world, tmp_path: Path) -> None:
     world.sync.set(world.keys.evaluation, "eval-engines:somebody")
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         world.publish_weights(tmp_path / "weights", V1)
-        await eventually(stands(world, NodeState.READY, V1), "it trains, and loads")
+        await eventually(has_state(world, NodeState.READY, V1), "it trains, and loads")
     async with FakeServer(version="1.0") as engine, node(world, engine, tmp_path, role="eval"):
-        await eventually(stands(world, NodeState.READY, V1), "READY")
+        await eventually(has_state(world, NodeState.READY, V1), "READY")
         world.publish_weights(tmp_path / "weights", V2)
         await asyncio.sleep(0.3)
-        assert stands(world, NodeState.READY, V1)(), "it serves the evaluation, and waits"
+        assert has_state(world, NodeState.READY, V1)(), "it serves the evaluation, and waits"
         world.sync.delete(world.keys.evaluation)
-        await eventually(stands(world, NodeState.READY, V2), "then it loads")
+        await eventually(has_state(world, NodeState.READY, V2), "then it loads")
 
 
 async def test_a_swap_waits_for_an_evaluation_to_end(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         world.sync.set(world.keys.evaluation, "somebody")
         world.publish_weights(tmp_path / "weights", V1)
         await asyncio.sleep(0.3)
-        assert stands(world, NodeState.READY)() and "/pause_generation" not in engine.calls
+        assert has_state(world, NodeState.READY)() and "/pause_generation" not in engine.calls
         world.publish_weights(tmp_path / "weights", V2)  # the target moves on meanwhile
         await asyncio.sleep(0.1)
         world.sync.delete(world.keys.evaluation)
-        await eventually(stands(world, NodeState.READY, V2), "the newest is loaded")
+        await eventually(has_state(world, NodeState.READY, V2), "the newest is loaded")
         assert engine.calls.count("/update_weights_from_disk") == 1, "and only that"
 
 
@@ -211,20 +211,20 @@ async def test_a_swap_waits_for_an_evaluation_to_end(world, tmp_path: Path) -> N
 async def test_a_lower_epoch_is_refused(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
         world.publish_weights(tmp_path / "weights", PolicyVersion(3, 5))
-        await eventually(stands(world, NodeState.READY, PolicyVersion(3, 5)), "READY at epoch 3")
+        await eventually(has_state(world, NodeState.READY, PolicyVersion(3, 5)), "READY at epoch 3")
         world.publish_weights(tmp_path / "weights", PolicyVersion(2, 90))
         await asyncio.sleep(0.2)
-        assert stands(world, NodeState.READY, PolicyVersion(3, 5))() and engine.version == "3.5"
+        assert has_state(world, NodeState.READY, PolicyVersion(3, 5))() and engine.version == "3.5"
 
 
 async def test_a_pause_that_fails_changes_nothing_and_is_tried_again(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         engine.faults["/pause_generation"] = Fault(status=500, times=1)
         world.publish_weights(tmp_path / "weights", V1)
-        await eventually(lambda: "not loaded" in world.registered("e").detail, "it says why")
-        assert stands(world, NodeState.READY)()
-        await eventually(stands(world, NodeState.READY, V1), "the next try works")
+        await eventually(lambda: "could not load" in world.registered("e").detail, "it says why")
+        assert has_state(world, NodeState.READY)()
+        await eventually(has_state(world, NodeState.READY, V1), "the next try works")
 
 
 @pytest.mark.fault(15)
@@ -233,36 +233,36 @@ async def test_an_update_that_fails_half_way_quarantines_the_engine_until_all_is
     route: str, world, tmp_path: Path
 ) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         seen: list[NodeState] = []
         engine.faults[route] = Fault(status=500, times=1)
         world.publish_weights(tmp_path / "weights", V1)
         await eventually(
             lambda: seen.append(world.registered("e").state) or NodeState.QUARANTINED in seen, "QUARANTINED"
         )
-        await eventually(stands(world, NodeState.READY, V1), "READY after it was loaded as a whole")
+        await eventually(has_state(world, NodeState.READY, V1), "READY after it was loaded as a whole")
         assert engine.calls.count("/update_weights_from_disk") == 2 and not engine.paused
 
 
-async def test_an_engine_that_lies_about_its_version_is_quarantined(world, tmp_path: Path) -> None:
+async def test_an_engine_that_reports_a_wrong_version_is_quarantined(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         engine.faults["/model_info"] = Fault(body={"weight_version": "1.4"}, times=1)
         world.publish_weights(tmp_path / "weights", V1)
         await eventually(lambda: world.registered("e").state is NodeState.QUARANTINED, "QUARANTINED")
-        await eventually(stands(world, NodeState.READY, V1), "loaded again")
+        await eventually(has_state(world, NodeState.READY, V1), "loaded again")
 
 
 @pytest.mark.fault(17)
 async def test_a_silent_engine_is_suspect_and_comes_back(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY, V1), "READY")
+        await eventually(has_state(world, NodeState.READY, V1), "READY")
         await engine.stop()
         await eventually(lambda: world.registered("e").state in (NodeState.SUSPECT, NodeState.SYNCING), "not routable")
-        engine.version = "default"  # whoever runs it has started it again, with its first weights
+        engine.version = "default"  # its owner has restarted it, with its first weights
         await engine.start()
-        await eventually(stands(world, NodeState.READY, V1), "READY at the target again")
+        await eventually(has_state(world, NodeState.READY, V1), "READY at the target again")
         assert engine.version == "1.0"
 
 
@@ -270,11 +270,11 @@ async def test_a_drain_waits_for_what_runs_and_swaps_nothing_more(world, tmp_pat
     async with FakeServer(latency_s=1.6) as engine, aiohttp.ClientSession() as session:
         request = GenerateRequest(ids=[1, 2], session="s", group="g", max_new_tokens=4, sampling=Sampling())
         async with node(world, engine, tmp_path) as stop:
-            await eventually(stands(world, NodeState.READY), "READY")
+            await eventually(has_state(world, NodeState.READY), "READY")
             turn = asyncio.create_task(SglangClient(session, engine.url).generate(request, version="", timeout_s=10.0))
             await eventually(lambda: engine.requests, "a request runs")
             stop.requested.set()
-            await eventually(stands(world, NodeState.DRAINING), "DRAINING at once", 0.5)
+            await eventually(has_state(world, NodeState.DRAINING), "DRAINING at once", 0.5)
             world.publish_weights(tmp_path / "weights", V1)
             await eventually(lambda: world.registered("e") is None, "deregistered in the end")
             assert turn.done() and len((await turn).ids) == 4
@@ -284,16 +284,16 @@ async def test_a_drain_waits_for_what_runs_and_swaps_nothing_more(world, tmp_pat
 async def test_a_redis_that_restarts_does_not_cost_the_registration(own_world, tmp_path: Path) -> None:
     world = own_world
     async with FakeServer() as engine, node(world, engine, tmp_path):
-        await eventually(stands(world, NodeState.READY), "READY")
+        await eventually(has_state(world, NodeState.READY), "READY")
         world.process.kill()
         await asyncio.sleep(0.3)
         await asyncio.to_thread(world.process.start)
         world.sync.flushall()
         world.publish_weights(tmp_path / "weights", V1)
-        await eventually(stands(world, NodeState.READY, V1), "registered again, and following")
+        await eventually(has_state(world, NodeState.READY, V1), "registered again, and following")
 
 
-async def test_an_engine_that_cannot_start_is_a_persons_to_mend(world, tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_start_is_a_user_error(world, tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model", "words")
     run = RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
     with pytest.raises(UserError, match="there is no model"):
@@ -326,7 +326,7 @@ sys.exit(2)
     node = asyncio.create_task(serve(run, NodeSettings(id="e", kind=kind, heartbeat_s=0.1, drain_s=0.1), stop=stop))
     try:
         await eventually((tmp_path / f"launched-v{V1.label}").exists, "launched with the first version", 20)
-        assert stands(world, NodeState.SYNCING, V1)(), "the learner must see which version is being read"
+        assert has_state(world, NodeState.SYNCING, V1)(), "the learner must see which version is being read"
         world.publish_weights(tmp_path / "weights", V2)
         await eventually((tmp_path / f"launched-v{V2.label}").exists, "launched with the newest version", 20)
     finally:
@@ -379,10 +379,10 @@ async def test_the_embedded_engine_joins_late_is_killed_and_dies_with_its_node(
     process = _spawn(argv, tmp_path)
     engines: list[int] = []
     try:
-        await eventually(stands(world, NodeState.READY, V1), "READY with the target's weights", 60)
+        await eventually(has_state(world, NodeState.READY, V1), "READY with the target's weights", 60)
         assert world.registered("e").updates == 0, "it was launched with them"
         world.publish_weights(tmp_path / "weights", V2, files=files)
-        await eventually(stands(world, NodeState.READY, V2), "an update works", 20)
+        await eventually(has_state(world, NodeState.READY, V2), "an update works", 20)
         async with aiohttp.ClientSession() as session:
             client = SglangClient(session, world.registered("e").url)
             request = GenerateRequest(ids=[3, 4, 5], session="s", group="g", max_new_tokens=5, sampling=Sampling())
@@ -392,7 +392,7 @@ async def test_the_embedded_engine_joins_late_is_killed_and_dies_with_its_node(
         born = world.registered("e").incarnation
         os.kill(engines[0], signal.SIGKILL)
         await eventually(lambda: world.registered("e").state is not NodeState.READY, "its death is noticed", 5)
-        await eventually(stands(world, NodeState.READY, V2), "restarted at the target", 60)
+        await eventually(has_state(world, NodeState.READY, V2), "restarted at the target", 60)
         assert world.registered("e").incarnation != born
         engines = descendants(process.pid)
         assert len(engines) == 2, "the guard and the engine"
@@ -415,7 +415,7 @@ async def test_sigterm_ends_a_node_with_status_0(world, tmp_path: Path) -> None:
         env = os.environ | {"FORAY_REDIS_URL": world.url}
         process = _spawn(argv, tmp_path, env)
         try:
-            await eventually(stands(world, NodeState.READY), "READY", 30)
+            await eventually(has_state(world, NodeState.READY), "READY", 30)
             process.terminate()
             await eventually(lambda: process.poll() is not None, "it ends", 15)
         finally:

@@ -1,4 +1,4 @@
-"""Nodes that slept, and engines whose node died: whatever went on meanwhile, nothing serves before it was looked at."""
+"""Suspended nodes, and engines whose node died: no engine serves before its version was checked again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_rollout_server_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "FIRST_BACKOFF_S", 0.1)
 
 
-def stands(world: Any, state: NodeState, version: PolicyVersion) -> Callable[[], bool]:
+def has_state(world: Any, state: NodeState, version: PolicyVersion) -> Callable[[], bool]:
     def true() -> bool:
         info = world.registered("e")
         return info is not None and (info.state, info.version) == (state, version)
@@ -85,7 +85,7 @@ asyncio.run(main())
 
 @contextmanager
 def engine_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A scripted engine in a process of its own, and its URL."""
+    """A scripted engine in a separate process, and its URL."""
     process = subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -102,7 +102,7 @@ async def test_a_node_that_slept_with_its_engine_through_a_change_of_epoch_never
 ) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     with engine_process() as (engine, url), node_process(world, tmp_path, url) as node:
-        await eventually(stands(world, NodeState.READY, V1), "READY", 30)
+        await eventually(has_state(world, NodeState.READY, V1), "READY", 30)
         for process in (engine, node):
             process.send_signal(signal.SIGSTOP)
         await eventually(lambda: world.registered("e") is None, "the registration lapses", 15)
@@ -123,17 +123,17 @@ async def test_a_node_that_slept_with_its_engine_through_a_change_of_epoch_never
 
 
 @pytest.mark.fault(17)
-async def test_an_engine_that_was_started_anew_while_its_node_slept_is_loaded(world, tmp_path: Path) -> None:
+async def test_an_engine_restarted_while_its_node_slept_is_loaded(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with FakeServer() as engine:
         with node_process(world, tmp_path, engine.url) as node:
-            await eventually(stands(world, NodeState.READY, V1), "READY", 30)
+            await eventually(has_state(world, NodeState.READY, V1), "READY", 30)
             node.send_signal(signal.SIGSTOP)
             await eventually(lambda: world.registered("e") is None, "the registration lapses", 15)
             engine.version = "default"
             engine.calls.clear()
             node.send_signal(signal.SIGCONT)
-            await eventually(stands(world, NodeState.READY, V1), "READY", 20)
+            await eventually(has_state(world, NodeState.READY, V1), "READY", 20)
             assert engine.version == "1.0" and engine.calls.count("/update_weights_from_disk") == 1
 
 
@@ -149,7 +149,7 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
         settings = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **quick)
         serving = asyncio.create_task(serve(run, settings, stop=stop))
         try:
-            await eventually(stands(world, NodeState.READY, V1), "READY")
+            await eventually(has_state(world, NodeState.READY, V1), "READY")
             real, began = Registry.register, time.monotonic()
 
             async def away(self: Registry, info: Any) -> None:
@@ -160,7 +160,7 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
             monkeypatch.setattr(Registry, "register", away)
             loads = engine.calls.count("/update_weights_from_disk")
             await eventually(lambda: world.registered("e") is None, "the registration lapses")
-            await eventually(stands(world, NodeState.READY, V1), "READY again")
+            await eventually(has_state(world, NodeState.READY, V1), "READY again")
             await eventually(lambda: counts(world).get("rechecks", 0.0) >= 1.0, "it was asked what it holds")
             assert engine.calls.count("/update_weights_from_disk") == loads
         finally:
@@ -175,7 +175,7 @@ async def test_an_engine_whose_node_was_killed_in_the_middle_of_an_update_is_loa
 ) -> None:
     async with FakeServer() as engine:
         with node_process(world, tmp_path, engine.url) as node:
-            await eventually(stands(world, NodeState.READY, PolicyVersion(0, 0)), "READY", 30)
+            await eventually(has_state(world, NodeState.READY, PolicyVersion(0, 0)), "READY", 30)
             engine.faults["/update_weights_from_disk"] = Fault(hang=True, times=1)
             world.publish_weights(tmp_path / "weights", V1)
             await eventually(lambda: "/update_weights_from_disk" in engine.calls, "the load has begun")
@@ -190,7 +190,7 @@ async def test_an_engine_whose_node_was_killed_in_the_middle_of_an_update_is_loa
                 "READY",
                 30,
             )
-            assert stands(world, NodeState.READY, V1)() and engine.version == "1.0" and not engine.paused
+            assert has_state(world, NodeState.READY, V1)() and engine.version == "1.0" and not engine.paused
             first = engine.calls.index("/continue_generation")
             assert "/update_weights_from_disk" in engine.calls[:first], "loaded whole before it went on"
             await eventually(lambda: counts(world).get("found_paused") == 1.0, "it was found paused")

@@ -1,4 +1,4 @@
-"""Registering an engine that somebody else runs: what is refused, in words, and that it comes and goes as it likes."""
+"""Attaching to a running engine: what is refused with which message, and that the engine may come and go."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def run_of(world, tmp_path: Path) -> RunSettings:
 
 
 async def refusal(world, tmp_path: Path, url: str) -> UserError:
-    """What a person is told when the node of `url` is started."""
+    """The error that a user gets when the node of `url` is started."""
     with pytest.raises(UserError) as caught:
         await asyncio.wait_for(serve(run_of(world, tmp_path), settings(url), stop=ShutdownSignal()), 10)
     assert world.registered("e") is None, "what was refused is not on the list"
     return caught.value
 
 
-async def test_an_address_where_nobody_listens(world, tmp_path: Path) -> None:
+async def test_an_address_without_a_listener(world, tmp_path: Path) -> None:
     async with FakeServer() as engine:
         pass
     error = await refusal(world, tmp_path, engine.url)
@@ -69,9 +69,12 @@ async def test_an_address_where_nobody_listens(world, tmp_path: Path) -> None:
         (Fault(status=404), "is not an engine"),
         (Fault(body={"status": "ok", "passages": 7}), "is not an engine"),
         (Fault(body=["a", "list"]), "is not an engine"),
-        (Fault(status=401), "wants a key"),
-        (Fault(body={"weight_version": "default", "model_type": "llama"}), "serves another model"),
-        (Fault(body={"weight_version": "default", "model_type": "qwen2", "vocab_size": 65}), "serves another model"),
+        (Fault(status=401), "requires a key"),
+        (Fault(body={"weight_version": "default", "model_type": "llama"}), "a different model"),
+        (
+            Fault(body={"weight_version": "default", "model_type": "qwen2", "vocab_size": 65}),
+            "a different model",
+        ),
     ],
 )
 async def test_something_else_than_the_runs_engine_is_refused(
@@ -87,24 +90,24 @@ async def test_a_key_that_does_not_open_the_control_routes_is_refused_at_once(wo
     async with FakeServer() as engine:
         engine.faults["/abort_request"] = Fault(status=401)
         error = await refusal(world, tmp_path, engine.url)
-    assert "wants a key" in error.what
+    assert "requires a key" in error.what
     assert "FORAY_ENGINE_API_KEY" in error.todo and "FORAY_ENGINE_ADMIN_KEY" in error.todo
 
 
 @pytest.mark.fault(22)
-async def test_another_tokenizer_is_refused_by_its_files_or_by_what_it_makes_of_a_text(world, tmp_path: Path) -> None:
+async def test_a_different_tokenizer_is_refused_by_its_files_or_its_ids(world, tmp_path: Path) -> None:
     other = write_tokenizer(tmp_path / "other", "bytes")
     async with FakeServer() as engine:
         engine.faults["/model_info"] = Fault(body={"weight_version": "default", "tokenizer_path": str(other)})
         error = await refusal(world, tmp_path, engine.url)
-        assert "another tokenizer" in error.what and str(other) in error.why
+        assert "a different tokenizer" in error.what and str(other) in error.why
         # its files are on another machine
         engine.faults["/model_info"] = Fault(body={"weight_version": "default", "model_path": "/elsewhere"})
         engine.faults["/tokenize"] = Fault(body={"tokens": load_tokenizer(other).encode_trusted(PROBE_TEXT)})
-        assert "another tokenizer" in (await refusal(world, tmp_path, engine.url)).what
+        assert "a different tokenizer" in (await refusal(world, tmp_path, engine.url)).what
 
 
-async def test_the_same_tokenizer_is_taken_on_its_word(world, tmp_path: Path) -> None:
+async def test_the_same_tokenizer_is_accepted(world, tmp_path: Path) -> None:
     run = run_of(world, tmp_path)
     async with FakeServer() as engine:
         engine.faults["/tokenize"] = Fault(body={"tokens": load_tokenizer(run.model).encode_trusted(PROBE_TEXT)})
@@ -134,7 +137,7 @@ async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_th
         await engine.stop()
         await eventually(lambda: state() is NodeState.GONE, "GONE")
         assert "waiting for it" in world.registered("e").detail
-        engine.version = "default"  # whoever runs it has started it again, with its first weights
+        engine.version = "default"  # its owner has restarted it, with its first weights
         seen: list[tuple[NodeState | None, PolicyVersion]] = []
         await engine.start()
         await eventually(
@@ -190,4 +193,4 @@ async def test_the_command_says_what_is_wrong_and_exits_with_2(world, tmp_path: 
         env = os.environ | {"FORAY_REDIS_URL": world.url}
         done = await asyncio.to_thread(subprocess.run, argv, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
-    assert f"error: the engine at {engine.url} wants a key" in done.stderr and "Traceback" not in done.stderr
+    assert f"error: the engine at {engine.url} requires a key" in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""A node in a view: the order of its calls, and what becomes of the engine whatever ends the view. The test is the
+"""A node in a view: the order of its calls, and the state of the engine however the view ends. The test is the
 learner, the engine is scripted and loads in place: after its first bucket it holds weights of no version.
 """
 
@@ -66,7 +66,7 @@ class Member(FakeServer):
 
 
 class Learner:
-    """The learner's half of the conversation, by hand."""
+    """The learner's side of the protocol, scripted."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
@@ -123,7 +123,7 @@ async def ring(world: Any, tmp_path: Path, **settings: Any) -> AsyncIterator[tup
         try:
             await eventually(lambda: world.registered("e") is not None, "it is registered")
             world.publish_weights(tmp_path / "weights", V1)
-            await eventually(stands(world, NodeState.READY, V1), "READY at V1")
+            await eventually(has_state(world, NodeState.READY, V1), "READY at V1")
             engine.calls.clear()
             yield engine, Learner(world)
         finally:
@@ -131,7 +131,7 @@ async def ring(world: Any, tmp_path: Path, **settings: Any) -> AsyncIterator[tup
             await asyncio.wait_for(serving, 10)
 
 
-def stands(world: Any, state: NodeState, version: PolicyVersion) -> Callable[[], bool]:
+def has_state(world: Any, state: NodeState, version: PolicyVersion) -> Callable[[], bool]:
     def true() -> bool:
         info = world.registered("e")
         return info is not None and (info.state, info.version) == (state, version)
@@ -157,14 +157,14 @@ async def test_the_calls_of_a_view_and_their_order(world, tmp_path: Path, mode: 
         assert (answer.checksum, answer.touched) == ("c0ffee", True)
         assert (answer.tensors_sha256, answer.unused) == ("", ()), "SGLang holds them in another layout"
         assert 0 < answer.transfer_s < answer.pause_s
-        assert stands(world, NodeState.LOADING, V1)(), "not READY before the commit"
+        assert has_state(world, NodeState.LOADING, V1)(), "not READY before the commit"
         assert engine.bodies[BUCKET][0] == {
             "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [4]], "group_name": "g",
             "flush_cache": False, "abort_all_requests": False, "load_format": "flattened_bucket",
         }  # fmt: skip
         learner.announce(V2)
         learner.say("commit", buckets=())
-        await eventually(stands(world, NodeState.READY, V2), "READY at V2")
+        await eventually(has_state(world, NodeState.READY, V2), "READY at V2")
         assert engine.swap()[7 + len(flush) :] == [LABEL, CONTINUE] and not engine.paused
         assert engine.bodies[LABEL] == [{"new_version": "1.1", "abort_all_requests": False}]
         info = world.registered("e")
@@ -176,7 +176,7 @@ async def test_the_calls_of_a_view_and_their_order(world, tmp_path: Path, mode: 
         learner.say("transfer")
         await learner.hears("loaded")
         learner.announce(PolicyVersion(1, 2))  # the announcement alone is the commit
-        await eventually(stands(world, NodeState.READY, PolicyVersion(1, 2)), "READY at the next one")
+        await eventually(has_state(world, NodeState.READY, PolicyVersion(1, 2)), "READY at the next one")
         assert engine.swap() == [PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK, *flush, LABEL, CONTINUE]
         assert engine.bodies[BUCKET][-1]["load_format"] is None
 
@@ -205,7 +205,7 @@ async def test_what_fails_before_the_first_tensor_leaves_the_engine_at_its_versi
             learner.say("transfer")
         answer = await learner.hears("failed")
         assert not answer.touched and "400" in answer.detail
-        await eventually(stands(world, NodeState.READY, V1), "READY at V1 again")
+        await eventually(has_state(world, NodeState.READY, V1), "READY at V1 again")
         assert not engine.paused and BUCKET not in engine.calls
         # and the next view is taken part in
         learner.say("prepare", number=2, group="h")
@@ -222,10 +222,10 @@ async def test_a_session_that_a_dead_node_left_open_is_closed(world, tmp_path: P
         learner.say("prepare")
         await learner.hears("prepared")
         learner.say("transfer")
-        assert (await learner.hears("failed")).touched, "nobody knows what was sent in it"
+        assert (await learner.hears("failed")).touched, "it is unknown what was sent in it"
         assert engine.swap() == [JOIN, PAUSE, BEGIN, END] or engine.swap() == [JOIN, PAUSE, BEGIN, END, LEAVE]
         world.publish_weights(tmp_path / "weights", V2)
-        await eventually(stands(world, NodeState.READY, V2), "READY by files")
+        await eventually(has_state(world, NodeState.READY, V2), "READY by files")
         learner.say("prepare", number=2, step=2, group="h")
         await learner.hears("prepared")
 
@@ -243,17 +243,17 @@ async def test_what_fails_after_it_quarantines_the_engine_until_files_are_loaded
         learner.say("transfer")
         answer = await learner.hears("failed")
         assert answer.touched and "400" in answer.detail
-        await eventually(stands(world, NodeState.QUARANTINED, V0), "QUARANTINED, at no version")
+        await eventually(has_state(world, NodeState.QUARANTINED, V0), "QUARANTINED, at no version")
         assert engine.paused and CONTINUE not in engine.calls, "it must not go on with what it holds"
         assert engine.calls.count(END) == 1, "no session stays open"
         incarnation = world.registered("e").incarnation
         learner.announce(V2)
         await asyncio.sleep(0.2)
-        assert stands(world, NodeState.QUARANTINED, V0)(), "a version without files is nothing to turn to"
+        assert has_state(world, NodeState.QUARANTINED, V0)(), "a version without files is nothing to turn to"
         path = world.publish_weights(tmp_path / "weights", V2)
-        await eventually(stands(world, NodeState.READY, V2), "READY at V2 by files")
+        await eventually(has_state(world, NodeState.READY, V2), "READY at V2 by files")
         assert (engine.loaded, engine.paused) == (str(path), False)
-        assert world.registered("e").incarnation == incarnation, "the engine was not started anew"
+        assert world.registered("e").incarnation == incarnation, "the engine was not restarted"
 
 
 async def test_a_quarantined_engine_that_does_not_load_is_lost(world, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ async def test_a_quarantined_engine_that_does_not_load_is_lost(world, tmp_path: 
         incarnation = world.registered("e").incarnation
         engine.faults[PAUSE] = Fault(status=500, times=1)
         world.publish_weights(tmp_path / "weights", V2)
-        await eventually(stands(world, NodeState.READY, V2), "READY at V2 in another incarnation")
+        await eventually(has_state(world, NodeState.READY, V2), "READY at V2 in another incarnation")
         assert world.registered("e").incarnation != incarnation and not engine.paused
 
 
@@ -290,7 +290,7 @@ async def test_every_end_of_a_view_but_a_commit(
         if end == "files of the version":
             # what the engine was sent may be the very reason for it
             world.publish_weights(tmp_path / "weights", new)
-            await eventually(stands(world, NodeState.READY, new), "READY by files")
+            await eventually(has_state(world, NodeState.READY, new), "READY by files")
             assert DISK in engine.calls and LABEL not in engine.calls
             return
         if end == "abort":
@@ -300,26 +300,26 @@ async def test_every_end_of_a_view_but_a_commit(
         elif end == "a newer epoch":
             world.publish_weights(tmp_path / "weights", new)
         if end == "a newer epoch":
-            await eventually(stands(world, NodeState.READY, new), "READY at the newer epoch's")
+            await eventually(has_state(world, NodeState.READY, new), "READY at the newer epoch's")
         elif after == "prepared":
             await eventually(lambda: LEAVE in engine.calls, "it left the group")
-            await eventually(stands(world, NodeState.READY, V1), "READY at what it held")
+            await eventually(has_state(world, NodeState.READY, V1), "READY at what it held")
             assert PAUSE not in engine.calls
         else:
-            await eventually(stands(world, NodeState.QUARANTINED, V0), "QUARANTINED")
+            await eventually(has_state(world, NodeState.QUARANTINED, V0), "QUARANTINED")
             world.publish_weights(tmp_path / "weights", new)
-            await eventually(stands(world, NodeState.READY, new), "READY by files")
+            await eventually(has_state(world, NodeState.READY, new), "READY by files")
         assert not engine.paused
 
 
-async def test_a_group_that_nobody_joins_costs_the_deadline_only(world, tmp_path: Path) -> None:
+async def test_a_group_without_members_costs_the_deadline_only(world, tmp_path: Path) -> None:
     async with ring(world, tmp_path) as (engine, learner):
         engine.faults[JOIN] = Fault(hang=True, times=1)
         learner.say("prepare", left_s=0.3)
         await eventually(lambda: learner.heard() is not None, "it says that it is there")
         assert (learner.heard().phase, learner.heard().detail) == ("prepared", receive.JOINING)
         assert not (await learner.hears("failed")).touched
-        assert stands(world, NodeState.READY, V1)()
+        assert has_state(world, NodeState.READY, V1)()
 
 
 @pytest.mark.fault(18)
@@ -337,5 +337,5 @@ async def test_an_engine_that_is_not_ready_or_not_meant_stays_out(world, tmp_pat
         world.sync.set(world.keys.evaluation, "x")
         learner.say("prepare", number=3, step=1)
         answer = await learner.hears("failed")
-        assert (answer.touched, answer.detail) == (False, "an evaluation runs")
+        assert (answer.touched, answer.detail) == (False, "an evaluation is running")
         assert engine.swap() == []

@@ -1,4 +1,4 @@
-"""How a node launches its engine, and that nothing of the engine's tree outlives the node."""
+"""Launching an engine from a node, and that no process of it outlives the node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        time.sleep(1000)  # a daemon in a session of its own, which ignores SIGTERM
+        time.sleep(1000)  # a daemon in a separate session, which ignores SIGTERM
     os._exit(0)
 print("forked", flush=True)
 time.sleep(float(sys.argv[1]))
@@ -44,7 +44,7 @@ time.sleep(float(sys.argv[1]))
 """An engine as engines are: a tree, with a member that no signal to the first one or to its group reaches."""
 
 
-def test_the_embedded_engine_is_told_the_names_of_its_keys() -> None:
+def test_the_embedded_engine_gets_the_names_of_its_keys() -> None:
     kind = CpuEngine(threads=2, max_running=8)
     keys = EngineKeys("", "secret")
     cpu = command(kind, **GIVEN, keys=keys)
@@ -145,7 +145,7 @@ def test_an_engine_is_not_given_our_tokens_or_the_way_to_redis(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("exact", [True, False])
-async def test_an_sglang_that_misnames_versions_in_place_is_not_taken(exact: bool) -> None:
+async def test_an_sglang_that_reports_wrong_versions_in_place_is_refused(exact: bool) -> None:
     class Described:
         async def server_info(self) -> dict[str, object]:
             return {"tp_size": 1, "disable_overlap_schedule": exact}
@@ -155,7 +155,7 @@ async def test_an_sglang_that_misnames_versions_in_place_is_not_taken(exact: boo
 
     engine = cast(EngineAdmin, Described())
     assert (await read_capabilities(engine, pause_mode="retract"))["kind"] == "sglang"
-    with contextlib.nullcontext() if exact else pytest.raises(UserError, match=r"cannot be swapped in place"):
+    with contextlib.nullcontext() if exact else pytest.raises(UserError, match="pause_mode=in_place"):
         await read_capabilities(engine, pause_mode="in_place")
 
 

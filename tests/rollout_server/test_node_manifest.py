@@ -1,4 +1,4 @@
-"""A directory that others can write to: nothing in it is believed but what the manifest says, and that is checked."""
+"""A directory that others can write to: only files in the manifest are accepted, and they are verified."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def update(path: Path) -> WeightUpdate:
 
 
 def rewrite(path: Path, change: Callable[[dict], object]) -> None:
-    """The manifest, changed by somebody who can write there."""
+    """The manifest, changed by another user with write access."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -70,11 +70,11 @@ def test_a_sound_version_passes_and_hidden_files_of_the_file_system_do_not_matte
 @pytest.mark.parametrize(
     ("harm", "why"),
     [
-        (lambda p: (p / "model.safetensors").write_bytes(b"w" * 4999), "4999 bytes, the manifest says 5000"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"w" * 4999), "4999 bytes, but 5000 in the manifest"),
         (lambda p: (p / "model.safetensors").write_bytes(b"w" * 4999 + b"v"), "sha256 differs"),
         (lambda p: (p / "model.safetensors").unlink(), "No such file"),
-        (lambda p: (p / "manifest.json").unlink(), "no usable manifest"),
-        (lambda p: (p / "manifest.json").write_text('{"version": "1.7"'), "no usable manifest"),
+        (lambda p: (p / "manifest.json").unlink(), "cannot use its manifest"),
+        (lambda p: (p / "manifest.json").write_text('{"version": "1.7"'), "cannot use its manifest"),
     ],
     ids=["cut", "flipped", "missing", "no manifest", "half a manifest"],
 )
@@ -87,26 +87,26 @@ def test_what_a_crash_or_a_bad_disk_leaves_is_refused(version: Path, harm: Harm,
 @pytest.mark.parametrize(
     ("harm", "why"),
     [
-        (list_as("../../secret.safetensors"), "not the name of a file in it"),
-        (list_as("/etc/passwd"), "not the name of a file in it"),
-        (list_as(".."), "not the name of a file in it"),
-        (list_as("a\nb"), "not the name of a file in it"),
-        (list_as("x" * 300), "not the name of a file in it"),
-        (list_as("manifest.json"), "not the name of a file in it"),
-        (list_as("pytorch_model.bin"), "Foray loads only safetensors"),
+        (list_as("../../secret.safetensors"), "not a plain file name"),
+        (list_as("/etc/passwd"), "not a plain file name"),
+        (list_as(".."), "not a plain file name"),
+        (list_as("a\nb"), "not a plain file name"),
+        (list_as("x" * 300), "not a plain file name"),
+        (list_as("manifest.json"), "not a plain file name"),
+        (list_as("pytorch_model.bin"), "only safetensors are allowed"),
         (link_out, "Too many levels of symbolic links"),
         (pipe, "not a regular file"),
-        (lambda p: (p / "pytorch_model.bin").touch(), "'pytorch_model.bin' is there, and the manifest does not list"),
-        (lambda p: (p / "sub").mkdir(), "'sub' is there"),
-        (lambda p: rewrite(p, lambda m: m["files"]["config.json"].update(bytes=-1)), "no version of a policy"),
-        (lambda p: rewrite(p, lambda m: m["files"]["config.json"].update(bytes=1 << 60)), "no version of a policy"),
-        (lambda p: rewrite(p, lambda m: m.update(files=["model.safetensors"])), "no usable manifest"),
-        (nested, "no usable manifest"),
+        (lambda p: (p / "pytorch_model.bin").touch(), "'pytorch_model.bin' is not listed in the manifest"),
+        (lambda p: (p / "sub").mkdir(), "'sub' is not listed"),
+        (lambda p: rewrite(p, lambda m: m["files"]["config.json"].update(bytes=-1)), "exceed the limits"),
+        (lambda p: rewrite(p, lambda m: m["files"]["config.json"].update(bytes=1 << 60)), "exceed the limits"),
+        (lambda p: rewrite(p, lambda m: m.update(files=["model.safetensors"])), "cannot use its manifest"),
+        (nested, "cannot use its manifest"),
     ],
     ids=["up", "absolute", "parent", "newline", "long", "itself", "pickle", "link", "pipe", "unlisted", "folder",
          "negative", "huge", "list", "nested"],
 )  # fmt: skip
-def test_what_somebody_else_puts_there_is_refused(version: Path, harm: Harm, why: str) -> None:
+def test_unlisted_and_invalid_files_are_refused(version: Path, harm: Harm, why: str) -> None:
     harm(version)
     with pytest.raises(WeightsCorrupt, match=why):
         verify(update(version))
@@ -114,11 +114,11 @@ def test_what_somebody_else_puts_there_is_refused(version: Path, harm: Harm, why
 
 def test_a_manifest_of_any_size_is_not_read(version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MANIFEST_BYTES", 100)
-    with pytest.raises(WeightsCorrupt, match="more than 100 bytes"):
+    with pytest.raises(WeightsCorrupt, match="larger than 100 bytes"):
         verify(update(version))
 
 
 def test_a_version_that_is_a_link_is_refused(version: Path, tmp_path: Path) -> None:
     (tmp_path / "weights" / "v1.8").symlink_to(version)
-    with pytest.raises(WeightsCorrupt, match="is a link"):
+    with pytest.raises(WeightsCorrupt, match="is a symbolic link"):
         verify(update(tmp_path / "weights" / "v1.8"))

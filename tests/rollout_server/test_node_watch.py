@@ -1,4 +1,4 @@
-"""An engine that hangs is found, killed with its whole tree and started again at the version of the day."""
+"""A hanging engine is detected, killed with its process tree and restarted at the target version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.waiting import eventually
 V1, V2 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 
 ENGINE = '''
-"""Built like SGLang: an HTTP side, and a scheduler in a process of its own that does the work."""
+"""Built like SGLang: an HTTP process, and a scheduler in a separate process that does the work."""
 import argparse, asyncio, os, socket, sys
 from pathlib import Path
 from aiohttp import web
@@ -135,7 +135,7 @@ def launches(tmp_path: Path) -> list[str]:
     return (tmp_path / "launched").read_text().split()
 
 
-def stands(world, state: NodeState, version: PolicyVersion) -> Callable[[], bool]:
+def has_state(world, state: NodeState, version: PolicyVersion) -> Callable[[], bool]:
     def true() -> bool:
         info = world.registered("e")
         return info is not None and (info.state, info.version) == (state, version)
@@ -166,7 +166,7 @@ def counts(world) -> dict[str, float]:
 async def test_what_the_engine_says_of_itself_is_registered(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with node(world, tmp_path, launched(tmp_path), pause_mode="in_place"):
-        await eventually(stands(world, NodeState.READY, V1), "READY")
+        await eventually(has_state(world, NodeState.READY, V1), "READY")
         await eventually(lambda: info(world).retractions == 3, "its counter of retractions")
         there = info(world)
     assert (there.kind, there.ranks, there.max_tokens, there.max_running) == ("sglang", 2, 4096, 24)
@@ -175,22 +175,22 @@ async def test_what_the_engine_says_of_itself_is_registered(world, tmp_path: Pat
 
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("stopped", ["the scheduler behind a live HTTP port", "the whole tree, guard included"])
-async def test_a_hanging_engine_is_killed_and_started_again_at_the_version_of_the_day(
+async def test_a_hanging_engine_is_killed_and_restarted_at_the_target(
     stopped: str, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # longer than this test waits: a hung engine must be killed without being asked first
     monkeypatch.setattr(agent, "STOP_S", 600.0)
     world.publish_weights(tmp_path / "weights", V1)
     async with node(world, tmp_path, launched(tmp_path)):
-        await eventually(stands(world, NodeState.READY, V1), "READY")
+        await eventually(has_state(world, NodeState.READY, V1), "READY")
         world.publish_weights(tmp_path / "weights", V2)
-        await eventually(stands(world, NodeState.READY, V2), "READY at the next version")
+        await eventually(has_state(world, NodeState.READY, V2), "READY at the next version")
         tree, born = engine_tree(), info(world).incarnation
         for pid in tree[2:] if "scheduler" in stopped else tree:
             os.kill(pid, signal.SIGSTOP)
         await eventually(lambda: info(world).state is NodeState.SUSPECT, "SUSPECT, with its reason", 60)
         assert "hung" in info(world).detail
-        await eventually(stands(world, NodeState.READY, V2), "READY again", 60)
+        await eventually(has_state(world, NodeState.READY, V2), "READY again", 60)
         assert launches(tmp_path) == ["1.0", "1.1"] and info(world).incarnation != born
         assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
         await eventually(lambda: (counts(world).get("hangs"), counts(world).get("restarts")) == (1.0, 1.0), "counted")
@@ -198,7 +198,7 @@ async def test_a_hanging_engine_is_killed_and_started_again_at_the_version_of_th
 
 async def test_a_busy_engine_that_answers_late_is_no_hanging_one(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, tmp_path, AttachedEngine(url=engine.url)):
-        await eventually(stands(world, NodeState.READY, PolicyVersion(0, 0)), "READY")
+        await eventually(has_state(world, NodeState.READY, PolicyVersion(0, 0)), "READY")
         engine.faults["/health_generate"] = Fault(hang=True)
         moving = engine.faults["/v1/loads"] = Fault(body={"loads": [{"num_used_tokens": 0}]})
         deadline = time.monotonic() + 2.0
@@ -211,7 +211,7 @@ async def test_a_busy_engine_that_answers_late_is_no_hanging_one(world, tmp_path
 
 async def test_an_engine_that_is_being_updated_is_no_hanging_one(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, tmp_path, AttachedEngine(url=engine.url), update_timeout_s=2.0):
-        await eventually(stands(world, NodeState.READY, PolicyVersion(0, 0)), "READY")
+        await eventually(has_state(world, NodeState.READY, PolicyVersion(0, 0)), "READY")
         engine.faults["/health_generate"] = Fault(hang=True)
         engine.faults["/update_weights_from_disk"] = Fault(hang=True, times=1)
         world.publish_weights(tmp_path / "weights", V1)
@@ -226,7 +226,7 @@ async def test_an_engine_that_is_stopped_in_the_middle_of_an_update_is_found(wor
     world.publish_weights(tmp_path / "weights", V1)
     kind = launched(tmp_path)
     async with node(world, tmp_path, kind, update_timeout_s=60.0):
-        await eventually(stands(world, NodeState.READY, V1), "READY")
+        await eventually(has_state(world, NodeState.READY, V1), "READY")
         tree = engine_tree()
         (tmp_path / "slow").touch()
         world.publish_weights(tmp_path / "weights", V2)
@@ -237,14 +237,14 @@ async def test_an_engine_that_is_stopped_in_the_middle_of_an_update_is_found(wor
             lambda: info(world).state is NodeState.QUARANTINED, "found long before the update's deadline", 5
         )
         assert "hung" in info(world).detail
-        await eventually(stands(world, NodeState.READY, V2), "READY, started with the target")
+        await eventually(has_state(world, NodeState.READY, V2), "READY, started with the target")
 
 
 @pytest.mark.slow
-async def test_a_launched_engine_that_took_part_of_an_update_is_started_anew(world, tmp_path: Path) -> None:
+async def test_a_launched_engine_with_part_of_an_update_is_restarted(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with node(world, tmp_path, launched(tmp_path)):
-        await eventually(stands(world, NodeState.READY, V1), "READY")
+        await eventually(has_state(world, NodeState.READY, V1), "READY")
         (tmp_path / "fail").touch()
         seen: set[NodeState] = set()
         world.publish_weights(tmp_path / "weights", V2)
@@ -255,23 +255,23 @@ async def test_a_launched_engine_that_took_part_of_an_update_is_started_anew(wor
             if there.state is NodeState.READY and "quarantined" in seen:
                 assert there.version == V2
             seen.add(there.state)
-            return stands(world, NodeState.READY, V2)()
+            return has_state(world, NodeState.READY, V2)()
 
         await eventually(restarted, "READY at the version that could not be loaded, by a launch with it")
         assert NodeState.QUARANTINED in seen and launches(tmp_path) == ["1.0", "1.1"]
 
 
-async def test_a_drain_hands_back_what_does_not_finish(world, tmp_path: Path) -> None:
+async def test_a_drain_aborts_what_does_not_finish(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with aiohttp.ClientSession() as session:
         async with node(world, tmp_path, launched(tmp_path), drain_s=0.6) as stop:
-            await eventually(stands(world, NodeState.READY, V1), "READY")
+            await eventually(has_state(world, NodeState.READY, V1), "READY")
             tree = engine_tree()
             turn = asyncio.create_task(session.post(info(world).url + "/generate", json={}))
             await eventually(lambda: info(world).running == 1, "a request runs")
             began = time.monotonic()
             stop.requested.set()
-            await eventually(stands(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
+            await eventually(has_state(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
             async with await turn as response:
                 assert (await response.json())["output_ids"] == [7, 8], "the tokens it had"
             assert time.monotonic() - began >= 0.5, "after it was given the time to finish"
@@ -284,11 +284,11 @@ async def test_a_drain_hands_back_what_does_not_finish(world, tmp_path: Path) ->
 async def test_a_second_signal_hurries_a_drain(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with aiohttp.ClientSession() as session, node(world, tmp_path, launched(tmp_path), drain_s=60.0) as stop:
-        await eventually(stands(world, NodeState.READY, V1), "READY")
+        await eventually(has_state(world, NodeState.READY, V1), "READY")
         turn = asyncio.create_task(session.post(info(world).url + "/generate", json={}))
         await eventually(lambda: info(world).running == 1, "a request runs")
         stop.requested.set()
-        await eventually(stands(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
+        await eventually(has_state(world, NodeState.DRAINING, V1), "DRAINING at once", 5)
         stop.forced.set()
         async with await asyncio.wait_for(turn, 10) as response:
             assert (await response.json())["output_ids"] == [7, 8]

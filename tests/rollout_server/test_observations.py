@@ -1,4 +1,4 @@
-"""Observations have the ids that the authors' own code would give them, and still no control token of a stranger's."""
+"""Observations have the ids of the original implementations, and no control tokens from passages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluation pin by itself: how long weight swaps stand still for requests that follow each other."""
+"""The evaluation pin: how long consecutive requests postpone weight swaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates say what they must, and every one of the table works."""
+"""Every template has the required texts and works."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_template_has_its_holes_and_stops_at_both_actions(template: Prompt
     assert "</search>" in template.stops and set(template.stops) <= {"</search>", "</answer>"}
     assert "e" in template.format_passages(PASSAGES) and template.empty and template.failed
     assert template.boxed is (r"\boxed{}" in template.prompt + template.system)
-    # what a turn without an action is told, or that it is the end
+    # the hint after a turn without an action, or the end of the trajectory
     assert template.invalid or template.name.startswith("research")
 
 

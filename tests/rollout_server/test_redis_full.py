@@ -1,4 +1,4 @@
-"""At maxmemory what a rollout server or a node is known by lives on: its registration, its answers, its metrics."""
+"""At maxmemory registrations, answers and metrics of rollout servers and nodes stay alive."""
 
 from __future__ import annotations
 

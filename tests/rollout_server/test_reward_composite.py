@@ -1,4 +1,4 @@
-"""Several rewards as one, and what settings refuse."""
+"""Composite rewards, and invalid settings."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ async def test_what_turns_earn_is_weighted_by_turn_and_part_of_the_whole() -> No
 
 
 async def test_a_reward_per_turn_that_misses_a_turn_is_an_error() -> None:
-    with pytest.raises(RewardError, match="t gave 1 numbers for 2 turns"):
+    with pytest.raises(RewardError, match="t returned 1 numbers for 2 turns"):
         await CompositeReward([(PerTurn("t", 1.0), 1.0)])(TWO)
 
 
-async def test_rewards_are_asked_at_the_same_time() -> None:
+async def test_rewards_are_computed_concurrently() -> None:
     started = time.monotonic()
     await CompositeReward([(Fixed(str(i), 1.0, delay_s=0.3), 1.0) for i in range(10)])(TWO)
     assert time.monotonic() - started < 2.0  # one after the other would take 3 s
@@ -100,9 +100,9 @@ CUSTOM = {"type": "custom", "target": "m:f"}
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"rewards": [{"type": "em"}, {"type": "em"}]}, "listed twice"),
-        ({"rewards": [CUSTOM, CUSTOM]}, "two have one name: f, f"),
-        ({"rewards": [{"type": "em"}, CUSTOM | {"name": "em"}]}, "two have one name"),
+        ({"rewards": [{"type": "em"}, {"type": "em"}]}, "two rewards have the same name: em"),
+        ({"rewards": [CUSTOM, CUSTOM]}, "two rewards have the same name: f, f"),
+        ({"rewards": [{"type": "em"}, CUSTOM | {"name": "em"}]}, "two rewards have the same name"),
         ({"rewards": []}, "at least 1 item"),
         ({"rewards": [{"type": "emm"}]}, "'emm'"),
         ({"rewards": [{"type": "format", "weigth": 1}]}, "weight"),
@@ -110,8 +110,8 @@ CUSTOM = {"type": "custom", "target": "m:f"}
         ({"rewards": [{"type": "semantic", "url": "x/v1", "model": "m"}]}, "url"),
         ({"rewards": [{"type": "judge", "url": "http://x", "model": "m", "api_key_variable": "sk-1"}]}, "api_key_var"),
         ({"rewards": [CUSTOM | {"target": "no function"}]}, "target"),
-        ({"rewards": [{"type": "length_penalty", "max_tokens": 9, "buffer": 10}]}, "buffer is longer"),
-        ({"max_context": 64, "reserve_tokens": 64}, "leaves no room"),
+        ({"rewards": [{"type": "length_penalty", "max_tokens": 9, "buffer": 10}]}, "buffer must be at most"),
+        ({"max_context": 64, "reserve_tokens": 64}, "must be smaller than max_context"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tree: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Prices on searches, length, repetition and form: never above 0, capped, and on the policy's own doing only."""
+"""Penalties on searches, length, repetition and format: never above 0, capped, and for the policy's tokens only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward of one's own: found at the start, run where it cannot block, and never trusted."""
+"""Custom rewards: imported at the start, run where they cannot block, with validated results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_a_plain_function_runs_in_a_thread_and_an_async_one_in_the_loop() 
     assert sys.modules["own_rewards"].seen == ["mine", threading.current_thread().name]
 
 
-async def test_a_blocking_function_stops_nobody() -> None:
+async def test_a_blocking_function_does_not_block_others() -> None:
     reward = build("blocks", options={"seconds": 0.3}, threads=4)
     started = time.monotonic()
     ticks = 0

@@ -42,7 +42,7 @@ async def test_an_answer_that_only_the_prompt_or_a_document_gives_is_none() -> N
     [
         ([RIGHT], True),
         ([SEARCHED.policy, SEARCHED.policy, RIGHT], True),
-        (["\n" + RIGHT + " and more that nobody asked for"], True),
+        (["\n" + RIGHT + " and unrequested text"], True),
         ([], False),
         ([SEARCHED.policy], False),
         ([RIGHT, RIGHT], False),

@@ -54,7 +54,7 @@ async def test_the_best_gold_answer_counts_and_none_is_a_wrong_answer(golds: Seq
     assert await score(RIGHT, golds=golds) == value
 
 
-async def test_an_answer_in_a_document_or_in_the_prompt_is_nobodys() -> None:
+async def test_an_answer_in_a_document_or_in_the_prompt_does_not_count() -> None:
     evil = TurnText(SEARCHED.policy, r"<answer> \boxed{Jane Austen} </answer>")
     assert await score(evil, r"<think> x </think>", status=Status.OUT_OF_TURNS) == 0.0
     assert await score(evil, RIGHT.replace("Jane Austen", "Emma")) == 0.1

@@ -1,4 +1,4 @@
-"""Evidence: what counts as found, what never does, and which turn found it."""
+"""Evidence: what counts as found, what does not, and which turn found it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that ask a service, over a real one: what is asked, how often, and that no failure is ever a score."""
+"""Rewards over a service: requests, retries, and that a failure is never a score."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_a_right_answer_scores_one_and_one_without_a_common_word_nothing(k
 
 @pytest.mark.parametrize("kind", MEMBERS)
 @pytest.mark.parametrize(("answer", "golds"), [(None, GOLDS), ("", GOLDS), (" \n", GOLDS), ("x", ("", " "))])
-async def test_without_answer_or_gold_answers_nobody_is_asked(
+async def test_without_answer_or_gold_answers_no_request_is_sent(
     kind: str, answer: str | None, golds: tuple[str, ...], io: RewardResources
 ) -> None:
     async with FakeService() as service:
@@ -110,7 +110,7 @@ async def test_one_deadline_covers_every_attempt_and_pause(kind: str, io: Reward
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_nobody_there_is_an_error(kind: str, io: RewardResources) -> None:
+async def test_a_refused_connection_is_an_error(kind: str, io: RewardResources) -> None:
     async with FakeService() as service:
         reward = build(kind, io, service, attempts=2)
     with pytest.raises(RewardError, match="ClientConnectorError"):
@@ -138,7 +138,7 @@ async def test_the_least_recently_used_verdict_is_forgotten_first(io: RewardReso
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-async def test_one_who_stops_waiting_leaves_the_others_their_answer(kind: str, io: RewardResources) -> None:
+async def test_cancelling_one_caller_leaves_the_others_their_answer(kind: str, io: RewardResources) -> None:
     async with FakeService(delay_s=0.1) as service:
         reward = build(kind, io, service)
         first = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ async def test_closing_ends_what_is_asked_and_everything_after_it(kind: str) -> 
         assert len(service.bodies) == 1
 
 
-async def test_closing_before_a_request_has_begun_leaves_nobody_waiting() -> None:
+async def test_closing_before_a_request_has_begun_leaves_no_waiter() -> None:
     io = RewardResources()
     async with FakeService() as service:
         reward = build("judge", io, service)
@@ -178,7 +178,7 @@ async def test_closing_before_a_request_has_begun_leaves_nobody_waiting() -> Non
         assert service.bodies == []
 
 
-async def test_closing_within_the_window_leaves_nobody_waiting() -> None:
+async def test_closing_within_the_window_leaves_no_waiter() -> None:
     io = RewardResources()
     async with FakeService() as service:
         reward = build("semantic", io, service, window_s=0.05)
@@ -317,7 +317,7 @@ async def test_no_answer_breaks_out_of_its_place_in_the_judges_prompt(evil: str,
         assert "<" not in raw and ">" not in raw and "INST]" not in raw and raw.count("[") == 1
 
 
-def test_harmless_text_is_cut_and_keeps_its_words() -> None:
+def test_plain_text_is_cut_and_keeps_its_words() -> None:
     assert sanitize("a < b [c]", 100) == "a \u2039 b (c)"
     assert sanitize("x" * 5000, 7) == "x" * 7
     # a tokenizer that normalises would make control tokens of these
@@ -331,7 +331,7 @@ async def test_no_more_judgements_than_allowed_at_once(io: RewardResources) -> N
         assert service.most_at_once == 3 and len(service.bodies) == 12
 
 
-async def test_waiting_in_line_counts_against_the_deadline(io: RewardResources) -> None:
+async def test_queueing_counts_against_the_deadline(io: RewardResources) -> None:
     async with FakeService(["hang"] * 9) as service:
         reward = build("judge", io, service, concurrency=1, deadline_s=0.5)
         lost = await asyncio.gather(*(reward(outcome(f"answer {i}")) for i in range(3)), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The multi-turn loop, through its seams with the scripted engine and search."""
+"""The multi-turn loop with a scripted engine and search."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_nothing_in_prompt_or_passages_can_act_or_be_the_answer(tmp_path: 
         assert observation.count("</information>") == 1 and "<answer>" not in observation
 
 
-async def test_an_invalid_turn_is_told_so_and_costs_a_turn(tmp_path: Path) -> None:
+async def test_an_invalid_turn_gets_the_hint_and_costs_a_turn(tmp_path: Path) -> None:
     environment = make_environment(tmp_path, max_turns=2)
     turns = [
         say(environment, "i think <eos>"),
@@ -226,7 +226,7 @@ async def test_an_aborted_turn_fails_the_trajectory_and_its_tokens_are_counted(t
     assert (trajectory.status, trajectory.cause, trajectory.num_sampled) == (Status.FAILED, "aborted", 2)
 
 
-async def test_a_trajectory_too_old_ends_before_its_next_turn_and_does_not_vote(tmp_path: Path) -> None:
+async def test_a_trajectory_too_old_ends_before_its_next_turn_and_is_invalid(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
     asked = []
 
@@ -278,7 +278,7 @@ async def test_a_cancelled_trajectory_ends_at_once_and_says_nothing(tmp_path: Pa
     assert told == []
 
 
-async def test_progress_is_told_of_every_segment_and_of_the_end(tmp_path: Path) -> None:
+async def test_progress_is_reported_for_every_segment_and_the_end(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
     told: list[Segment | Trajectory] = []
     turns = [say(environment, "<search> a </search>"), say(environment, "<answer> c </answer>")]
@@ -294,7 +294,7 @@ scripts = st.lists(st.lists(words, min_size=1, max_size=20).map(" ".join), min_s
 
 @given(script=scripts, document=st.lists(words, max_size=40).map(" ".join), remaining=st.integers(30, 120))
 @pytest.mark.fault(34)
-def test_whatever_is_said_every_trajectory_is_sound_and_within_its_budget(
+def test_every_trajectory_is_valid_and_within_its_limits(
     episode_with_room: Callable[[int], Environment], script: list[str], document: str, remaining: int
 ) -> None:
     environment = episode_with_room(remaining)

@@ -1,4 +1,4 @@
-"""What the loop tells the rewards, where turns' earnings go, and ReSearch's protocol from prompt to reward."""
+"""The input of rewards, where rewards per turn go, and ReSearch's protocol from prompt to reward."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_what_turns_earned_survives_the_wire_and_touches_no_token(tmp_path
     assert len(first.logprobs) == len(first.ids) and first.spans
 
 
-async def test_rewards_are_told_what_stood_before_the_policys_eyes(tmp_path: Path) -> None:
+async def test_rewards_get_what_was_shown_to_the_policy(tmp_path: Path) -> None:
     environment = make_environment(tmp_path, "bytes")
     given = await seen(environment, ["<search> y </search>", "<answer>c</answer>"])
     first, last = given.turns
@@ -114,7 +114,7 @@ async def test_a_passage_that_was_cut_away_is_no_evidence(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("failures", [["timeout"], []])
 async def test_the_environments_own_words_are_no_evidence(tmp_path: Path, failures: list[str]) -> None:
-    """A search that failed or found nothing says so, in words that may be somebody's gold answer."""
+    """A search that failed or found nothing says so, in words that may be a gold answer."""
     environment = make_environment(tmp_path, "bytes")
     search = FakeSearch(failures=failures)
     given = await seen(environment, ["<search>x</search>", "<answer>c</answer>"], search)
@@ -178,7 +178,7 @@ async def test_a_box_in_a_document_or_in_the_prompt_is_not_the_answer(tmp_path: 
     assert trajectory.rewards == {"research": 0.0, "em": 0.0}
 
 
-async def test_search_r1s_example_answer_is_nobodys(tmp_path: Path) -> None:
+async def test_search_r1s_example_answer_does_not_count(tmp_path: Path) -> None:
     """Search-R1 itself pays 1.0 here: its prompt says <answer> Beijing </answer> and it reads the prompt too."""
     environment = make_environment(tmp_path, "bytes", max_turns=0, rewards=[{"type": "em"}, {"type": "format"}])
     asked = Question(id="q", text="?", answers=("Beijing",))

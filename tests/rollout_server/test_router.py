@@ -1,4 +1,4 @@
-"""Routing: who gets a turn, and that a turn which dies with its engine is sampled again elsewhere, exactly."""
+"""Routing: the choice of the engine, and that a turn lost with its engine is sampled again at another one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ V5 = PolicyVersion(1, 5)
 
 
 class Table(Fleet):
-    """A fleet that is told instead of reading Redis."""
+    """A fleet with scripted tables instead of Redis."""
 
     def __init__(self) -> None:
         super().__init__(None, WaitTimer(), poll_s=1.0)  # type: ignore[arg-type]
 
-    def tell(self, *engines: EngineInfo, target: PolicyVersion | None = V5) -> None:
+    def publish(self, *engines: EngineInfo, target: PolicyVersion | None = V5) -> None:
         self.install(FleetTable({e.id: e for e in engines}, target))
 
 
@@ -83,7 +83,7 @@ async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is
         FakeServer(version="1.5", latency_s=0.05) as b,
         routing(table) as router,
     ):
-        table.tell(engine("a", a.url), engine("b", b.url))
+        table.publish(engine("a", a.url), engine("b", b.url))
         names = [f"{'x' * i}" for i in range(1, 9)]
         playing = asyncio.gather(*(play(router, name, 6) for name in names))
         await eventually(lambda: len(a.requests) > 6 and len(b.requests) > 6, "both engines are in the middle of turns")
@@ -117,7 +117,7 @@ async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is
 async def test_a_faulty_engine_costs_one_turn_and_not_the_trajectory(fault: Fault) -> None:
     table = Table()
     async with FakeServer(version="1.5") as a, FakeServer(version="1.5") as b, routing(table, timeout_s=0.3) as router:
-        table.tell(engine("a", a.url), engine("b", b.url))
+        table.publish(engine("a", a.url), engine("b", b.url))
         a.faults["/generate"] = fault
         completion = await router(request([1, 2, 3]))
     assert completion.ids == next_ids([1, 2, 3], 8) and completion.engine == "b"
@@ -127,7 +127,7 @@ async def test_a_faulty_engine_costs_one_turn_and_not_the_trajectory(fault: Faul
 async def test_a_request_that_the_engine_refuses_is_not_sent_to_another() -> None:
     table = Table()
     async with FakeServer(version="1.5") as a, FakeServer(version="1.5") as b, routing(table) as router:
-        table.tell(engine("a", a.url), engine("b", b.url))
+        table.publish(engine("a", a.url), engine("b", b.url))
         a.faults["/generate"] = b.faults["/generate"] = Fault(status=422)
         with pytest.raises(EngineError) as caught:
             await router(request([1]))
@@ -138,17 +138,17 @@ async def test_a_prompt_with_an_id_that_the_model_does_not_have_reaches_no_engin
     """Real SGLang dies of it."""
     table = Table()
     async with FakeServer(version="1.5") as a, routing(table) as router:
-        table.tell(engine("a", a.url))
+        table.publish(engine("a", a.url))
         with pytest.raises(EngineError) as caught:
             await router(request([1, 1000]))
         assert caught.value.fault == "request" and a.calls == []
 
 
 @pytest.mark.fault(21)
-async def test_babble_everywhere_ends_after_the_attempts_that_are_allowed() -> None:
+async def test_malformed_data_from_every_engine_ends_after_the_allowed_attempts() -> None:
     table = Table()
     async with FakeServer(version="1.5") as a, routing(table, attempts=2) as router:
-        table.tell(engine("a", a.url))
+        table.publish(engine("a", a.url))
         a.faults["/generate"] = Fault(body={"output_ids": []})
         with pytest.raises(EngineError) as caught:
             await router(request([1]))
@@ -162,7 +162,7 @@ async def test_a_trajectory_stays_with_its_engine_and_a_group_starts_together() 
         FakeServer(version="1.5", latency_s=0.01) as b,
         routing(table) as router,
     ):
-        table.tell(engine("a", a.url), engine("b", b.url))
+        table.publish(engine("a", a.url), engine("b", b.url))
         used: dict[str, Counter[str]] = {}
 
         async def trajectory(group: str, session: str) -> None:
@@ -182,10 +182,10 @@ async def test_a_late_engine_is_given_work_at_once() -> None:
         FakeServer(version="1.5", latency_s=0.05) as b,
         routing(table) as router,
     ):
-        table.tell(engine("a", a.url))
+        table.publish(engine("a", a.url))
         playing = asyncio.gather(*(play(router, "x" * i, 8) for i in range(1, 25)))
         await eventually(lambda: len(a.requests) >= 24, "the first engine has everything")
-        table.tell(engine("a", a.url), engine("b", b.url))
+        table.publish(engine("a", a.url), engine("b", b.url))
         await eventually(lambda: len(b.requests) >= 4, "old trajectories move to the late one", 2.0)
         results = await playing
     assert results == [expected("x" * i, 8) for i in range(1, 25)]
@@ -212,7 +212,7 @@ async def test_an_engine_that_is_not_routable_gets_no_training_traffic(unfit: di
         FakeServer(version="1.5") as b,
         routing(table, tokenizer="ours") as router,
     ):
-        table.tell(engine("a", a.url, **unfit), engine("b", b.url, PolicyVersion(1, 3), tokenizer="ours"))
+        table.publish(engine("a", a.url, **unfit), engine("b", b.url, PolicyVersion(1, 3), tokenizer="ours"))
         done = await asyncio.gather(*(router(request([i], session=str(i), group=str(i))) for i in range(12)))
         assert {c.engine for c in done} == {"b"} and a.calls == []
 
@@ -221,20 +221,20 @@ async def test_pinned_requests_go_to_any_ready_engine_and_rather_to_one_for_eval
     table = Table()
     async with FakeServer(version="1.5") as a, FakeServer(version="1.5") as b, routing(table) as router:
         old = engine("a", a.url, PolicyVersion(1, 0))
-        table.tell(old, target=PolicyVersion(2, 9))
+        table.publish(old, target=PolicyVersion(2, 9))
         assert (await router(request([1], pinned=True))).engine == "a"
-        table.tell(old, engine("b", b.url, role="eval"))
+        table.publish(old, engine("b", b.url, role="eval"))
         assert (await router(request([1], session="t", pinned=True))).engine == "b"
 
 
 async def test_a_request_waits_for_an_engine_and_goes_on_when_one_comes() -> None:
     table = Table()
     async with FakeServer(version="1.5") as a, routing(table) as router:
-        table.tell(target=V5)
+        table.publish(target=V5)
         waiting = asyncio.create_task(router(request([1])))
         await asyncio.sleep(0.15)
         assert not waiting.done()
-        table.tell(engine("a", a.url))
+        table.publish(engine("a", a.url))
         assert (await asyncio.wait_for(waiting, 1.0)).engine == "a"
         assert 0.1 < router._queue._waits.seconds()["engine"] < 1.0
 
@@ -251,7 +251,7 @@ async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
     """An unreachable engine does not use up attempts: the turn waits until it is back."""
     table = Table()
     async with FakeServer(version="1.5") as a, routing(table, attempts=1, wait_s=20.0) as router:
-        table.tell(engine("a", a.url))
+        table.publish(engine("a", a.url))
         await router(request([1]))
         await a.stop()
         waiting = asyncio.create_task(router(request([1, 2])))
@@ -263,10 +263,10 @@ async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
 
 
 @pytest.mark.fault(6)
-async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first() -> None:
+async def test_turns_wait_for_capacity_the_oldest_group_first() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.05) as a, routing(table) as router:
-        table.tell(engine("a", a.url, max_running=2))
+        table.publish(engine("a", a.url, max_running=2))
         order: list[str] = []
 
         async def turn(group: str, number: int) -> None:
@@ -288,10 +288,10 @@ async def test_turns_wait_for_room_at_an_engine_the_oldest_group_first() -> None
         assert router.waiting == 0 and router._queue._waits.seconds()["window"] > 0.2
 
 
-async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix() -> None:
+async def test_a_later_turn_skips_the_queue_of_the_engine_with_its_prefix() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.2) as a, routing(table) as router:
-        table.tell(engine("a", a.url, max_running=2))
+        table.publish(engine("a", a.url, max_running=2))
         await router(request([1], session="begun", group="old"))
         async with asyncio.TaskGroup() as tasks:
             for number in range(4):
@@ -303,17 +303,17 @@ async def test_a_later_turn_passes_the_line_to_the_engine_that_holds_its_prefix(
             await eventually(lambda: router.waiting == 3, "and one more does not")
 
 
-async def test_a_turn_that_failed_does_not_pass_the_line_to_the_engine_that_failed_it() -> None:
+async def test_a_turn_does_not_skip_the_queue_of_an_engine_that_failed_it() -> None:
     table = Table()
     async with (
         FakeServer(version="1.5") as a,
         FakeServer(version="1.5", latency_s=0.05) as b,
         routing(table) as router,
     ):
-        table.tell(engine("a", a.url, max_running=2))
+        table.publish(engine("a", a.url, max_running=2))
         await router(request([1], session="begun", group="old"))
         a.latency_s = 1.5  # what it has now does not end before the line has moved on
-        table.tell(engine("a", a.url, max_running=2), engine("b", b.url, max_running=2))
+        table.publish(engine("a", a.url, max_running=2), engine("b", b.url, max_running=2))
         async with asyncio.TaskGroup() as tasks:
             for number in range(8):
                 tasks.create_task(router(request([number], session=f"new{number}", group="old")))
@@ -329,7 +329,7 @@ async def test_a_turn_that_failed_does_not_pass_the_line_to_the_engine_that_fail
 async def test_training_and_evaluation_take_turns_at_an_engine_that_both_use() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.02) as a, routing(table) as router:
-        table.tell(engine("a", a.url, max_running=1))
+        table.publish(engine("a", a.url, max_running=1))
         ended: list[str] = []
 
         async def loop(name: str, pinned: bool) -> None:
@@ -341,10 +341,10 @@ async def test_training_and_evaluation_take_turns_at_an_engine_that_both_use() -
     assert ended.index("eval") < 8 and "train" in ended[len(ended) - 5 :], "neither waits for the other's last turn"
 
 
-async def test_without_adaptive_windows_nobody_waits_for_room() -> None:
+async def test_without_adaptive_limits_no_turn_waits_for_capacity() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table, adaptive=False) as router:
-        table.tell(engine("a", a.url, max_running=2))
+        table.publish(engine("a", a.url, max_running=2))
         playing = [asyncio.create_task(router(request([i], session=str(i)))) for i in range(40)]
         await eventually(lambda: a._in_flight == 40, "all are there")
         assert router.waiting == 0 and not router.backpressure()
@@ -354,7 +354,7 @@ async def test_without_adaptive_windows_nobody_waits_for_room() -> None:
 async def test_a_turn_that_is_cancelled_leaves_its_place_to_the_next() -> None:
     table = Table()
     async with FakeServer(version="1.5", latency_s=0.1) as a, routing(table) as router:
-        table.tell(engine("a", a.url, max_running=1))
+        table.publish(engine("a", a.url, max_running=1))
         turns = [asyncio.create_task(router(request([i], session=str(i), group=str(i)))) for i in range(30)]
         await eventually(lambda: router.waiting == 29 and len(a.requests) == 1, "one goes, the others wait")
         assert router.backpressure(), "a new group would only wait with them"
@@ -372,7 +372,7 @@ async def test_a_full_engine_does_not_keep_a_turn_from_an_empty_one() -> None:
         FakeServer(version="1.5", latency_s=0.05) as b,
         routing(table) as router,
     ):
-        table.tell(engine("a", a.url, max_running=2), engine("b", b.url, max_running=2))
+        table.publish(engine("a", a.url, max_running=2), engine("b", b.url, max_running=2))
         done = await asyncio.gather(*(router(request([i], session=str(i))) for i in range(4)))
     assert Counter(c.engine for c in done) == {"a": 2, "b": 2}
 
@@ -384,7 +384,7 @@ async def test_with_windows_full_an_evaluation_on_its_own_engine_need_not_wait()
         FakeServer(version="1.5") as b,
         routing(table) as router,
     ):
-        table.tell(engine("a", a.url, max_running=1), engine("b", b.url, role="eval"))
+        table.publish(engine("a", a.url, max_running=1), engine("b", b.url, role="eval"))
         training = [asyncio.create_task(router(request([i], session=str(i)))) for i in range(3)]
         await asyncio.sleep(0.01)
         assert (await asyncio.wait_for(router(request([9], session="e", pinned=True)), 0.5)).engine == "b"
@@ -392,7 +392,7 @@ async def test_with_windows_full_an_evaluation_on_its_own_engine_need_not_wait()
 
 
 @pytest.mark.fault(6, 20)
-def test_strikes_decay_and_three_in_a_row_are_a_rest() -> None:
+def test_strikes_decay_and_three_in_a_row_eject() -> None:
     now = [0.0]
     health = EngineHealth(lambda: now[0])
     for _ in range(2):

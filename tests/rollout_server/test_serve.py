@@ -57,7 +57,7 @@ async def test_it_reports_itself(world, model: Path, tokens) -> None:
         assert await get(f"{url}/health") == (200, {"status": "ok"})
         await asyncio.sleep(0.2)
         status, body = await get(f"{url}/ready")
-        assert status == 503 and body["reasons"] == ["no engine takes requests"]
+        assert status == 503 and body["reasons"] == ["no engine accepts requests"]
         world.register("e", engine.url, V5, max_running=48)
         world.register("old", engine.url, PolicyVersion(1, 2))
         world.register("odd", engine.url, V5, tokenizer="theirs")
@@ -69,7 +69,7 @@ async def test_it_reports_itself(world, model: Path, tokens) -> None:
         engines = {e["id"]: e for e in body["engines"]}
         assert {name: e["takes_requests"] for name, e in engines.items()} == {"e": True, "odd": False, "old": False}
         assert {name: e["unroutable_reason"] for name, e in engines.items()} == {
-            **{"e": "", "odd": "another tokenizer", "old": "3 steps behind, 2 are allowed"}
+            **{"e": "", "odd": "a different tokenizer", "old": "3 steps behind, at most 2 allowed"}
         }
         assert (engines["e"]["window"], engines["e"]["requests_in_flight"], engines["e"]["trouble"]) == (48, 0, "")
         async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:

@@ -1,4 +1,4 @@
-"""The client of one engine: what it asks, and that it believes nothing unchecked."""
+"""The client of one engine: its requests, and that answers are validated."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_broken_reply_is_bad_output(broken: Any) -> None:
 
 @pytest.mark.fault(21)
 def test_more_tokens_than_were_asked_for_are_bad_output() -> None:
-    with pytest.raises(EngineError, match="where 2 were allowed") as caught:
+    with pytest.raises(EngineError, match="but at most 2 were requested") as caught:
         parse(reply(), limit=2)
     assert caught.value.cause == "bad_output"
 
@@ -117,7 +117,7 @@ def test_the_short_answer_to_a_request_that_was_aborted_in_the_queue_takes_nothi
     assert received.ids == [5, 6, 7]
 
 
-async def test_what_is_asked_of_the_engine() -> None:
+async def test_the_request_to_the_engine() -> None:
     async with FakeServer(version="3.7") as engine, aiohttp.ClientSession() as session:
         client = SglangClient(session, engine.url)
         done = await client.generate(REQUEST, version="3.7", timeout_s=5.0)

@@ -69,7 +69,7 @@ async def test_publishing_waits_while_redis_is_full(own_world) -> None:
 
 @pytest.mark.fault(24)
 async def test_publishing_waits_for_a_wiped_redis_and_then_gives_way(own_world) -> None:
-    """After a wipe the task is nobody's any more: its group is dropped, and the learner issues the seq again."""
+    """After a wipe the task is gone: its group is dropped, and the learner issues the seq again."""
     world = own_world
     publisher, stats, entry = await leased(world)
     world.sync.flushall()

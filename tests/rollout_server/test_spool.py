@@ -1,4 +1,4 @@
-"""Redis away or full: groups under way are finished and kept, a bounded number of them, and published on return."""
+"""Redis unavailable or full: a bounded number of groups is finished, kept, and published later."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ V5 = PolicyVersion(1, 5)
 
 
 class Partition:
-    """A wire to Redis that can be cut: connections stay open and what is sent is dropped. One that has lost something
-    so carries nothing any more; whoever uses it has to give it up.
+    """A proxy to Redis that can be cut: connections stay open and data is dropped. A connection that has lost data
+    carries nothing more; its user must close it.
     """
 
     def __init__(self, socket: Path) -> None:
@@ -51,7 +51,7 @@ class Partition:
     def cut(self) -> None:
         self._whole = False
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         self._whole = True
 
     async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -130,7 +130,7 @@ async def test_behind_a_partition_groups_are_finished_kept_and_published_or_give
         world.issue(make_task(4, group_size=2))
         await asyncio.sleep(0.3)
         assert world.pending() == 3, "nothing more is leased"
-        wire.mend()
+        wire.restore()
         await eventually(
             lambda: len(world.published()) == 4, "all are published on return, and work is taken again", 20
         )
@@ -145,7 +145,7 @@ async def test_behind_a_partition_groups_are_finished_kept_and_published_or_give
         async with rollout_process.server(world, model, name="near", task_idle_ms=900) as (near, _):
             await eventually(lambda: len(world.published()) == 6, "another server took over what fell silent", 20)
             assert (await values(near))["reclaimed"] == 2
-        wire.mend()
+        wire.restore()
         await reaches(far, "duplicates", 2)
     groups = world.published()
     assert Counter(g.seq for g in groups) == Counter(range(1, 7)), "nothing is lost, nothing is there twice"

@@ -1,4 +1,4 @@
-"""Leases: whose task it is, what becomes of it when its server dies, stops, or never could read it."""
+"""Leases: ownership of tasks, and what happens when a server dies, stops, or cannot read a task."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ async def test_a_task_that_outlives_three_servers_is_given_up_as_poison(world) -
 
 
 @pytest.mark.fault(30)
-async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(world) -> None:
+async def test_an_unreadable_task_becomes_a_dead_letter_and_the_others_go_on(world) -> None:
     server = Server(world, "a")
     server.let.set()
     world.sync.xadd(world.keys.tasks, {"seq": 1, "b": b"\xc1 not msgpack"})
@@ -196,7 +196,7 @@ async def test_an_unreadable_task_is_buried_and_reported_and_the_others_go_on(wo
 
 
 @pytest.mark.fault(2)
-async def test_a_drain_lets_quick_groups_finish_and_hands_slow_ones_back_at_once(world) -> None:
+async def test_a_drain_lets_quick_groups_finish_and_releases_slow_ones_at_once(world) -> None:
     server, other = Server(world, "a", idle_ms=60_000), Server(world, "b", idle_ms=60_000)
     server.quick = {1}
     world.issue(make_task(1), make_task(2))
@@ -212,7 +212,7 @@ async def test_a_drain_lets_quick_groups_finish_and_hands_slow_ones_back_at_once
     assert [m.seq for m in world.published()] == [1, 2] and other.stats.counts["reclaimed"] == 0
 
 
-async def test_a_drain_without_hope_ends_early(world, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drain_without_engines_ends_early(world, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "NO_PROGRESS_S", 0.2)
     server = Server(world, "a")
     world.issue(make_task(1))
@@ -221,7 +221,7 @@ async def test_a_drain_without_hope_ends_early(world, monkeypatch: pytest.Monkey
         server.tasks.stop()
         await asyncio.wait_for(server.leasing, 3.0)
         await asyncio.wait_for(server.tasks.drain(30.0, asyncio.Event(), can_progress=lambda: False), 2.0)
-    assert server.cancelled == [1] and world.pending() == 0, "handed back"
+    assert server.cancelled == [1] and world.pending() == 0, "released"
 
 
 async def test_a_server_started_before_the_learner_waits_for_the_streams(unprepared_world) -> None:

@@ -1,4 +1,4 @@
-"""Text and ids: exact where it is ours, harmless where it is not."""
+"""Text and ids: exact for trusted text, without control tokens for untrusted text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fetch` against a real HTTP server that behaves as badly as it is told."""
+"""`fetch` against a real HTTP server with scripted faults."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def fetch(retriever: Retriever) -> AsyncIterator[Tool]:
     await tool.close()
 
 
-async def test_an_id_brings_its_document(retriever: Retriever, fetch: Tool) -> None:
+async def test_an_id_returns_its_document(retriever: Retriever, fetch: Tool) -> None:
     result = await fetch(" p7 \n")
     assert retriever.asked == [("/passages/p7", None)]
     assert [(p.id, p.title, p.text) for p in result.passages] == [("p7", "Author", "Jane Austen.")]
@@ -197,5 +197,5 @@ async def test_closing_ends_calls_in_flight_and_a_cancelled_call_stays_cancelled
 
 def test_documents_come_from_where_searches_go_unless_settings_say_otherwise() -> None:
     Fetch(FetchSettings(), ("http://127.0.0.1:1",))
-    with pytest.raises(UserError, match="does not know where documents are"):
+    with pytest.raises(UserError, match="has no retriever"):
         Fetch(FetchSettings(), ())

@@ -1,4 +1,4 @@
-"""`python`: what the policy is told of its programs, and what a failure of the sandbox is."""
+"""`python`: the observations after programs, and failures of the sandbox."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_what_a_program_does_wrong_is_its_policys_mistake(
 ) -> None:
     result = await python(program)
     assert (result.mistake, result.error) == (mistake, "")
-    assert said in result.text and "/" not in result.text, "no path of this machine is told"
+    assert said in result.text and "/" not in result.text, "no path of this machine is shown"
 
 
 async def test_no_more_programs_run_at_once_than_are_allowed_and_the_others_wait() -> None:

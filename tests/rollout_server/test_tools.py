@@ -57,7 +57,7 @@ BOTH = ("fetch", "python")
 
 
 class Scripted:
-    """A tool that brings what it is told to."""
+    """A tool with scripted results."""
 
     def __init__(self, name: str, bring: Callable[[str], ToolResult]) -> None:
         self.name, self._bring, self.asked, self.closed = name, bring, [], 0
@@ -172,7 +172,7 @@ def test_with_tools_a_template_says_so_once_and_stops_at_them(name: str) -> None
     assert template.with_tools([], show_ids=False) is template
 
 
-def test_search_r1_tells_of_tools_where_it_tells_of_the_search() -> None:
+def test_search_r1_describes_tools_next_to_the_search() -> None:
     template = TEMPLATES["search_r1"].with_tools([("python", PythonSettings.sentence)], show_ids=False)
     said = (
         "You can search as many times as your want. You can compute by <python> program </python>: the Python program "
@@ -276,7 +276,7 @@ async def test_tools_and_searches_share_the_turns_and_each_tool_has_its_own_limi
     assert "No more than 1 calls of fetch" in text_of(environment, trajectory, 4)
 
 
-async def test_a_mistake_of_the_policy_is_told_to_it_and_the_trajectory_goes_on(tmp_path: Path) -> None:
+async def test_a_mistake_of_the_policy_is_an_observation_and_the_trajectory_goes_on(tmp_path: Path) -> None:
     for on_error in ("observe", "mask", "drop"):
         environment, _, _ = with_tools(
             tmp_path, lambda _: ToolResult("no such document", mistake="unknown_id"), on_search_error=on_error
@@ -356,7 +356,7 @@ texts = st.lists(words, min_size=1, max_size=16).map(" ".join)
 
 
 @given(script=st.lists(texts, min_size=5, max_size=5), said=texts, as_page=st.booleans(), room=st.integers(16, 120))
-def test_whatever_is_said_every_trajectory_with_tools_is_sound_and_within_its_budget(
+def test_every_trajectory_with_tools_is_valid_and_within_its_limits(
     tools_and_room: Callable[[int, ToolResult], tuple[Environment, Scripted, Scripted]],
     script: list[str],
     said: str,

@@ -1,4 +1,4 @@
-"""Tools through a whole rollout server: a retriever in a process of its own, a scripted engine, `POST /v1/episodes`."""
+"""Tools through a whole rollout server: a separate retriever process, a scripted engine, `POST /v1/episodes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids, mask, log-probs and versions grow together, whatever the turns look like."""
+"""Ids, mask, log-probs and versions stay aligned for all kinds of turns."""
 
 from __future__ import annotations
 

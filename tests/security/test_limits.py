@@ -201,7 +201,7 @@ def test_shards_of_a_model_are_files_beside_their_index(tmp_path: Path, name: st
     inside.mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "outside.safetensors")
     (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(WeightsError, match="not the name of a file beside it"):
+    with pytest.raises(WeightsError, match="not the name of a file in the same directory"):
         read_tensors(inside)
 
 

@@ -1,4 +1,4 @@
-"""What the engine needs from a Hugging Face `config.json`: sizes, rotary settings, biases. Pure."""
+"""Read the model architecture from a Hugging Face `config.json`: sizes, rotary settings, biases. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from protocol.errors import UserError
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of decoders differs from Llama's; the rest its config.json says.
+    """Differences of a decoder family from Llama. The rest is in its config.json.
 
-    norms     around attention and MLP: before them, after them, or both
-    qk_norm   over queries and keys: of each head, of all heads together, or none
-    windowed  layers without a `layer_types`: "all" have the sliding window, "late" those from max_window_layers on,
-              "unrotated" those without rotary embedding
-    asks      a window counts only with use_sliding_window
+    norms     position of the norms around attention and MLP: before, after, or both
+    qk_norm   norm of queries and keys: per head, over all heads together, or none
+    windowed  layers with a sliding window if there is no `layer_types`: "all", "late" (from max_window_layers on), or
+              "unrotated" (those without rotary embedding)
+    asks      the window applies only with use_sliding_window
     """
 
     norms: Literal["before", "after", "both"] = "before"
     qk_norm: Literal["", "head", "all"] = ""
     fused: bool = False
-    """Files hold qkv_proj and gate_up_proj."""
+    """The files have fused qkv_proj and gate_up_proj."""
     qkv_bias: bool | None = None
-    """Biases of q, k and v alone; None: `attention_bias` is for all four."""
+    """Whether q, k and v (not out) have biases; None: `attention_bias` applies to all four."""
     mlp_bias: bool = False
-    """Whether `mlp_bias` counts."""
+    """Whether `mlp_bias` is used."""
     windowed: Literal["", "all", "late", "pattern", "unrotated"] = ""
     asks: bool = True
     window: int | None = None
@@ -39,7 +39,7 @@ class Family:
     """Its default; None: head_dim ** -0.5."""
     theta: float = 10000.0
     norm_offset: float = 0.0
-    """Added to the weights of norms."""
+    """Offset added to the weights of norms."""
     activation: str = "silu"
     experts: bool = False
 
@@ -65,13 +65,13 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm="head", windowed="all", window=4096, experts=True),
     "smollm3": Family(mlp_bias=True, windowed="unrotated", theta=2e6),
 }
-"""model_type -> what it is."""
+"""model_type -> its family."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of the first `width` elements of each head: `kind` is default, linear or llama3; the last four
-    numbers are llama3's."""
+    """Rotary embedding of the first `width` elements of each head. `kind`: default, linear or llama3; the last four
+    fields are for llama3."""
 
     theta: float
     width: int
@@ -84,8 +84,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What differs between the layers of one model: rotation (None: positions do not count), window (0: sees all that
-    came before), and whether its MLP is one of experts."""
+    """Settings of a layer: rotation (None: no positions), window (0: full attention), whether its MLP is a mixture of
+    experts."""
 
     rope: Rope | None
     window: int
@@ -94,8 +94,8 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts (Shazeer et al. 2017): each token goes through `chosen` of `count` SwiGLUs of width
-    `intermediate`, weighed by the softmax of the router, over the chosen ones if `normalized`."""
+    """Mixture of experts (Shazeer et al. 2017): each token uses `chosen` of `count` SwiGLUs of width `intermediate`,
+    weighted by the softmax of the router, over the chosen ones if `normalized`."""
 
     count: int
     chosen: int
@@ -130,7 +130,7 @@ class ModelConfig:
 
     @property
     def traits(self) -> Family:
-        """The family's."""
+        """The family of this model."""
         return FAMILIES[self.family]
 
     @property
@@ -140,7 +140,7 @@ class ModelConfig:
 
     @property
     def parameters(self) -> int:
-        """Weights in all, biases and norms left out."""
+        """Number of weights, without biases and norms."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return embeddings + sum(attention + self._mlp_parameters(layer.experts) for layer in self.plan)
@@ -151,18 +151,18 @@ class ModelConfig:
         return 3 * self.hidden * self.intermediate
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token over all layers."""
+        """Return the bytes of keys and values per token, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """`directory/config.json` as ModelConfig. Raises UserError when missing, malformed or of another family."""
+    """Read `directory/config.json`. Raises UserError if it is missing, malformed or of an unsupported family."""
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text())
     except OSError as error:
         raise UserError(
-            f"cannot read {path}", why=error.strerror or str(error), todo="point --model-path at a model directory"
+            f"cannot read {path}", why=error.strerror or str(error), todo="set --model-path to a model directory"
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON", why=str(error)) from None
@@ -211,7 +211,7 @@ def _convert(raw: dict[str, Any]) -> ModelConfig:
         logits_scale=1 / float(raw.get("logits_scaling", 1.0)),
     )
     if config.heads % config.kv_heads or config.head_dim % 2:
-        raise ValueError("heads must be a multiple of key/value heads and head_dim even")
+        raise ValueError("num_attention_heads must be a multiple of num_key_value_heads, and head_dim must be even")
     return config
 
 
@@ -246,7 +246,7 @@ def _plan(raw: dict[str, Any], traits: Family, head_dim: int) -> tuple[LayerPlan
                 "": False,
             }[traits.windowed]
         local = traits.windowed == "pattern" and slides
-        # gemma3: since transformers 5 one set of rope_parameters for each kind of layer
+        # gemma3: transformers 5 has one set of rope_parameters per kind of layer
         own = given.get("sliding_attention" if local else "full_attention")
         scaled = {"rope_theta": raw.get("rope_local_base_freq", 10000.0)} if local and not own else own
         rope: Rope | None = _rope({**raw, "rope_parameters": scaled} if scaled else raw, traits, head_dim)
@@ -258,7 +258,7 @@ def _plan(raw: dict[str, Any], traits: Family, head_dim: int) -> tuple[LayerPlan
 
 
 def _rope(raw: dict[str, Any], traits: Family, head_dim: int) -> Rope:
-    # transformers 5 writes rope_parameters; before, rope_theta stood alone beside rope_scaling
+    # transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):

@@ -1,12 +1,12 @@
-"""The forward pass: a decoder of the Llama family over dense rows of keys and values. What differs between families
-(`model_config.FAMILIES`) is left out below.
+"""The forward pass of a decoder of the Llama family over dense rows of keys and values. Differences between families
+(`model/config.py`, FAMILIES) are omitted here.
 
     tokens [T] = decode tokens (one per running row, rows 0..B-1), then prompt tokens of N new rows (B..B+N-1), packed
        embed -> { norm -> qkv -> rotate -> write keys, values -> attend -> out -> + -> norm -> gate, up -> down ->
        + } * L -> norm
 
-Everything but attention runs on packed tokens, so that padding costs nothing there. Attention runs in two parts: decode
-rows as plain batched products, prompt rows padded to the longest new part.
+All but attention runs on packed tokens, without padding. Attention runs in two parts: decode rows as batched matrix
+products, prompt rows padded to the longest new part.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from rollout_server.cpu_engine.scheduler.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class DecodePart:
-    """The first `count` tokens: one for each row 0..count-1."""
+    """The first `count` tokens: one per row 0..count-1."""
 
     count: int
     width: int
     masks: dict[
         int, torch.Tensor
-    ]  # window -> [count, 1, 1, width]: 0, or -inf where there is no token or it is too old
+    ]  # window -> [count, 1, 1, width]: 0, or -inf where there is no token or it is outside the window
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """New parts of some rows, of about the same length: they are padded to the longest of them."""
+    """New parts of some rows, of similar length, padded to the longest one."""
 
     rows: torch.Tensor  # int64 [rows]
     longest: int
     width: int
-    token: torch.Tensor  # int64 [T']: each token among those of all prompts
-    row: torch.Tensor  # int64 [T']: its row, as a place in `rows`
-    offset: torch.Tensor  # int64 [T']: its place within the row's new part
+    token: torch.Tensor  # int64 [T']: index of each token among those of all prompts
+    row: torch.Tensor  # int64 [T']: its row, as an index into `rows`
+    offset: torch.Tensor  # int64 [T']: its index within the row's new part
     masks: dict[int, torch.Tensor]  # window -> [rows, 1, longest, width]
 
 
 class CausalLM:
-    """Weights plus forward pass. Not thread-safe: the engine thread owns it."""
+    """Weights and forward pass. Not thread-safe: owned by the engine thread."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.weights = config, weights
@@ -69,8 +69,10 @@ class CausalLM:
         prompts: Sequence[PromptPart],
         adapters: Sequence[AdapterPart] = (),
     ) -> torch.Tensor:
-        """Hidden states [T, E] after the last norm; keys and values are written to `kv`. ids, positions, rows:
-        int64 [T]."""
+        """Return the hidden states [T, E] after the last norm. Writes keys and values to `kv`.
+
+        ids, positions, rows: int64 [T]
+        """
         c = self.config
         rotations = {rope: table[positions][:, None] for rope, table in self.rotations.items()}
         address = kv.address(rows, positions)
@@ -83,7 +85,7 @@ class CausalLM:
             qkv = adapted(F.linear(h, layer.qkv, layer.qkv_bias), h, adapters, number, "qkv")
             qk = qkv[:, :rotated].view(len(ids), -1, c.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
-                whole = layer.q_norm.shape[0] > c.head_dim  # over all heads together
+                whole = layer.q_norm.shape[0] > c.head_dim  # norm over all heads together
                 parts = [part.flatten(1) if whole else part for part in (qk[:, : c.heads], qk[:, c.heads :])]
                 normed = (self._norm(parts[0], layer.q_norm), self._norm(parts[1], layer.k_norm))
                 qk = torch.cat(normed, 1).view_as(qk)
@@ -107,14 +109,14 @@ class CausalLM:
         return adapted(F.linear(inner, layer.down, layer.down_bias), inner, adapters, number, "down")
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * M] -> [T, M]."""
+        """Apply the gated activation: [T, 2 * M] -> [T, M]."""
         gate, up = gate_up.chunk(2, -1)
         if self.silu:
             return F.silu(gate).mul_(up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def _mix(self, h: torch.Tensor, mixture: MoeTensors) -> torch.Tensor:
-        """[T, E] through the experts that the router chooses for each token."""
+        """Apply to [T, E] the experts that the router chooses for each token."""
         experts = self.config.experts
         assert experts is not None
         shares, chosen = torch.softmax(F.linear(h, mixture.router).float(), -1).topk(experts.chosen, -1)
@@ -128,14 +130,14 @@ class CausalLM:
         return mixed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [T, V]: not rounded to bfloat16 where the weights are, as SGLang's with --enable-fp32-lm-head."""
+        """Return float32 [T, V], computed in float32 even for bfloat16 weights (SGLang: --enable-fp32-lm-head)."""
         logits = F.linear(hidden.float(), self.weights.float32_head)
         return logits if self.config.logits_scale == 1 else logits.mul_(self.config.logits_scale)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is None:
             return x
-        if self.norm_offset:  # in float32, as transformers adds it: a bfloat16 near 1 keeps 8 bits of the weight
+        if self.norm_offset:  # in float32, as in transformers: a bfloat16 near 1 keeps only 8 bits of the weight
             weight = weight.float() + self.norm_offset
             return F.rms_norm(x.float(), (x.shape[-1],), weight, self.config.eps).to(x.dtype)
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.eps)
@@ -149,11 +151,11 @@ class CausalLM:
         prompts: Sequence[PromptPart],
         window: int,
     ) -> torch.Tensor:
-        """q [T, H, D], keys and values [rows, K, width, D] -> [T, H * D]."""
+        """Attend with q [T, H, D] to keys and values [rows, K, width, D]. Return [T, H * D]."""
         parts = []
         if decode is not None:
             c, n = self.config, decode.count
-            # queries of one key/value head stand together as the rows of one small product
+            # the queries of one key/value head are the rows of one small matrix product
             grouped = (q[:n] * self.scale).view(n, c.kv_heads, c.group, c.head_dim)
             scores = torch.matmul(grouped, keys[:n, :, : decode.width].transpose(-1, -2))
             scores += decode.masks[window]
@@ -183,15 +185,16 @@ class CausalLM:
 
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [T, heads, D] whose pairs lie side by side; rotation complex64 [T, 1, D/2]. Keeps the
-    dtype."""
+    """Apply rotary embedding to [T, heads, D] with adjacent pairs; rotation complex64 [T, 1, D/2]. Keeps the dtype."""
     pairs = heads.float().reshape(*heads.shape[:-1], -1, 2)
     return torch.view_as_real(torch.view_as_complex(pairs) * rotation).flatten(-2).to(heads.dtype)
 
 
 def rotation_table(rope: Rope, head_dim: int, context: int) -> torch.Tensor:
-    """e^(i * position * frequency), complex64 [context, D/2]; 1 for what is not rotated. RoFormer (Su et al. 2021)
-    section 3.2; Llama 3 scaling as in transformers' `_compute_llama3_parameters`."""
+    """Return e^(i * position * frequency), complex64 [context, D/2]; 1 for elements that are not rotated.
+
+    RoFormer (Su et al. 2021) section 3.2. Llama 3 scaling as in transformers' `_compute_llama3_parameters`.
+    """
     inverse = rope.theta ** -(torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width)
     if rope.kind == "linear":
         inverse = inverse / rope.factor

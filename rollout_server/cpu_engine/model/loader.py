@@ -1,8 +1,8 @@
-"""From safetensors on disk to the fused tensors of the model, all verified before the first one is touched.
+"""Load safetensors into the fused tensors of the model. All tensors are verified before the first one is changed.
 
-Fusing (q, k and v in one matrix, gate and up in another) saves calls. Rows of q and k are moved so that the two
-numbers that rotary embedding turns together lie side by side (Hugging Face keeps them half a head apart): the
-rotation is then one complex multiplication. Attention scores do not change, because q and k are moved alike.
+Fusing (q, k and v in one matrix, gate and up in another) saves calls. Rows of q and k are permuted so that the two
+elements of each rotary pair are adjacent (in Hugging Face's layout they are half a head apart). Rotation is then one
+complex multiplication. Attention scores do not change, because q and k have the same permutation.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ NORMS = {
         "after_mlp": "post_feedforward_layernorm",
     },
 }
-"""Hugging Face's names of a layer's norms, by where they stand."""
+"""Hugging Face's names of a layer's norms, by position."""
 
 
 class WeightsError(Exception):
-    """What came does not hold exactly this model's tensors. The weights in use were not changed."""
+    """The given tensors do not match this model. The weights in use were not changed."""
 
 
 class RowSpan(NamedTuple):
-    """A run of rows of one tensor; of each head, the first `rotary` are moved for the rotation."""
+    """A range of rows of one tensor. In each head, the first `rotary` rows are permuted for the rotation."""
 
     rows: int
     rotary: int = 0
 
 
 class MlpTensors(TypedDict):
-    """The MLP's part of a Layer."""
+    """The MLP tensors of a Layer."""
 
     gate_up: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
@@ -58,7 +58,7 @@ class MlpTensors(TypedDict):
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where the tensor of one Hugging Face name lives: a view of a fused tensor, its rows perhaps moved."""
+    """Storage of the tensor with one Hugging Face name: a view of a fused tensor, perhaps with permuted rows."""
 
     view: torch.Tensor
     order: torch.Tensor | None = None
@@ -67,7 +67,7 @@ class TensorSlot:
         self.view.copy_(source if self.order is None else source[self.order])
 
     def get(self) -> torch.Tensor:
-        """A copy in Hugging Face's own row order."""
+        """Return a copy in Hugging Face's row order."""
         if self.order is None:
             return self.view.clone()
         return self.view[torch.argsort(self.order)]
@@ -75,7 +75,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class MoeTensors:
-    """Tensors of an MLP of N experts. Hidden E, intermediate M."""
+    """Tensors of an MLP with N experts. Hidden size E, intermediate size M."""
 
     router: torch.Tensor  # [N, E]
     gate_up: torch.Tensor  # [N, 2 * M, E]
@@ -84,7 +84,7 @@ class MoeTensors:
 
 @dataclass(frozen=True)
 class Layer:
-    """Tensors of one decoder layer. H query heads, K key/value heads of D, hidden E, intermediate M."""
+    """Tensors of one decoder layer. H query heads, K key/value heads of size D, hidden size E, intermediate size M."""
 
     before_attention: torch.Tensor | None  # norms, [E]
     after_attention: torch.Tensor | None
@@ -104,22 +104,22 @@ class Layer:
 
 
 class Weights:
-    """All tensors of one model, of any content until they are put. `places`: Hugging Face name -> its storage."""
+    """All tensors of one model, uninitialised until they are set. `places`: Hugging Face name -> its storage."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
         self.places: dict[str, TensorSlot] = {}
         self._sums: dict[str, str] = {}
-        """Checksums of what has not been replaced since they were taken."""
+        """Checksums of tensors that have not been replaced since."""
         self.embed = self._whole("model.embed_tokens.weight", config.vocab, config.hidden)
         self.layers = [self._layer(f"model.layers.{i}.", plan) for i, plan in enumerate(config.plan)]
         self.norm = self._whole("model.norm.weight", config.hidden)
         self.head = self.embed if config.tied else self._whole("lm_head.weight", config.vocab, config.hidden)
         self.float32_head = self.head if dtype == torch.float32 else torch.empty_like(self.head, dtype=torch.float32)
-        """`head` in float32, kept because converting it at each step costs more than the product."""
+        """`head` in float32, cached because converting it at each step costs more than the matrix product."""
 
     def load(self, directory: Path) -> None:
-        """Replace every tensor by the one in `directory`. Raises WeightsError, and then nothing has changed."""
+        """Replace every tensor by the one in `directory`. If it raises WeightsError, nothing has changed."""
         tensors = read_tensors(directory)
         self.verify(tensors)
         self._sums.clear()
@@ -128,14 +128,14 @@ class Weights:
         self._renew_float32_head()
 
     def randomize(self) -> None:
-        """Replace every number by a random one."""
+        """Fill every tensor with random numbers."""
         self._sums.clear()
         for place in self.places.values():
             place.view.normal_()
         self._renew_float32_head()
 
     def verify(self, tensors: Tensors) -> None:
-        """Every name there, none too many, every shape right, every number finite; else WeightsError."""
+        """Raise WeightsError unless all names match, all shapes match, and all numbers are finite."""
         missing = sorted(self.places.keys() - tensors.keys())
         extra = sorted(name for name in tensors.keys() - self.places.keys() if not self._spare(name))
         if missing:
@@ -147,7 +147,7 @@ class Weights:
             _check_finite(name, tensors[name])
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Replace one tensor, given in any float dtype. Raises WeightsError; then this set is not to be used."""
+        """Replace one tensor, given in any float dtype. After WeightsError this set must not be used."""
         place = self.places.get(name)
         if place is None:
             if self._spare(name):
@@ -158,29 +158,29 @@ class Weights:
         place.put(tensor)
         if place.view is self.head:
             self._renew_float32_head()
-        _check_finite(name, place.view)  # after the conversion: a float64 may be beyond float32
+        _check_finite(name, place.view)  # after the conversion: a float64 may overflow float32
 
     def _renew_float32_head(self) -> None:
         if self.float32_head is not self.head:
             self.float32_head.copy_(self.head)
 
     def _spare(self, name: str) -> bool:
-        """Whether a tensor of this name may come along and is not needed."""
+        """Return whether a tensor of this name is allowed but not needed."""
         return (self.config.tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
     def _check(self, name: str, place: TensorSlot, tensor: torch.Tensor) -> None:
         if tensor.shape != place.view.shape:
             want, got = list(place.view.shape), list(tensor.shape)
-            raise WeightsError(f"tensor {name!r} has shape {got}, the model has {want}")
+            raise WeightsError(f"tensor {name!r} has shape {got}, expected {want}")
         if not tensor.is_floating_point():
-            raise WeightsError(f"tensor {name!r} is of {tensor.dtype}, which is no float")
+            raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which is not a float type")
 
     def checksums(self) -> dict[str, str]:
-        """sha256 (hex) of each tensor's bytes in the engine's dtype and Hugging Face's layout, by name."""
+        """Return the sha256 (hex) of each tensor's bytes by name, in the engine's dtype and Hugging Face's layout."""
         return {name: self.checksum(name) for name in sorted(self.places)}
 
     def checksum(self, name: str) -> str:
-        """That of one tensor, which is read once and not again before it is replaced."""
+        """Return the checksum of one tensor. Cached until the tensor is replaced."""
         if name not in self._sums:
             self._sums[name] = _digest(self.places[name].get())
         return self._sums[name]
@@ -191,7 +191,7 @@ class Weights:
         return tensor
 
     def _fused(self, parts: list[tuple[str, Sequence[RowSpan]]], *tail: int) -> torch.Tensor:
-        """One tensor for several names, each with its runs of rows."""
+        """Create one tensor for several names, each with its ranges of rows."""
         tensor = torch.empty(sum(run.rows for _, runs in parts for run in runs), *tail, dtype=self.dtype)
         start = 0
         for name, runs in parts:
@@ -203,7 +203,7 @@ class Weights:
         return tensor
 
     def _order(self, runs: Sequence[RowSpan]) -> torch.Tensor:
-        """Where each row comes from; int64 [rows]."""
+        """Return the source index of each row; int64 [rows]."""
         orders, start = [], 0
         for run in runs:
             own = _rotation_order(run.rows, self.config.head_dim, run.rotary) if run.rotary else torch.arange(run.rows)
@@ -275,9 +275,9 @@ class Weights:
 
 
 def read_tensors(directory: Path) -> Tensors:
-    """Every tensor of `directory`'s safetensors, read into memory. Raises WeightsError.
+    """Read all tensors of the safetensors in `directory` into memory. Raises WeightsError.
 
-    Bytes are read, not mapped: a publisher that truncates a mapped file would kill this process with SIGBUS.
+    The files are read, not mapped: truncating a mapped file would kill this process with SIGBUS.
     """
     index = directory / "model.safetensors.index.json"
     try:
@@ -285,11 +285,11 @@ def read_tensors(directory: Path) -> Tensors:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             files = [directory / name for name in names]
             if strange := [name for name, file in zip(names, files, strict=True) if file.parent != directory]:
-                raise WeightsError(f"{strange[0]!r} in {index.name} is not the name of a file beside it")
+                raise WeightsError(f"{strange[0]!r} in {index.name} is not the name of a file in the same directory")
         else:
             files = sorted(directory.glob("*.safetensors"))
         if not files:
-            raise WeightsError(f"no safetensors in {directory}")
+            raise WeightsError(f"there are no safetensors in {directory}")
         tensors: Tensors = {}
         for file in files:
             tensors.update(parse_safetensors(file.read_bytes()))
@@ -297,21 +297,23 @@ def read_tensors(directory: Path) -> Tensors:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise WeightsError(f"cannot read the weights in {directory}: {error}") from error
     except Exception as error:
-        # safetensors raises a class of its own, private to its Rust part, for a broken file
+        # for a broken file, safetensors raises a class that is private to its Rust code
         if type(error).__name__ != "SafetensorError":
             raise
         raise WeightsError(f"broken safetensors in {directory}: {error}") from error
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
-    # one pass over memory where isfinite needs four; a sum may overflow, so only "finite" is believed
+    # one pass over memory instead of four with isfinite; a sum may overflow, so only a finite sum is conclusive
     if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
-        raise WeightsError(f"tensor {name!r} holds values that are not finite numbers")
+        raise WeightsError(f"tensor {name!r} contains values that are not finite")
 
 
 def _rotation_order(rows: int, head_dim: int, rotary: int) -> torch.Tensor:
-    """Index that turns the first R = `rotary` rows of each head, (0..R/2-1, R/2..R-1), into pairs (0, R/2, 1, R/2+1,
-    ...), and leaves the rest where it is. int64 [rows]."""
+    """Return the row permutation for adjacent rotary pairs; int64 [rows].
+
+    The first R = `rotary` rows of each head, (0..R/2-1, R/2..R-1), become (0, R/2, 1, R/2+1, ...). The others stay.
+    """
     pairs = torch.arange(rotary).view(2, rotary // 2).t().reshape(-1)
     head = torch.cat((pairs, torch.arange(rotary, head_dim)))
     return (torch.arange(0, rows, head_dim)[:, None] + head).reshape(-1)

@@ -1,9 +1,9 @@
-"""LoRA adapters (Hu et al. 2021): y = W x + scale * B A x, kept apart from W.
+"""LoRA adapters (Hu et al. 2021): y = W x + scale * B A x, applied without merging into W.
 
-So requests of one batch may use different ones, and new base weights change nothing about them.
+Requests of one batch may therefore use different adapters, and new base weights do not affect them.
 
-Read from PEFT's layout. What stands fused in the model (q, k, v; gate, up) is fused here too: the A of its parts
-stacked, their B on the diagonal of one matrix, scaled, and rows moved as the weights' are.
+Read from PEFT's layout. Where the model has fused weights (q, k, v; gate, up), the adapter is fused too: the A matrices
+are stacked, the B matrices are the blocks of a block-diagonal matrix, scaled, with rows permuted like the weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LINEAR: dict[str, Linear] = {
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "gate_up"),
     "down_proj": "down",
 }
-"""The fused linear layer in which each of Hugging Face's modules stands."""
+"""Hugging Face module -> the fused linear layer that contains it."""
 PLAIN = {"bias": "none", "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None, "rank_pattern": {}}
-"""Settings of PEFT that this engine takes only as they are here, or empty."""
+"""PEFT settings that are accepted only with these values, or empty."""
 
 _NAME = re.compile(r"(?:base_model\.model\.)?(model\.layers\.(\d+)\..+\.(\w+))\.lora_([AB])(?:\.default)?\.weight")
 _numbers = itertools.count(1)
@@ -38,19 +38,19 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Delta:
-    """What is added to one fused linear layer: `up` @ `down` @ x. R: the ranks of its parts together."""
+    """Update of one fused linear layer: `up` @ `down` @ x. R: sum of the ranks of its parts."""
 
     down: torch.Tensor  # [R, in]
     up: torch.Tensor  # [out, R]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out]."""
+        """Map [T, in] to [T, out]."""
         return torch.nn.functional.linear(torch.nn.functional.linear(x, self.down), self.up)
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """`number` is never used twice, unlike the name. `layers`: for each decoder layer what is added to which linear."""
+    """A loaded adapter. `number` is unique, unlike the name. `layers`: deltas by decoder layer and linear layer."""
 
     name: str
     path: Path
@@ -60,14 +60,14 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """The tokens of a forward pass that use one adapter. `tokens`: int64 indexes, None for all."""
+    """The tokens of a forward pass that use one adapter. `tokens`: int64 indices, None for all."""
 
     adapter: Adapter
     tokens: torch.Tensor | None
 
 
 def adapted(y: torch.Tensor, x: torch.Tensor, parts: Sequence[AdapterPart], layer: int, linear: Linear) -> torch.Tensor:
-    """Add to y [T, out], in place, what the adapters make of x [T, in]; returns y."""
+    """Add the adapters' output for x [T, in] to y [T, out] in place. Return y."""
     for part in parts:
         delta = part.adapter.layers[layer].get(linear)
         if delta is None:
@@ -88,7 +88,7 @@ def read_adapter(name: str, path: Path, weights: Weights) -> Adapter:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"cannot read the adapter in {path}: {error}") from error
     except Exception as error:
-        # safetensors raises a class of its own, private to its Rust part, for a broken file
+        # for a broken file, safetensors raises a class that is private to its Rust code
         if type(error).__name__ != "SafetensorError":
             raise
         raise WeightsError(f"broken safetensors in {path}: {error}") from error
@@ -96,19 +96,19 @@ def read_adapter(name: str, path: Path, weights: Weights) -> Adapter:
     for key, tensor in tensors.items():
         match = _NAME.fullmatch(key)
         if match is None or match[3] not in LINEAR or f"{match[1]}.weight" not in weights.places:
-            raise WeightsError(f"the adapter's tensor {key!r} belongs to no linear layer that can be adapted")
+            raise WeightsError(f"the adapter's tensor {key!r} does not belong to a linear layer that supports adapters")
         if ".experts." in match[1]:
             raise WeightsError(
-                f"the adapter's tensor {key!r} belongs to an expert: adapters of experts are not supported"
+                f"the adapter's tensor {key!r} belongs to an expert, and adapters of experts are not supported"
             )
         parts.setdefault(match[1], {})[match[4]] = tensor
     if not parts:
-        raise WeightsError(f"the adapter in {path} holds nothing")
+        raise WeightsError(f"the adapter in {path} is empty")
     return Adapter(name, path, next(_numbers), _layers(parts, scale, weights))
 
 
 def _scale(config: dict[str, Any]) -> float:
-    """alpha / r, or alpha / sqrt(r) (rank-stabilised, Kalajdzievski 2023)."""
+    """Return alpha / r, or alpha / sqrt(r) (rank-stabilised, Kalajdzievski 2023)."""
     for key, value in PLAIN.items():
         if config.get(key) and config[key] != value:
             raise ValueError(f"{key}={config[key]!r} is not supported")
@@ -119,7 +119,7 @@ def _scale(config: dict[str, Any]) -> float:
 
 
 def _layers(parts: dict[str, dict[str, torch.Tensor]], scale: float, weights: Weights) -> list[dict[Linear, Delta]]:
-    """The deltas by layer and fused linear."""
+    """Return the deltas by layer and fused linear layer."""
     fused: list[dict[Linear, list[tuple[str, torch.Tensor, torch.Tensor]]]] = [{} for _ in weights.layers]
     for module, pair in sorted(parts.items()):
         _check(module, pair, weights.places[f"{module}.weight"].view.shape)
@@ -134,7 +134,7 @@ def _layers(parts: dict[str, dict[str, torch.Tensor]], scale: float, weights: We
 def _fuse(
     matrix: torch.Tensor, members: list[tuple[str, torch.Tensor, torch.Tensor]], scale: float, weights: Weights
 ) -> Delta:
-    """One delta for `matrix` [out, in] from its members (module, A [r, in], B [rows, r])."""
+    """Fuse the members (module, A [r, in], B [rows, r]) of `matrix` [out, in] into one delta."""
     up = torch.zeros(matrix.shape[0], sum(len(a) for _, a, _ in members), dtype=weights.dtype)
     column = 0
     for module, a, b in members:
@@ -151,7 +151,9 @@ def _check(module: str, pair: dict[str, torch.Tensor], shape: torch.Size) -> Non
         raise WeightsError(f"the adapter has only one of the two matrices of {module!r}")
     a, b = pair["A"], pair["B"]
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != shape[1] or b.shape != (shape[0], a.shape[0]):
-        raise WeightsError(f"the adapter's matrices of {module!r} are {list(a.shape)} and {list(b.shape)}")
+        raise WeightsError(
+            f"the adapter's matrices of {module!r} have wrong shapes, {list(a.shape)} and {list(b.shape)}"
+        )
     for tensor in (a, b):
         if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise WeightsError(f"the adapter of {module!r} holds values that are not finite numbers")
+            raise WeightsError(f"the adapter of {module!r} contains values that are not finite")

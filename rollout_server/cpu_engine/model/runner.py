@@ -1,8 +1,8 @@
-"""One engine step on tensors: decode tokens of the running rows and prompts of new rows in a single forward pass,
-then sampling.
+"""One engine step on tensors: a forward pass over the decode tokens of running rows and the prompts of new rows, then
+sampling.
 
-Row i belongs to the i-th running request of the scheduler. Per-row numbers are kept in arrays, so that a step
-does no Python work for each request.
+Row i belongs to the i-th running request of the scheduler. Per-row values are stored in arrays, so that a step needs no
+Python work per request.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rollout_server.cpu_engine.scheduler.kv_cache import KVCache
 from rollout_server.cpu_engine.scheduler.request import SamplingParams
 
 CHUNK = 1024
-"""Most new tokens of one prompt in one forward pass: bounds the attention mask and scores."""
+"""Maximum new tokens of one prompt per forward pass: bounds the attention mask and scores."""
 SCORE_CHUNK = 256
-"""Prompt positions whose logits are held at once when a prompt is scored."""
+"""Number of prompt positions whose logits are in memory at once when a prompt is scored."""
 
 
 @dataclass
 class Prompt:
-    """New tokens for the next free row: ids[start:] are to be computed, ids[:start] are there already.
+    """New tokens for the next free row: compute ids[start:]; ids[:start] are already in the cache.
 
-    score_from  with a number s, `scores` receives the log-probs (T = 1) of ids[s + 1:] given what precedes each, and
-                `tops` for each of these places the `top` best (log-prob, token) pairs
+    score_from  if a number s: `scores` receives the log-probs (T = 1) of ids[s + 1:], and `tops` the `top` best
+                (log-prob, token) pairs at each of these positions
     """
 
     ids: list[int]
@@ -46,7 +46,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class BannedTokens:
-    """Tokens that row `row` must not draw in this step."""
+    """Tokens that row `row` must not sample in this step."""
 
     row: int
     ids: list[int]
@@ -54,8 +54,7 @@ class BannedTokens:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Per row: the token, its log-prob (NaN: the logits were not finite), and the `top` best (log-prob, token)
-    pairs."""
+    """Per row: token, log-prob (NaN if the logits were not finite), and the `top` best (log-prob, token) pairs."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -63,8 +62,7 @@ class Sampled:
 
 
 class ModelRunner:
-    """Owns model, rows and the per-row numbers. `length` counts the tokens of a row whose keys and values are
-    stored."""
+    """Owns the model, the rows and the per-row values. `length`: number of tokens of a row in the KV cache."""
 
     def __init__(self, model: CausalLM, kv: KVCache, max_running: int) -> None:
         self.model, self.kv = model, kv
@@ -80,7 +78,7 @@ class ModelRunner:
         self._adapters: list[Adapter | None] = [None] * max_running
 
     def move(self, source: int, target: int) -> None:
-        """Row `source` becomes row `target`."""
+        """Move row `source` to row `target`."""
         self.kv.copy(source, target, int(self.length[source]))
         for column in self._columns:
             column[target] = column[source]
@@ -89,9 +87,9 @@ class ModelRunner:
     def step(
         self, active: int, prompts: Sequence[Prompt], bans: Sequence[BannedTokens], top: dict[int, int]
     ) -> Sampled:
-        """Advance rows 0..active-1 by one token and start `prompts` in the rows after them.
+        """Advance rows 0..active-1 by one token, and start `prompts` in the rows after them.
 
-        top  row -> how many of its best tokens to report. The caller has reserved the memory in `kv`.
+        top  row -> number of best tokens to report. The caller must have reserved the memory in `kv`.
         """
         for number, prompt in enumerate(prompts):
             self._start_row(active + number, prompt)
@@ -132,7 +130,7 @@ class ModelRunner:
             prompt.start = end
 
     def _forward(self, active: int, prompts: Sequence[Prompt]) -> torch.Tensor:
-        """Hidden states [active + prompts, E] from which the next tokens are output."""
+        """Return the hidden states [active + prompts, E] of the next tokens."""
         parts = [(active + i, p.ids[p.start :], p.start) for i, p in enumerate(prompts)]
         hidden = self._run(active, parts)
         if not parts:
@@ -144,8 +142,7 @@ class ModelRunner:
         return hidden[last]
 
     def _run(self, active: int, parts: Sequence[tuple[int, list[int], int]]) -> torch.Tensor:
-        """Forward pass over the decode tokens of rows 0..active-1 and over `parts` (row, new ids, start) of
-        adjacent rows."""
+        """Run the forward pass over the decode tokens of rows 0..active-1 and `parts` (row, new ids, start)."""
         past = torch.from_numpy(self.length[:active])
         ids, positions, rows = [torch.from_numpy(self._newest[:active])], [past], [torch.arange(active)]
         prompts = _prompt_parts(parts, self.model.windows)
@@ -163,7 +160,7 @@ class ModelRunner:
         )
 
     def _adapter_parts(self, active: int, parts: Sequence[tuple[int, list[int], int]]) -> list[AdapterPart]:
-        """Which tokens of a forward pass use which adapter."""
+        """Return which tokens of a forward pass use which adapter."""
         owners = self._adapters[:active] + [self._adapters[row] for row, _, _ in parts]
         used = {owner for owner in owners if owner is not None}
         if len(used) == 1 and None not in owners:
@@ -176,7 +173,7 @@ class ModelRunner:
         return found
 
     def _score(self, prompt: Prompt, start: int, hidden: torch.Tensor) -> None:
-        """Append log-probs of the tokens that follow positions start..start+len(hidden)-1, as far as asked for."""
+        """Append the requested log-probs of the tokens after positions start..start+len(hidden)-1."""
         if prompt.score_from is None:
             return
         first = max(start, prompt.score_from)
@@ -199,9 +196,9 @@ def _decode_part(past: torch.Tensor, windows: Sequence[int]) -> DecodePart:
 
 
 def _mask(queries: torch.Tensor, width: int, window: int) -> torch.Tensor:
-    """[rows, 1, queries, width]: 0 where a query at its position (int64 [rows, queries]) sees a key, else -inf.
+    """Return [rows, 1, queries, width]: 0 where a query (position int64 [rows, queries]) sees a key, else -inf.
 
-    A window of w shows the query's own position and the w - 1 before it; 0 shows all.
+    With a window of w a query sees its own position and the w - 1 before it; with 0 it sees all.
     """
     keys, last = torch.arange(width), queries[..., None]
     unseen = keys > last
@@ -211,8 +208,10 @@ def _mask(queries: torch.Tensor, width: int, window: int) -> torch.Tensor:
 
 
 def _prompt_parts(parts: Sequence[tuple[int, list[int], int]], windows: Sequence[int]) -> list[PromptPart]:
-    """`parts` (row, new ids, start) by the length of what is new, up to a factor of four together: after new weights
-    whole prompts are computed beside those that lack an observation only."""
+    """Group `parts` (row, new ids, start) by length, up to a factor of four in one group.
+
+    Lengths differ widely after new weights: whole prompts are computed together with single observations.
+    """
     classes: dict[int, list[int]] = {}
     for number, (_, ids, _) in enumerate(parts):
         classes.setdefault(len(ids).bit_length() // 2, []).append(number)
@@ -224,13 +223,13 @@ def _prompt_parts(parts: Sequence[tuple[int, list[int], int]], windows: Sequence
 def _prompt_part(
     parts: Sequence[tuple[int, list[int], int]], begins: torch.Tensor, windows: Sequence[int]
 ) -> PromptPart:
-    """`begins`: where the new tokens of each part begin among those of all prompts."""
+    """Build one part. `begins`: index of the first new token of each part among those of all prompts."""
     lengths = torch.tensor([len(ids) for _, ids, _ in parts])
     starts = torch.tensor([start for _, _, start in parts])
     longest, width = int(lengths.max()), int((starts + lengths).max())
     row = torch.repeat_interleave(lengths)
     offset = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
-    # padded queries see what a real one would see: something, so that softmax stays finite
+    # padded queries see the same keys as a real one, so that softmax stays finite
     seen_to = (starts[:, None] + torch.arange(longest)).clamp_(max=width - 1)
     masks = {window: _mask(seen_to, width, window) for window in windows}
     rows = torch.tensor([row for row, _, _ in parts])

@@ -1,8 +1,8 @@
-"""From logits to tokens and log-probs, all rows at once.
+"""Sample tokens and log-probs from logits, for all rows at once.
 
-Each request draws by inverting its distribution at one uniform number that is a pure function of (its seed, its
-position): no generator state, so a request draws the same numbers whatever runs beside it and after a retraction.
-Reported log-probs are log softmax(logits / T), not renormalised for top-k, top-p or min-p, as SGLang reports them.
+Each request samples by inverting its distribution at a uniform number that is a pure function of (seed, position).
+There is no generator state, so the result does not depend on other requests in the batch or on retractions.
+Reported log-probs are log softmax(logits / T), not renormalised for top-k, top-p or min-p, as in SGLang.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 
 SHORT = 1024
-"""Likeliest tokens of a row that are put in order first: nearly always more than the filters leave."""
+"""Number of most likely tokens of a row that are sorted first: nearly always more than the filters leave."""
 U64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How each of B rows samples, as arrays [B]. `top_k` 1 is greedy; a very large `top_k` filters nothing."""
+    """Sampling parameters of B rows, as arrays [B]. `top_k` 1 is greedy; a very large `top_k` has no effect."""
 
     temperature: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ class SamplingBatch:
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """tokens int64 [B], logprobs float32 [B] (NaN where the logits were not finite), all_logprobs float32 [B, V]."""
+    """tokens int64 [B], logprobs float32 [B] (NaN if the logits were not finite), all_logprobs float32 [B, V]."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
@@ -40,7 +40,7 @@ class SampleOutput:
 
 
 def sample(logits: torch.Tensor, rules: SamplingBatch) -> SampleOutput:
-    """One token for each row of `logits` (float32 [B, V]); `logits` may be overwritten."""
+    """Sample one token per row of `logits` (float32 [B, V]). May overwrite `logits`."""
     if (rules.temperature != 1).any():
         logits = logits.div_(torch.from_numpy(rules.temperature)[:, None])
     logprobs = torch.log_softmax(logits, -1)
@@ -61,10 +61,10 @@ def sample(logits: torch.Tensor, rules: SamplingBatch) -> SampleOutput:
 
 
 def invert(weights: torch.Tensor, at: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Index whose share of the cumulated `weights` (>= 0, [B, V]) holds the point `at` (in [0, 1), [B]). int64 [B].
+    """Invert the cumulative distribution of `weights` (>= 0, [B, V]) at `at` (in [0, 1), [B]). Return int64 [B].
 
-    The sum runs in `dtype`, by default float64 beyond 4096 weights.
-    Never an index of weight zero: the target stays below the total, and the first index beyond it has weight.
+    Sums in `dtype`, by default float64 for more than 4096 weights. Never returns an index with weight zero: the target
+    is below the total, and the first index beyond the target has a positive weight.
     """
     cumulated = weights.cumsum(-1, dtype=dtype or _sum_dtype(weights.shape[1]))
     total = cumulated[:, -1:]
@@ -75,7 +75,7 @@ def invert(weights: torch.Tensor, at: torch.Tensor, dtype: torch.dtype | None = 
 def _filtered(
     probs: torch.Tensor, at: torch.Tensor, rules: SamplingBatch, chosen: npt.NDArray[np.bool_]
 ) -> torch.Tensor:
-    """Draw among the tokens that top-k, top-p and min-p leave, in that order."""
+    """Sample from the tokens that remain after top-k, top-p and min-p, in that order."""
     vocab = probs.shape[1]
     top_k = torch.from_numpy(rules.top_k[chosen])[:, None]
     top_p = torch.from_numpy(rules.top_p[chosen])[:, None]
@@ -88,7 +88,7 @@ def _filtered(
         drop |= ordered.cumsum(-1) - ordered > top_p[left]
         drop |= ordered < min_p[left] * ordered[:, :1]
         drop[:, 0] = False
-        # what follows a dropped token is dropped too
+        # all tokens after a dropped one are dropped too
         done = drop[:, -1] if size < vocab else torch.ones(len(left), dtype=torch.bool)
         places = invert(ordered[done].masked_fill_(drop[done], 0), at[left[done]], _sum_dtype(vocab))
         tokens[left[done]] = index[done].gather(1, places[:, None])[:, 0]
@@ -103,13 +103,13 @@ def _sum_dtype(vocab: int) -> torch.dtype:
 
 
 def uniform(seed: U64, position: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """float32 [B] in [0, 1): splitmix64 (Steele, Lea, Flood 2014) of seed and position, its top 24 bits."""
+    """Return float32 [B] in [0, 1): the top 24 bits of splitmix64 (Steele, Lea, Flood 2014) of seed and position."""
     x = mix(seed + np.uint64(0x9E3779B97F4A7C15) * (position.astype(np.uint64) + np.uint64(1)))
     return (x >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)
 
 
 def mix(x: U64) -> U64:
-    """splitmix64's finaliser, a bijection on 64-bit numbers."""
+    """Apply splitmix64's finaliser, a bijection on 64-bit numbers."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""The model's tokenizer, read by the `tokenizers` library alone: importing transformers would cost seconds at start."""
+"""The model's tokenizer, with the `tokenizers` library only: importing transformers would take seconds."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tokenizers import Tokenizer as RustTokenizer
 from protocol.errors import UserError
 
 LONG_TEXT = 1 << 14
-"""Characters from which on encoding takes so long that other threads must be able to run meanwhile."""
+"""Number of characters from which encoding is slow enough that other threads must be able to run."""
 WORD_MARK = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's mark for a space."""
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
-"""Character of a byte-level vocabulary -> byte: printable ones stand for themselves (GPT-2, Radford et al. 2019)."""
+"""Character of a byte-level vocabulary -> byte. Printable bytes map to themselves (GPT-2, Radford et al. 2019)."""
 
 
 class Tokenizer:
-    """Text to ids and back. `eos_ids` end a generation unless it says ignore_eos."""
+    """Converts text to ids and back. `eos_ids` end a generation without ignore_eos."""
 
     def __init__(self, directory: Path) -> None:
         path = directory / "tokenizer.json"
         try:
             self._rust = RustTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"cannot read {path}", why=str(error), todo="save the tokenizer beside the model") from None
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"cannot read {path}", why=str(error), todo="save the tokenizer with the model") from None
         self._rust.no_truncation()
         self._rust.no_padding()
         self.eos_ids = _eos_ids(directory, self._rust)
@@ -41,28 +41,28 @@ class Tokenizer:
         self._spellings: dict[int, str] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`, with the special tokens that the tokenizer's own template adds unless told otherwise."""
+        """Return the ids of `text`, by default with the special tokens that the tokenizer adds."""
         if len(text) < LONG_TEXT:
             ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
-        # unlike `encode`, this lets go of the interpreter lock
+        # unlike `encode`, this releases the GIL
         (long,) = self._rust.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(long.ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Text of `ids`; bytes that are no whole character become U+FFFD."""
+        """Return the text of `ids`. Incomplete characters become U+FFFD."""
         text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def text_of(self, token: int) -> str:
-        """Text of one token by itself; U+FFFD for a piece of a character. Special tokens are spelt out."""
+        """Return the text of a single token; U+FFFD for a part of a character. Special tokens are included."""
         found = self._texts.get(token)
         if found is None:
             found = self._texts[token] = self.decode([token], False)
         return found
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that one token stands for; b"" for an id that the tokenizer does not have."""
+        """Return the bytes of one token; b"" for an unknown id."""
         piece: str | None = self._rust.id_to_token(token)
         if piece is None or token in self._added:
             return (piece or "").encode()
@@ -73,7 +73,7 @@ class Tokenizer:
         return (piece.replace(WORD_MARK, " ") if self._word_marks else self.text_of(token)).encode()
 
     def spelling(self, token: int) -> str:
-        """The text of one token as OpenAI writes it: a piece of a character as `bytes:` and its bytes in hex."""
+        """Return the text of one token in OpenAI's form: a part of a character as `bytes:` and its bytes in hex."""
         found = self._spellings.get(token)
         if found is None:
             raw = self.bytes_of(token)
@@ -85,12 +85,12 @@ class Tokenizer:
         return found
 
     def is_special(self, token: int) -> bool:
-        """Whether decoding with `skip_special_tokens` leaves this token out."""
+        """Return whether decoding with `skip_special_tokens` omits this token."""
         return token in self._added and self._added[token].special
 
 
 def _eos_ids(directory: Path, rust: Any) -> frozenset[int]:
-    """End tokens of generation_config.json, config.json and the tokenizer together, as SGLang takes them."""
+    """Return the end tokens of generation_config.json, config.json and the tokenizer together, as SGLang does."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = read_object_file(directory / name).get("eos_token_id")

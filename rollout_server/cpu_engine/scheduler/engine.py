@@ -1,10 +1,10 @@
-"""The engine thread: the only one that touches torch. Commands come through a queue, results leave through `notify`.
+"""The engine thread, the only one that uses torch. Receives commands from a queue, reports results through `notify`.
 
-Loop: consumes commands (submit, abort, pause, update, ...) and, while not paused, the scheduler's requests;
-produces tokens. Waits for a command when paused or idle; is unblocked by any command, `stop` included.
+Loop: consumes commands (submit, abort, pause, update, ...) and, while not paused, the scheduler's requests; produces
+tokens. Waits for a command when paused or idle; unblocked by any command, `stop` included.
 
-Without a pause a weight update waits until all requests that came before it have ended, and those that come after
-it are held back until it is done, as in SGLang. When paused it is done at once.
+Without a pause, a weight update waits until all earlier requests have ended, and later requests wait for the update, as
+in SGLang. During a pause it is applied at once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
 MEMORY = ("kv_cache", "weights", "cuda_graph")
-"""What memory can be released, by SGLang's tags."""
+"""SGLang's tags of memory that can be released."""
 
 
 class Refused(Exception):
-    """The engine's state does not allow a command (HTTP 400). Nothing was changed."""
+    """The state of the engine does not allow the command (HTTP 400). Nothing was changed."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """One weight update: a directory to read or a whole verified set to take. `version` None keeps the label."""
+    """One weight update: a directory to read, or a complete verified set. `version` None keeps the label."""
 
     source: Path | Weights
     version: str | None
@@ -47,13 +47,13 @@ class Update:
 
 
 class Engine:
-    """Thread-safe face of the scheduler. Each public method may be called from any thread and returns a Future."""
+    """Thread-safe interface of the scheduler. Public methods may be called from any thread; most return a Future."""
 
     def __init__(self, scheduler: Scheduler, model_path: Path, threads: int) -> None:
         self.scheduler, self.model_path = scheduler, model_path
         self.paused: PauseMode | None = None
         self.released: frozenset[str] = frozenset()
-        """Tags of the memory that is released: nothing runs before it is resumed."""
+        """Tags of released memory: no request runs until it is resumed."""
         self._snapshot: dict[str, str] = {}
         self._threads = threads
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -69,7 +69,7 @@ class Engine:
 
     @property
     def stopped(self) -> bool:
-        """Whether no request advances."""
+        """Whether generation is stopped."""
         return self.paused is not None or bool(self.released)
 
     @property
@@ -79,14 +79,14 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait, those held back by an update included."""
+        """Number of waiting requests, including those that wait for an update."""
         return len(self.scheduler.waiting) + len(self._held)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the present step; requests in flight get no answer."""
+        """Stop the thread after the current step. Requests in flight get no answer."""
 
         def stop() -> None:
             self._stopping = True
@@ -95,15 +95,15 @@ class Engine:
         self._thread.join()
 
     def submit(self, requests: list[Request]) -> None:
-        """Queue requests together; each one's `notify` is called on the engine thread."""
+        """Queue requests together. Their `notify` is called on the engine thread."""
         self._commands.put(lambda: self._submit(requests))
 
     def abort(self, chosen: Callable[[Request], bool]) -> Future[None]:
-        """End the chosen requests with what they have."""
+        """End the chosen requests with their tokens so far."""
         return self._call(lambda: self._abort(chosen))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop stepping; running requests are ended, put back or frozen."""
+        """Pause generation. Running requests are aborted, requeued or frozen, depending on `mode`."""
 
         def pause() -> None:
             if mode == "abort":
@@ -115,7 +115,7 @@ class Engine:
         return self._call(pause)
 
     def resume(self) -> Future[None]:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
 
         def resume() -> None:
             self.paused = None
@@ -123,7 +123,7 @@ class Engine:
         return self._call(resume)
 
     def flush_cache(self) -> Future[None]:
-        """Forget kept prefixes. Raises Refused while requests run, or wait and nothing is paused."""
+        """Clear the prefix cache. Raises Refused while requests run, or wait without a pause."""
 
         def flush() -> None:
             self._check_idle("cache not flushed")
@@ -132,9 +132,9 @@ class Engine:
         return self._call(flush)
 
     def release(self, tags: frozenset[str]) -> Future[None]:
-        """Give back what keys and values take and stop until `reoccupy`. Raises Refused as `flush_cache` does.
+        """Free the KV cache and stop until `reoccupy`. Raises Refused as `flush_cache` does.
 
-        Weights stay in memory, as in SGLang with `--enable-weights-cpu-backup`; the other tags only stop.
+        Weights stay in memory, as in SGLang with `--enable-weights-cpu-backup`; the other tags only stop generation.
         """
 
         def release() -> None:
@@ -155,15 +155,17 @@ class Engine:
         return self._call(reoccupy)
 
     def update(self, update: Update) -> Future[int]:
-        """Replace the weights; the number of requests paused meanwhile. Raises Refused or WeightsError, weights
-        untouched."""
+        """Replace the weights. Returns the number of requests paused meanwhile.
+
+        If it raises Refused or WeightsError, the weights are unchanged.
+        """
         result: Future[int] = Future()
 
         def begin() -> None:
             if not result.set_running_or_notify_cancel():
                 return
             if self._update is not None:
-                result.set_exception(Refused("another weight update is waiting"))
+                result.set_exception(Refused("another weight update is already waiting"))
                 return
             if update.abort_all:
                 self._abort(lambda _: True)
@@ -174,7 +176,7 @@ class Engine:
         return result
 
     def relabel(self, version: str, abort_all: bool) -> Future[None]:
-        """Give the present weights another label."""
+        """Set another label for the current weights."""
 
         def relabel() -> None:
             if abort_all:
@@ -184,11 +186,11 @@ class Engine:
         return self._call(relabel)
 
     def checksums(self) -> Future[dict[str, str]]:
-        """sha256 by tensor name, between two steps."""
+        """Return the sha256 of each tensor by name, computed between two steps."""
         return self._call(lambda: self.weights.checksums())
 
     def snapshot(self) -> Future[None]:
-        """Remember the checksums of the weights, for `compare`."""
+        """Store the checksums of the weights, for `compare`."""
 
         def snapshot() -> None:
             self._snapshot = self.weights.checksums()
@@ -196,7 +198,7 @@ class Engine:
         return self._call(snapshot)
 
     def compare(self) -> Future[None]:
-        """Raises Refused where the weights are not those of the last snapshot, or without one."""
+        """Raise Refused if the weights differ from the last snapshot, or if there is none."""
 
         def compare() -> None:
             if not self._snapshot:
@@ -209,7 +211,7 @@ class Engine:
         return self._call(compare)
 
     def reset_tensors(self) -> Future[None]:
-        """Fill every tensor with random numbers, so that `compare` proves that an update replaced them all."""
+        """Fill every tensor with random numbers, so that `compare` can prove that an update replaced them all."""
 
         def reset() -> None:
             self._check_idle("tensors not reset")
@@ -219,7 +221,7 @@ class Engine:
         return self._call(reset)
 
     def _check_idle(self, what: str) -> None:
-        """Raises Refused while requests run, or wait and will run."""
+        """Raise Refused while requests run, or wait without a pause."""
         s = self.scheduler
         if s.running or (s.waiting and not self.stopped):
             raise Refused(f"{what}: {len(s.running)} running and {len(s.waiting)} waiting requests")
@@ -228,7 +230,7 @@ class Engine:
         result: Future[T] = Future()
 
         def run() -> None:
-            # who asked may have gone: a cancelled future takes no result, and to try would end this thread
+            # the caller may be gone: setting the result of a cancelled future would raise and end this thread
             if not result.set_running_or_notify_cancel():
                 return
             try:
@@ -240,7 +242,7 @@ class Engine:
         return result
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # holds for the calling thread only
+        torch.set_num_threads(self._threads)  # applies to the calling thread only
         with torch.inference_mode():
             while not self._stopping:
                 self._take_commands()
@@ -262,8 +264,8 @@ class Engine:
         try:
             self.scheduler.step()
         except Exception as error:
-            # one request's misfortune must not end the others' engine; what ran is answered with status 500
-            log.exception("a step failed; its requests are ended")
+            # an error of one request must not end the engine; the running requests get status 500
+            log.exception("a step failed; ending its requests")
             self.scheduler.counters.step_errors += 1
             self.scheduler.drop_everything(f"{type(error).__name__} in the engine: {error}")
 
@@ -282,7 +284,7 @@ class Engine:
         self.scheduler.abort(chosen)
 
     def _try_update(self) -> None:
-        """Do the update that waits, once nothing runs or everything is paused."""
+        """Apply the waiting update once no request runs or generation is paused."""
         s = self.scheduler
         if self._update is None or (not self.stopped and (s.running or s.waiting)):
             return
@@ -300,7 +302,7 @@ class Engine:
         if update.flush_cache and s.running:
             raise Refused(
                 f"the cache cannot be flushed while {len(s.running)} requests are paused in place: "
-                "the weights were left as they are; send flush_cache=false or pause with retract"
+                "the weights were not changed; send flush_cache=false or pause with retract"
             )
         if isinstance(update.source, Path):
             self._read(update.source)
@@ -313,6 +315,6 @@ class Engine:
 
     def _read(self, directory: Path) -> None:
         if (directory / "config.json").is_file() and read_model_config(directory) != self.weights.config:
-            raise WeightsError(f"{directory / 'config.json'} describes another architecture")
+            raise WeightsError(f"{directory / 'config.json'} describes a different architecture")
         self.weights.load(directory)
         self.model_path = directory

@@ -1,8 +1,8 @@
-"""Keys and values of the running requests: one dense row each, rows 0..B-1 always in use.
+"""Keys and values of the running requests: one dense row each; rows 0..B-1 are in use.
 
-Dense rows make a decode step read plain slices (no gather), which on a CPU is what its speed hangs on. The price
-is padding: all rows are as wide as the longest. Rows times width never exceeds the budget of tokens, so memory is
-bounded by it (twice it for the moment in which the rows are laid out again).
+With dense rows a decode step reads plain slices instead of gathering, which dominates its speed on a CPU. The cost is
+padding: all rows are as wide as the longest one. Rows times width never exceeds the token budget, so memory is bounded
+(by twice the budget while the rows are reallocated).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 
 WIDTH_STEP = 32
-"""Rows grow by this many tokens, so that they are not laid out again at every step."""
+"""Rows grow by this many tokens, so that they are not reallocated at every step."""
 
 
 def round_up(length: int) -> int:
-    """Smallest legal width that holds `length` tokens."""
+    """Return the smallest valid width for `length` tokens."""
     return -(-length // WIDTH_STEP) * WIDTH_STEP
 
 
 class KVCache:
-    """`data` [layer, 2 (key, value), row, kv head, position, head_dim]; unused positions hold finite numbers."""
+    """`data` [layer, 2 (key, value), row, kv head, position, head_dim]. Unused positions contain finite numbers."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, budget: int) -> None:
         self.layers, self.kv_heads, self.head_dim, self.dtype, self.budget = layers, kv_heads, head_dim, dtype, budget
@@ -29,15 +29,15 @@ class KVCache:
 
     @property
     def tokens(self) -> int:
-        """Tokens' worth of memory held by the rows."""
+        """Allocated memory of the rows, in tokens."""
         return self.rows * self.width
 
     def fits(self, rows: int, length: int) -> bool:
-        """Whether `rows` rows of `length` tokens stay within the budget."""
+        """Return whether `rows` rows of `length` tokens fit into the budget."""
         return rows * round_up(length) <= self.budget
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens; the caller has asked `fits`. Contents are kept."""
+        """Allocate `rows` rows of `length` tokens and keep the contents. The caller must have checked `fits`."""
         if rows <= self.rows and length <= self.width:
             return
         width = round_up(length)
@@ -48,7 +48,7 @@ class KVCache:
                 return
 
     def shrink(self) -> None:
-        """Give the memory back; the contents are lost."""
+        """Free the memory. The contents are lost."""
         self.rows = self.width = 0
         self._lay_out(1, WIDTH_STEP)
 
@@ -66,7 +66,7 @@ class KVCache:
         self._heads = torch.arange(self.kv_heads)
 
     def address(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where tokens (int64 [T] rows and positions) go, for `write`; one int64 per token and head, [T * K]."""
+        """Return the addresses of tokens (int64 [T] rows and positions) for `write`: int64 [T * K]."""
         return ((rows[:, None] * self.kv_heads + self._heads) * self.width + positions[:, None]).view(-1)
 
     def write(self, layer: int, address: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -76,7 +76,7 @@ class KVCache:
         flat_values.index_copy_(0, address, values.reshape(-1, self.head_dim))
 
     def save(self, row: int, length: int) -> torch.Tensor:
-        """A copy of the first `length` positions of `row`: [layer, 2, kv head, length, head_dim]."""
+        """Return a copy of the first `length` positions of `row`: [layer, 2, kv head, length, head_dim]."""
         return self.data[:, :, row, :, :length].clone()
 
     def restore(self, row: int, segment: torch.Tensor, length: int) -> None:
@@ -88,6 +88,6 @@ class KVCache:
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
     def scrub(self, row: int) -> None:
-        """Zero a row that may hold NaN; a row that was never laid out holds none."""
+        """Zero a row that may contain NaN."""
         if row < self.rows:
             self.data[:, :, row] = 0

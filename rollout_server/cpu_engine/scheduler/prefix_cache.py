@@ -1,8 +1,8 @@
-"""Which keys and values are already there: finished sequences kept for reuse, and the rows of running requests.
+"""Prefix cache: finished sequences kept for reuse, and the rows of running requests.
 
-A sequence is found by a chain of hashes, one for each BLOCK tokens, that starts from (extra_key, generation of the
-weights): so nothing is ever shared across weights or across keys. A hit is compared token by token before it is
-believed. Kept sequences leave in order of last use. Pure bookkeeping: `payload` is whatever the caller stores.
+A sequence is found by a chain of hashes, one per BLOCK tokens, that starts from (extra_key, generation of the weights),
+so entries are never shared across weights or keys. A hit is verified token by token. Eviction is in order of last use.
+Pure: `payload` is whatever the caller stores.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from rollout_server.cpu_engine.scheduler.request import Request
 
 BLOCK = 8
-"""Tokens for each link of the chain; a shorter common prefix is not worth a copy."""
+"""Tokens per hash. A shorter common prefix is not worth a copy."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedPrefix:
-    """A finished sequence: `ids` are exactly the tokens whose keys and values `payload` holds."""
+    """A finished sequence. `ids` are the tokens whose keys and values are in `payload`."""
 
     ids: list[int]
     keys: list[int]
@@ -28,7 +28,7 @@ class CachedPrefix:
 
 
 def chain(ids: Sequence[int], extra_key: str, generation: int) -> list[int]:
-    """Hash of ids[:BLOCK], ids[:2 * BLOCK], ... under one extra key and one generation of weights."""
+    """Return the hashes of ids[:BLOCK], ids[:2 * BLOCK], ... for an extra key and a generation of weights."""
     key = hash((extra_key, generation))
     keys = []
     for start in range(0, len(ids) - BLOCK + 1, BLOCK):
@@ -38,7 +38,7 @@ def chain(ids: Sequence[int], extra_key: str, generation: int) -> list[int]:
 
 
 class PrefixCache:
-    """`tokens` counts the kept ones; the caller trims it to what memory allows."""
+    """`tokens` is the number of kept tokens. The caller trims the cache to the available memory."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -49,7 +49,7 @@ class PrefixCache:
         return len(self._kept)
 
     def find(self, ids: list[int], keys: list[int], most: int) -> tuple[CachedPrefix | Request | None, int]:
-        """The holder of the longest known prefix of `ids` and its length, at most `most`; (None, 0) without one."""
+        """Return the holder of the longest known prefix of `ids`, and its length (at most `most`), or (None, 0)."""
         for depth in range(len(keys), 0, -1):
             holder = self._holders.get(keys[depth - 1])
             if holder is None:
@@ -67,16 +67,16 @@ class PrefixCache:
         return None, 0
 
     def lend(self, request: Request) -> None:
-        """A running request's prompt is now in its row: others may copy what no kept sequence holds already."""
+        """Offer the prompt of a running request, now in its row, for copying, unless a kept sequence has it."""
         for key in request.block_keys:
             self._holders.setdefault(key, request)
 
     def withdraw(self, request: Request) -> None:
-        """The request's row goes away."""
+        """Remove a request whose row is about to be freed."""
         self._forget(request, request.block_keys)
 
     def keep(self, ids: list[int], keys: list[int], payload: Any) -> None:
-        """Keep a finished sequence; what it extends is let go, since it holds the same tokens and more."""
+        """Keep a finished sequence. Drops the one that it extends, since it includes its tokens."""
         for key in reversed(keys):
             older = self._holders.get(key)
             if isinstance(older, CachedPrefix) and older.ids == ids[: len(older.ids)]:
@@ -89,12 +89,12 @@ class PrefixCache:
             self._holders[key] = kept
 
     def trim(self, most: int) -> None:
-        """Let the least recently used sequences go until at most `most` tokens are kept."""
+        """Evict the least recently used sequences until at most `most` tokens are kept."""
         while self.tokens > max(most, 0):
             self._drop(next(iter(self._kept)))
 
     def clear(self) -> None:
-        """Let all kept sequences go; running requests stay known."""
+        """Drop all kept sequences. Running requests stay known."""
         self.trim(0)
 
     def _drop(self, kept: CachedPrefix) -> None:

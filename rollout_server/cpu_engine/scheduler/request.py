@@ -1,4 +1,4 @@
-"""One generation request: what was asked, what came out so far, why it ends. And counters of all of them."""
+"""One generation request: parameters, output so far, finish reason. Also the engine's counters and stop criteria."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ABORTED_WAITING: Finish = {"type": "abort", "message": "Abort in waiting queue"}
 
 
 def failed(message: str) -> Finish:
-    """The finish reason of a request that the engine could not carry on; answered with HTTP 500."""
+    """Return the finish reason of a request that failed in the engine (HTTP 500)."""
     return {"type": "abort", "message": message, "status_code": 500, "err_type": "InternalServerError"}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """SGLang's sampling_params, checked. `top_k` 1 is greedy (temperature 0 becomes that), 1 << 30 filters nothing.
+    """SGLang's sampling_params, validated. `top_k` 1 is greedy (also for temperature 0); 1 << 30 has no effect.
 
-    stream_interval  tokens between the chunks of a stream; 0: as the engine is configured
+    stream_interval  tokens per chunk of a stream; 0: the engine's setting
     """
 
     max_new_tokens: int = 128
@@ -49,15 +49,15 @@ class SamplingParams:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Lists only grow, and only on the engine thread; the HTTP side reads prefixes of the length in `notify`.
+    """A request. Its lists only grow, on the engine thread; the HTTP side reads prefixes of the length in `notify`.
 
-    versions  [label, index of the first output token sampled under it], in order
-    first     the first attempt at the same prompt, which scores it for all; None: this is it
-    extra_key what may share keys and values; differs between adapters
-    seed      64 bits; with a position it determines the draw
-    limit     most output tokens: max_new_tokens, or less where context or cache could not hold them
-    notify    called with the number of output tokens at the end and, with a `stream_interval` n > 0, after the first
-              token and every n more
+    versions  [label, index of the first output token with it], in order
+    first     the first attempt at the same prompt, which scores it for all; None: this one
+    extra_key requests share cached prefixes only with the same key; differs between adapters
+    seed      64 bits; seed and position determine each sample
+    limit     maximum output tokens: max_new_tokens, or less if they would not fit into context or cache
+    notify    called with the number of output tokens at the end, and for `stream_interval` n > 0 after the first
+              token and every n tokens after it
     """
 
     rid: str
@@ -95,16 +95,16 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probs of prompt tokens are still to be computed."""
+        """Whether log-probs of prompt tokens must still be computed."""
         return self.return_logprob and self.logprob_start >= 0 and self.input_logprobs is None
 
     def due(self, length: int) -> bool:
-        """Whether a stream gets a chunk after `length` tokens: after 1, n + 1, 2n + 1, ..., as in SGLang."""
+        """Return whether a chunk is due after `length` tokens: after 1, n + 1, 2n + 1, ..., as in SGLang."""
         n = self.stream_interval
         return n == 1 or (n > 1 and length % n == 1)
 
     def spans(self, length: int) -> list[dict[str, Any]]:
-        """SGLang's `weight_versions` of the first `length` output tokens: half-open [start, end)."""
+        """Return SGLang's `weight_versions` of the first `length` output tokens: half-open [start, end)."""
         ends = [start for _, start in self.versions[1:]] + [length]
         return [
             {"version": label, "start": start, "end": min(end, length)}
@@ -115,9 +115,9 @@ class Request:
 
 @dataclass
 class EngineCounters:
-    """Totals since start, written by the engine thread alone, read by any.
+    """Totals since the start. Written by the engine thread only, read by any thread.
 
-    throughput  generated tokens a second, over about the last second of work
+    throughput  generated tokens per second, over about the last second of work
     """
 
     prompt_tokens: int = 0
@@ -136,18 +136,18 @@ class EngineCounters:
     _tokens: int = 0
 
     def count_tokens(self, tokens: int, now: float) -> None:
-        """One step gave `tokens` tokens at `now` (perf_counter)."""
+        """Count a step that generated `tokens` tokens, at time `now` (perf_counter)."""
         self.steps += 1
         self.generated_tokens += tokens
         self._tokens += tokens
-        if now - self._since > 5.0:  # after a rest: start again, do not average the rest in
+        if now - self._since > 5.0:  # restart after an idle time instead of averaging it in
             self._since, self._tokens = now, 0
         elif now - self._since >= 1.0:
             self.throughput = self._tokens / (now - self._since)
             self._since, self._tokens = now, 0
 
     def count_end(self, request: Request) -> None:
-        """A request ended."""
+        """Count a request that has ended."""
         self.requests += 1
         self.aborted += bool(request.finish and request.finish["type"] == "abort")
         self.latency.observe(request.ended_at - request.arrived)
@@ -156,27 +156,27 @@ class EngineCounters:
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that were not computed."""
+        """Share of prompt tokens found in the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class StopStrings:
-    """One set of stop strings under one tokenizer; shared by all requests that use the same set.
+    """A set of stop strings for a tokenizer, shared by all requests with the same set.
 
-    A stop string may span tokens, and a token may be a piece of a character, so the tail has to be decoded. Decoding
-    at every token would cost more than the forward pass of a small model; but a stop string can only end inside the
-    newest token if its own text has a beginning that is an end of the stop string (or holds it whole). That is a yes
-    or no for each token id, worked out once, and nearly always no.
+    A stop string may span tokens, and a token may be a part of a character, so the tail of the output must be decoded.
+    Decoding at every token would cost more than the forward pass of a small model. But a stop string can end inside the
+    newest token only if a prefix of the token's text is a suffix of the stop string, or the text contains it. This is
+    computed once per token id, and nearly always False.
     """
 
     def __init__(self, stops: tuple[str, ...], tokenizer: Tokenizer) -> None:
         self.stops, self._tokenizer = stops, tokenizer
-        # a character takes up to 4 byte tokens; the margin covers tokens that add no text
+        # a character takes up to 4 byte tokens; the margin is for tokens without text
         self._window = 4 * max(len(stop) for stop in stops) + 8
         self._may_end: dict[int, bool] = {}
 
     def hit(self, ids: list[int]) -> str | None:
-        """The first of the stop strings (in the order given) that the text of the tail of `ids` contains."""
+        """Return the first stop string (in the given order) in the decoded tail of `ids`, or None."""
         newest = ids[-1]
         may_end = self._may_end.get(newest)
         if may_end is None:
@@ -190,7 +190,7 @@ class StopStrings:
         text = self._tokenizer.decode([token], False)
         if not text or "\ufffd" in text:
             return True
-        # tokenizers drop or add a space between words, which one token alone does not show
+        # tokenizers drop or add spaces between words, which a single token does not show
         return any(_reaches(stop, form) for stop in self.stops for form in (text, text.lstrip(), " " + text))
 
 
@@ -199,19 +199,19 @@ def _reaches(stop: str, text: str) -> bool:
 
 
 class StopCriteria:
-    """Decides after each token whether a generation ends. Requests with the same stop strings share a StopStrings."""
+    """Decides after each token whether a request ends. Requests with the same stop strings share a StopStrings."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._strings: dict[tuple[str, ...], StopStrings] = {}
 
     def end_ids(self, request: Request) -> frozenset[int]:
-        """Tokens that end `request`: none with ignore_eos, which in SGLang silences stop_token_ids too."""
+        """Return the tokens that end `request`; none with ignore_eos, which in SGLang also disables stop_token_ids."""
         params = request.params
         return frozenset() if params.ignore_eos else self._tokenizer.eos_ids | params.stop_token_ids
 
     def check(self, request: Request) -> Finish | None:
-        """Why `request` ends with its newest token, or None. Length comes first, as in SGLang."""
+        """Return why `request` ends with its newest token, or None. Checks the length first, as SGLang does."""
         ids = request.output_ids
         if len(ids) >= request.limit:
             return {"type": "length", "length": len(ids)}
@@ -226,16 +226,16 @@ class StopCriteria:
     def _of(self, stops: tuple[str, ...]) -> StopStrings:
         found = self._strings.get(stops)
         if found is None:
-            if len(self._strings) >= 256:  # a client that sends ever new sets must not grow us
+            if len(self._strings) >= 256:  # bounds memory if a client always sends new sets
                 self._strings.clear()
             found = self._strings[stops] = StopStrings(stops, self._tokenizer)
         return found
 
 
 def visible_text(request: Request, length: int, tokenizer: Tokenizer) -> str:
-    """Text of the first `length` output tokens. The ids are never cut, the text is as in SGLang: before what ended it.
+    """Return the text of the first `length` output tokens, cut before the stop string or token, as in SGLang.
 
-    With no_stop_trim it ends with what ended it: the newest token may reach beyond a stop string.
+    With no_stop_trim the stop string is included; the newest token may extend beyond it. The ids are never cut.
     """
     ids, params, finish = request.output_ids[:length], request.params, request.finish
     matched = finish.get("matched") if finish else None

@@ -1,4 +1,4 @@
-"""Continuous batching: who runs, who waits, who is put back. Pure bookkeeping around `ModelRunner.step`.
+"""Continuous batching: running, waiting and retracted requests. Pure bookkeeping around `ModelRunner.step`.
 
                 submit                admit (copy known prefix, prompt pass)            stop, abort
     HTTP side ----------> waiting ------------------------------------> running ----------------> finished
@@ -6,8 +6,8 @@
                              +------ retract (keys and values dropped) ----+                          v
                                                                                           keys and values kept for reuse
 
-`running[i]` lives in row i. When one ends, the last row moves into its place, so that rows stay dense. A step
-admits what fits, then decodes every running request by one token in the same forward pass.
+`running[i]` uses row i. When a request ends, the last row moves into its place, so that rows stay dense. A step admits
+requests that fit, and decodes every running request by one token in the same forward pass.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from rollout_server.cpu_engine.scheduler.request import (
 log = logging.getLogger(__name__)
 
 WAVE_TOKENS = 4096
-"""Most new prompt tokens admitted in one step, so that long prompts do not hold up decoding for long."""
+"""Maximum new prompt tokens admitted per step, so that long prompts do not delay decoding for long."""
 WAVE_PAIRS = 1 << 24
-"""Most pairs of a new token and a token that it sees, padding included, of the prompts of one step: each takes 4 bytes
-in the mask of each window, and as many in the scores of each head."""
+"""Maximum number of (new token, visible token) pairs of the prompts in one step, padding included. Each pair takes 4
+bytes in the mask of each window, and 4 bytes in the scores of each head."""
 HEADROOM = 32
-"""Tokens by which a newcomer must fit beyond its prompt, so that it is not put back at once."""
+"""Free tokens required beyond the prompt of a new request, so that it is not retracted at once."""
 
 
 class Scheduler:
     """Owned by the engine thread.
 
-    version     labels new tokens
-    generation  counts weights and keys the prefix cache
-    wake_loop   called when requests have been notified, once for all of a step
+    version     label of new tokens
+    generation  incremented at each weight change; part of the prefix cache keys
+    wake_loop   called after requests have been notified, once per step
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of the running requests."""
+        """Number of tokens of the running requests."""
         return int(self.runner.length[: len(self.running)].sum())
 
     def submit(self, request: Request) -> None:
@@ -74,8 +74,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def step(self) -> None:
-        """Advance every running request by one token and start those that fit; tell listeners of streams and of
-        ends."""
+        """Advance every running request by one token, start requests that fit, and call `notify` where due."""
         self._make_room()
         active = len(self.running)
         prompts = self._admit()
@@ -89,7 +88,7 @@ class Scheduler:
         self._flush_ended()
 
     def abort(self, chosen: Callable[[Request], bool]) -> None:
-        """End every chosen request, running or waiting, with what it has."""
+        """End every chosen request, running or waiting, with its tokens so far."""
         for request in [r for r in self.waiting if chosen(r)]:
             self.waiting.remove(request)
             self._end(request, ABORTED_WAITING)
@@ -99,13 +98,13 @@ class Scheduler:
         self._flush_ended()
 
     def retract_all(self) -> None:
-        """Put every running request back in the queue, before those that never ran, in order of arrival."""
+        """Requeue every running request, before those that never ran, in order of arrival."""
         for request in sorted(self.running, key=lambda r: -r.order):
             self._retract(request)
 
     def drop_everything(self, message: str) -> None:
-        """After an error inside a step: end what ran with status 500 and forget all keys and values."""
-        if not self.running and self.waiting:  # not even the first could start: it would fail again for ever
+        """End the running requests with status 500 and drop the KV cache, after an error in a step."""
+        if not self.running and self.waiting:  # the first request could not start and would fail for ever
             self._end(self.waiting.popleft(), failed(message))
         for request in list(self.running):
             self.cache.withdraw(request)
@@ -117,14 +116,14 @@ class Scheduler:
         self._flush_ended()
 
     def weights_changed(self) -> None:
-        """New weights: nothing that was computed before may be reused, not even from rows that go on."""
+        """Invalidate all cached keys and values, also those of rows that continue, after a weight change."""
         self.generation += 1
         self.cache.clear()
         for request in self.running:
             self.cache.withdraw(request)
 
     def _make_room(self) -> None:
-        """Put back the newest until one more token of every row fits."""
+        """Retract the newest requests until one more token per row fits."""
         kv = self.runner.kv
         while self.running:
             longest = int(self.runner.length[: len(self.running)].max()) + 1
@@ -135,13 +134,13 @@ class Scheduler:
             self._retract(max(self.running, key=lambda r: r.order))
 
     def _admit(self) -> list[Prompt]:
-        """Give free rows to waiting requests, first come first served; their prompts, prefix already in place.
+        """Assign free rows to waiting requests, first come, first served. Return their prompts, with prefixes copied.
 
-        A request that shares a longer prefix with another newcomer of this very step than with anything known waits one
-        step: then it copies that newcomer's row instead of computing the same again.
+        A request that shares a longer prefix with another new request of this step than with any known sequence waits
+        one step, and then copies that request's row instead of computing the prefix again.
         """
         kv, lengths = self.runner.kv, self.runner.length
-        # one more than what is stored: the step writes the next token of every running row
+        # one more than stored: the step writes the next token of every running row
         longest = int(lengths[: len(self.running)].max()) + 1 if self.running else 0
         budget, new_longest, new_width = WAVE_TOKENS, 0, 0
         prompts: list[Prompt] = []
@@ -165,7 +164,7 @@ class Scheduler:
                 if any(key in newcomers for key in keys[shared // BLOCK : most // BLOCK]):
                     put_off.append(request)
                     continue
-                new = (len(ids) - shared - 1) % CHUNK + 1  # what the runner computes beside others
+                new = (len(ids) - shared - 1) % CHUNK + 1  # what the runner computes together with other prompts
                 new_longest, new_width = max(new_longest, new), max(new_width, len(ids))
                 if prompts and (len(prompts) + 1) * new_longest * new_width > WAVE_PAIRS:
                     self.waiting.appendleft(request)
@@ -179,7 +178,7 @@ class Scheduler:
         return prompts
 
     def _awaits_scores(self, request: Request) -> bool:
-        """Whether the first attempt at this prompt is still to score it; takes over its scores where they are there."""
+        """Return whether the first attempt at this prompt must still score it. Copies its scores if they exist."""
         first = request.first
         if first is None or not request.scores_prompt:
             return False
@@ -188,11 +187,11 @@ class Scheduler:
         return first.input_logprobs is None and first.finish is None
 
     def _keys(self, request: Request, ids: list[int]) -> list[int]:
-        """The chain of `ids` under the present weights; the prompt's own is remembered with the request."""
+        """Return the hash chain of `ids` for the current weights. The chain of the prompt is cached in the request."""
         if request.generation != self.generation:
             request.block_keys = chain(request.prompt_ids, request.extra_key, self.generation)
             request.generation = self.generation
-        # one that was put back may find its own output again
+        # a retracted request may find its own output in the cache
         return chain(ids, request.extra_key, self.generation) if request.output_ids else request.block_keys
 
     def _take_row(
@@ -200,7 +199,7 @@ class Scheduler:
     ) -> Prompt:
         kv, row = self.runner.kv, len(self.running)
         request.row = row
-        self.running.append(request)  # before anything can fail, so that it is answered then
+        self.running.append(request)  # before anything can fail, so that the request gets an answer
         kv.reserve(row + 1, longest)
         if isinstance(holder, CachedPrefix):
             kv.restore(row, holder.payload, shared)
@@ -220,7 +219,7 @@ class Scheduler:
         self.cache.lend(request)
 
     def _bans(self) -> list[BannedTokens]:
-        """End tokens of the requests that have not reached min_new_tokens."""
+        """Return bans on end tokens for requests below min_new_tokens."""
         return [
             BannedTokens(row, sorted(r.end_ids))
             for row, r in enumerate(self.running)
@@ -231,8 +230,7 @@ class Scheduler:
         return {row: r.top_logprobs for row, r in enumerate(self.running) if r.top_logprobs}
 
     def _advance(self, sampled: Sampled, new_scores: Mapping[Request, list[float]]) -> None:
-        """Give each running request its token, then take those out that ended; `new_scores`: of prompts of this
-        step."""
+        """Append a token to each running request and remove those that ended. `new_scores`: prompts of this step."""
         version, now, check = self.version, time.perf_counter(), self.stopping.check
         ends: list[tuple[Request, Finish]] = []
         for request, token, logprob in zip(self.running, sampled.tokens, sampled.logprobs, strict=True):
@@ -271,7 +269,7 @@ class Scheduler:
         self.waiting.insert(at, request)
 
     def _leave_row(self, request: Request) -> None:
-        """Keep the row's keys and values for reuse where they are of the present weights, and close the gap."""
+        """Keep the row's keys and values for reuse if they belong to the current weights, and close the gap."""
         runner, row = self.runner, request.row
         self.cache.withdraw(request)
         length = int(runner.length[row])
@@ -301,11 +299,11 @@ class Scheduler:
 
 
 def by_prefix(rid: str) -> Callable[[Request], bool]:
-    """Requests whose rid starts with `rid`: SGLang's scheduler compares so, aborting "r1" aborts "r10" too."""
+    """Match requests whose rid starts with `rid`, as in SGLang: aborting "r1" also aborts "r10"."""
     return lambda request: request.rid.startswith(rid)
 
 
 def one_of(requests: Iterable[Request]) -> Callable[[Request], bool]:
-    """Exactly these requests."""
+    """Match exactly these requests."""
     chosen = set(requests)
     return lambda request: request in chosen

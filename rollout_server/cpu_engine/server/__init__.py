@@ -1,1 +1,1 @@
-"""The HTTP routes of the embedded engine: those of SGLang, and OpenAI's."""
+"""HTTP routes of the embedded engine: SGLang's and OpenAI's."""

@@ -1,4 +1,4 @@
-"""The control routes: abort, pause, state. Bodies and answers as SGLang's; deviations are noted at each."""
+"""Control routes: abort, pause, state. Bodies and answers are SGLang's; each handler documents its deviations."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from rollout_server.cpu_engine.server.openapi import openapi
 from rollout_server.cpu_engine.server.validation import BadRequest, optional, read_object
 
 PREFIX = "sglang:"
-"""Metrics have SGLang's names."""
+"""Metrics of the engine, with SGLang's names."""
 ENGINE: Table = {
-    "num_running_reqs": gauge("Requests that are being decoded."),
-    "num_queue_reqs": gauge("Requests that wait."),
-    "num_paused_reqs": gauge("Requests that a pause holds."),
-    "num_used_tokens": gauge("Tokens of running requests in the cache."),
-    "kv_used_tokens": gauge("Tokens in the cache, kept prefixes included."),
-    "kv_available_tokens": gauge("Tokens that still fit into the cache."),
-    "max_total_num_tokens": gauge("Size of the cache in tokens."),
-    "token_usage": gauge("Share of the cache that running requests use."),
-    "cache_hit_rate": gauge("Share of prompt tokens found in the cache since the start."),
-    "gen_throughput": gauge("Generated tokens a second, over about the last second."),
-    "prompt_tokens_total": counter("Prompt tokens taken in."),
-    "cached_tokens_total": counter("Prompt tokens found in the cache."),
+    "num_running_reqs": gauge("Running requests, which are decoded now."),
+    "num_queue_reqs": gauge("Requests in the queue."),
+    "num_paused_reqs": gauge("Requests held by a pause."),
+    "num_used_tokens": gauge("Tokens of running requests in the KV cache."),
+    "kv_used_tokens": gauge("Tokens in the KV cache, including cached prefixes."),
+    "kv_available_tokens": gauge("Free space in the KV cache, in tokens."),
+    "max_total_num_tokens": gauge("Size of the KV cache in tokens."),
+    "token_usage": gauge("Share of the KV cache used by running requests."),
+    "cache_hit_rate": gauge("Share of prompt tokens found in the prefix cache since the start."),
+    "gen_throughput": gauge("Generated tokens per second, over about the last second."),
+    "prompt_tokens_total": counter("Prompt tokens of all requests."),
+    "cached_tokens_total": counter("Prompt tokens found in the prefix cache."),
     "generation_tokens_total": counter("Tokens that were generated."),
     "num_requests_total": counter("Requests that ended."),
-    "num_aborted_requests_total": counter("Requests that an abort or an error ended."),
-    "num_retracted_reqs": gauge("Times that a request was put back since the start."),
-    "weight_updates_total": counter("Weight updates done."),
+    "num_aborted_requests_total": counter("Requests ended by an abort or an error."),
+    "num_retracted_reqs": gauge("Retractions of running requests since the start."),
+    "weight_updates_total": counter("Completed updates of the weights."),
     "step_errors_total": counter("Decoding steps that failed."),
     "time_to_first_token_seconds": histogram("Seconds from a request's arrival to its first token.", SECONDS),
     "e2e_request_latency_seconds": histogram("Seconds from a request's arrival to its end.", SECONDS),
@@ -47,7 +47,7 @@ HEALTH = ("/health", "/health_generate")
 
 
 def render(engine: Engine, model_name: str) -> str:
-    """Return the page of GET /metrics; every sample has the label model_name."""
+    """Return the body of GET /metrics. Every sample has the label model_name."""
     counters = engine.scheduler.counters
     drawn = {"time_to_first_token_seconds": counters.first_token, "e2e_request_latency_seconds": counters.latency}
     now = MetricsSnapshot(process="engine", id="", values=_values(engine))
@@ -81,7 +81,7 @@ def _values(engine: Engine) -> dict[str, float]:
 
 
 class AdminRoutes:
-    """Handlers; `info` is what never changes and is shown by /model_info and /server_info."""
+    """Handlers. `info` holds the constant fields of /model_info and /server_info."""
 
     def __init__(self, engine: Engine, generation: Generation, info: dict[str, Any], settings: dict[str, Any]) -> None:
         self._engine, self._generation, self._info, self._settings = engine, generation, info, settings
@@ -118,7 +118,7 @@ class AdminRoutes:
         ]
 
     async def abort_request(self, http: web.Request) -> web.Response:
-        """200 and empty, for unknown rids too. Deviation: requests that arrived during a pause are aborted as well."""
+        """Return 200, also for unknown rids. Deviation: requests that arrived in a pause are aborted too."""
         body = await read_object(http)
         rid = optional(body, "rid", str, "")
         if optional(body, "abort_all", bool, False):
@@ -140,7 +140,10 @@ class AdminRoutes:
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
 
     async def release_memory(self, http: web.Request) -> web.Response:
-        """Deviation: 400 while requests run (SGLang ends), and weights stay. Requests wait until all is resumed."""
+        """Free the KV cache; requests wait until it is resumed.
+
+        Deviation: 400 while requests run (SGLang exits), and the weights stay.
+        """
         await asyncio.wrap_future(self._engine.release(await _tags(http)))
         return web.json_response(None)
 
@@ -149,7 +152,7 @@ class AdminRoutes:
         return web.json_response(None)
 
     async def flush_cache(self, http: web.Request) -> web.Response:
-        """Deviation: does not wait (`timeout` is ignored)."""
+        """Clear the prefix cache. Deviation: does not wait (`timeout` is ignored)."""
         await asyncio.wrap_future(self._engine.flush_cache())
         return web.Response(text="Cache flushed.\n")
 
@@ -160,7 +163,7 @@ class AdminRoutes:
         return web.json_response({**self._settings, **self._state(), "internal_states": [self._load()]})
 
     async def weight_version(self, _: web.Request) -> web.Response:
-        """SGLang has it up to 0.5.20; slime's client asks for it."""
+        """Return the weight version. In SGLang up to 0.5.20; used by slime's client."""
         return web.json_response({"weight_version": self._engine.scheduler.version})
 
     async def loads(self, _: web.Request) -> web.Response:
@@ -168,11 +171,11 @@ class AdminRoutes:
         return web.json_response({"loads": [load], "aggregate": load, **load})
 
     async def health(self, _: web.Request) -> web.Response:
-        """Deviation: answers at once in every state; 503 only when the engine thread is gone."""
+        """Return 200. Deviation: at once in every state; 503 only when the engine thread has ended."""
         return web.Response(status=200 if self._engine.alive else 503)
 
     async def health_generate(self, _: web.Request) -> web.Response:
-        """200 when one token was generated. Deviation: 503 at once while paused, not after 20 seconds."""
+        """Return 200 when one token was generated. Deviation: 503 at once while paused, not after 20 seconds."""
         well = self._engine.alive and not self._engine.stopped and await self._generation.probe()
         return web.Response(status=200 if well else 503)
 
@@ -217,7 +220,7 @@ class AdminRoutes:
 
 
 async def _tags(http: web.Request) -> frozenset[str]:
-    """Which memory; all of it unless said otherwise."""
+    """Return the requested memory tags; default all."""
     tags = optional(await read_object(http), "tags", list, None) or list(MEMORY)
     if unknown := [tag for tag in tags if tag not in MEMORY]:
         raise BadRequest(f"tags must be some of {', '.join(MEMORY)}, not {unknown[0]!r:.40}")

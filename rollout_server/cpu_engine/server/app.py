@@ -1,4 +1,4 @@
-"""Build the engine and its HTTP application, listen, run until a signal, and shut down.
+"""Build the engine and its HTTP application, serve until a signal, and shut down.
 
 main thread (asyncio, aiohttp)                         engine thread (torch)
 POST /generate -> parse -> Request  --queue-->  Engine -> Scheduler.step -> ModelRunner.step -> CausalLM.forward
@@ -41,14 +41,14 @@ from rollout_server.cpu_engine.server.weights import WeightRoutes
 log = logging.getLogger("rollout_server.cpu_engine")
 
 SWITCH_INTERVAL = 0.0002
-"""Seconds after which Python hands the interpreter lock on. The default of 5 ms would let the HTTP thread stall every
-one of the engine's hundred short torch calls a step."""
+"""Switch interval of the GIL in seconds. With the default of 5 ms the HTTP thread would delay each of the about hundred
+short torch calls per step of the engine thread."""
 BODY_LIMIT = 64 << 20
 UPDATES = web.AppKey("updates", WeightRoutes)
 
 
 def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConfig]:
-    """Engine (not started), tokenizer and architecture. Raises UserError."""
+    """Return the engine (not started), the tokenizer and the model config. Raises UserError."""
     torch.set_num_threads(settings.threads)
     config = read_model_config(settings.model_path)
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
@@ -56,7 +56,7 @@ def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConf
     try:
         weights.load(settings.model_path)
     except WeightsError as error:
-        raise UserError(str(error), todo="point --model-path at a complete model directory") from None
+        raise UserError(str(error), todo="set --model-path to a complete model directory") from None
     tokenizer = Tokenizer(settings.model_path)
     budget = cache_tokens(settings, config, dtype.itemsize)
     kv = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, budget)
@@ -68,19 +68,19 @@ def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConf
 
 
 def cache_tokens(settings: EngineSettings, config: ModelConfig, itemsize: int) -> int:
-    """Size of the cache in tokens, a multiple of WIDTH_STEP. Raises UserError when too small to be of use."""
+    """Return the size of the KV cache in tokens, a multiple of WIDTH_STEP. Raises UserError if it is too small."""
     wanted = settings.max_total_tokens
     if not wanted:
         wanted = max(min((1 << 30) // config.kv_bytes_per_token(itemsize), 1 << 17), config.context + WIDTH_STEP)
     if wanted < 2 * WIDTH_STEP:
-        raise UserError(f"--max-total-tokens {wanted} is too small", todo=f"give at least {2 * WIDTH_STEP}")
+        raise UserError(f"--max-total-tokens {wanted} is too small", todo=f"set it to at least {2 * WIDTH_STEP}")
     return wanted // WIDTH_STEP * WIDTH_STEP
 
 
 def build_app(
     engine: Engine, tokenizer: Tokenizer, config: ModelConfig, settings: EngineSettings, keys: tuple[str, str]
 ) -> web.Application:
-    """The HTTP application over a started engine."""
+    """Return the HTTP application of a started engine."""
     limits = Limits(config.vocab, config.context, engine.scheduler.runner.kv.budget)
     streaming = Streaming(settings.stream_interval, settings.incremental_streaming_output)
     adapters = LoraRoutes(engine)
@@ -105,7 +105,7 @@ def build_app(
 
 
 def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
-    """Run until SIGINT or SIGTERM. Raises UserError for a bad model or an occupied port."""
+    """Run until SIGINT or SIGTERM. Raises UserError for an invalid model or a port in use."""
     start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s %(message)s", level=settings.log_level.upper())
     sys.setswitchinterval(SWITCH_INTERVAL)
     engine, tokenizer, config = build_engine(settings)
@@ -116,27 +116,27 @@ def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
     finally:
         engine.stop()
     if not clean:
-        # gloo's destructors, run when the interpreter ends, would wait for the trainer until the timeout
+        # at interpreter exit, gloo's destructors would wait for the trainer until the timeout
         logging.shutdown()
         sys.stdout.flush()
         os._exit(0)
 
 
 async def run_until_signal(app: web.Application, engine: Engine, settings: EngineSettings) -> bool:
-    """Answer requests until SIGINT or SIGTERM. Return whether no thread is left behind."""
+    """Serve requests until SIGINT or SIGTERM. Return whether all threads have ended."""
     serving = listening(
         app,
         settings.host,
         settings.port,
-        access=None,  # `read_keys` refuses a host beyond loopback without an API key
+        access=None,  # `read_keys` rejects a non-loopback host without an API key
         setting="--host",
-        todo="choose another --port, or 0",
+        todo="set another --port, or 0 to pick a free one",
         shutdown_s=1.0,
     )
     with shutdown_on_signals() as shutdown:
         async with serving as listener:
             print(f"listening on {listener.url}", flush=True)
             await shutdown.requested.wait()
-        # while the loop still runs: the engine's last messages go through it
+        # while the loop still runs: it delivers the engine's last messages
         await asyncio.to_thread(engine.stop)
         return await app[UPDATES].close()

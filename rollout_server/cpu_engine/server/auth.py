@@ -1,4 +1,4 @@
-"""Who may call which route, by SGLang's rules for keys and ours for requests, and how errors are answered."""
+"""Access control of the routes (SGLang's rules for keys, Foray's for requests), and error responses."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ ADMIN = frozenset(
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"} | dict.fromkeys(
     (500, 503), "server_error"
 )
-"""OpenAI's `type` of an error, by status; all other statuses are errors of the request."""
+"""Status -> OpenAI's `type` of the error. Other statuses are errors of the request."""
 
 
 def guard(api_key: str, admin_key: str) -> Middleware:
-    """Middleware. OPEN never needs a key; ADMIN takes only the admin key where there is one; the rest the API key.
+    """Return the middleware. OPEN routes need no key, ADMIN routes the admin key if there is one, others the API key.
 
-    Without an API key the engine is on loopback, and no web page may use it; SGLang has no such rule.
+    Without an API key the engine listens on loopback only and rejects requests from web pages (SGLang does not).
     """
 
     @web.middleware
@@ -74,7 +74,7 @@ def guard(api_key: str, admin_key: str) -> Middleware:
         except web.HTTPException as error:
             return problem(error.status, error.reason)
         except ConnectionError:
-            raise  # the client went away: aiohttp knows how to end that quietly
+            raise  # the client disconnected: aiohttp handles it without a log message
         except Exception as error:
             log.exception("%s %s failed", request.method, request.path)
             return problem(500, f"{type(error).__name__}: {error}")
@@ -83,8 +83,7 @@ def guard(api_key: str, admin_key: str) -> Middleware:
 
 
 def problem(status: int, message: str) -> web.Response:
-    """An error as OpenAI's clients (`error`), SGLang's (`message`, `type`, `code`) and those of the control routes
-    (`success`) read it."""
+    """Return an error in the formats of OpenAI (`error`), SGLang (`message`, `type`, `code`) and control routes."""
     what = {"message": message, "type": KINDS.get(status, "invalid_request_error"), "param": None, "code": status}
     return web.json_response({"object": "error", "success": False, **what, "error": what}, status=status)
 

@@ -1,4 +1,4 @@
-"""POST /generate: from a body to requests on the engine thread and back, whole or as a stream of events."""
+"""POST /generate: submit requests to the engine thread, and send the answer whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from rollout_server.cpu_engine.server.validation import (
 )
 
 LARGE_ANSWER = 1 << 15
-"""Log-probs beyond which an answer is not written out on the event loop."""
+"""Number of log-probs from which an answer is serialised in a thread instead of on the event loop."""
 
 
 class Inbox:
-    """What is new of one call's requests: {number of the request: its output tokens so far}. Used on the loop only."""
+    """Progress of one call's requests: {number of the request: its output tokens so far}. Used on the loop only."""
 
     def __init__(self) -> None:
         self._news: dict[int, int] = {}
         self._waiting: asyncio.Future[None] | None = None
 
     def put(self, number: int, length: int) -> None:
-        """Later news of a request replace earlier ones that were not taken."""
+        """Record progress. Replaces earlier progress of the request that was not taken."""
         self._news[number] = length
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     async def take(self) -> dict[int, int]:
-        """All news; waits until there are some."""
+        """Wait for progress, and return all of it."""
         if not self._news:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -59,8 +59,8 @@ class Inbox:
 class Mailbox:
     """Messages from the engine thread, which calls `put` and `wake_loop`, to the event loop, in order.
 
-    Many messages take one wake-up: that is a system call, at which the engine thread would hand the interpreter lock to
-    the loop; for each token of each request it would cost more than the tokens.
+    Messages are delivered with one wake-up: a wake-up is a system call that passes the GIL to the event loop, and one
+    per token and request would cost more than generating the tokens.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -68,11 +68,11 @@ class Mailbox:
         self._pending: deque[tuple[Inbox, int, int]] = deque()
 
     def put(self, inbox: Inbox, number: int, length: int) -> None:
-        """Queue a message; the next `wake_loop` delivers it."""
+        """Queue a message for the next `wake_loop`."""
         self._pending.append((inbox, number, length))
 
     def wake_loop(self) -> None:
-        """Have the loop deliver what is queued."""
+        """Make the loop deliver the queued messages."""
         if self._pending:
             self._loop.call_soon_threadsafe(self._deliver)
 
@@ -84,14 +84,14 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Streaming:
-    """How streams are sent: a chunk every `interval` tokens unless a request says otherwise, cumulative or not."""
+    """Defaults of streams: a chunk every `interval` tokens, cumulative or incremental."""
 
     interval: int = 1
     incremental: bool = False
 
 
 class Generation:
-    """The generating routes. `seed` starts the seeds of requests that bring none."""
+    """The generation routes. `seed` determines the seeds of requests without one."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class Generation:
 
     @property
     def label(self) -> str:
-        """The engine's present weight version."""
+        """The engine's current weight version."""
         return self._engine.scheduler.version
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        """SGLang's /generate."""
+        """Handle SGLang's /generate."""
         body = await read_json(http)
         parsed = await unblocked(await is_large(http), lambda: parse(body, self._tokenizer, self._limits))
         with self.running(parsed) as (requests, inbox):
@@ -131,7 +131,7 @@ class Generation:
 
     @contextmanager
     def running(self, parsed: Parsed) -> Iterator[tuple[list[Request], Inbox]]:
-        """The requests of a body, on the engine, and where their news come; what has not ended at exit is aborted."""
+        """Run the requests of a body. Yields them and the inbox of their progress; aborts unfinished ones at exit."""
         inbox = Inbox()
         requests = self._requests(parsed.calls, parsed.stream, inbox)
         names = {r.rid for r in requests}
@@ -143,18 +143,18 @@ class Generation:
             yield requests, inbox
         finally:
             self._live -= names
-            # the client went away, or sending failed: the rest is not needed
+            # the client disconnected, or sending failed: abort the rest
             if any(r.finish is None for r in requests):
                 self._engine.abort(one_of(requests))
 
     async def ended(self, requests: list[Request], inbox: Inbox) -> None:
-        """Wait until all have ended; without a stream there is news of a request only then."""
+        """Wait until all have ended. Without a stream, progress is reported only at the end."""
         ended: set[int] = set()
         while len(ended) < len(requests):
             ended.update(await inbox.take())
 
     async def probe(self) -> bool:
-        """Whether one token comes back within 20 seconds."""
+        """Return whether one token is generated within 20 seconds."""
         inbox = Inbox()
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
         requests = self._requests(parse(body, self._tokenizer, self._limits).calls, False, inbox)
@@ -232,10 +232,9 @@ class Generation:
         chunk: Callable[[int, int, bool], bytes],
         last: Callable[[], bytes] = bytes,
     ) -> web.StreamResponse:
-        """Server-sent events: `chunk` of (number of the request, its tokens so far, whether it ended), then `last` and
-        [DONE].
+        """Send server-sent events: `chunk(number of the request, its tokens so far, ended)`, then `last()` and [DONE].
 
-        Tokens that come while a chunk is being sent go out together with the next: a slow client holds up no other.
+        Tokens that arrive while a chunk is being sent are part of the next chunk, so slow clients do not block others.
         """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
@@ -245,26 +244,26 @@ class Generation:
             for number, length in (await inbox.take()).items():
                 request = requests[number]
                 if number in live:
-                    # it may have ended after this news: then there is another, and that chunk says so
+                    # it may have ended after this progress: then a later chunk reports the end
                     ended = request.finish is not None and length == len(request.output_ids)
                     events.append(chunk(number, length, ended))
                     live -= {number} if ended else set()
             if live:
                 await response.write(b"".join(events))
-            else:  # the last chunk and the end go out in one write
+            else:  # send the last chunk and the end in one write
                 await response.write_eof(b"".join((*events, last(), b"data: [DONE]\n\n")))
         return response
 
 
 async def send_whole(requests: list[Request], build: Callable[[], object]) -> web.Response:
-    """The JSON of what `build` makes of requests that have ended; many log-probs of theirs take seconds."""
+    """Send the result of `build` for finished requests as JSON, in a thread if it has many log-probs."""
     held = sum((len(r.output_ids) + len(r.input_logprobs or ())) * (1 + r.top_logprobs) for r in requests)
     text = await unblocked(held > LARGE_ANSWER, lambda: json.dumps(build()))
     return web.Response(text=text, content_type="application/json")
 
 
 def failure(requests: list[Request]) -> web.Response | None:
-    """The answer where the engine could not carry a request on."""
+    """Return the error response if a request failed in the engine, else None."""
     for request in requests:
         finish = request.finish or {}
         if finish.get("status_code"):

@@ -1,7 +1,7 @@
-"""The routes that load and unload LoRA adapters, and the table of those that are loaded.
+"""Routes that load and unload LoRA adapters, and the table of loaded adapters.
 
-Deviations from SGLang: no flag is needed; an adapter that is unloaded goes on for the requests that already use it,
-where SGLang's answer waits for them; what it never loaded it does not load again by itself.
+Deviations from SGLang: no flag is needed. Requests that use an adapter continue with it after it is unloaded (in SGLang
+the unload call waits for them). Unknown adapters are never loaded automatically.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout_server.cpu_engine.server.validation import BadRequest, read_object,
 
 
 class LoraRoutes:
-    """Handlers; used on the event loop only."""
+    """Handlers. Used on the event loop only."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -32,7 +32,7 @@ class LoraRoutes:
         ]
 
     def named(self, name: str) -> Adapter | None:
-        """The adapter of a request; None for "". Raises BadRequest for one that is not loaded."""
+        """Return the adapter of a request; None for "". Raises BadRequest if it is not loaded."""
         if not name:
             return None
         adapter = self._loaded.get(name)
@@ -42,11 +42,11 @@ class LoraRoutes:
         return adapter
 
     def table(self) -> dict[str, str]:
-        """The loaded adapters: name -> path."""
+        """Return the loaded adapters: name -> path."""
         return {name: str(adapter.path) for name, adapter in self._loaded.items() if adapter is not None}
 
     async def load(self, http: web.Request) -> web.Response:
-        """`pinned` is ignored: nothing is ever evicted. The file is read beside the engine thread."""
+        """Load an adapter, outside the engine thread. `pinned` is ignored: adapters are never evicted."""
         body = await read_object(http)
         name, path = required(body, "lora_name", str), required(body, "lora_path", str)
         if name in self._loaded:
@@ -64,7 +64,7 @@ class LoraRoutes:
         return self._answer()
 
     async def unload(self, http: web.Request) -> web.Response:
-        """The name is free again at once."""
+        """Unload an adapter. Its name can be reused at once."""
         name = required(await read_object(http), "lora_name", str)
         if self._loaded.get(name) is None:
             return self._answer(f"LoRA adapter with name {name} does not exist")

@@ -1,6 +1,6 @@
-"""Answers of OpenAI's routes, whole and in pieces, from finished or running requests. Pure.
+"""Answers of OpenAI's routes, complete or streamed. Pure.
 
-Shapes are OpenAI's with SGLang's two additions: `matched_stop` in a choice, and `metadata` with the weight version.
+The format is OpenAI's with two additions of SGLang: `matched_stop` in a choice, and `metadata` with the weight version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Best = Sequence[tuple[float, int]]
 
 
 class OpenAIResponse:
-    """The answer to one call: `whole`, or the events of a stream by `chunk` and `last`. `created`: Unix time."""
+    """The answer to one call: `whole`, or the events of a stream from `chunk` and `last`. `created`: Unix time."""
 
     def __init__(
         self, kind: Kind, asked: CompletionCall, requests: list[Request], model: str, created: int, tokenizer: Tokenizer
@@ -32,10 +32,10 @@ class OpenAIResponse:
         self._texts = [IncrementalDetokenizer(request, tokenizer) for request in requests]
         self._sent: list[int | None] = [None] * len(requests)
         self._offsets = [0] * len(requests)
-        """Of each request: where the text of the next token begins."""
+        """For each request: text offset of the next token."""
 
     def whole(self, label: str) -> Object:
-        """The answer, after all requests have ended; `label` is the engine's present weight version."""
+        """Return the answer after all requests have ended. `label`: the engine's current weight version."""
         choices = []
         for number, request in enumerate(self._requests):
             text = visible_text(request, len(request.output_ids), self._tokenizer)
@@ -48,7 +48,7 @@ class OpenAIResponse:
         return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(), "metadata": known}
 
     def chunk(self, number: int, length: int, ended: bool) -> bytes:
-        """What is new of request `number` after `length` tokens; nothing while its text is held back."""
+        """Return the event with the new text of request `number` after `length` tokens; empty if it is held back."""
         request, start = self._requests[number], self._sent[number]
         before = self._texts[number].shown
         if ended:
@@ -72,7 +72,7 @@ class OpenAIResponse:
         return b"".join(self._event(choices=[event]) for event in events) + (self._failure(request) if ended else b"")
 
     def last(self) -> bytes:
-        """The event with the usage, where it was asked for."""
+        """Return the event with the usage, if it was requested."""
         return self._event(choices=[], usage=self._usage()) if self._asked.include_usage else b""
 
     def _event(self, **fields: Any) -> bytes:
@@ -87,7 +87,7 @@ class OpenAIResponse:
         return f"data: {json.dumps({'error': error})}\n\n".encode()
 
     def _choice(self, number: int, start: int | None, end: int, text: str) -> Object:
-        """Output tokens start..end-1 of request `number`; `start` None: from the beginning, the echo included."""
+        """Return the choice with output tokens start..end-1 of request `number`; `start` None: all, with the echo."""
         request, wanted = self._requests[number], self._asked.logprobs
         if self._chat:
             role = {"role": "assistant"} if start is None and request.finish else {}
@@ -118,8 +118,10 @@ class OpenAIResponse:
         }
 
     def _text_logprobs(self, number: int, start: int | None, end: int) -> Object:
-        """OpenAI's four columns; the prompt's tokens come first where they are echoed, the very first without a
-        log-prob. Each call goes on where the one before it ended."""
+        """Return OpenAI's four lists. Each call continues where the previous one ended.
+
+        Echoed prompt tokens come first; the first of them has no log-prob.
+        """
         request, spelling = self._requests[number], self._tokenizer.spelling
         ids = request.output_ids[start or 0 : end]
         logprobs: list[float | None] = [*request.output_logprobs[start or 0 : end]]
@@ -149,7 +151,7 @@ class OpenAIResponse:
         }
 
     def _best(self, best: Best, token: int, logprob: float | None) -> dict[str, float]:
-        """The best tokens by spelling, the likeliest of equal spellings, and always the token itself."""
+        """Return the best tokens by spelling (the most likely of equal spellings), and always the token itself."""
         found: dict[str, float] = {}
         for value, other in best:
             found.setdefault(self._tokenizer.spelling(other), value)
@@ -158,7 +160,7 @@ class OpenAIResponse:
         return found
 
     def _usage(self) -> Object:
-        """A prompt counts once for all of its attempts."""
+        """Return the usage. A prompt counts once for all its attempts."""
         firsts = self._requests[:: self._asked.attempts]
         prompt, made = sum(len(r.prompt_ids) for r in firsts), sum(len(r.output_ids) for r in self._requests)
         cached = sum(r.cached_tokens for r in firsts)

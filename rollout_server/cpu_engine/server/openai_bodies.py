@@ -1,6 +1,6 @@
-"""Bodies of OpenAI's routes, turned into bodies of /generate: which `validation.py` checks. Pure.
+"""Convert bodies of OpenAI's routes to bodies of /generate, which `validation.py` checks. Pure.
 
-What no table here names is refused, and so is what this engine cannot do, unless it is asked for in vain.
+Fields that are not in a table here are rejected. Unsupported fields are accepted only with a value that has no effect.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SAMPLING = {
     **{name: name for name in NEUTRAL},
     **{"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"},
 }
-"""Field of OpenAI's body, SGLang's further ones included -> sampling parameter."""
+"""Field of OpenAI's body, including SGLang's extensions -> sampling parameter."""
 ROUTED = ("rid", "extra_key", "cache_salt", "lora_path")
-"""Fields that /generate has under the same name."""
+"""Fields with the same name in /generate."""
 COMMON = frozenset({*SAMPLING, *ROUTED, "model", "logprobs", "stream", "stream_options"})
 COMPLETION = COMMON | {"prompt", "echo"}
 CHAT = COMMON | {"messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt", "chat_template_kwargs"}
@@ -47,20 +47,20 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (False,),
     "return_token_ids": (False,),
 }
-"""Fields that are taken only where they ask for nothing: null, or one of these."""
+"""Fields that are accepted only with a value without effect: null, or one of these."""
 IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-        # of SGLang's parser of thoughts, which is off by default; its router sends them always
+        # of SGLang's reasoning parser, which is off by default; its router always sends them
         *("separate_reasoning", "stream_reasoning"),
     }
 )
-"""Fields that change no answer."""
+"""Fields that do not change the answer."""
 
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """A checked body. `echoes`: for each prompt the text that comes before its answers; `top`: alternatives a token."""
+    """A validated body. `echoes`: text before the answers, per prompt; `top`: alternatives per token."""
 
     parsed: Parsed
     model: str
@@ -71,12 +71,12 @@ class CompletionCall:
     include_usage: bool
 
     def echo(self, number: int) -> str:
-        """What comes before the text of request `number`."""
+        """Return the text before the answer of request `number`."""
         return self.echoes[number // self.attempts] if self.echoes else ""
 
 
 def completion(body: Any, adapter: Callable[[str], str], tokenizer: Tokenizer, limits: Limits) -> CompletionCall:
-    """A body of /v1/completions; `adapter` tells a model's name from an adapter's. Raises BadRequest."""
+    """Validate a body of /v1/completions. `adapter` maps a model name to its adapter. Raises BadRequest."""
     body = _checked(body, COMPLETION)
     prompt, echo = body.get("prompt"), optional(body, "echo", bool, False)
     texts = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str))
@@ -99,16 +99,16 @@ def chat(
     tokenizer: Tokenizer,
     limits: Limits,
 ) -> CompletionCall:
-    """A body of /v1/chat/completions; `render` writes the conversation out as a text. Raises BadRequest."""
+    """Validate a body of /v1/chat/completions. `render` applies the chat template. Raises BadRequest."""
     body = _checked(body, CHAT)
     ids = conversation(body, render, tokenizer)
     wanted = optional(body, "logprobs", bool, False)
     top = optional(body, "top_logprobs", int, 0)
     if top and not wanted:
-        raise BadRequest("top_logprobs needs logprobs: true")
+        raise BadRequest("top_logprobs requires logprobs: true")
     longest = optional(body, "max_completion_tokens", int, None)
     room = max(min(limits.context, limits.cache) - len(ids), 0)
-    if top > 0:  # a body that names no limit must not be refused for the one that it gets here
+    if top > 0:  # a body without a limit must not be rejected for the default set here
         room = min(room, max(MOST_TOPS // (top * max(optional(body, "n", int, 1), 1)), 1))
     asked = _generate(body, {"max_new_tokens": room if longest is None else longest}, adapter)
     asked |= {"input_ids": ids, "return_logprob": wanted, "top_logprobs_num": top}
@@ -116,7 +116,7 @@ def chat(
 
 
 def conversation(body: Body, render: Callable[[list[Body], bool, Body], str], tokenizer: Tokenizer) -> list[int]:
-    """The prompt that `messages` are, as token ids; the template writes special tokens itself. Raises BadRequest."""
+    """Return the prompt ids of `messages`. The template adds the special tokens. Raises BadRequest."""
     messages = [_message(message) for message in optional(body, "messages", list, [])]
     if not messages:
         raise BadRequest("messages is missing")
@@ -134,7 +134,7 @@ def _message(message: Any) -> Body:
     if content is not None and not isinstance(content, str):
         raise BadRequest("content must be a string or a list of parts")
     calls = optional(message, "tool_calls", list, None)
-    # as in SGLang: templates write a missing content as "None", and encode the arguments themselves
+    # as in SGLang: templates render missing content as "None", and encode the arguments themselves
     return {**message, "content": content or ""} | ({"tool_calls": list(map(_tool_call, calls))} if calls else {})
 
 
@@ -171,7 +171,7 @@ def _checked(body: Any, known: frozenset[str]) -> Body:
 
 
 def _generate(body: Body, defaults: Mapping[str, Any], adapter: Callable[[str], str]) -> Body:
-    """What both kinds of body have in common with one of /generate."""
+    """Return the fields that both kinds of body share with /generate."""
     given = {ours: body[theirs] for theirs, ours in SAMPLING.items() if body.get(theirs) is not None}
     asked: Body = {name: body[name] for name in ROUTED if body.get(name) is not None}
     named = adapter(optional(body, "model", str, ""))

@@ -1,6 +1,6 @@
-"""OpenAI's routes over the same requests as /generate: completions, chat, models; and SGLang's tokenize, detokenize.
+"""OpenAI's routes (completions, chat, models) and SGLang's tokenize and detokenize.
 
-So that other programs can judge a policy while it trains: lm-evaluation-harness, the openai client, a chat by curl.
+They allow other programs to evaluate a policy during training: lm-evaluation-harness, the openai client, curl.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rollout_server.environment.tokenizer import ChatTemplate, load_chat_templat
 
 
 class OpenAIRoutes:
-    """Handlers. `model_path` is what the engine was started with; its last part is the model's name.
+    """Handlers. The model's name is the last part of `model_path`.
 
-    `day` is what a chat template that says the day says; None: that of the start (UTC).
+    `day` is the date for chat templates that contain one; None: the day of the start (UTC).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OpenAIRoutes:
         return await self._answer(http, "chat.completion", asked)
 
     async def models(self, _: web.Request) -> web.Response:
-        """The base model and the adapters that are loaded."""
+        """List the base model and the loaded adapters."""
         cards = [self._card(name) for name in (self.name, *self._adapters.table())]
         return web.json_response({"object": "list", "data": cards})
 
@@ -88,7 +88,7 @@ class OpenAIRoutes:
         return web.json_response(self._card(name))
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        """`prompt` (a text or a list of them) or `messages`."""
+        """Tokenize `prompt` (a text or a list of texts) or `messages`."""
         body = await read_object(http)
         prompt, special = body.get("prompt"), optional(body, "add_special_tokens", bool, True)
         if (prompt is None) == (body.get("messages") is None):
@@ -112,7 +112,7 @@ class OpenAIRoutes:
         return web.json_response({**answer, "max_model_len": self._limits.context})
 
     async def detokenize(self, http: web.Request) -> web.Response:
-        """`tokens`: ids or a list of lists of them."""
+        """Convert `tokens` (ids, or a list of lists of ids) to text."""
         body = await read_object(http)
         tokens, skip = optional(body, "tokens", list, []), optional(body, "skip_special_tokens", bool, True)
         several = bool(tokens) and isinstance(tokens[0], list)
@@ -135,16 +135,16 @@ class OpenAIRoutes:
             return await send_whole(requests, lambda: answers.whole(label))
 
     def _adapter(self, model: str) -> str:
-        """The adapter that `model` names, alone or after the base model's name and a colon; "" for the base model.
+        """Return the adapter named by `model` ("ADAPTER" or "BASE:ADAPTER"); "" for the base model.
 
-        Deviation: SGLang answers for any name. Here a misspelt adapter is 404, as in vLLM, not the base model's answer.
+        Deviation: SGLang accepts any name. Here an unknown name is 404, as in vLLM.
         """
         if model in ("", "default", self.name, str(self._path)):
             return ""
         name = model.removeprefix(f"{self.name}:")
         if name not in self._adapters.table():
             raise web.HTTPNotFound(
-                reason=f"the model {model!r:.200} does not exist; there is {self.name!r} and its adapters"
+                reason=f"the model {model!r:.200} does not exist; use {self.name!r} or one of its adapters"
             )
         return name
 

@@ -1,8 +1,8 @@
-"""The embedded engine's HTTP API as OpenAPI 3.1: SGLang's routes as far as this engine has them. Pure.
+"""The OpenAPI 3.1 document of the embedded engine. Pure.
 
-`validation.py` and `openai_bodies.py` check bodies without a schema, so each is described here. Tests compare paths and
-methods with the application's routes and sampling parameters with those that `validation.py` knows, and send requests
-drawn from this description to a running engine.
+`validation.py` and `openai_bodies.py` validate bodies without a schema, so the schemas are here. Tests compare paths
+and methods with the application's routes, and sampling parameters with those in `validation.py`, and send generated
+requests to a running engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _either(*schemas: Object) -> Object:
 
 
 def _listed(schema: Object) -> Object:
-    """One for all prompts, or a list of one for each."""
+    """Return the schema of a value for all prompts, or a list with one per prompt."""
     return _either(schema, {"type": "array", "items": schema})
 
 
@@ -187,8 +187,8 @@ BODIES: dict[str, Object] = {
     **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), _object(tags=TAGS)),
     **dict.fromkeys(ABSENT, _object()),
 }
-"""Path of each POST -> schema of its body. What is not named in one is ignored, but for weights from disk
-and OpenAI's routes. Those of ABSENT always answer 400."""
+"""Path of a POST -> schema of its body. Other fields are ignored, except for weights from disk and OpenAI's routes.
+Routes in ABSENT always answer 400."""
 
 GETS: dict[str, str | None] = {
     **dict.fromkeys(("/ready", "/health", "/health_generate"), None),
@@ -199,7 +199,7 @@ GETS: dict[str, str | None] = {
     **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), JSON),
     "/openapi.json": JSON,
 }
-"""Path of each GET -> media type of the answer; None: empty."""
+"""Path of a GET -> media type of the answer; None: empty."""
 
 PROBLEM: Object = {
     "type": "object",
@@ -210,15 +210,15 @@ PROBLEM: Object = {
     },
 }
 FAILURES = {
-    "400": "what is wrong with the request, or why it cannot be done now",
-    "401": "no key, or not the one of this route",
-    "404": "no such model or adapter",
-    "403": "without an API key: a page of another origin, or no loopback name",
-    "408": "the body did not come in time",
+    "400": "the request is invalid, or not possible in the current state",
+    "401": "the key is missing or wrong for this route",
+    "404": "unknown model or adapter",
+    "403": "without an API key: another origin, or not a loopback name",
+    "408": "the body did not arrive in time",
     "413": "the body is too large",
-    "415": "the body is compressed, or without an API key no JSON",
+    "415": "the body is compressed, or (without an API key) not JSON",
     "500": "the generation failed",
-    "503": "paused, or the engine is gone",
+    "503": "the engine is paused or has ended",
 }
 
 

@@ -1,4 +1,4 @@
-"""The answer to a generation: SGLang's {text, output_ids, meta_info}. Pure."""
+"""Build SGLang's answer to a generation: {text, output_ids, meta_info}. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout_server.cpu_engine.scheduler.request import Request, visible_text
 
 
 def answer(request: Request, tokenizer: Tokenizer, label: str) -> dict[str, Any]:
-    """A whole answer, after the request has ended; `label` is the engine's present weight version."""
+    """Return the complete answer of a finished request. `label`: the engine's current weight version."""
     length = len(request.output_ids)
     meta = meta_info(request, length, label, True)
     if request.return_logprob:
@@ -24,9 +24,10 @@ def answer(request: Request, tokenizer: Tokenizer, label: str) -> dict[str, Any]
 
 
 def meta_info(request: Request, length: int, label: str, ended: bool) -> dict[str, Any]:
-    """`meta_info` without log-probs, as known after `length` output tokens.
+    """Return `meta_info` without log-probs after `length` output tokens.
 
-    `weight_version` is that of the newest token, as in SGLang. `weight_versions` is always there (SGLang: at the end).
+    `weight_version` is the version of the newest token, as in SGLang. `weight_versions` is always included (SGLang: at
+    the end).
     """
     spans = request.spans(length)
     meta: dict[str, Any] = {
@@ -37,7 +38,7 @@ def meta_info(request: Request, length: int, label: str, ended: bool) -> dict[st
         "weight_versions": spans,
     }
     if not (ended and request.finish and request.finish.get("message") == "Abort in waiting queue"):
-        # SGLang leaves these out when a request is aborted while it waits
+        # SGLang omits these when a request is aborted in the queue
         meta["prompt_tokens"] = len(request.prompt_ids)
         meta["cached_tokens"] = request.cached_tokens
         meta["num_retractions"] = request.retractions
@@ -47,18 +48,18 @@ def meta_info(request: Request, length: int, label: str, ended: bool) -> dict[st
 
 
 def logprobs(request: Request, start: int, end: int, tokenizer: Tokenizer) -> list[list[Any]]:
-    """SGLang's `output_token_logprobs` of output tokens start..end-1: [log-prob, id, text or null]."""
+    """Return SGLang's `output_token_logprobs` of output tokens start..end-1: [log-prob, id, text or null]."""
     pairs = zip(request.output_logprobs[start:end], request.output_ids[start:end], strict=True)
     return _triples(request, pairs, tokenizer)
 
 
 def top_logprobs(request: Request, start: int, end: int, tokenizer: Tokenizer) -> list[list[list[Any]]]:
-    """SGLang's `output_top_logprobs` of output tokens start..end-1."""
+    """Return SGLang's `output_top_logprobs` of output tokens start..end-1."""
     return [_triples(request, best, tokenizer) for best in request.output_top[start:end]]
 
 
 def prompt_logprobs(request: Request, tokenizer: Tokenizer) -> dict[str, list[Any]]:
-    """Prompt tokens from logprob_start_len on; the first has no log-prob, as in SGLang."""
+    """Return the log-probs of prompt tokens from logprob_start_len on. The first has none, as in SGLang."""
     found: dict[str, list[Any]] = {"input_token_logprobs": []}
     if request.input_logprobs is not None:
         pairs = zip([None, *request.input_logprobs], request.prompt_ids[request.logprob_start :], strict=False)
@@ -75,12 +76,12 @@ def _triples(request: Request, pairs: Iterable[tuple[float | None, int]], tokeni
 
 
 class StreamEncoder:
-    """The events of one request's stream. Nothing is encoded twice: a chunk costs what is new in it.
+    """Encodes the events of a stream. The cost of a chunk depends on its new tokens only: nothing is encoded twice.
 
-    Chunks are cumulative, as SGLang's are by default, or `incremental`: then text, output_ids and output log-probs of
-    the chunks are disjoint and everything else in meta_info still counts from the beginning, as in SGLang.
+    Chunks are cumulative, as in SGLang by default, or `incremental`: then text, output_ids and output log-probs contain
+    only the new tokens, and the rest of meta_info still counts from the beginning, as in SGLang.
 
-    index  place of the request in a batch, None outside of one
+    index  index of the request in a batch; None if there is no batch
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, *, incremental: bool, index: int | None) -> None:
@@ -93,7 +94,7 @@ class StreamEncoder:
         self._facts = MetaInfoJson(request)
 
     def chunk(self, length: int, ended: bool, label: str) -> bytes:
-        """The event after `length` output tokens; `label` is the engine's present weight version."""
+        """Return the event after `length` output tokens. `label`: the engine's current weight version."""
         request, start, self._sent = self._request, self._sent, length
         if self._incremental:
             self._ids = self._logprobs = self._tops = ""
@@ -121,7 +122,7 @@ class StreamEncoder:
 
 
 class MetaInfoJson:
-    """`meta_info` as JSON. Within a stream only two numbers of it change, until weights or place do."""
+    """Encodes `meta_info`. Within a stream only two of its numbers change, unless the weights change."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -129,7 +130,7 @@ class MetaInfoJson:
         self._before = self._between = self._after = ""
 
     def json(self, length: int, ended: bool, label: str) -> str:
-        """Equal to json.dumps(meta_info(...))."""
+        """Return the same as json.dumps(meta_info(...))."""
         request = self._request
         key = (len(request.versions), request.retractions, request.cached_tokens)
         if ended or not length or not request.versions or request.versions[-1][1] >= length:
@@ -137,7 +138,7 @@ class MetaInfoJson:
         if key != self._key:
             mark = 1 << 60
             pieces = json.dumps(meta_info(request, mark, label, False)).split(str(mark))
-            if len(pieces) != 3:  # the mark stands in the request's own name
+            if len(pieces) != 3:  # the marker occurs in the rid
                 return json.dumps(meta_info(request, length, label, ended))
             self._key, (self._before, self._between, self._after) = key, pieces
         return f"{self._before}{length}{self._between}{length}{self._after}"
@@ -148,12 +149,12 @@ def _joined(entries: str, more: str) -> str:
 
 
 class IncrementalDetokenizer:
-    """The text of a request's tokens while they come; `shown` only grows.
+    """Decodes the tokens of a request incrementally. `shown` only grows.
 
-    A token may be a piece of a character, and a decoder may join tokens by spaces: so new tokens are decoded together
-    with those before them, and only what this adds is new (as text-generation-inference does it). The context starts
-    where a character ends: a byte-fallback decoder spoils a whole run of bytes that begins inside a character. An end
-    that may turn out to be the beginning of a stop string is held back, since the finished text would be cut there.
+    A token may be a part of a character, and a decoder may join tokens with spaces. So new tokens are decoded together
+    with the tokens before them, and the difference is the new text (as in text-generation-inference). The context
+    starts at the end of a character: a byte-fallback decoder garbles bytes that start inside a character. A suffix that
+    may be the start of a stop string is held back, since the final text would be cut there.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
@@ -163,13 +164,13 @@ class IncrementalDetokenizer:
         self._text = self.shown = ""
 
     def grow(self, length: int) -> str:
-        """The text that may be shown after `length` output tokens."""
+        """Return the text that may be shown after `length` output tokens."""
         ids, skip = self._request.output_ids, self._request.params.skip_special_tokens
         known = self._tokenizer.decode(ids[self._context : self._decoded], skip)
         both = self._tokenizer.decode(ids[self._context : length], skip)
-        if not both.endswith("\ufffd"):  # else half a character: the next token may complete it
+        if not both.endswith("\ufffd"):  # otherwise an incomplete character, which the next token may complete
             self._text += both[len(known) :]
-            if len(both) > len(known):  # else the new tokens are skipped ones, and no context for the next
+            if len(both) > len(known):  # otherwise the new tokens are skipped tokens, which are no context
                 self._context = self._decoded
             self._decoded = length
             self.shown = self._text[: len(self._text) - _held_back(self._text, self._stops)]
@@ -177,7 +178,7 @@ class IncrementalDetokenizer:
 
 
 def _held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` with which one of the stop strings begins."""
+    """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
     longest = max((min(len(stop) - 1, len(text)) for stop in stops), default=0)
     for n in range(longest, 0, -1):
         if text.endswith(tuple(stop[:n] for stop in stops if len(stop) > n)):

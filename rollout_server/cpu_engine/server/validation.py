@@ -1,7 +1,7 @@
-"""Check bodies of /generate and of the control routes: a wrong value is a BadRequest (HTTP 400) that names it.
+"""Validate bodies of /generate and of the control routes: a wrong value is a BadRequest (HTTP 400) that names it.
 
-Hand-written since it runs for each turn of each trajectory; a schema library costs as much as the rest of a request.
-What SGLang knows and this engine cannot do is refused where it is asked for, never quietly ignored.
+Written without a schema library, which would cost as much as the rest of a request for each turn of each trajectory.
+Features of SGLang that this engine lacks are rejected, never silently ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEUTRAL: Body = {
     "beam_width": None,
     "custom_params": None,
 }
-"""Sampling parameters of SGLang that this engine accepts only at the value that changes nothing."""
+"""Sampling parameters of SGLang that are accepted only with their neutral value."""
 
 UNSUPPORTED = (
     "input_embeds",
@@ -49,39 +49,39 @@ UNSUPPORTED = (
     "return_routed_experts",
     "custom_logit_processor",
 )
-"""Fields of the body that would change the answer: refused when set. All other unknown fields are ignored, as in
+"""Unsupported fields that would change the answer: rejected when set. Other unknown fields are ignored, as in
 SGLang."""
 
 
 MOST_ATTEMPTS = 4096
-"""Prompts times `n` of one call."""
+"""Maximum of prompts times `n` in one call."""
 
 MOST_TOPS = 1 << 22
-"""Alternatives of one call, over all tokens: they are held as Python objects until the answer is sent."""
+"""Maximum alternatives of one call, over all tokens. They are kept as Python objects until the answer is sent."""
 
 
 MOST_NUMBER = 1e300
-"""Largest number that a field takes."""
+"""Maximum value of integer fields."""
 
 _RID_BASE = secrets.token_hex(8)
 _rid_numbers = itertools.count()
-# not uuid4: its system call lets go of the interpreter lock, and to get that back from a busy engine takes time
+# not uuid4: its system call releases the GIL, and reacquiring it from a busy engine takes time
 
 BODY_S = 30.0
-"""Longest wait for a body in seconds."""
+"""Timeout for receiving a body, in seconds."""
 LARGE_BODY = 1 << 16
-"""Bytes of a body beyond which it is not checked on the event loop: encoding 1 MiB of text takes seconds."""
+"""Bodies larger than this (bytes) are validated in a thread: encoding 1 MiB of text takes seconds."""
 _LARGE_WORK = ThreadPoolExecutor(1, "large-body")
 T = TypeVar("T")
 
 
 class BadRequest(Exception):
-    """The request is wrong; the message says where."""
+    """The request is invalid. The message says where."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. `tokens`: prompt and output together, by context and by cache."""
+    """Limits of one request. `tokens`: prompt plus output, limited by context and cache."""
 
     vocab: int
     context: int
@@ -90,7 +90,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """One checked prompt of a body; `n` attempts are made from it. `adapter`: name of a LoRA adapter, "" for none."""
+    """One validated prompt of a body, for `n` attempts. `adapter`: name of a LoRA adapter, "" for none."""
 
     rids: list[str]
     ids: list[int]
@@ -105,7 +105,7 @@ class GenerateCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A whole body. `single`: answer one object; otherwise a list, in order of prompts and attempts."""
+    """A validated body. `single`: the answer is one object, otherwise a list in order of prompts and attempts."""
 
     calls: list[GenerateCall]
     single: bool
@@ -113,7 +113,7 @@ class Parsed:
 
 
 def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
-    """Check a decoded JSON body. Raises BadRequest."""
+    """Validate a decoded JSON body. Raises BadRequest."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     for name in UNSUPPORTED:
@@ -137,10 +137,10 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
         prompts, given, params, names, *columns, strict=True
     ):
         if not -1 <= start <= len(ids):
-            raise BadRequest(f"logprob_start_len must lie between -1 and the prompt's {len(ids)} tokens, not {start}")
+            raise BadRequest(f"logprob_start_len must be between -1 and {len(ids)}, the prompt's length, not {start}")
         if not 0 <= top <= limits.vocab:
-            raise BadRequest(f"top_logprobs_num must lie between 0 and {limits.vocab}, not {top}")
-        # the default is cut to what fits, as in SGLang; a number that was asked for is not
+            raise BadRequest(f"top_logprobs_num must be between 0 and {limits.vocab}, not {top}")
+        # the default is reduced to what fits, as in SGLang; a requested number is not
         if asked.get("max_new_tokens") is not None and len(ids) + own.max_new_tokens > limits.context:
             raise BadRequest(
                 f"{len(ids)} prompt tokens and max_new_tokens {own.max_new_tokens} "
@@ -152,19 +152,19 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits) -> Parsed:
             GenerateCall(rids, ids, own, wanted, start, top if wanted else 0, texts, f"{key}\0{salt}", adapter)
         )
     if sum(map(_tops, calls)) > MOST_TOPS:
-        raise BadRequest(f"more than {MOST_TOPS} log-probs of prompts and alternatives in one call: ask for fewer")
+        raise BadRequest(f"more than {MOST_TOPS} log-probs of prompts and alternatives in one call; request fewer")
     return Parsed(calls, not batched and params[0].n == 1, _flag(body, "stream"))
 
 
 def _tops(call: GenerateCall) -> int:
-    """Most alternatives that the answers hold; a scored prompt token without any counts as one."""
+    """Return the maximum number of alternatives in the answers. A scored prompt token without any counts as one."""
     scored = len(call.ids) - call.logprob_start if call.return_logprob and call.logprob_start >= 0 else 0
     made = call.top_logprobs * call.params.max_new_tokens
     return len(call.rids) * (max(call.top_logprobs, 1) * scored + made)
 
 
 def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[list[int]], bool]:
-    """Prompts as ids, and whether the body brought a list of them."""
+    """Return the prompts as ids, and whether the body has a list of prompts."""
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise BadRequest("give either input_ids or text")
@@ -176,7 +176,7 @@ def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[lis
         prompts = [encode(tokenizer, t, "text") for t in texts]
     else:
         if not isinstance(ids, list) or not ids:
-            raise BadRequest("input_ids must be a list of token ids, or a list of such lists, and not empty")
+            raise BadRequest("input_ids must be a non-empty list of token ids, or of such lists")
         batched = isinstance(ids[0], list)
         prompts = ids if batched else [ids]
     for prompt in prompts:
@@ -187,27 +187,27 @@ def _prompts(body: Body, tokenizer: Tokenizer, limits: Limits) -> tuple[list[lis
 
 
 def encode(tokenizer: Tokenizer, text: str, field: str, special: bool = True) -> list[int]:
-    """Ids of `text`, which came in `field`. Raises BadRequest where it is no Unicode text."""
+    """Return the ids of `text`, the value of `field`. Raises BadRequest if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadRequest(f"{field} holds half a surrogate pair, which is no character") from None
+        raise BadRequest(f"{field} contains an unpaired surrogate, which is not a character") from None
     return tokenizer.encode(text, special)
 
 
 def check_ids(ids: Any, vocab: int) -> None:
-    """Raises BadRequest for anything but a list of token ids, at least one."""
+    """Raise BadRequest unless `ids` is a non-empty list of token ids."""
     if not isinstance(ids, list) or not ids:
         raise BadRequest("a prompt must be a list of at least one token id")
-    if set(map(type, ids)) != {int}:  # exact: True is an int to isinstance
+    if set(map(type, ids)) != {int}:  # exact types: isinstance(True, int) is True
         raise BadRequest("token ids must be integers")
     if min(ids) < 0 or max(ids) >= vocab:
         wrong = next(i for i in ids if not 0 <= i < vocab)
-        raise BadRequest(f"token id {wrong} is outside of the vocabulary of {vocab}")
+        raise BadRequest(f"token id {wrong} is outside the vocabulary of {vocab}")
 
 
 def _spread(body: Body, name: str, default: Any, count: int, kind: type) -> list[Any]:
-    """A field as one value for each prompt: given once, or as a list of `count`."""
+    """Return a field as one value per prompt. It may be given once, or as a list of `count`."""
     value = body.get(name)
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
@@ -220,10 +220,10 @@ def _spread(body: Body, name: str, default: Any, count: int, kind: type) -> list
 
 
 def _rids(rid: Any, attempts: list[int], batched: bool) -> list[list[str]]:
-    """Names of the attempts at each prompt. One name for many is taken as their prefix, as in SGLang."""
+    """Return the rids of the attempts at each prompt. A single rid for many is their prefix, as in SGLang."""
     total = sum(attempts)
     if total > MOST_ATTEMPTS:
-        raise BadRequest(f"{total} attempts in one call are more than {MOST_ATTEMPTS}")
+        raise BadRequest(f"{total} attempts in one call exceed the limit of {MOST_ATTEMPTS}")
     if rid is None:
         names = [f"{_RID_BASE}{next(_rid_numbers):016x}" for _ in range(total)]
     elif isinstance(rid, str) and rid:
@@ -231,7 +231,7 @@ def _rids(rid: Any, attempts: list[int], batched: bool) -> list[list[str]]:
     elif isinstance(rid, list) and len(rid) == len(attempts) and all(isinstance(r, str) and r for r in rid):
         names = [r if n == 1 else f"{r}_{i}" for r, n in zip(rid, attempts, strict=True) for i in range(n)]
     else:
-        raise BadRequest("rid must be a non-empty string or a list of one for each prompt")
+        raise BadRequest("rid must be a non-empty string, or a list with one per prompt")
     if len(set(names)) != total:
         raise BadRequest("rids must differ")
     rest = iter(names)
@@ -276,7 +276,7 @@ def _sampling(given: Body, limits: Limits) -> SamplingParams:
 
 
 _KNOWN = frozenset(SamplingParams.__dataclass_fields__) | {"spaces_between_special_tokens"}
-"""The last one changes the text of slow tokenizers only, in SGLang too: both values are taken and mean the same."""
+"""The last one affects only the text of slow tokenizers, as in SGLang: both values are accepted and equivalent."""
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -308,14 +308,14 @@ def _number(given: Body, name: str, default: float, least: float, most: float) -
     value = given.get(name)
     if value is None:
         return default
-    # an integer may be beyond what a float holds
+    # an integer may overflow a float
     if type(value) not in (int, float) or not least <= value <= min(most, MOST_NUMBER):
         raise BadRequest(f"{name} must be a number from {least} to {most}, not {value!r:.40}")
     return float(value)
 
 
 async def read_json(http: web.Request) -> Any:
-    """The body as JSON. Raises BadRequest, or the HTTP errors 408 and 413."""
+    """Return the body as JSON. Raises BadRequest, or the HTTP errors 408 and 413."""
     if (http.content_length or 0) > http.client_max_size:
         raise web.HTTPRequestEntityTooLarge(http.client_max_size, http.content_length or 0)
     try:
@@ -323,28 +323,28 @@ async def read_json(http: web.Request) -> Any:
             raw = await http.read()
         return json.loads(raw)
     except TimeoutError:
-        raise web.HTTPRequestTimeout(reason=f"the body did not come within {BODY_S:g} s") from None
+        raise web.HTTPRequestTimeout(reason=f"the request body did not arrive within {BODY_S:g} s") from None
     except web.RequestPayloadError:
-        raise BadRequest("the body is not what its headers say") from None
+        raise BadRequest("the request body does not match its headers") from None
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
 
 
 async def unblocked(large: bool, work: Callable[[], T]) -> T:
-    """`work()`; where it is `large`, in a separate thread, so that the event loop serves others meanwhile.
+    """Return `work()`. If `large`, run it in a thread so that the event loop can serve other requests.
 
-    There is one such thread: large works wait for each other, and for nothing else in the default executor.
+    There is a single thread for it: large jobs wait only for each other.
     """
     return await asyncio.get_running_loop().run_in_executor(_LARGE_WORK, work) if large else work()
 
 
 async def is_large(http: web.Request) -> bool:
-    """Whether the body, which has been read, may hold a text that takes long to encode."""
+    """Return whether the body, which has been read, may contain text that is slow to encode."""
     return len(await http.read()) > LARGE_BODY
 
 
 async def read_object(http: web.Request) -> dict[str, Any]:
-    """The body as an object; an empty body is an empty object."""
+    """Return the body as an object. An empty body is an empty object."""
     if not http.can_read_body:
         return {}
     body = await read_json(http)
@@ -354,7 +354,7 @@ async def read_object(http: web.Request) -> dict[str, Any]:
 
 
 def optional(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
-    """A field of exactly type `kind`; `default` where it is missing or null."""
+    """Return a field of exactly type `kind`; `default` if it is missing or null."""
     value = body.get(name)
     if value is None:
         return default
@@ -364,7 +364,7 @@ def optional(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def required(body: dict[str, Any], name: str, kind: type) -> Any:
-    """A field of exactly type `kind` that is there and, where it is a text or a list, not empty."""
+    """Return a required field of exactly type `kind`; a string or list must not be empty."""
     value = optional(body, name, kind, None)
     if value is None or value == "" or value == []:
         raise BadRequest(f"{name} is missing")

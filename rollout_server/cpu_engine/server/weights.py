@@ -1,6 +1,6 @@
-"""The routes that change weights and their label. Bodies and answers as SGLang's; deviations are noted at each.
+"""Routes that change weights and their label, as in SGLang; each handler documents its deviations.
 
-A client that goes away never interrupts a change: it is done or refused, and either is over when the next call comes.
+A client that disconnects never interrupts a change: it is completed or rejected before the next call is handled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP = "weight_update_group"
 DISK_FIELDS = frozenset(
     {
         *("model_path", "weight_version", "flush_cache", "abort_all_requests"),
-        # what SGLang knows and means nothing here
+        # fields of SGLang without effect here
         *("load_format", "keep_pause", "is_async", "recapture_cuda_graph", "torch_empty_cache", "token_step"),
         "manifest",
     }
@@ -49,11 +49,11 @@ class WeightRoutes:
         ]
 
     async def close(self) -> bool:
-        """Leave all groups; False when a thread still waits for a trainer and would hold up the process' end."""
+        """Leave all groups. Return False if a thread still waits for a trainer and would delay the exit."""
         return await self._sessions.close()
 
     async def from_disk(self, http: web.Request) -> web.Response:
-        """Deviation: with in_place and flush_cache=true the 400 comes before any weight changes, not after."""
+        """Load a directory. Deviation: in_place with flush_cache=true is rejected before any weight changes."""
         body = await read_object(http)
         path = required(body, "model_path", str)
         for name in body.keys() - DISK_FIELDS:
@@ -68,16 +68,18 @@ class WeightRoutes:
         return _done("Succeeded to update model weights.", num_paused_requests=paused)
 
     async def version(self, http: web.Request) -> web.Response:
-        """SGLang's trap is kept: abort_all_requests is true unless said otherwise."""
+        """Set the label. Warning: as in SGLang, abort_all_requests is true by default."""
         body = await read_object(http)
         version = required(body, "new_version", str)
         await asyncio.wrap_future(self._engine.relabel(version, optional(body, "abort_all_requests", bool, True)))
         return _done(f"Weight version updated to {version}", new_version=version)
 
     async def checker(self, http: web.Request) -> web.Response:
-        """`checksum`: sha256 of each tensor in Hugging Face's layout, so that engines and learner can be compared by
-        it. `snapshot`, `reset_tensors`, `compare`: whether an update brings back what was there. The other fields of
-        SGLang (quantised weights, names to skip) are ignored."""
+        """Check weights. SGLang's other fields (quantised weights, names to skip) are ignored.
+
+        `checksum` returns the sha256 of each tensor in Hugging Face's layout, for comparison with the learner.
+        `snapshot`, `reset_tensors` and `compare` test whether an update restores the weights.
+        """
         action = optional(await read_object(http), "action", str, "checksum")
         actions = {
             "snapshot": self._engine.snapshot,
@@ -93,12 +95,12 @@ class WeightRoutes:
         return _done("Success.", ranks=[{"rank": 0, "checksums": sums}], checksums=sums)
 
     async def post_process(self, http: web.Request) -> web.Response:
-        """What SGLang before 0.5.21 does to quantised weights after an update; there are none here."""
+        """Do nothing: SGLang before 0.5.21 processes quantised weights here, and this engine has none."""
         await read_object(http)
         return _done("Success.")
 
     async def init_group(self, http: web.Request) -> web.Response:
-        """Answers when the trainer has come, as SGLang. Deviation: 400 after a timeout of our own; gloo only."""
+        """Join a group; returns when the trainer has joined. Deviation: 400 after --update-timeout-s; gloo only."""
         body = await read_object(http)
         rendezvous = RendezvousSpec(
             name=required({"group_name": GROUP} | body, "group_name", str),
@@ -108,28 +110,28 @@ class WeightRoutes:
             world_size=required(body, "world_size", int),
         )
         if not 0 < rendezvous.port < 1 << 16 or not 0 < rendezvous.rank < rendezvous.world_size:
-            raise BadRequest("master_port must be a port and rank_offset lie between 1 and world_size - 1")
+            raise BadRequest("master_port must be a port, and rank_offset must be between 1 and world_size - 1")
         if (backend := optional(body, "backend", str, "nccl")) != "gloo":
             raise BadRequest(
-                f"Failed to initialize custom process group: {backend} needs GPUs; this engine speaks gloo."
+                f"Failed to initialize custom process group: {backend} needs GPUs; this engine supports only gloo."
             )
         await _to_the_end(asyncio.create_task(self._sessions.join(rendezvous)))
         return _done("Succeeded to initialize custom process group.")
 
     async def destroy_group(self, http: web.Request) -> web.Response:
-        """Deviation: in the middle of a bucket too, which ends that bucket with 400."""
+        """Destroy a group. Deviation: also possible in the middle of a bucket, which then fails with 400."""
         name = optional(await read_object(http), "group_name", str, GROUP)
         await _to_the_end(asyncio.create_task(self._sessions.leave(name)))
         return _done("Succeeded to destroy custom process group.")
 
     async def begin(self, http: web.Request) -> web.Response:
-        """`selector` is ignored: there is no draft model."""
+        """Open a session. `selector` is ignored: there is no draft model."""
         await read_object(http)
         self._sessions.begin()
         return _done("Success")
 
     async def from_distributed(self, http: web.Request) -> web.Response:
-        """Deviation: generation goes on meanwhile, and weights, label and cache change at end_weight_update only."""
+        """Receive a bucket. Deviation: generation continues, and nothing changes before end_weight_update."""
         body = await read_object(http)
         version = optional(body, "weight_version", str, None)
         arrival = self._sessions.receive(
@@ -144,9 +146,10 @@ class WeightRoutes:
         return _done("Succeeded to update parameter online." + more)
 
     async def end(self, http: web.Request) -> web.Response:
-        """Deviation: 400 and the old weights where a tensor is missing or a bucket failed; SGLang stays half-loaded.
+        """Close the session and switch to the new weights.
 
-        Without a pause it waits until what runs has ended, as an update from disk. The session is over in any case.
+        Deviation: 400 and the old weights if a tensor is missing or a bucket failed (SGLang: partly loaded).
+        Without a pause it waits for the running requests, like an update from disk. Always closes the session.
         """
         await read_object(http)
         await _to_the_end(asyncio.create_task(self._sessions.end()))
@@ -154,7 +157,7 @@ class WeightRoutes:
 
 
 async def _to_the_end(work: asyncio.Future[T]) -> T:
-    """What `work` brings. A client that goes away does not interrupt it, and its failure then goes unreported."""
+    """Return the result of `work`. If the client disconnects, `work` continues, and its failure is not reported."""
     work.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(work)
 
@@ -166,7 +169,7 @@ def _done(message: str, **more: Any) -> web.Response:
 def _bucket(body: dict[str, Any]) -> Bucket:
     names, dtypes, shapes = (required(body, name, list) for name in ("names", "dtypes", "shapes"))
     if not len(names) == len(dtypes) == len(shapes):
-        raise BadRequest("names, dtypes and shapes must be of one length")
+        raise BadRequest("names, dtypes and shapes must have the same length")
     load_format = optional(body, "load_format", str, None)
     if load_format not in (None, "flattened_bucket"):
         raise BadRequest(f"load_format must be null or 'flattened_bucket', not {load_format!r}")

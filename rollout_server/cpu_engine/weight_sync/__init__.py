@@ -1,1 +1,1 @@
-"""Weight updates of the embedded engine by broadcast."""
+"""Weight updates by broadcast for the embedded engine."""

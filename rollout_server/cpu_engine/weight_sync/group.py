@@ -1,7 +1,7 @@
-"""The engine's end of a weight-update group: one rank of a gloo group whose rank 0 is the trainer.
+"""Engine side of a weight-update group: one rank of a gloo group in which the trainer is rank 0.
 
-SGLang's `init_weights_update_group` meets the trainer with `PrefixStore(name, TCPStore)` and a group helper of torch
-that is not public; the same is done here, so that a trainer need not know which engine it talks to.
+SGLang's `init_weights_update_group` connects with `PrefixStore(name, TCPStore)` and a private helper of torch. This
+module does the same, so that a trainer does not depend on the kind of engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Sink = Callable[[str, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class RendezvousSpec:
-    """Where and as whom to join: rank `rank` of `world_size` at `address`:`port`, under `name`."""
+    """How to join: as rank `rank` of `world_size`, at `address`:`port`, under `name`."""
 
     name: str
     address: str
@@ -40,7 +40,7 @@ class RendezvousSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor that is announced."""
+    """An announced tensor."""
 
     name: str
     dtype: torch.dtype
@@ -53,23 +53,23 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one call announces: a broadcast for each part in order or, `flattened`, one of all their bytes."""
+    """The tensors of one call: one broadcast per tensor in order, or a single one of all bytes if `flattened`."""
 
     parts: Sequence[TensorSpec]
     flattened: bool
 
 
 class GroupLost(Exception):
-    """The group does not come about, or the trainer is gone or late. The message says which."""
+    """The group was not formed, or the trainer is gone or late. The message says which."""
 
 
 class UpdateGroup:
-    """Membership in one group, and its thread.
+    """Membership in a group, with a thread.
 
-    Loop: joins, then consumes buckets in the order of `receive`; produces tensors into their sinks. Waits for the
-    next bucket and, in torch without the interpreter lock, for the trainer; is unblocked by `leave`, by the trainer's
-    end, or by the timeout. gloo cannot be interrupted: after a `leave` in the middle of a join or a receive the thread
-    ends when the timeout is over, and is not waited for.
+    Loop: joins, then consumes buckets in the order of `receive`; produces tensors for their sinks. Waits for the next
+    bucket and (in torch, without the GIL) for the trainer; unblocked by `leave`, by the end of the trainer, or by the
+    timeout. gloo cannot be interrupted: after `leave` during a join or a receive, the thread ends at the timeout, and
+    `leave` does not wait for it.
     """
 
     def __init__(self, rendezvous: RendezvousSpec, timeout_s: float) -> None:
@@ -83,7 +83,7 @@ class UpdateGroup:
         self.thread.start()
 
     def receive(self, bucket: Bucket, sink: Sink) -> Future[None]:
-        """Take part in the broadcast of `bucket`; done when each tensor is in the sink. Fails with GroupLost."""
+        """Receive the broadcast of `bucket`. Done when all tensors are in the sink. Fails with GroupLost."""
         done: Future[None] = Future()
         self._pending.add(done)
         done.add_done_callback(self._pending.discard)
@@ -91,7 +91,7 @@ class UpdateGroup:
         return done
 
     def leave(self) -> Future[None]:
-        """Leave the group. What is being received fails at once; then the future is done without waiting for gloo."""
+        """Leave the group. Buckets in progress fail at once; then the future is done without waiting for gloo."""
         pending = [done for done in list(self._pending) if _settle(done, GroupLost("the group was destroyed"))]
         self._orders.put(None)
         if pending:
@@ -116,7 +116,7 @@ class UpdateGroup:
                 _settle(done, GroupLost(_first_line(error)))
         try:
             torch.distributed.destroy_process_group(group)
-        except RuntimeError as error:  # a group that is broken already is gone all the same
+        except RuntimeError as error:  # the group is already broken
             log.warning("group %s: %s", self._meeting.name, _first_line(error))
         del group, store
         _settle(self.left)
@@ -145,7 +145,7 @@ class UpdateGroup:
                 sink(part.name, tensor)
             return
         total = sum(part.num_bytes for part in bucket.parts)
-        if total > len(self._flat):  # kept from bucket to bucket: to touch fresh pages costs as much as the transfer
+        if total > len(self._flat):  # reused for all buckets: touching new pages costs as much as the transfer
             self._flat = torch.empty(total, dtype=torch.uint8)
         flat = self._flat[:total]
         torch.distributed.broadcast(flat, src=0, group=group)
@@ -158,7 +158,7 @@ class UpdateGroup:
 
 
 def _settle(future: Future[None], error: Exception | None = None) -> bool:
-    """Finish a future unless it is done. Return whether it was not."""
+    """Complete a future unless it is done. Return whether this call completed it."""
     try:
         if error is None:
             future.set_result(None)

@@ -1,9 +1,9 @@
-"""One weight update by broadcast, from begin to end: which groups there are, whether a session is open, what it holds.
+"""Weight updates by broadcast, from begin to end: groups, the open session, and its staged weights.
 
-    init group -> begin -> { bucket -> staging }* -> end: whole and faultless? -> engine changes over -> destroy group
-                           (generation goes on)           (paused, or when nothing runs)
+    init group -> begin -> { bucket -> staging }* -> end: complete and valid? -> engine switches -> destroy group
+                           (generation continues)         (paused, or when no request runs)
 
-All methods run on the event loop; buckets are taken in the order in which they are announced.
+All methods run on the event loop. Buckets are received in the order in which they are announced.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rollout_server.cpu_engine.weight_sync.group import Bucket, GroupLost, Rende
 
 IN_PLACE = (
     "the cache cannot be flushed while requests are paused in place: "
-    "the weights were left as they are; send flush_cache=false or pause with retract"
+    "the weights were not changed; send flush_cache=false or pause with retract"
 )
 
 
 class StagedWeights:
-    """New weights that arrive while the old ones still generate: a second set of tensors, verified as it fills.
+    """A second set of tensors for new weights, verified as it is filled, while the old weights are in use.
 
-    Only a whole and faultless set is handed out, and then the engine changes over by taking another reference: nothing
-    is copied while generation is paused, and a set that never becomes whole leaves no trace. Filled by the thread of a
-    group, read by any. The first fault stays: it is what `finished` raises.
+    Only a complete and valid set is returned. The engine then switches references: nothing is copied while generation
+    is paused, and an incomplete set has no effect. Filled by the thread of a group, read by any. `finished` raises the
+    first error.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -39,30 +39,30 @@ class StagedWeights:
 
     @property
     def fault(self) -> str:
-        """Why this set can never be used; empty: no reason so far."""
+        """Why this set cannot be used; empty if there is no error so far."""
         return self._fault
 
     def fail(self, reason: str) -> None:
-        """This set must not be used."""
+        """Mark this set as unusable."""
         self._fault = self._fault or reason
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor in any float dtype, under its Hugging Face name. Never raises: a fault is remembered.
+        """Store a tensor of any float dtype under its Hugging Face name. Never raises: an error is recorded.
 
-        So the rest of a bucket is received in spite of it, and no other engine of the group waits in vain.
+        The rest of the bucket is still received, so that the other engines of the group are not blocked.
         """
         self.empty = False
         try:
             self._weights.put(name, tensor)
             if name in self._weights.places:
-                # read back from where it lies now, so that it need not be while generation is paused
+                # computed now, so that it is not necessary while generation is paused
                 self._weights.checksum(name)
         except WeightsError as error:
             self.fail(str(error))
         self._missing.discard(name)
 
     def finished(self) -> Weights:
-        """The whole set. Raises WeightsError."""
+        """Return the complete set. Raises WeightsError."""
         if self._fault:
             raise WeightsError(self._fault)
         if self._missing:
@@ -71,7 +71,7 @@ class StagedWeights:
 
 
 class UpdateSession:
-    """What was sent since begin. The last label that came with a bucket is the one that the weights will have."""
+    """The data received since begin. The weights get the last label that came with a bucket."""
 
     def __init__(self, staging: StagedWeights) -> None:
         self.staging = staging
@@ -82,7 +82,7 @@ class UpdateSession:
 
 
 class UpdateSessions:
-    """At most one session is open. `timeout_s` bounds how long a trainer is waited for, in joining and in receiving."""
+    """The groups and the session, of which at most one is open. `timeout_s`: for joining and receiving."""
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
         self._engine, self._timeout_s = engine, timeout_s
@@ -91,21 +91,21 @@ class UpdateSessions:
         self._largest = 8 * sum(place.view.numel() for place in engine.weights.places.values()) + (1 << 20)
 
     async def join(self, rendezvous: RendezvousSpec) -> None:
-        """Become a member. Raises Refused when the trainer does not come within the timeout."""
+        """Join a group. Raises Refused if the trainer does not join within the timeout."""
         if rendezvous.name in self._groups:
-            raise Refused(f"Failed to initialize custom process group: a group {rendezvous.name!r} is there already.")
+            raise Refused(f"Failed to initialize custom process group: group {rendezvous.name!r} already exists.")
         group = self._groups[rendezvous.name] = UpdateGroup(rendezvous, self._timeout_s)
         try:
-            # torch takes up to thrice the time that it was given
+            # torch may take up to three times its timeout
             await asyncio.wait_for(asyncio.wrap_future(group.joined), self._timeout_s)
         except (GroupLost, TimeoutError) as error:
             del self._groups[rendezvous.name]
-            group.leave()  # should it come about after all
-            why = str(error) or f"the trainer did not come within {self._timeout_s:g} s"
+            group.leave()  # in case it is formed later
+            why = str(error) or f"the trainer did not join within {self._timeout_s:g} s"
             raise Refused(f"Failed to initialize custom process group: {why}") from None
 
     async def leave(self, name: str) -> None:
-        """Destroy a group, also in the middle of a bucket, which fails by that. Raises Refused for an unknown one."""
+        """Destroy a group. A bucket in progress fails. Raises Refused for an unknown group."""
         group = self._groups.get(name)
         if group is None or not group.joined.done():
             raise Refused("The group to be destroyed does not exist.")
@@ -113,7 +113,7 @@ class UpdateSessions:
         await asyncio.wrap_future(group.leave())
 
     async def close(self) -> bool:
-        """Leave all groups; whether each one's thread ended. One that waits in gloo for a trainer does not."""
+        """Leave all groups. Return whether all threads have ended: one that waits in gloo for a trainer has not."""
         groups, self._groups = list(self._groups.values()), {}
         for group in groups:
             group.leave()
@@ -122,7 +122,7 @@ class UpdateSessions:
         return not any(group.thread.is_alive() for group in groups)
 
     def begin(self) -> None:
-        """Open a session. Raises Refused while one is open."""
+        """Open a session. Raises Refused if one is already open."""
         if self._session is not None:
             raise Refused("a weight-update session is already open; call end_weight_update() first")
         weights = self._engine.weights
@@ -131,9 +131,9 @@ class UpdateSessions:
     def receive(
         self, group_name: str, bucket: Bucket, *, version: str | None, flush_cache: bool, abort_all: bool
     ) -> asyncio.Task[None]:
-        """Start to take one bucket in. Raises Refused before the group is touched; the task does after the bucket came.
+        """Start to receive a bucket. Raises Refused before the group is used; the task raises it after the broadcast.
 
-        What is wrong with the tensors is said only then: a member that stays away would hold up all the others.
+        Invalid tensors are reported only then: a member that does not take part would block all the others.
         """
         session = self._session
         if session is None or session.ending:
@@ -148,7 +148,7 @@ class UpdateSessions:
             )
         size = sum(part.num_bytes for part in bucket.parts)
         if size > self._largest:
-            raise Refused(f"Failed to receive weights: {size} bytes are more than this model has")
+            raise Refused(f"Failed to receive weights: {size} bytes exceed the size of this model")
         if abort_all:
             self._engine.abort(lambda _: True)
         arrival = asyncio.wrap_future(group.receive(bucket, session.staging.put))
@@ -173,9 +173,9 @@ class UpdateSessions:
             raise Refused(f"Failed to update parameter online: {session.staging.fault}.")
 
     async def end(self) -> None:
-        """Close the session and change over, paused or when nothing runs. Raises Refused or WeightsError: unchanged.
+        """Close the session and switch the weights, when paused or when no request runs.
 
-        A session in which nothing was sent changes nothing, as in SGLang.
+        An empty session has no effect. If it raises Refused or WeightsError, the weights are unchanged.
         """
         session = self._session
         if session is None or session.ending:

@@ -1,4 +1,4 @@
-"""Prompt templates: every text that the environment puts around a question, an observation and a refusal."""
+"""Prompt templates: the texts around questions and observations, and the hint after an invalid action."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from rollout_server.environment.prompts.base import PromptTemplate
 TEMPLATES: dict[str, PromptTemplate] = {
     template.name: template for template in (search_r1.TEMPLATE, research.BASE, research.INSTRUCT, demo.TEMPLATE)
 }
-"""Every prompt template by name. A new one is one file and one entry here."""
+"""Prompt templates by name. A new one is one file and one entry here."""

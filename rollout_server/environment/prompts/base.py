@@ -1,7 +1,7 @@
-"""What makes an episode's protocol in words: the prompt, the shape of an observation, the tags, the stop strings.
+"""Prompt templates: the prompt, the format of observations, tags and stop strings.
 
-A template is a value, not code: everything that the policy will ever read besides questions and passages stands in
-one dataclass, so that it can be stored beside a checkpoint and compared.
+A template is data, not code: a dataclass has all texts that the policy reads besides questions, passages and tool
+results, so that it can be stored with a checkpoint and compared.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from rollout_server.environment.tokenizer import ChatTemplate, TrajectoryTokeniz
 class PromptTemplate:
     """The texts of one protocol.
 
-    name           what settings and `TrajectoryGroup.template` call it
-    prompt         first text, holds `{question}`
-    chat           wrap the prompt as ONE user message by the tokenizer's chat template, when it has one
-    system         system message before it; a template with one needs a tokenizer with a chat template
-    question_mark  append "?" to a question that lacks it
-    passage        one passage: `{i}` from 1, `{contents}` (all of it), `{heading}` (title line as it stands),
-                   `{title}` (no quotes), `{text}`
-    passage_id     the same with the passage's `{id}`, for when a tool takes ids
+    name           name in the settings and in `TrajectoryGroup.template`
+    prompt         first text, contains `{question}`
+    chat           wrap the prompt as ONE user message with the tokenizer's chat template, if it has one
+    system         system message before it; requires a tokenizer with a chat template
+    question_mark  append "?" to a question without one
+    passage        format of a passage: `{i}` from 1, `{contents}` (all of it), `{heading}` (unchanged title line),
+                   `{title}` (without quotes), `{text}`
+    passage_id     the same with the passage's `{id}`, used when a tool takes ids
     separator      between two passages
-    observation    answer to a search, holds `{passages}`; what stands around it is the environment's own
-    empty          in the place of the passages when the search found none
-    failed         in the place of the passages when the search failed and the setting is to say so
-    invalid        answer to a turn that neither searched nor answered; "": such a turn ends the trajectory
+    observation    observation after a search, contains `{passages}`; its tags are written by the environment only
+    empty          replaces the passages if the search found none
+    failed         replaces the passages if the search failed and on_search_error is observe
+    invalid        observation after a turn without an action; "": such a turn ends the trajectory
     stops          strings that end a turn, kept in its tokens
-    tools_after    words of `prompt` or `system` behind which the enabled tools' sentences stand; "": before `prompt`
-    tool_failed    in the place of what a tool brings, when it failed and the setting is to say so
-    boxed          the answer is what the last \\boxed{} between the answer's tags holds, and without one there is none
+    tools_after    part of `prompt` or `system` after which the sentences of the enabled tools are inserted; "": before
+                   `prompt`
+    tool_failed    replaces the result of a tool that failed, if on_search_error is observe
+    boxed          the answer is the content of the last \\boxed{} between the answer's tags; None without one
     """
 
     name: str
@@ -58,24 +59,24 @@ class PromptTemplate:
     boxed: bool = False
 
     def format_question(self, question: str) -> str:
-        """The question as it stands in the prompt."""
+        """Return the question as it appears in the prompt."""
         text = question.strip()
         return text + "?" if self.question_mark and not text.endswith("?") else text
 
     @property
     def prompt_frame(self) -> tuple[str, str]:
-        """What stands before and after the question."""
+        """Return the text before and after the question."""
         before, _, after = self.prompt.partition("{question}")
         return before, after
 
     @property
     def observation_frame(self) -> tuple[str, str]:
-        """What stands before and after the passages of an observation, tags included."""
+        """Return the text before and after the passages of an observation, with the tags."""
         before, _, after = self.observation.partition("{passages}")
         return before, after
 
     def format_passages(self, passages: Sequence[Passage]) -> str:
-        """The passages in order, as they come from the index: nothing is escaped here."""
+        """Return the text of the passages in order. Nothing is escaped here."""
         shown = (
             self.passage.format(
                 i=i, id=p.id, contents=p.contents, title=p.title, heading=p.contents.partition("\n")[0], text=p.text
@@ -85,9 +86,9 @@ class PromptTemplate:
         return self.separator.join(shown).strip()
 
     def with_tools(self, tools: Sequence[tuple[str, str]], *, show_ids: bool) -> PromptTemplate:
-        """This template for a policy that has `tools`, (tag, sentence) each; without any it is this template itself.
+        """Return this template with `tools`, each (tag, sentence); without tools, the template itself.
 
-        The sentences stand behind `tools_after`, the closing tags end a turn, and with `show_ids` passages show theirs.
+        The sentences are inserted after `tools_after`, the closing tags end a turn, and `show_ids` adds passage ids.
         """
         if not tools:
             return self
@@ -111,7 +112,7 @@ class PromptTemplate:
 
 
 class SystemChatTemplate(ChatTemplate):
-    """A chat template whose conversations begin with `system`. Raises UserError when it takes no system message."""
+    """A chat template whose conversations start with `system`. Raises UserError if it rejects system messages."""
 
     def __init__(self, plain: ChatTemplate, system: str) -> None:
         self._system = system
@@ -125,9 +126,9 @@ class SystemChatTemplate(ChatTemplate):
 def tokenizer_for(
     template: PromptTemplate, tokenizer: TrajectoryTokenizer, model_dir: Path, day: date | None = None
 ) -> TrajectoryTokenizer:
-    """What encodes the prompts of `template`: `tokenizer` itself, unless the template has a system message.
+    """Return the tokenizer for prompts of `template`: `tokenizer` itself, unless there is a system message.
 
-    Raises UserError when it has one and the tokenizer in `model_dir` cannot say it.
+    Raises UserError if there is one and the tokenizer in `model_dir` does not support it.
     """
     if not template.system:
         return tokenizer
@@ -137,8 +138,8 @@ def tokenizer_for(
     if plain is None:
         raise UserError(
             f"template {template.name!r} has a system message and the tokenizer has no chat template",
-            why="only instruct models know what a system message is",
-            todo="choose a template for base models (research_base), or an instruct model",
+            why="only the chat template of an instruct model can format a system message",
+            todo="set rollout.episode.template to one for base models (research_base), or use an instruct model",
         )
     spec = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
     return TrajectoryTokenizer(spec, eos_ids=tokenizer.eos_ids, chat=SystemChatTemplate(plain, template.system))

@@ -1,7 +1,7 @@
-"""The demo's template: Search-R1's turn structure in the few words that the demo's tiny model knows.
+"""The demo's template: Search-R1's turn structure in the small vocabulary of the demo's model.
 
-Every text here is part of what the demo's model is warm started on (`deploy.demo.demonstrations` reads these very
-constants), so a change here needs a new warm start. Words are separated by blanks: the demo's tokenizer is word level.
+The warm start trains on these texts (`deploy.demo.demonstrations` reads these constants), so a change requires a new
+warm start. Words are separated by spaces: the demo's tokenizer is word-level.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from rollout_server.environment.prompts.base import PromptTemplate
 NAME = "demo"
 
 PROMPT = "question : {question}"
-"""What the policy is given first. The question brings its question mark."""
+"""The prompt. The question includes its question mark."""
 
 PASSAGE = "( {title} ) {text}"
 """One passage inside an observation: `title` and `text` of `protocol.search.Passage`."""
 
 PASSAGE_SEPARATOR = " "
-"""Between two passages of one observation."""
+"""Separator of passages."""
 
 OBSERVATION = " <information> {passages} </information> "
-"""Answer to a search, written by the environment and masked in the loss."""
+"""Observation after a search, masked in the loss."""
 
 EMPTY_RESULT = "nothing was found ."
-"""In the place of the passages when the search returned none."""
+"""Replaces the passages if the search found none."""
 
 INVALID = " my action was invalid . i need to search or to answer . "
-"""Answer to a turn that ended in neither a search nor an answer (Search-R1's text, shortened to known words)."""
+"""Observation after a turn without a search or an answer (Search-R1's text, shortened to known words)."""
 
 STOPS = ("</search>", "</answer>")
-"""A turn of the policy ends with one of these, kept in its output."""
+"""Strings that end a turn, kept in its output."""
 
 TAGS = (
     "<think>",
@@ -54,7 +54,7 @@ TEMPLATE = PromptTemplate(
     separator=PASSAGE_SEPARATOR,
     observation=OBSERVATION,
     empty=EMPTY_RESULT,
-    # The demo's model has no words for a broken search engine: to it, nothing was found.
+    # The demo's vocabulary has no words for a failed search: show that nothing was found.
     failed=EMPTY_RESULT,
     invalid=INVALID,
     stops=STOPS,

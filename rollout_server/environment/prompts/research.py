@@ -1,15 +1,15 @@
-r"""ReSearch's protocol, word for word, from `src/verl/utils/dataset/template.py` and `vllm_rollout.py` of
+r"""ReSearch's protocol, verbatim, from `src/verl/utils/dataset/template.py` and `vllm_rollout.py` of
 Agent-RL/ReSearch at 4bdb872: one template for base models (plain text), one for instruct models (system message).
 
-What differs from Search-R1: results stand between <result> tags, the answer is boxed, only </search> stops a turn (the
-answer's turn runs to the end-of-sequence token, so the policy learns to write it), and a turn that neither searches
-nor answers ends the trajectory. ReSearch limits neither turns nor observations, but all that follows a prompt of at
-most 512 tokens to 8192; 32 searches are more than fit:
+Differences from Search-R1: results are between <result> tags, the answer is boxed, only </search> stops a turn (the
+answer's turn ends with the end-of-sequence token, so the policy learns to write it), and a turn without a search or an
+answer ends the trajectory. ReSearch does not limit turns or observations, only the response to 8192 tokens, after a
+prompt of at most 512. 32 searches are more than fit:
 
     max_turns: 32    max_new_tokens: 8192    max_obs_tokens: 8192    max_context: 8704
 
-Two texts are ours, because ReSearch has none: what is said when a search finds nothing and when it fails. An empty
-query ends the trajectory, where ReSearch sends it to the retriever.
+Two texts are Foray's, because ReSearch has none: for a search that finds nothing, and for one that fails. An empty
+query ends the trajectory; ReSearch sends it to the retriever.
 """
 
 from __future__ import annotations

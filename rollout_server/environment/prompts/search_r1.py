@@ -1,8 +1,8 @@
-"""Search-R1's protocol, word for word ("as your want" included), from `scripts/data_process/nq_search.py` and
+"""Search-R1's protocol, verbatim ("as your want" included), from `scripts/data_process/nq_search.py` and
 `search_r1/llm_agent/generation.py` of PeterGriffinJin/Search-R1 at a14dc3a.
 
-Two texts are ours, because Search-R1 has none: what is said when a search finds nothing and when it fails. With tools
-enabled, their sentences and the ids of passages are ours too; without any, nothing of them is there.
+Two texts are Foray's, because Search-R1 has none: for a search that finds nothing, and for one that fails. Tools add
+their sentences and the ids of passages; without tools the prompt is unchanged.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How a node brings new weights into its engine: files, broadcast, adapters."""
+"""Weight updates of an engine: files, broadcast, adapters."""

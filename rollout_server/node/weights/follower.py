@@ -1,11 +1,11 @@
-"""Following the target: every new policy version is verified, then loaded, then read back.
+"""Follow the target: verify every new policy version, load it, and read its label back.
 
-A version comes as a directory, or over a group that the engine is invited to (`receiver.py`). One that was sent to
-others has no directory at first: the learner writes one when it sees an engine that needs it.
+A version comes as a directory, or by broadcast in a group that the engine is invited to (`receiver.py`). A version that
+was broadcast to others has no directory at first: the learner writes one when it sees an engine that needs it.
 
-Verification reads each byte of the new version while the old one still generates; only the swap pauses it. What
-fails before the swap changes nothing: the engine stays READY at its old version and it is tried again. What fails
-within the swap leaves an engine that may be half one version and half another: it is lost.
+Verification reads every byte of the new version while the engine generates; only the swap pauses it. A failure before
+the swap changes nothing: the engine stays READY at its old version, and the node tries again. A failure during the swap
+may leave a mix of two versions: that incarnation of the engine is lost.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 
 
 class EngineLost(ForayError):
-    """This incarnation of the engine is over."""
+    """This incarnation of the engine is lost."""
 
 
 def report_lost(status: EngineStatus, state: NodeState, detail: str) -> EngineLost:
-    """The error to raise. Says so in Redis first: stopping what is left of the engine may take seconds."""
+    """Set the status in Redis, and return the error to raise. First, because stopping the engine may take seconds."""
     status.transition_to(state, detail)
     return EngineLost(detail)
 
@@ -46,8 +46,8 @@ def report_lost(status: EngineStatus, state: NodeState, detail: str) -> EngineLo
 class WeightFollower:
     """Keeps one incarnation of an engine at the target version.
 
-    highest_epoch  survives incarnations: a target of a lower epoch comes from a learner that was replaced
-    swap_lock      held during a swap, so that a drain does not fall into the middle of one
+    highest_epoch  survives incarnations: a target with a lower epoch comes from a learner that was replaced
+    swap_lock      held during a swap, so that a drain waits for its end
     """
 
     def __init__(self, status: EngineStatus, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
@@ -60,7 +60,7 @@ class WeightFollower:
     async def follow(self, client: EngineAdmin) -> None:
         """Consumes target and view in Redis; produces loaded versions; waits poll_s, longer after a failure.
 
-        Also waits for evaluations to end. Raises EngineLost when a swap failed half-way; else ended by cancellation.
+        Also waits for evaluations to end. Raises EngineLost when a swap failed; otherwise ended by cancellation.
         """
         loader = AdapterLoader(client, self._status, self._settings, self._stats)
         try:
@@ -97,8 +97,10 @@ class WeightFollower:
                 await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (failures - 1)))
 
     async def _recheck_version(self, client: EngineAdmin, target: WeightUpdate | None) -> bool:
-        """Ask an engine that was not watched for a while: READY if it generates, at the version that we knew it
-        to hold, which is of the living epoch. Else it stays SYNCING and is loaded. False: it does not answer (yet).
+        """Check an engine that was not watched for a while. Return False if it does not answer (yet).
+
+        READY if it generates, and still holds the known version, of the current epoch. Otherwise it stays SYNCING and
+        is loaded.
         """
         status = self._status
         if target is not None:
@@ -107,36 +109,36 @@ class WeightFollower:
             await client.health(timeout_s=self._settings.probe_timeout_s)
             held = await client.version() or NO_VERSION
         except EngineError as error:
-            status.transition_to(status.state, f"not known to be sound yet: {error}")
+            status.transition_to(status.state, f"its health is not known yet: {error}")
             return False
         status.needs_recheck = False
         self._stats.counts["rechecks"] += 1
         if status.info().adapter:
-            log.info("adapter %s is loaded again, since it may not be there any more", status.version.label)
+            log.info("loading adapter %s again, since the engine may have lost it", status.version.label)
         elif held == status.version and held.epoch == self.highest_epoch:
             status.transition_to(NodeState.READY)
         else:
-            status.transition_to(NodeState.SYNCING, "it is not at the target any more", version=held)
+            status.transition_to(NodeState.SYNCING, "it no longer holds the target version", version=held)
         return True
 
     def should_load(self, update: WeightUpdate) -> bool:
-        """Whether `update` is ahead of what the engine holds and can be read. Refuses epochs below the highest seen."""
+        """Return whether `update` is newer than the engine's version and has files. Refuses older epochs."""
         if update.epoch < self.highest_epoch:
             if self._refused != update.version.label:
                 self._refused = update.version.label
-                log.warning("refusing %s: epoch %d is in force", update.version.label, self.highest_epoch)
+                log.warning("ignoring %s: the current epoch is %d", update.version.label, self.highest_epoch)
             return False
         self.highest_epoch = update.epoch
         if not update.path:
             return False
         behind = update.version > self._status.version
-        # the version we hold, but not taking traffic: a corrupt copy was replaced, or it was never read back
+        # the same version, but without requests: a corrupt copy was replaced, or it was never read back
         return behind or (update.version == self._status.version and self._status.state is NodeState.SYNCING)
 
     async def _advance(self, client: EngineAdmin, loader: AdapterLoader, update: WeightUpdate, failures: int) -> bool:
-        """True when the engine holds `update` or another one is wanted by now. Raises EngineLost, RedisUnavailable."""
+        """Load `update`. Return True if it is loaded or no longer the target. Raises EngineLost, RedisUnavailable."""
         label = update.version.label
-        # The learner removes old versions, but none that an engine holds, or names at the end of its detail.
+        # The learner removes old versions, but none that an engine holds or names at the end of its detail.
         self._status.transition_to(self._status.state, f"verifying {label}")
         try:
             await asyncio.to_thread(verify, update)
@@ -154,17 +156,17 @@ class WeightFollower:
             return await (loader.load(update) if update.transport == "adapter" else self._swap(client, update))
 
     async def _wait_for_evaluation(self, update: WeightUpdate) -> bool:
-        """Waits while an evaluation runs; False when the target moved on meanwhile."""
+        """Wait while an evaluation runs. Return False if the target has changed meanwhile."""
         if not await self._registry.evaluating(self._settings.role):
             return True
-        log.info("%s waits for an evaluation to end", update.version.label)
+        log.info("loading %s waits for the end of an evaluation", update.version.label)
         with self._stats.waits.blocked_on("eval"):
             while await self._registry.evaluating(self._settings.role):  # noqa: ASYNC110 - Redis has no event for it
                 await asyncio.sleep(self._settings.poll_s)
         return await self._registry.target() == update
 
     async def _swap(self, client: EngineAdmin, update: WeightUpdate) -> bool:
-        """Pause, load, read back, continue. False: nothing has changed. Raises EngineLost: anything may have."""
+        """Pause, load, read back, continue. Return False if nothing has changed. Raises EngineLost if it may have."""
         status, settings, label = self._status, self._settings, update.version.label
         before = status.state
         status.transition_to(NodeState.LOADING, label)
@@ -174,10 +176,10 @@ class WeightFollower:
         except EngineError as error:
             self._stats.counts["strikes"] += 1
             if before is NodeState.QUARANTINED and status.version == NO_VERSION:
-                # what it holds is of no version: it must not go on
-                raise report_lost(status, NodeState.QUARANTINED, f"{label} cannot be loaded: {error}") from error
+                # it may hold a mix of two versions and must not continue
+                raise report_lost(status, NodeState.QUARANTINED, f"cannot load {label}: {error}") from error
             await self._try_resume(client)
-            status.transition_to(before, f"{label} is not loaded: {error}")
+            status.transition_to(before, f"could not load {label}: {error}")
             return False
         try:
             loading_at = time.monotonic()
@@ -187,7 +189,7 @@ class WeightFollower:
             status.load_s = time.monotonic() - loading_at
             held = await client.version()
             if held != update.version:
-                raise EngineError("bad_output", client.name, f"it says it holds {held and held.label}, not {label}")
+                raise EngineError("bad_output", client.name, f"it reports version {held and held.label}, not {label}")
             await client.resume()
         except EngineError as error:
             self._stats.counts["strikes"] += 1
@@ -197,11 +199,11 @@ class WeightFollower:
         status.updates += 1
         self._stats.counts["updates"] += 1
         status.transition_to(NodeState.READY, version=update.version)
-        log.info("%s loaded: paused %.3f s, of which %.3f s loading", label, status.pause_s, status.load_s)
+        log.info("loaded %s: paused %.3f s, of which %.3f s loading", label, status.pause_s, status.load_s)
         return True
 
     async def _try_resume(self, client: EngineAdmin) -> None:
         try:
             await client.resume()
         except EngineError as error:
-            log.warning("cannot continue after a failed pause: %s", error)  # the probe finds out whether it is alive
+            log.warning("cannot continue after a failed pause: %s", error)  # the watchdog checks whether it is alive

@@ -1,4 +1,4 @@
-"""One engine's part in a transfer over a weight-update group: prepare -> transfer -> commit.
+"""Receive weights by broadcast in a weight-update group: prepare -> transfer -> commit.
 
     learner                         this node                        engine
     view "prepare"  ------------->  join, unless it is in the group  /init_weights_update_group
@@ -7,10 +7,10 @@
                     <-------------  answer "loaded", flush
     view "commit"   ------------->  label, read back, continue
 
-* An engine that stages (the embedded one) generates until all buckets are there, and pauses for the rest only.
+* An engine that stages (the embedded one) generates until all buckets have arrived, and pauses only for the rest.
 
-Whatever ends a view without a commit leaves one of two engines: one that still holds its version, and goes on; or one
-that was touched, holds weights of no version, and stays paused until files have been loaded into it.
+If a view ends without a commit, the engine either still holds its version and continues; or it was modified, may hold
+a mix of versions, and stays paused until a version has been loaded from files.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from rollout_server.node.status import NO_VERSION, EngineStatus
 log = logging.getLogger(__name__)
 
 PHASE_POLL_S, PAUSED_POLL_S = 0.02, 0.005
-"""How often the next phase is looked for; the second while generation is paused."""
+"""Poll interval for the next phase; the second one while generation is paused."""
 GROUP_POLL_S = 0.05
-"""How often a member of a group looks for the next view: training stands still until it has answered."""
+"""Poll interval of group members for the next view: training waits for their answers."""
 ALREADY_OPEN = "session is already open"
-"""What SGLang says, and the embedded engine after it, of a second begin."""
+"""Part of the answer of SGLang and the embedded engine to a second begin."""
 JOINING = "joining"
-"""Detail of an answer that comes before the group is there."""
+"""Detail of an answer sent before the group is formed."""
 LISTENS_S = 2.0
-"""How long an engine may take to show that it listens, before it is taken into a group."""
+"""Timeout for an engine to answer before it joins a group."""
 CLEAN_UP_S = 10.0
-"""Deadline of a call that tidies up after a failure."""
+"""Timeout of a cleanup call after a failure."""
 MARGIN_S = 1.0
 NONE = WeightChecksums("")
 
 
 class TransferAborted(ForayError):
-    """The view ends here, without a commit."""
+    """The view ends without a commit."""
 
 
 @dataclass
 class TransferState:
-    """How far this engine is in one view. Times are of time.monotonic, 0.0: not yet.
+    """Progress of this engine in one view. Times are from time.monotonic; 0.0: not yet.
 
-    open     a session of the engine is open
-    touched  the engine may hold weights of no version
+    open     the engine has an open session
+    touched  the engine may hold a mix of two versions
     """
 
     view: WeightView
@@ -72,7 +72,7 @@ class TransferState:
 
     @property
     def left_s(self) -> float:
-        """Seconds to the deadline; raises TransferAborted when it has passed."""
+        """Seconds to the deadline. Raises TransferAborted if it has passed."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TransferAborted(f"the deadline of phase {self.view.phase!r} has passed")
@@ -84,24 +84,24 @@ class TransferState:
 
 
 class WeightReceiver:
-    """Takes part in views for one engine, over all its incarnations."""
+    """Takes part in views for one engine, across its incarnations."""
 
     def __init__(self, status: EngineStatus, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
         self._status, self._registry, self._settings, self._stats = status, registry, settings, stats
         self._group = ""
-        """Group that the engine is in, as far as we know."""
+        """Group that the engine is in, as far as known."""
         self._home = ""
-        """Incarnation that joined it."""
+        """Incarnation that joined the group."""
         self._last = (0, 0)
-        """Epoch and number of the last view that was answered."""
+        """Epoch and number of the last answered view."""
 
     @property
     def in_group(self) -> bool:
-        """Whether the engine is in a group, so that the next view is near."""
+        """Whether the engine is in a group, and should poll for the next view."""
         return bool(self._group) and self._home == self._status.incarnation
 
     def is_invited(self, target_view: TargetView) -> bool:
-        """Whether there is a view in preparation that counts on this engine and that it can still join."""
+        """Return whether a view in preparation includes this engine, and it can still join."""
         view, status = target_view.view, self._status
         return (
             view is not None
@@ -118,9 +118,9 @@ class WeightReceiver:
         return f"{self._status.id}/{self._status.incarnation}"
 
     async def receive(self, client: EngineAdmin, target_view: TargetView) -> None:
-        """The whole of one view. Never raises for what goes wrong in it: the status says what became of the engine.
+        """Take part in one view to its end. A failure is not raised, but reported in the status.
 
-        Waits for the learner's next phase; is unblocked by it, by the deadline, or by a newer epoch.
+        Waits for the learner's next phase; unblocked by it, by the deadline, or by a newer epoch.
         """
         view = target_view.view
         assert view is not None
@@ -132,7 +132,7 @@ class WeightReceiver:
             await self._load(client, part)
             await self._answer(part, "loaded", sums=await self._verify(client, part))
             if self._settings.pause_mode == "retract":
-                await client.flush_cache()  # SGLang takes 0.3 s for it: while the learner hears the others
+                await client.flush_cache()  # takes 0.3 s in SGLang, while the learner waits for the other engines
             await self._phase(part, "commit")
             await self._commit(client, part)
         except (TransferAborted, EngineError) as error:
@@ -144,22 +144,22 @@ class WeightReceiver:
         view = part.view
         try:
             if await self._registry.evaluating(self._settings.role):
-                raise TransferAborted("an evaluation runs")
+                raise TransferAborted("an evaluation is running")
         except RedisUnavailable as error:
             raise TransferAborted(f"Redis: {error}") from None
-        # in a group, an engine that hangs would hold up all the others
+        # an engine that hangs would block the whole group
         await client.model_info(timeout_s=LISTENS_S)
         if not (self.in_group and self._group == view.group):
             await self._leave(client)
             offset = view.rank_offsets[view.members.index(part.member)]
             self._group, self._home = view.group, self._status.incarnation
-            # joining ends only when all members are there: the learner must see which is missing
+            # joining returns only when all members have joined: the learner must see which one is missing
             await self._answer(part, "prepared", detail=JOINING)
             await client.join_group(view, offset, timeout_s=part.left_s + MARGIN_S)
         await self._answer(part, "prepared")
 
     async def _phase(self, part: TransferState, wanted: str) -> None:
-        """Wait until the view is in phase `wanted`, and take its deadline. Raises TransferAborted for other ends."""
+        """Wait until the view is in phase `wanted`, and adopt its deadline. Raises TransferAborted if it ended."""
         view = part.view
         while True:
             try:
@@ -172,23 +172,23 @@ class WeightReceiver:
             target, now = target_view.target, target_view.view
             if target is not None and target.version == view.version:
                 if wanted == "commit" and target.transport == "distributed":
-                    return  # the announcement itself; the phase is written after it
-                raise TransferAborted("it went by files")
+                    return  # the commit itself; its phase is written after the target
+                raise TransferAborted("the version was published as files")
             if target is not None and target.epoch > view.epoch:
-                raise TransferAborted(f"epoch {target.epoch} has begun")
+                raise TransferAborted(f"epoch {target.epoch} has started")
             if now is not None and (now.epoch, now.number) == (view.epoch, view.number):
                 if now.phase == wanted:
                     part.view, part.deadline = now, time.monotonic() + target_view.left_s
                     return
                 if now.phase == "abort":
-                    raise TransferAborted("the learner ended it")
+                    raise TransferAborted("the learner aborted it")
             elif now is not None and (now.epoch, now.number) > (view.epoch, view.number):
-                raise TransferAborted("the learner went on to another")
+                raise TransferAborted("the learner started another view")
             part.left_s  # noqa: B018 - raises at the deadline
             await asyncio.sleep(PAUSED_POLL_S if part.paused_at else PHASE_POLL_S)
 
     async def _load(self, client: EngineAdmin, part: TransferState) -> None:
-        """Every bucket into the engine, which is paused afterwards."""
+        """Receive every bucket. The engine is paused afterwards."""
         view, stages = part.view, self._stages
         if not stages:
             await self._pause(client, part)
@@ -196,11 +196,11 @@ class WeightReceiver:
         try:
             await client.begin_update(timeout_s=part.left_s)
         except EngineError as error:
-            part.open = ALREADY_OPEN in error.detail  # left by a node that died: it is closed with this view
+            part.open = ALREADY_OPEN in error.detail  # left by a killed node: it is closed with this view
             raise
         part.open, part.touched = True, not stages
         for bucket in view.buckets:
-            # a margin, so that a failed broadcast shows in the engine's reply, not in our timeout
+            # a margin, so that a failed broadcast is reported by the engine and not by our timeout
             await client.receive_bucket(bucket, view.group, flattened=view.flattened, timeout_s=part.left_s + MARGIN_S)
         part.transfer_s = time.monotonic() - began
         if stages:
@@ -208,7 +208,7 @@ class WeightReceiver:
         try:
             await client.end_update(timeout_s=part.left_s)
         except EngineError as error:
-            # one that stages refuses as a whole; of any other answer or silence nothing is known
+            # an engine that stages rejects without a change; after any other failure its weights are unknown
             part.open, part.touched = False, part.touched or error.cause != "refused"
             raise
         part.open, part.touched = False, True
@@ -229,7 +229,9 @@ class WeightReceiver:
         await client.label(version.label)
         held = await client.version()
         if held != version:
-            raise EngineError("bad_output", client.name, f"it says it holds {held and held.label}, not {version.label}")
+            raise EngineError(
+                "bad_output", client.name, f"it reports version {held and held.label}, not {version.label}"
+            )
         await client.resume()
         status.pause_s, status.load_s = part.pause_s(), part.transfer_s
         status.update_capabilities({"adapter": ""})
@@ -238,12 +240,12 @@ class WeightReceiver:
         self._stats.counts["updates_distributed"] += 1
         status.transition_to(NodeState.READY, version=version)
         log.info(
-            "%s received: paused %.3f s; transfer %.3f s, checksum %.3f s",
+            "received %s: paused %.3f s; transfer %.3f s, checksum %.3f s",
             version.label, status.pause_s, part.transfer_s, part.verify_s,
         )  # fmt: skip
 
     async def _answer(self, part: TransferState, phase: str, *, sums: WeightChecksums = NONE, detail: str = "") -> None:
-        """Raises TransferAborted when Redis does not take it."""
+        """Send an answer to the learner. Raises TransferAborted if Redis does not accept it."""
         sent = [name for bucket in part.view.buckets for name in bucket.names] if sums.tensors else []
         answer = ViewAnswer.model_validate(
             {
@@ -266,10 +268,10 @@ class WeightReceiver:
         except RedisUnavailable as error:
             raise TransferAborted(f"Redis: {error}") from None
 
-    # --- when it fails ---
+    # --- failures ---
 
     async def _abort(self, client: EngineAdmin, part: TransferState, reason: str) -> None:
-        """Tell the learner, close what is open, and leave the engine going on at its version or quarantined."""
+        """Report to the learner, close the session, and let the engine continue at its version or quarantine it."""
         if part.open:
             await self._close_session(client, part)
         status, label = self._status, part.view.version.label
@@ -278,17 +280,17 @@ class WeightReceiver:
         try:
             await self._answer(part, "failed", detail=reason)
         except TransferAborted as error:
-            log.warning("the learner does not get this answer: %s", error)  # its deadline ends the transfer
+            log.warning("could not send the answer to the learner: %s", error)  # its deadline ends the transfer
         await self._leave(client)
         if not part.touched and part.paused_at:
             try:
                 await client.resume()
             except EngineError as error:
-                log.warning("cannot continue after a failed transfer: %s", error)  # the probe finds out
+                log.warning("cannot continue after a failed transfer: %s", error)  # the watchdog checks it
             status.transition_to(NodeState.READY, f"{label} was not received: {reason}")
 
     async def _close_session(self, client: EngineAdmin, part: TransferState) -> None:
-        """An open session would refuse the next one. A complete set of an engine that stages takes effect by this."""
+        """Close the session, which would block the next one. In an engine that stages, this applies a complete set."""
         try:
             if not part.paused_at:
                 await self._pause(client, part)
@@ -296,11 +298,11 @@ class WeightReceiver:
             part.touched = True
         except EngineError as error:
             part.touched = part.touched or error.cause != "refused"
-            log.info("the session is closed: %s", error)
+            log.info("closing the session: %s", error)
         part.open = False
 
     async def _leave(self, client: EngineAdmin) -> None:
-        """Out of the group we know of. A group may be broken, or gone with the incarnation that joined it."""
+        """Leave the known group. It may be broken, or gone with the incarnation that joined it."""
         group, self._group = self._group, ""
         if not group:
             return

@@ -15,14 +15,14 @@ REGISTRY: dict[type[SandboxBase], str] = {
     BubblewrapSettings: "rollout_server.tools.sandbox.bubblewrap:Bubblewrap",
     ServiceSettings: "rollout_server.tools.sandbox.service:SandboxService",
 }
-"""Settings class -> "module:Class"; the class takes the settings, the limits and directories of libraries."""
+"""Settings class -> "module:Class". The class takes the settings, the limits and the library directories."""
 
 
 def build_sandbox(settings: SandboxBase, limits: SandboxLimits, libraries: Sequence[str] = ()) -> Sandbox:
-    """Instantiate the sandbox that `settings` select.
+    """Instantiate the sandbox for `settings`.
 
-    libraries  directories whose modules programs may import besides the standard library
+    libraries  directories with modules that programs may import besides the standard library
 
-    Raises UserError when programs cannot be isolated on this machine.
+    Raises UserError if programs cannot be isolated on this machine.
     """
     return cast("Sandbox", resolve_name(REGISTRY[type(settings)])(settings, limits, libraries))

@@ -1,4 +1,4 @@
-"""The interface of sandboxes: settings, limits, and the outcome of one program."""
+"""The sandbox interface: settings, limits, and the result of a program."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from protocol.settings import Settings
 
 
 class SandboxBase(Settings):
-    """What the settings of every sandbox have."""
+    """Base of all sandbox settings."""
 
     type: str
 
 
 class BubblewrapSettings(SandboxBase):
-    """On this machine, by bubblewrap (`bwrap` 0.8 or newer): Linux namespaces and resource limits."""
+    """On this machine with bubblewrap (`bwrap` 0.8 or newer): Linux namespaces and resource limits."""
 
     type: Literal["bubblewrap"] = "bubblewrap"
 
 
 class ServiceSettings(SandboxBase):
-    """A sandbox service with SandboxFusion's HTTP API. How well it isolates programs is its operator's business."""
+    """A sandbox service with SandboxFusion's HTTP API. The isolation of programs depends on its operator."""
 
     type: Literal["service"] = "service"
     url: str = Field(pattern=r"^https?://")
-    """Base address; programs go to `{url}/run_code`."""
+    """Base URL; programs are sent to `{url}/run_code`."""
     wait_s: float = Field(default=30.0, ge=0)
-    """Longest wait for the answer beyond the program's own deadline, in seconds: the service's queue, and retries."""
+    """Extra time for the answer in seconds, beyond the timeout of the program: queueing in the service, and retries."""
     attempts: int = Field(default=3, ge=1)
-    """Most attempts while the service cannot be reached or is overloaded."""
+    """Maximum attempts while the service is unreachable or overloaded."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ProgramResult:
 
     stdout, stderr   the first `output_bytes` of each
     code             exit code; above 128: killed by that signal
-    timed_out        it was ended at the deadline
+    timed_out        it was killed at the timeout
     output_exceeded  it wrote more than `output_bytes`
     """
 
@@ -70,14 +70,14 @@ class ProgramResult:
 
 
 class SandboxError(Exception):
-    """The sandbox or its service failed; the program was not run, or its outcome is not known."""
+    """The sandbox or its service failed. The program was not run, or its result is unknown."""
 
 
 class Sandbox(Protocol):
-    """Runs programs that cannot be trusted. Built once per tool, outside an event loop."""
+    """Runs untrusted programs. Created once per tool, outside an event loop."""
 
     async def run(self, source: str) -> ProgramResult:
-        """Run `source` as a Python program, from nothing. Ends in bounded time; nothing of the program is left then.
+        """Run `source` as a Python program without state. Returns in bounded time; no process or file remains.
 
         Raises SandboxError.
         """

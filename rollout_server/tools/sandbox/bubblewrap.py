@@ -1,16 +1,16 @@
-"""Programs in a sandbox of this machine: `bwrap` starts a Python interpreter in namespaces of its own.
+"""Sandbox on this machine: `bwrap` starts a Python interpreter in separate namespaces.
 
-    property                     held by
+    property                     enforced by
     no network                   a network namespace without any interface
-    no file of the host          a root of its own: libraries of the system and of Python, read-only; no /proc, no /dev
-    nothing written outside      a tmpfs of `file_mb`, gone with the program; all else is read-only
-    no process outside touched   a process namespace, which ends with its first process (`--die-with-parent`)
+    no host files                a separate root with system and Python libraries, read-only; no /proc, no /dev
+    no writes outside            a tmpfs of `file_mb`, removed with the program; everything else is read-only
+    no access to processes       a process namespace, which ends with its first process (`--die-with-parent`)
     no privileges                capabilities dropped, `no_new_privs`, no further user namespaces (`--disable-userns`)
-    memory, CPU, processes       resource limits that the interpreter sets on itself first (`program.py`)
+    memory, CPU, processes       resource limits that the interpreter first sets for itself (`program.py`)
     time, output                 this process, which kills the sandbox
 
-As root a first `bwrap` shows the libraries under parents that anybody may enter, and a second one runs inside it as
-`nobody`: the kernel does not limit the processes of root. A hole in the kernel itself is not covered by any of this.
+As root, a first `bwrap` mounts the libraries below directories that all users can enter, and a second one runs inside
+it as `nobody`: the kernel does not limit the number of processes of root. None of this protects against kernel bugs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ WORK_DIR = "/program"
 NOBODY = 65534
 KILL_S = 1.0
 CHECK_S = 20.0
-"""Longest trial in seconds: a loaded machine is slow to start a process."""
+"""Timeout of the isolation test in seconds: a loaded machine is slow to start a process."""
 
 
 class Bubblewrap:
-    """Runs each program in a sandbox that starts and ends with it.
+    """Runs each program in a new sandbox.
 
-    Raises UserError when `bwrap` is missing or does not isolate programs on this machine.
+    Raises UserError if `bwrap` is missing or does not isolate programs on this machine.
     """
 
     def __init__(self, settings: SandboxBase, limits: SandboxLimits, libraries: Sequence[str] = ()) -> None:
@@ -53,7 +53,7 @@ class Bubblewrap:
         check_isolation(self._command)
 
     async def run(self, source: str) -> ProgramResult:
-        """See `Sandbox`. Takes little longer than `wall_s`."""
+        """Run a program, see `Sandbox`. Takes little longer than `wall_s`."""
         limits = self._limits
         process = await self._start()
         assert process.stdin and process.stdout and process.stderr
@@ -73,7 +73,7 @@ class Bubblewrap:
         code = process.returncode or 0
         if not stdout.startswith(READY):
             reason = stderr.decode("utf-8", "replace").strip()[-500:]
-            raise SandboxError(reason or ("not ready within its deadline" if timed_out else f"exit code {code}"))
+            raise SandboxError(reason or ("not ready in time" if timed_out else f"exit code {code}"))
         output, most = stdout[len(READY) :], limits.output_bytes
         return ProgramResult(
             bytes(output[:most]),
@@ -87,12 +87,12 @@ class Bubblewrap:
         return None
 
     async def _start(self) -> asyncio.subprocess.Process:
-        """Start the sandbox. Raises SandboxError; a caller that is cancelled meanwhile leaves no process."""
+        """Start the sandbox. Raises SandboxError. Leaves no process if the caller is cancelled."""
         pipe = asyncio.subprocess.PIPE
         start = asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, stderr=pipe, cwd="/", env={}, start_new_session=True
         )
-        # shielded: asyncio would kill `bwrap` alone, which may not have its children in hand yet
+        # shielded: asyncio would kill only `bwrap`, which may not control its children yet
         starting = asyncio.ensure_future(start)
         try:
             return await asyncio.shield(starting)
@@ -101,18 +101,18 @@ class Bubblewrap:
                 await _end(await starting)
             raise
         except OSError as error:
-            raise SandboxError(f"{self._command[0]} could not be started: {error.strerror}") from error
+            raise SandboxError(f"{self._command[0]} could not start: {error.strerror}") from error
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill what runs, and read the streams to their end: they are closed when nothing of the sandbox is left."""
+    """Kill the sandbox, and read the streams to their end: they close when no process of the sandbox is left."""
 
     async def end() -> None:
         _kill(process)
         try:
             async with asyncio.timeout(KILL_S):
                 await process.communicate()
-        except TimeoutError:  # it was being set up, and has no first process that could be killed
+        except TimeoutError:  # it was still starting and had no first process to kill
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.communicate()
@@ -136,7 +136,7 @@ async def _read(stream: asyncio.StreamReader, into: bytearray, most: int, proces
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill the first process of the sandbox, and so all in it. `bwrap` collects it: no zombie is left to others."""
+    """Kill the first process of the sandbox, and with it all others. `bwrap` reaps it, so no zombie is left."""
     if process.returncode is None:
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
@@ -144,9 +144,9 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 def command(limits: SandboxLimits, libraries: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the command line that reads a program from stdin and runs it. Raises UserError where a tool is missing."""
+    """Return the command line that runs a program from stdin. Raises UserError if a required tool is missing."""
     bwrap = _which("bwrap", "bubblewrap")
-    # not the one of a virtual environment: that one looks its home up in a file beside it
+    # not that of a virtual environment, which reads its home from a file next to it
     python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
     shown = _show(*readable(libraries), python)
     numbers = (limits.cpu_s, limits.memory_mb, limits.file_mb, limits.threads)
@@ -162,8 +162,8 @@ def command(limits: SandboxLimits, libraries: Sequence[str] = ()) -> tuple[str, 
     if os.getuid() != 0:
         return inner
     setpriv, unshare = _which("setpriv", "util-linux"), _which("unshare", "util-linux")
-    # Not `bwrap --unshare-pid`: its parent process drops CAP_KILL, and the kernel then delivers no parent-death signal
-    # from it to a process of another user.
+    # Not `bwrap --unshare-pid`: its parent process drops CAP_KILL, and the kernel then does not deliver its
+    # parent-death signal to a process of another user.
     namespace = (setpriv, "--pdeathsig", "KILL", unshare, "--pid", "--fork", "--kill-child=KILL")
     nobody = (setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
     # the second bwrap needs /proc, and /tmp to mount its root on
@@ -172,7 +172,7 @@ def command(limits: SandboxLimits, libraries: Sequence[str] = ()) -> tuple[str, 
 
 
 def _show(*paths: str) -> list[str]:
-    """Arguments that show `paths` under the same names, read-only, below parents that everybody may enter."""
+    """Return arguments that mount `paths` read-only at the same paths, below directories that all users can enter."""
     parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/", *paths}
     made = [argument for parent in sorted(parents, key=len) for argument in ("--dir", parent)]
     return made + [argument for path in paths for argument in ("--ro-bind", path, path)]
@@ -192,8 +192,8 @@ def _which(tool: str, package: str) -> str:
         raise UserError(
             "the tool python has no sandbox on this machine",
             why=f"{tool} is not installed",
-            todo=f"apt-get install {package}; or let a service run the programs: "
-            "`sandbox: {type: service, url: ...}`; or leave the tool out",
+            todo=f"apt-get install {package}; or use a sandbox service: "
+            "`sandbox: {type: service, url: ...}`; or remove the tool",
         )
     return os.path.realpath(path)
 
@@ -217,9 +217,9 @@ print("tried", *escaped)
 
 @lru_cache
 def check_isolation(command: tuple[str, ...]) -> None:
-    """Run a program that attacks, once per process: containers may forbid namespaces, or hide them.
+    """Test the isolation with a hostile program, once per process: containers may forbid namespaces.
 
-    Raises UserError when it could not be run, or reached the network, a file or a process outside.
+    Raises UserError if it could not run, or if it reached the network, a file or a process outside.
     """
     with tempfile.TemporaryDirectory(prefix="foray-canary-") as directory, create_server(("127.0.0.1", 0)) as near:
         canary = Path(directory) / "canary"
@@ -237,6 +237,6 @@ def check_isolation(command: tuple[str, ...]) -> None:
         raise UserError(
             "the tool python cannot isolate programs on this machine",
             why=f"a program reached: {', '.join(escaped)}" if escaped else f"bwrap: {why or 'no answer'}",
-            todo="allow user namespaces to this process (bubblewrap 0.8, Linux 5.14; no plain container); or let "
-            "a service run the programs: `sandbox: {type: service, url: ...}`; or leave the tool out",
+            todo="allow user namespaces for this process (bubblewrap 0.8, Linux 5.14; no default container); or use "
+            "a sandbox service: `sandbox: {type: service, url: ...}`; or remove the tool",
         )

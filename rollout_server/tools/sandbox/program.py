@@ -1,10 +1,10 @@
-"""Runs inside the sandbox: limits its own process, then runs the policy's program in it.
+"""Runs inside the sandbox: sets limits on its process, then runs the policy's program in it.
 
     python -I -S -B -c "<text of this file>" CPU_S MEMORY_MB FILE_MB THREADS [LIBRARY ..] < source
 
-The text is passed on the command line, so that the sandbox need not show the directory of this file. The first line on
-stdout is READY; without it nothing of the program has run. Starting this is most of what a call costs, so it imports
-no more than it needs, and only the standard library.
+The text is passed on the command line, so that the directory of this file need not be visible in the sandbox. The first
+line on stdout is READY; before it the program has not started. Startup dominates the cost of a call, so this file
+imports only what it needs, and only from the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 
 READY = b"ready\n"
 NAME = "program.py"
-"""What tracebacks call the program."""
+"""Name of the program in tracebacks."""
 
 
 def main() -> None:
@@ -28,10 +28,10 @@ def main() -> None:
     os.nice(10)
     for limit, soft, hard in (
         (resource.RLIMIT_AS, memory_mb << 20, memory_mb << 20),
-        # the soft limit comes first: its signal can be told from a kill
+        # the soft limit is reached first: its signal differs from a kill
         (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
         (resource.RLIMIT_FSIZE, file_mb << 20, file_mb << 20),
-        # the first process of the sandbox counts as one more
+        # plus one for the first process of the sandbox
         (resource.RLIMIT_NPROC, threads + 1, threads + 1),
         (resource.RLIMIT_NOFILE, 64, 64),
         (resource.RLIMIT_CORE, 0, 0),
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _leave_keyring() -> None:
-    """Join a new session keyring: the kernel would let a program read the keys of the server's, in any namespace."""
+    """Join a new session keyring: otherwise a program could read the server's keys, in any namespace."""
     import ctypes
 
     keyctl = {"x86_64": 250, "aarch64": 219}.get(os.uname().machine)
@@ -54,15 +54,15 @@ def _leave_keyring() -> None:
 
 
 def run(source: str) -> None:
-    """Run `source` as `__main__`. An exception is printed with its own lines of traceback, and ends this process.
+    """Run `source` as `__main__`. An exception is printed with the program's traceback, and ends this process.
 
-    Returns at the program's end; the interpreter then joins threads and flushes streams as it always does.
+    Returns at the end of the program; the interpreter then joins threads and flushes streams as usual.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # by lines, so that the output of a program that is killed is not lost
+            # line-buffered, so that the output of a killed program is not lost
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    # a new module, where dataclasses and pickle look names up; this one must stay alive, it is still running
+    # a new module, in which dataclasses and pickle look up names; this one is still running and must stay alive
     _this, sys.modules["__main__"] = sys.modules["__main__"], type(sys)("__main__")
     try:
         exec(compile(source, NAME, "exec"), sys.modules["__main__"].__dict__)
@@ -71,15 +71,15 @@ def run(source: str) -> None:
     except BaseException as error:
         try:
             text = _traceback(error, source)
-        except MemoryError:  # the program has left none
+        except MemoryError:  # no memory is left
             text = f"{type(error).__name__}\n"
         sys.stderr.write(text)
         sys.exit(1)
 
 
 def _traceback(error: BaseException, source: str) -> str:
-    """Format `error` without the frames of libraries: their paths are this machine's and tell a policy nothing."""
-    import linecache  # only now: they take as long to import as the sandbox takes to start
+    """Format `error` without the frames of libraries: their paths are useless to the policy."""
+    import linecache  # imported only now: it takes as long as the start of the sandbox
     import traceback
 
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)

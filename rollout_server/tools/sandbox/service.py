@@ -1,4 +1,4 @@
-"""Programs at a sandbox service with the HTTP API of SandboxFusion: `POST /run_code`."""
+"""Client of a sandbox service with the HTTP API of SandboxFusion: `POST /run_code`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rollout_server.search.transport import HttpConnections
 from rollout_server.tools.sandbox.base import ProgramResult, SandboxError, SandboxLimits, ServiceSettings
 
 MAX_BYTES = 16 << 20
-"""Largest answer that is read: the service keeps 1 MiB of each stream, which JSON may spell six times as long."""
+"""Maximum size of an answer: the service keeps 1 MiB of each stream, which JSON may expand sixfold."""
 RETRIED = frozenset({UNREACHABLE, OVERLOADED, "http_500", "http_502", "http_504"})
 BACKOFF_S = 0.2
 
 
 class CommandRunResult(BaseModel):
-    """How one command ended. `return_code` is missing where it was ended at its time limit."""
+    """Result of one command. There is no `return_code` if it was killed at its time limit."""
 
     status: Literal["Finished", "Error", "TimeLimitExceeded"]
     return_code: int | None = None
@@ -32,7 +32,7 @@ class CommandRunResult(BaseModel):
 
 
 class RunCodeResponse(BaseModel):
-    """The answer. `SandboxError`: the service failed, and `message` says how."""
+    """The answer. `SandboxError`: the service failed, with the reason in `message`."""
 
     status: Literal["Success", "Failed", "SandboxError"]
     message: str = ""
@@ -40,21 +40,21 @@ class RunCodeResponse(BaseModel):
 
 
 class SandboxService:
-    """Sends each program to the service. Time and memory are limited there, the output is cut here."""
+    """Sends each program to the service. Time and memory are limited by the service, the output is cut here."""
 
     def __init__(self, settings: ServiceSettings, limits: SandboxLimits, libraries: Sequence[str] = ()) -> None:
         if libraries:
             raise UserError(
-                "a sandbox service brings its own libraries",
-                why="`libraries` of the tool python are directories of this machine",
-                todo="leave `libraries` out, or `sandbox: {type: bubblewrap}`",
+                "`libraries` cannot be used with a sandbox service",
+                why="they are directories of this machine, and the service has its own",
+                todo="remove `libraries`, or set `sandbox: {type: bubblewrap}`",
             )
         self._settings, self._limits = settings, limits
         self._url = settings.url.rstrip("/") + "/run_code"
         self._connections = HttpConnections(max_bytes=MAX_BYTES)
 
     async def run(self, source: str) -> ProgramResult:
-        """See `Sandbox`. A program may run more than once where the service fails meanwhile."""
+        """Run a program, see `Sandbox`. It may run more than once if the service fails meanwhile."""
         body = {
             "code": source.encode("utf-8", "replace").decode(),
             "language": "python",
@@ -65,7 +65,7 @@ class SandboxService:
         try:
             answer = RunCodeResponse.model_validate_json(raw)
         except (ValidationError, RecursionError) as error:
-            raise SandboxError(f"{self._url}: not an answer of a sandbox service") from error
+            raise SandboxError(f"{self._url}: the answer is not from a sandbox service") from error
         ran = answer.run_result
         if answer.status == "SandboxError" or ran is None or ran.status == "Error":
             raise SandboxError(f"{self._url}: {(answer.message or 'no result')[:300]}")
@@ -80,7 +80,7 @@ class SandboxService:
         )
 
     async def _post(self, body: bytes) -> bytes:
-        """Return the body of a 200, after retries while the service is away or overloaded. Raises SandboxError."""
+        """Return the body of a 200. Retries while the service is unreachable or overloaded. Raises SandboxError."""
         timeout_s, cause = self._limits.wall_s + self._settings.wait_s, TIMEOUT
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -91,7 +91,7 @@ class SandboxService:
                         cause, wait_s = error.cause, error.retry_after_s
                     if cause not in RETRIED or attempt == self._settings.attempts:
                         break
-                    # jitter: thousands of rollouts must not come back in step
+                    # jitter: thousands of rollouts must not retry at once
                     await asyncio.sleep(max(wait_s, random.uniform(0.5, 1.0) * BACKOFF_S * 2**attempt))
         raise SandboxError(f"{self._url}: {cause}")
 

@@ -1,7 +1,7 @@
-"""Which engines a test of the contract meets, and the running engines themselves, shared by the whole session.
+"""The engines of the contract tests, selected per test and shared by the whole session.
 
 Engines: `fake` (scripted, in this process), `embedded` (rollout_server.cpu_engine as a process), and `sglang`: real
-SGLang, which is the judge. SGLang takes part where FORAY_SGLANG_PYTHON names an interpreter that has it
+SGLang, the reference. SGLang takes part where FORAY_SGLANG_PYTHON names an interpreter that has it
 (`make test-sglang` builds one), or where FORAY_SGLANG_URL and FORAY_SGLANG_MODEL name one that runs, started with
 `--weight-version 1.0 --dtype float32` on a small model that this machine can read.
 
@@ -129,7 +129,7 @@ async def client(server: Server) -> AsyncIterator[Client]:
 @pytest.fixture(scope="session")
 def guarded(request: pytest.FixtureRequest, engines: Engines, scratch: Path) -> Server:
     """A second engine of each kind: with keys, streaming in increments, and with the demo's kind of tokenizer.
-    SGLang must be told that adapters will come."""
+    SGLang must be started with adapters enabled."""
     model = scratch / f"words-{request.param}"
     if not model.exists():
         write_word_model(model, 0)
@@ -145,7 +145,7 @@ def guarded(request: pytest.FixtureRequest, engines: Engines, scratch: Path) -> 
 @pytest.fixture(scope="session")
 def unlapped(request: pytest.FixtureRequest, engines: Engines, two_models: tuple[Path, Path]) -> Server:
     """A third one, for swaps in place: SGLang's versions are right to the token when it does not launch a step before
-    it has booked the one before."""
+    it has recorded the one before."""
     flags: Flags = {"embedded": ["--max-running", "32"], "sglang": ["--disable-overlap-schedule"]}
     return engines.get("unlapped", request.param, two_models, flags)
 

@@ -1,4 +1,4 @@
-"""The calls of the contract's tests, and a generation that is watched while it runs."""
+"""Client calls of the contract tests, and a generation that is observed while it runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Client:
         assert last == DONE
 
     async def begin(self, rid: str = "", tokens: int = ENDLESS, at_least: int = 8, **sampling: Any) -> Run:
-        """A long generation that has begun to decode: at least so many tokens have come."""
+        """Start a long generation and wait for at least this many tokens."""
         # every fourth chunk: a reader that falls behind would meet a generation that is over
         asked = {"max_new_tokens": tokens, "ignore_eos": True, "stream_interval": 4, **sampling}
         run = Run(self, rid or uuid.uuid4().hex, asked)
@@ -130,7 +130,7 @@ class Run:
         return self._task.done()
 
     async def reached(self, tokens: int) -> None:
-        """Wait until so many tokens have come."""
+        """Wait for at least this many tokens."""
         watch = asyncio.ensure_future(self._until(lambda: self.count >= tokens))
         await asyncio.wait({watch, self._task}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
         if not watch.done():

@@ -1,4 +1,4 @@
-"""The three engines that are held to one contract, each behind a real socket, and what is known about each."""
+"""The three engines of the contract, each behind a real socket, and their known differences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ START_S = 240.0
 """SGLang imports for half a minute when it is alone, and for minutes when it is not."""
 HEALTH_S = 4
 HEALTH = {"SGLANG_HEALTH_CHECK_TIMEOUT": str(HEALTH_S)}
-"""How long /health of SGLang waits for the token that it generates: 20 s unless told otherwise."""
+"""How long /health of SGLang waits for the token that it generates: 20 s by default."""
 PR_SET_PDEATHSIG = 1
 LOGS: list[Path] = []
 """Of every SGLang that was started; pytest keeps its folders of the last runs."""
@@ -83,7 +83,7 @@ def picked(logits: torch.Tensor, ids: list[int], temperature: float = 1.0) -> to
 
 @contextlib.contextmanager
 def scripted() -> Iterator[str]:
-    """The fake in a thread with an event loop of its own, since each test has another one."""
+    """The fake in a thread with a separate event loop, since each test has a different one."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="fake engine", daemon=True)
     thread.start()
@@ -105,7 +105,7 @@ def _as_many_as_asked(body: dict[str, Any]) -> list[int]:
 
 @contextlib.contextmanager
 def embedded(zygote: Zygote, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[str]:
-    """The embedded CPU engine as a process of its own, which must end with code 0 on SIGTERM."""
+    """The embedded CPU engine as a separate process, which must exit with code 0 on SIGTERM."""
     log.touch()
     argv = ["--model-path", str(model), "--port", "0", *flags]
     pid = zygote.start("rollout_server.cpu_engine", argv, log, env or {}, model.parent)
@@ -123,7 +123,7 @@ def embedded(zygote: Zygote, model: Path, log: Path, *flags: str, env: dict[str,
 
 @contextlib.contextmanager
 def sglang(python: Path, model: Path, log: Path, *flags: str) -> Iterator[str]:
-    """Real SGLang on the CPU: a process group of its own, with its output in `log`, gone when this is left."""
+    """Real SGLang on the CPU in a separate process group, with its output in `log`. Killed on exit."""
     port = free_port("127.0.0.1")
     command = [str(python), str(LAUNCHER), "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]

@@ -91,6 +91,6 @@ async def trainer(client: Client) -> AsyncIterator[Trainer]:
 
 
 def buckets_of(path: Path, count: int = 3) -> list[list[Named]]:
-    """All tensors of a model, in so many parts."""
+    """All tensors of a model, in this many parts."""
     named = sorted(read_weights(path).items())
     return [named[i::count] for i in range(count)]

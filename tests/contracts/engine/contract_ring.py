@@ -1,4 +1,4 @@
-"""What lies between a learner and an engine, all of it real: Redis, a publisher, a node, the router with its client.
+"""The real components between a learner and an engine: Redis, a publisher, a node, the router with its client.
 
 And the arithmetic of the engine redone by transformers, from nothing but ids and the versions that were recorded.
 """

@@ -1,4 +1,4 @@
-"""Aborting: what was made comes back, on the call that asked for it."""
+"""Aborting: the generated tokens are returned by the aborted call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: loaded beside the base weights, and named by each request."""
+"""LoRA adapters: loaded in addition to the base weights, and selected by each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys: the user's opens what generates, the administrator's alone opens what changes the engine."""
+"""Keys: the API key is for generation, only the admin key is for changes of the engine."""
 
 from __future__ import annotations
 

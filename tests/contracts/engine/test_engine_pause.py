@@ -1,4 +1,4 @@
-"""Pausing: abort, retract, in_place. None of them touches what was made before."""
+"""Pausing: abort, retract, in_place. None of them changes the tokens generated before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_a_paused_engine_holds_new_requests_until_it_goes_on(client: Clien
     await client.ok("/pause_generation", {"mode": mode})
     held = await hold(client)
     assert not held.done()
-    assert await client.version() == "1.0"  # answers at once: what tells a paused engine from a dead one
+    assert await client.version() == "1.0"  # answers at once, unlike a dead engine
     await client.ok("/continue_generation")
     answer = await held
     assert isinstance(answer, dict) and len(answer["output_ids"]) == 3
@@ -57,7 +57,7 @@ async def test_a_pause_stops_running_requests_and_they_go_on_with_exact_logprobs
     await client.ok("/continue_generation")
     answer = await run.answer()
     assert len(answer["output_ids"]) == LONG
-    # keys and values of a retracted request are computed anew
+    # keys and values of a retracted request are computed again
     assert answer["meta_info"]["num_retractions"] == (1 if mode == "retract" else 0)
     close(reported(answer), client.server.logprobs(client.server.first, PROMPT + answer["output_ids"], len(PROMPT)))
 

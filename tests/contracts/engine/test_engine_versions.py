@@ -33,7 +33,7 @@ async def test_retract_samples_each_span_from_exactly_its_own_weights(client: Cl
 
 async def test_in_place_goes_on_with_new_weights_over_old_keys_and_values(client: Client) -> None:
     """SGLang names the border one token too early: the first token of a new span was sampled by the old weights,
-    since it was in flight when the pause came. Whoever reads its spans must move such a border by one."""
+    since it was in flight when the pause came. Clients must move such a boundary by one."""
     server = client.server
     run = await client.begin(tokens=LONG)
     await client.ok("/pause_generation", {"mode": "in_place"})
@@ -126,7 +126,7 @@ async def test_a_new_label_alone_changes_no_weights(client: Client) -> None:
     assert await client.checksums() == before
 
 
-async def test_a_new_label_aborts_everything_unless_told_otherwise(client: Client) -> None:
+async def test_a_new_label_aborts_everything_by_default(client: Client) -> None:
     run = await client.begin()
     await client.ok("/update_weight_version", {"new_version": "1.2"})
     assert (await run.answer())["meta_info"]["finish_reason"]["type"] == "abort"

@@ -1,4 +1,4 @@
-"""Requests that are wrong: refused with a reason, and nobody else's request suffers."""
+"""Invalid requests are rejected with a reason and do not affect other requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OWN: dict[str, Any] = {
     "too many attempts": {"input_ids": [[1]] * 100, "sampling_params": {"n": 100}},
     "a feature we lack": {"input_ids": [1], "sampling_params": {"json_schema": "{}"}},
 }
-"""What SGLang takes, and dies of where the id is outside of the vocabulary: whoever calls it checks ids first."""
+"""Accepted by SGLang, which crashes if the id is outside the vocabulary: clients must check ids first."""
 
 
 async def refuse(client: Client, body: Any) -> tuple[int, Any]:

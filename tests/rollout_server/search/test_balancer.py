@@ -1,4 +1,4 @@
-"""Several retrievers and many searches: who is asked, who waits, and what an outage costs (time, and nothing else)."""
+"""Several retrievers and many searches: routing, queueing, and that an outage costs only time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_the_least_busy_of_the_healthy_is_asked(pair: tuple[FakeRetriever,
     ids=["hang", "500", "HTML", "cut", "503"],
 )
 @pytest.mark.fault(36)
-async def test_a_replica_that_fails_costs_no_search_is_put_aside_and_comes_back(
+async def test_a_replica_that_fails_costs_no_search_is_ejected_and_readmitted(
     pair: tuple[FakeRetriever, FakeRetriever], fault: Fault
 ) -> None:
     sick, well = pair
@@ -83,7 +83,7 @@ async def test_a_replica_that_fails_costs_no_search_is_put_aside_and_comes_back(
         assert await client.errors(20, "again") == {""} and "again" in " ".join(sick.queries)
 
 
-async def test_a_replica_that_wants_to_be_left_alone_binds_no_other(pair: tuple[FakeRetriever, FakeRetriever]) -> None:
+async def test_retry_after_of_one_replica_does_not_bind_the_others(pair: tuple[FakeRetriever, FakeRetriever]) -> None:
     busy, idle = pair
     busy.script = lambda query: Fault(429, headers={"Retry-After": "60"})
     async with Client(busy, idle) as client:
@@ -115,7 +115,7 @@ async def test_an_outage_of_all_costs_time_and_no_search(way: str) -> None:
         assert not any(task.done() for task in searches[-40:]), "they wait"
         asked = len(retriever.asked)
         await asyncio.sleep(0.2)
-        assert len(retriever.asked) - asked <= 5, "nobody is beaten while he lies down"
+        assert len(retriever.asked) - asked <= 5, "an ejected replica gets no load"
         if way in faults:
             retriever.script, retriever.ready = (lambda query: None), True
         else:
@@ -133,19 +133,19 @@ async def test_an_outage_that_lasts_too_long_has_a_name() -> None:
         assert await client.errors(10) == {"unavailable"}
         assert time.monotonic() - started >= 0.4
         await retriever.start()
-        await eventually(lambda: not client.search.outage, "it is found again though nobody searches", 2)
+        await eventually(lambda: not client.search.outage, "it is readmitted without any search", 2)
         assert await client.errors(10) == {""}
 
 
-async def test_nobody_waits_longer_than_both_limits_together_whatever_the_server_does() -> None:
+async def test_no_search_waits_longer_than_both_limits_together() -> None:
     async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=0.6, deadline_s=0.6) as client:
-        # well enough to be taken back each time, too ill to answer
+        # healthy enough to be readmitted each time, but unable to answer
         retriever.script = lambda query: None if query.startswith("who wrote") else Fault(500)
         results = await asyncio.gather(*client.start(20))
         assert all(r.error in ("http_500", "unavailable", "timeout") and r.latency_s < 1.2 + 0.3 for r in results)
 
 
-async def test_a_cancelled_search_leaves_its_place_in_the_line() -> None:
+async def test_a_cancelled_search_leaves_the_queue() -> None:
     async with FakeRetriever() as retriever, Client(retriever, connections=1, attempt_s=2) as client:
         retriever.then(Fault(after_s=0.3))
         searches = client.start(5)
@@ -172,7 +172,7 @@ async def test_a_search_that_is_cancelled_just_as_its_turn_comes_passes_it_on() 
         assert (await second).replica.url == retriever.url
 
 
-async def test_a_line_longer_than_what_may_be_in_flight_holds_new_work_back() -> None:
+async def test_a_queue_longer_than_the_limit_is_backpressure() -> None:
     async with FakeRetriever() as retriever, Client(retriever, connections=2) as client:
         retriever.script = lambda query: Fault(after_s=0.05)
         searches = client.start(5)
@@ -199,21 +199,21 @@ async def test_replicas_with_different_indexes_are_a_warning(
         async with Client(*pair) as client:
             await client.search("emma")
             await eventually(lambda: client.gauge("retriever_fingerprints") == 2, "both are known")
-    assert [r.message for r in caplog.records if "serves another index" in r.message]
+    assert [r.message for r in caplog.records if "serves a different index" in r.message]
 
 
 async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind() -> None:
     async with FakeRetriever() as retriever:
         client = Client(retriever)
     searches = client.start(5)
-    await eventually(lambda: client.search.outage, "nobody listens")
+    await eventually(lambda: client.search.outage, "no server listens")
     await client.search.close()
     assert {(await task).error for task in searches} == {"closed"}
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("ready", [True, None], ids=["a service without searches", "a path that is wrong"])
-async def test_an_address_without_searches_is_called_wrong_and_that_again_and_again(
+async def test_a_wrong_address_is_reported_and_again_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ready: bool | None
 ) -> None:
     monkeypatch.setattr(balancer, "REMIND_S", 0.2)

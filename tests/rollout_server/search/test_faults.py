@@ -1,4 +1,4 @@
-"""Whatever a retriever does, the rollout goes on: the real loop and the real client before a server that misbehaves.
+"""Rollouts continue whatever a retriever does: the real loop and the real client against a misbehaving server.
 
 Each way to fail is counted under its own name, and each trajectory and group ends as the setting says.
 """
@@ -109,7 +109,7 @@ async def test_a_query_that_fails_is_counted_by_its_name_and_ends_as_the_setting
 
 @pytest.mark.parametrize("way", ["killed", *FAULTS])
 @pytest.mark.fault(36)
-async def test_a_retriever_that_fails_for_everybody_is_unavailable_in_the_end_and_still_every_group_ends(
+async def test_a_retriever_that_fails_every_query_is_unavailable_in_the_end_and_every_group_ends(
     tmp_path: Path, retriever: FakeRetriever, way: str
 ) -> None:
     environment, stats = make_environment(tmp_path), Stats("rollout", "r")
@@ -138,7 +138,7 @@ async def test_finding_nothing_is_no_failure_and_is_counted_apart(tmp_path: Path
     assert (stats.counts["search_outcome_nothing"], stats.counts["search_errors"]) == (2, 0)
 
 
-async def test_prometheus_is_told_of_causes_outcomes_durations_and_the_state(
+async def test_prometheus_shows_causes_outcomes_durations_and_the_state(
     tmp_path: Path, retriever: FakeRetriever
 ) -> None:
     stats = Stats("rollout", "r")
@@ -156,7 +156,7 @@ async def test_prometheus_is_told_of_causes_outcomes_durations_and_the_state(
     assert stats.snapshot().text["search_outage"] == ""
 
 
-async def test_a_strangers_names_for_failures_do_not_fill_the_metrics(retriever: FakeRetriever) -> None:
+async def test_failure_names_of_servers_do_not_flood_the_metrics(retriever: FakeRetriever) -> None:
     stats = Stats("rollout", "r")
     retriever.script = lambda query: (
         Fault(body={"result": [[]], "errors": [f"cause {query}"]}) if query.isdigit() else None

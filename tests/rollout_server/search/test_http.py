@@ -1,4 +1,4 @@
-"""The retriever's client against a real HTTP server that behaves as badly as it is told: one query at a time."""
+"""The retriever's client against a real HTTP server with scripted faults, one query at a time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ NAMED = {
 
 @pytest.mark.parametrize(("cause", "fault"), [(cause, fault) for cause, faults in NAMED.items() for fault in faults])
 @pytest.mark.fault(37)
-async def test_an_answer_that_cannot_be_used_is_asked_for_again_and_then_has_a_name(
+async def test_an_invalid_answer_is_retried_and_then_a_named_failure(
     retriever: FakeRetriever, search: HttpSearch, cause: str, fault: Fault
 ) -> None:
     retriever.script = lambda query: fault if query == "bad" else None
@@ -98,7 +98,7 @@ async def test_an_answer_that_cannot_be_used_is_asked_for_again_and_then_has_a_n
         ("failed_unnamed", Fault(body={"result": [[]], "errors": ["\u2028"]})),
     ],
 )
-async def test_a_failure_that_would_come_again_is_not_asked_for(
+async def test_a_permanent_failure_is_not_retried(
     retriever: FakeRetriever, search: HttpSearch, cause: str, fault: Fault
 ) -> None:
     retriever.script = lambda query: fault
@@ -134,7 +134,7 @@ async def test_retry_after_is_respected_when_the_deadline_allows(retriever: Fake
     assert ((await search("persuasion")).error, retriever.queries.count("persuasion")) == ("overloaded", 1)
 
 
-async def test_a_dead_retriever_is_passed_over_for_a_living_one(retriever: FakeRetriever) -> None:
+async def test_a_dead_retriever_is_skipped_for_a_healthy_one(retriever: FakeRetriever) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -166,9 +166,7 @@ async def test_equal_queries_in_flight_share_one_request(retriever: FakeRetrieve
     assert len(retriever.asked) == 3  # nothing is kept: a cache is the retriever's affair
 
 
-async def test_one_that_no_longer_waits_does_not_take_the_answer_from_another(
-    retriever: FakeRetriever, search: HttpSearch
-) -> None:
+async def test_cancelling_one_waiter_does_not_affect_the_others(retriever: FakeRetriever, search: HttpSearch) -> None:
     retriever.script = lambda query: Fault(after_s=0.2)
     first, second = (asyncio.create_task(search("emma")) for _ in range(2))
     await asyncio.sleep(0.05)
@@ -178,7 +176,7 @@ async def test_one_that_no_longer_waits_does_not_take_the_answer_from_another(
     assert len((await second).passages) == 3 and len(retriever.asked) == 1
 
 
-async def test_a_search_that_nobody_waits_for_is_given_up_and_does_not_spoil_the_next(
+async def test_a_search_without_waiters_is_cancelled_and_does_not_affect_the_next(
     retriever: FakeRetriever, search: HttpSearch
 ) -> None:
     retriever.then(Fault(hang=True), Fault(hang=True))
@@ -219,7 +217,7 @@ async def test_a_query_longer_than_the_protocol_allows_is_cut(retriever: FakeRet
     assert len(retriever.queries[0]) == MAX_QUERY_CHARS
 
 
-async def test_counts_go_where_they_are_wanted(retriever: FakeRetriever, search: HttpSearch) -> None:
+async def test_counts_go_into_the_given_counters(retriever: FakeRetriever, search: HttpSearch) -> None:
     counts: Counter[str] = Counter(a=1)
     gauges: dict = {}
     search.report(counts, gauges)

@@ -1,4 +1,4 @@
-"""The retriever is a stranger: whatever its passages say, they neither act, nor earn, nor are trained on.
+"""The retriever is untrusted: its passages never act, earn a reward or are trained on.
 
 Through the real client and a real server, with both kinds of tokenizer.
 """

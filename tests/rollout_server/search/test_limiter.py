@@ -1,4 +1,4 @@
-"""The window at one retriever: pure, so a simulated server stands behind it and time is a number."""
+"""The limit of requests at one retriever: pure, tested with a simulated server and clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def limit(ceiling: int = 512, timeout_s: float = 10.0, **facts: int) -> Gradient
 
 
 def rounds(w: GradientLimit, number: int, latency_s: float) -> None:
-    """So many times: everything in flight is answered after latency_s, and each answer lets others go."""
+    """Repeat: answer everything in flight after latency_s; each answer admits further requests."""
     flying = [w.acquire() for _ in range(w.size - w.in_flight)]
     for _ in range(number):
         sent, flying = flying, []
@@ -37,7 +37,7 @@ def test_it_doubles_a_round_until_it_meets_its_ceiling_while_answers_are_quick()
     assert w.size == 800
 
 
-def test_it_does_not_grow_on_the_word_of_a_few() -> None:
+def test_it_does_not_grow_on_few_answers() -> None:
     w = limit()
     for _ in range(1000):
         w.on_success(w.acquire(), 0.01)
@@ -73,7 +73,7 @@ def test_quick_answers_of_a_cache_do_not_make_a_search_look_slow() -> None:
     assert w.size > START
 
 
-def test_a_server_that_has_become_slower_for_good_is_given_a_new_measure() -> None:
+def test_the_least_latency_of_a_slower_server_is_measured_again() -> None:
     w = limit(ceiling=8)
     rounds(w, 2, 0.01)
     assert w.target_s == 0.5
@@ -85,7 +85,7 @@ def test_a_server_that_has_become_slower_for_good_is_given_a_new_measure() -> No
     assert w.target_s == 2.5 and w.size == 8, "never more than a quarter of the time of an attempt"
 
 
-def test_after_an_outage_it_begins_small_and_what_was_sent_before_says_nothing() -> None:
+def test_after_an_outage_it_starts_small_and_ignores_earlier_requests() -> None:
     w = limit()
     old = [w.acquire() for _ in range(20)]
     w.reset()

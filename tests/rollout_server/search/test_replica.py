@@ -14,7 +14,7 @@ def replica(url: str = "http://a") -> Replica:
     return Replica(url, GradientLimit(ceiling=64, timeout_s=5))
 
 
-def test_nobody_listening_is_enough() -> None:
+def test_a_refused_connection_ejects_at_once() -> None:
     r = replica()
     assert r.failed(SearchError("unreachable", served=False, refused=True)) is HealthVerdict.DOWN
     assert (r.healthy, r.health_check, r.cause) == (False, HealthCheck.READY, "unreachable")
@@ -42,14 +42,14 @@ def test_half_of_many_is_enough_and_busy_counts_there_and_only_there() -> None:
 
 
 @pytest.mark.parametrize("cause", ["timeout", "unreachable", "overloaded", "http_500", "http_503"])
-def test_what_may_mean_that_it_is_gone_is_looked_into_once_at_a_time(cause: str) -> None:
+def test_a_doubtful_failure_is_probed_once_at_a_time(cause: str) -> None:
     r = replica()
     assert r.failed(SearchError(cause)) is HealthVerdict.DOUBTFUL
     r.probing = True
     assert r.failed(SearchError(cause)) is HealthVerdict.FINE
 
 
-def test_probes_come_less_and_less_often_and_start_anew_after_the_next_failure() -> None:
+def test_pauses_between_probes_grow_and_restart_after_the_next_failure() -> None:
     r = replica()
     r.eject("timeout", HealthCheck.READY)
     assert [round(r.next_pause(), 2) for _ in range(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
@@ -87,6 +87,6 @@ def test_statuses_have_names(status: int, cause: str, again: bool) -> None:
     ("word", "cause"),
     [("timeout", "failed_timeout"), ("HTTP 402: pay!", "failed_http_402_pay"), ("\n" * 500, "failed_unnamed")],
 )
-def test_a_strangers_name_for_a_failure_is_made_harmless(word: str, cause: str) -> None:
+def test_a_failure_name_of_a_server_is_sanitised(word: str, cause: str) -> None:
     assert error_named_by_server(word).cause == cause
     assert len(error_named_by_server("x" * 10_000).cause) == len("failed_") + 32
