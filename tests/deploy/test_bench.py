@@ -86,7 +86,7 @@ def test_without_json_it_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["sheep", "--count", "0"], "sheep.count = '0'"),
         (["sheep", "--trajectories", "8"], "unrecognized arguments: --trajectories"),
-        (["rollout", "--trajectories", "9"], "9 trajectories are no whole groups of 8"),
+        (["rollout", "--trajectories", "9"], "trajectories = 9 is not a multiple of group_size = 8"),
         (["rollout", "--seeds", "0,x"], "rollout.seeds.1 = 'x'"),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_batch_on_disk_is_what_was_drawn(tmp_path: Path) -> None:
 def test_steps_that_are_not_the_same_are_not_compared() -> None:
     figures = {"loss": 0.1, "grad_norm": 1.0}
     refuse_other_work(LearnerBench(), {"ours": figures, "padded": figures | {"grad_norm": 1.0002}})
-    with pytest.raises(ForayError, match="not the same work"):
+    with pytest.raises(ForayError, match="the contenders disagree"):
         refuse_other_work(LearnerBench(), {"ours": figures, "padded": figures | {"grad_norm": 1.1}})
 
 

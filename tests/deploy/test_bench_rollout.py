@@ -172,7 +172,7 @@ def test_each_first_turn_of_a_group_gets_a_number_of_its_own(script: Script) -> 
     tokens = load_tokenizer(script.directory)
     prompt = tokens.encode_trusted("question : " + script.question(0, 0, 1))
     assert [script.rest(prompt)[0].trajectory for _ in range(2)] == [2, 3]
-    with pytest.raises(ValueError, match="one more asks"):
+    with pytest.raises(ValueError, match="another first turn was requested"):
         script.rest(prompt)
     again = tokens.encode_trusted("question : " + script.question(1, 0, 1))
     assert script.rest(again)[0].trajectory == 2, "another play on the same draws starts its own count"
