@@ -87,9 +87,9 @@ class Phases:
 
     def equal_answers(self) -> int:
         """Return the number of answers equal to the index's, hit by hit. Raises ForayError unless all are."""
-        told = json.loads((self._directory / "steady.answers.json").read_text())
+        received = json.loads((self._directory / "steady.answers.json").read_text())
         right = json.loads((self._directory / "right.json").read_text())
-        wrong = sum(ours != index for ours, index in zip(told, right, strict=True))
+        wrong = sum(ours != index for ours, index in zip(received, right, strict=True))
         if wrong:
             raise ForayError(f"{wrong} of {len(right)} answers differ from those of the index")
         return len(right)
@@ -113,8 +113,8 @@ class Phases:
         )
         spec = load.write(self._directory / f"{name}.json")
         with ServiceMeter(service) as meter, Watch(service) as watch:
-            told: dict[str, Any] = self._child("load", spec)
-        figures = told | meter.figures(load.num_queries) | watch.figures()
+            received: dict[str, Any] = self._child("load", spec)
+        figures = received | meter.figures(load.num_queries) | watch.figures()
         self._say(
             f"{name}: {figures['answered']} of {figures['queries']} answered, {figures['queries_per_s']:.0f} queries/s,"
             f" p50 {figures['p50_s']:.2f} s, p99 {figures['p99_s']:.2f} s, batches of {figures['mean_batch']:.0f}, "

@@ -153,11 +153,11 @@ class Script:
 
     def rest(self, ids: Sequence[int]) -> tuple[ScriptPosition, list[int]]:
         """Return the position of `ids` and the remaining ids of this turn. Raises ValueError for any other ids."""
-        asked, told = self.ids["?"], self.ids["</information>"]
-        start = list(ids).index(asked)
+        question_mark, observed = self.ids["?"], self.ids["</information>"]
+        start = list(ids).index(question_mark)
         play, seed, group = (int(self._words[i]) for i in ids[start - 3 : start])
-        turn = list(ids).count(told)
-        begun = len(ids) if turn == 0 else len(ids) - list(reversed(ids)).index(told)
+        turn = list(ids).count(observed)
+        begun = len(ids) if turn == 0 else len(ids) - list(reversed(ids)).index(observed)
         written = len(ids) - (start + 1 if turn == 0 else begun)
         if len(ids) > start + 1:
             trajectory = int(self._words[ids[start + 1]])

@@ -82,7 +82,7 @@ def load(settings: TransportBench, directory: Path, say: Say) -> dict[str, Any]:
             filled = _fill(settings, pump, client, say)
             held = _hold(settings, pump, client, children, say)
             _drain(pump)
-            told = [_end(child, directory) for child in children]
+            report = [_end(child, directory) for child in children]
         finally:
             client.close()
     if pump.twice or pump.open:
@@ -93,7 +93,7 @@ def load(settings: TransportBench, directory: Path, say: Say) -> dict[str, Any]:
         "twice": pump.twice,
         "until_back_pressure": filled,
         "held": held,
-        "clients": told,
+        "clients": report,
     }
 
 
@@ -184,10 +184,10 @@ def _end(child: ManagedProcess, directory: Path) -> dict[str, Any]:
     child.terminate()
     child.wait(20)
     last = (directory / f"{child.spec.name}.log").read_text().strip().splitlines()[-1]
-    told: dict[str, Any] = json.loads(last)
-    if told.pop("broken"):
+    report: dict[str, Any] = json.loads(last)
+    if report.pop("broken"):
         raise ForayError(f"{child.spec.name} broke: {last[-1000:]}")
-    return told
+    return report
 
 
 def _refused(client: redis.Redis) -> int:

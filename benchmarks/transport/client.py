@@ -76,7 +76,7 @@ async def main(url: str, clients: int, group_size: int, tokens: int, first: int)
         task.cancel()
     ended = await asyncio.gather(*running, return_exceptions=True)
     broken = [repr(error) for error in ended if not isinstance(error, asyncio.CancelledError)]
-    told = {
+    report = {
         "published": stats.counts["groups_published"],
         "duplicates": stats.counts["duplicates"],
         "waited_for_redis_s": stats.waits.seconds().get("redis", 0.0),
@@ -86,7 +86,7 @@ async def main(url: str, clients: int, group_size: int, tokens: int, first: int)
         "rss_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "broken": broken,
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

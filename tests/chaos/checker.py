@@ -180,9 +180,9 @@ def _readable(path: Path) -> str:
     """ "" when every file is what the manifest says."""
     try:
         files = json.loads((path / "manifest.json").read_text())["files"]
-        for name, told in files.items():
+        for name, entry in files.items():
             raw = (path / name).read_bytes()
-            if len(raw) != told["bytes"] or hashlib.sha256(raw).hexdigest() != told["sha256"]:
+            if len(raw) != entry["bytes"] or hashlib.sha256(raw).hexdigest() != entry["sha256"]:
                 return f"{name} is not what the manifest says"
     except (OSError, ValueError, KeyError) as error:
         return f"{type(error).__name__}: {error}"

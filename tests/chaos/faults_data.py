@@ -97,8 +97,8 @@ class CorruptTask(Fault):
         return bool(self.entry)
 
     def happened(self) -> str:
-        told = f"task {self.entry.decode()} "
-        return next(("a rollout server buried it" for life in self.ring.lives("rollout") if told in life.text), "")
+        message = f"task {self.entry.decode()} "
+        return next(("a rollout server buried it" for life in self.ring.lives("rollout") if message in life.text), "")
 
 
 class CorruptWeights(Fault):
@@ -138,8 +138,8 @@ class CorruptWeights(Fault):
 
     def happened(self) -> str:
         for version in self.flipped:
-            told = f"{version} cannot be verified"
-            if any(told in life.text for life in self.ring.lives("engine")):
+            message = f"{version} cannot be verified"
+            if any(message in life.text for life in self.ring.lives("engine")):
                 return f"a node refused {version}"
         return ""
 

@@ -178,10 +178,10 @@ def last_words(text: str, *words: str) -> str:
     """The warnings, errors and final message of a log; only lines with one of `words`, where any are given."""
     lines = text.splitlines()
     end = next((i for i, line in enumerate(lines) if line.startswith("error:")), len(lines))
-    told = [line for line in lines[:end] if re.search(r" (WARNING|ERROR) ", line)]
+    kept = [line for line in lines[:end] if re.search(r" (WARNING|ERROR) ", line)]
     if words:
-        told = [line for line in told if any(word in line for word in words)]
-    return "\n".join([*dict.fromkeys(told), *lines[end:]])
+        kept = [line for line in kept if any(word in line for word in words)]
+    return "\n".join([*dict.fromkeys(kept), *lines[end:]])
 
 
 PADDING = 300_000

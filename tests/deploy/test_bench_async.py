@@ -145,9 +145,9 @@ def test_a_real_ring_that_is_forced_to_lag_0_misses_the_target(
     monkeypatch.setattr(async_ring, "play", once)
     argv = ["--lags", "0,1", "--seeds", "0", "--steps", "8", "--skip", "2", "--groups-per-step", "4"]
     assert main(["bench", "async", "--json", *argv, "--model", str(warm_model), "--dir", str(tmp_path)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    (target,) = told["targets"]
-    assert told["ratio"] == 1.0 and told["of_bound"] == pytest.approx(1 / told["bound"], abs=1e-3)
+    result = json.loads(capsys.readouterr().out)
+    (target,) = result["targets"]
+    assert result["ratio"] == 1.0 and result["of_bound"] == pytest.approx(1 / result["bound"], abs=1e-3)
     assert target["met"] is False, "waiting and training take turns, each a tenth of a step or more"
-    assert [r["lag_max"] for r in told["by_lag"]] == [0, 0], "the ring never trained on anything older"
-    assert all(r["tokens_per_cpu_s"] > 0 and r["train_s"] > 0 and r["wait_s"] > 0 for r in told["by_lag"])
+    assert [r["lag_max"] for r in result["by_lag"]] == [0, 0], "the ring never trained on anything older"
+    assert all(r["tokens_per_cpu_s"] > 0 and r["train_s"] > 0 and r["wait_s"] > 0 for r in result["by_lag"])

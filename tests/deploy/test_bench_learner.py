@@ -31,14 +31,17 @@ def test_a_small_run_is_of_the_same_step_and_says_who_was_left_out(
     capsys: pytest.CaptureFixture[str], no_trl: None
 ) -> None:
     assert main(["bench", "learner", "--quick", "--json", "--only", "padded"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ours"]["grad_norm"] == pytest.approx(told["baseline"]["grad_norm"], rel=1e-3) != 0
-    assert told["ours"]["loss"] == pytest.approx(told["baseline"]["loss"], abs=1e-4) != 0
-    assert told["ratio"] == pytest.approx(told["value"] / told["baseline"]["tokens_per_s"], rel=1e-2)
-    assert told["cpu_ratio"]["padded"] > 0 and told["trajectories_each"] * told["micro_batches"] >= told["trajectories"]
-    assert 0 < told["ours"]["mfu"] < 1.5 and told["ours"]["step_mib"] > 0
-    assert told["packing_efficiency"] > 0.9
-    assert set(told["absent"]) == {"unfused", "padded_sorted", "trl"} and TRL_VARIABLE in told["absent"]["trl"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["ours"]["grad_norm"] == pytest.approx(result["baseline"]["grad_norm"], rel=1e-3) != 0
+    assert result["ours"]["loss"] == pytest.approx(result["baseline"]["loss"], abs=1e-4) != 0
+    assert result["ratio"] == pytest.approx(result["value"] / result["baseline"]["tokens_per_s"], rel=1e-2)
+    assert (
+        result["cpu_ratio"]["padded"] > 0
+        and result["trajectories_each"] * result["micro_batches"] >= result["trajectories"]
+    )
+    assert 0 < result["ours"]["mfu"] < 1.5 and result["ours"]["step_mib"] > 0
+    assert result["packing_efficiency"] > 0.9
+    assert set(result["absent"]) == {"unfused", "padded_sorted", "trl"} and TRL_VARIABLE in result["absent"]["trl"]
 
 
 @pytest.mark.slow
@@ -111,5 +114,5 @@ def test_a_contender_that_dies_says_why(tmp_path: Path) -> None:
 @pytest.mark.skipif(TRL_VARIABLE not in os.environ, reason=f"{TRL_VARIABLE} names no interpreter with TRL")
 def test_trl_makes_the_same_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "learner", "--quick", "--json", "--only", "trl"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["trl"]["grad_norm"] == pytest.approx(told["ours"]["grad_norm"], rel=1e-3)
+    result = json.loads(capsys.readouterr().out)
+    assert result["trl"]["grad_norm"] == pytest.approx(result["ours"]["grad_norm"], rel=1e-3)

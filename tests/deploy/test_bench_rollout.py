@@ -278,13 +278,13 @@ def test_a_small_run_under_faults(broken: bool, capsys: pytest.CaptureFixture[st
     """Every trajectory arrives under every policy; one engine for everything is at most half of the figure."""
     given = ["--trajectories", "128", "--slowness", "1,1,1", "--seeds", "0", "--scale", "0.2"]
     assert main(["bench", "rollout", *given, "--broken", str(broken), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    plays = {play["policy"]: play for play in told["by_play"]}
+    report = json.loads(capsys.readouterr().out)
+    plays = {play["policy"]: play for play in report["by_play"]}
     assert list(plays) == ["foray", "random", "round_robin", "least_loaded", "sticky", "turn_barrier"]
     assert plays["random"]["failovers"] > 0, "an engine was away"
     assert all(play["seconds"] >= play["bound_s"] for name, play in plays.items() if name != "turn_barrier")
     oracle = plays["foray"]["oracle_s"]
     if broken:
-        assert told["value"] <= 0.5 * max(oracle / plays[name]["seconds"] for name in ("random", "least_loaded"))
+        assert report["value"] <= 0.5 * max(oracle / plays[name]["seconds"] for name in ("random", "least_loaded"))
     else:
         assert plays["foray"]["engines_a_trajectory"] < plays["random"]["engines_a_trajectory"]

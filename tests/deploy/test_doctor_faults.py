@@ -123,7 +123,7 @@ def setting(name: str, value: str) -> Fault:
     return change
 
 
-def told(*overrides: str, **environ: str) -> Fault:
+def configured(*overrides: str, **environ: str) -> Fault:
     @contextmanager
     def change(world: World) -> Iterator[None]:
         world.overrides += overrides
@@ -295,7 +295,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
     "evicting policy": (setting("maxmemory-policy", "allkeys-lru"), "redis policy", "fail", "delete work", True),
     "leases evicted": (setting("maxmemory-policy", "volatile-ttl"), "redis policy", "fail", "delete leases", True),
     "no memory limit": (setting("maxmemory", "0"), "redis memory", "warn", "maxmemory is not set", True),
-    "limit too small": (told("run.groups_per_step=512"), "redis memory", "warn", "the limit is 64 MiB", False),
+    "limit too small": (configured("run.groups_per_step=512"), "redis memory", "warn", "the limit is 64 MiB", False),
     "no persistence": (setting("appendonly", "no"), "redis persistence", "warn", "appendonly is off", True),
     "stopped": (stopped, "redis", "fail", "is stopped (SIGSTOP)", True),
     "not there": (nobody_there, "redis", "fail", "no Redis answers", False),
@@ -313,13 +313,13 @@ FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
     "an engine's tokenizer": (registered(tokenizer="a" * 64), "engine tokenizer", "fail", "e1 has aaaa", False),
     "the learner's tokenizer": (other_learner, "run tokenizer", "fail", "has cccccccccccc", False),
     "another run": (other_run, "run.id", "fail", "lineage dddddddd, host far, run.dir /runs/theirs", False),
-    "remote code": (told(TRUSTING), "remote code", "warn", "runs on every engine", False),
+    "remote code": (configured(TRUSTING), "remote code", "warn", "runs on every engine", False),
     "code in the model": (written("model/config.json", WITH_CODE), "remote code", "fail", "auto_map", False),
-    "open rollout server": (told("rollout.host=0.0.0.0"), "access", "fail", "rollout.host = 0.0.0.0", False),
-    "open retriever": (told("retriever.host=0.0.0.0"), "access", "fail", "retriever.host", False),
-    "open engine": (told("engine.host=10.0.0.5"), "access", "fail", "engine.host", False),
-    "open metrics": (told(*METRICS), "access", "fail", "learner.metrics_host", False),
-    "weak token": (told(FORAY_NODE_TOKEN="short"), "rollout tokens", "fail", "too weak", False),
+    "open rollout server": (configured("rollout.host=0.0.0.0"), "access", "fail", "rollout.host = 0.0.0.0", False),
+    "open retriever": (configured("retriever.host=0.0.0.0"), "access", "fail", "retriever.host", False),
+    "open engine": (configured("engine.host=10.0.0.5"), "access", "fail", "engine.host", False),
+    "open metrics": (configured(*METRICS), "access", "fail", "learner.metrics_host", False),
+    "weak token": (configured(FORAY_NODE_TOKEN="short"), "rollout tokens", "fail", "too weak", False),
     "secrets in the open": (open_secrets, "secrets", "fail", "other users can read", True),
     "password in the file": (password_in_file, "redis password", "warn", "contains a password", False),
 }  # fmt: skip

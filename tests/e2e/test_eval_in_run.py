@@ -90,11 +90,11 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
         evaluating = [(state, wrong) for state, evaluations, wrong in seen if evaluations]
         assert evaluating and {state for state, _ in evaluating} == {"training"}
         assert not any("no engine is ready" in what for _, wrong in evaluating for what in wrong)
-        told = json.loads(done.stdout)
+        report = json.loads(done.stdout)
         episodes = [json.loads(line) for line in out.read_text().splitlines()]
-        assert {e["version"] for e in episodes} == {told["version"]} and len(episodes) == QUESTIONS
-        assert told["versions"] == {told["version"]: QUESTIONS} and told["failed"] == 0
-        evaluated = int(told["version"].partition(".")[2])
+        assert {e["version"] for e in episodes} == {report["version"]} and len(episodes) == QUESTIONS
+        assert report["versions"] == {report["version"]: QUESTIONS} and report["failed"] == 0
+        evaluated = int(report["version"].partition(".")[2])
         assert after >= before + 3, "the policy was updated several times meanwhile"
         wait_until(
             lambda: any(e.step > max(evaluated, before) for e in look(run_dir).engines), "engines load again after it"

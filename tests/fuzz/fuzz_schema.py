@@ -94,11 +94,11 @@ def _send(
 
 def _one(kind: str, url: str, operation: Any, case: Any, session: Any, tally: Tally) -> None:
     tally.sent += 1
-    told = f"{operation.method.upper()} {operation.path}".encode()
+    request = f"{operation.method.upper()} {operation.path}".encode()
     try:
         response = case.call(base_url=url, session=session, timeout=TIMEOUT_S)
     except requests.Timeout:
-        tally.bad.append(("no answer in time", told + b" " + repr(case.body).encode("utf-8", "replace")[:1000]))
+        tally.bad.append(("no answer in time", request + b" " + repr(case.body).encode("utf-8", "replace")[:1000]))
         return
     except (requests.RequestException, UnicodeError) as error:
         tally.statuses[f"({type(error).__name__})"] += 1
@@ -112,5 +112,5 @@ def _one(kind: str, url: str, operation: Any, case: Any, session: Any, tally: Ta
     except FailureGroup as failures:
         for failure in failures.exceptions:
             detail = str(failure).splitlines()[0:3]
-            raw = told + b" " + repr(case.body).encode("utf-8", "replace")[:500] + b" -> " + response.content[:300]
+            raw = request + b" " + repr(case.body).encode("utf-8", "replace")[:500] + b" -> " + response.content[:300]
             tally.bad.append((" ".join([type(failure).__name__, *detail])[:200], raw))

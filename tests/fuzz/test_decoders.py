@@ -30,11 +30,11 @@ def test_no_decoder_raises_anything_but_its_documented_errors(tmp_path: Path) ->
 
 def test_decoders_that_misbehave_are_found_with_the_input_that_did_it(tmp_path: Path) -> None:
     found = {r.name: r for r in run_decoders(50, 0, parts=["broken"], keep=tmp_path)}
-    told = {name: result.kept[0]["error"] for name, result in found.items() if result.crashes}
-    assert set(told) == {"slow", "greedy", "wrong", "dies"}, "and the one that is well is not among them"
-    assert "processor time" in told["slow"] and "more memory" in told["greedy"]
-    assert "KeyError at" in told["wrong"] and "ended with -11" in told["dies"]
-    assert all(Path(found[name].kept[0]["input"]).read_bytes() == b"x" for name in told)
+    errors = {name: result.kept[0]["error"] for name, result in found.items() if result.crashes}
+    assert set(errors) == {"slow", "greedy", "wrong", "dies"}, "and the one that is well is not among them"
+    assert "processor time" in errors["slow"] and "more memory" in errors["greedy"]
+    assert "KeyError at" in errors["wrong"] and "ended with -11" in errors["dies"]
+    assert all(Path(found[name].kept[0]["input"]).read_bytes() == b"x" for name in errors)
     assert found["well"].inputs == 10 and found["well"].refused["ValueError"] > 0
 
 

@@ -226,8 +226,8 @@ def test_the_first_complete_action_is_the_one_that_the_plain_pattern_finds(piece
         assert found == InvalidAction("no_action")
     else:
         inside = plain[2] if plain[1] == "fetch" else plain[2].strip()
-        told = getattr(found, {"search": "query", "answer": "text", "fetch": "argument"}[plain[1]], None)
-        assert told == inside or (isinstance(found, InvalidAction) and not inside.strip())
+        value = getattr(found, {"search": "query", "answer": "text", "fetch": "argument"}[plain[1]], None)
+        assert value == inside or (isinstance(found, InvalidAction) and not inside.strip())
 
 
 def test_an_array_of_many_small_records_is_read_in_linear_time(tmp_path: Path) -> None:

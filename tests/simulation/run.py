@@ -61,7 +61,7 @@ def aloud(seed: int) -> int:
     with installed():
         result = play(seed, aloud=True)
     print("\n".join(result.lines))
-    print(f"seed {seed}: {result.problem or 'every law held'} ({result.moves} moves, {result.virtual_s:.1f} s)")
+    print(f"seed {seed}: {result.problem or 'every invariant held'} ({result.moves} moves, {result.virtual_s:.1f} s)")
     return int(bool(result.problem))
 
 

@@ -1,4 +1,4 @@
-"""Hundreds of schedules in virtual time, the product whole, every law asked at every move.
+"""Hundreds of schedules in virtual time with the whole product; every invariant is checked at every move.
 
 The same schedules with the product broken on purpose: each mistake is found, so the zeros mean something.
 """
@@ -23,7 +23,7 @@ PATIENT = (
     *("acquire refused when full", "target refused when full"),
 )
 """Mutations that take many schedules to be found, and some of those that resemble another one."""
-LAWS = 10
+INVARIANTS = 10
 
 
 def failure(result: Result) -> str:
@@ -34,7 +34,7 @@ def failure(result: Result) -> str:
 
 
 def play_all(schedules: int) -> Result:
-    """What all of them met, together; fails at the first law that is broken."""
+    """Run all schedules and return the totals; fail at the first broken invariant."""
     faults, checks, endings = Counter[str](), Counter[str](), Counter[str]()
     with installed():
         for seed in range(schedules):
@@ -42,7 +42,7 @@ def play_all(schedules: int) -> Result:
             assert not result.problem, failure(result)
             faults, checks, endings = faults + result.faults, checks + result.checks, endings + result.endings
     assert endings["done"] >= schedules and endings["fenced"] and endings["killed"]
-    assert len(checks) >= LAWS, "a law that was never asked was not tested"
+    assert len(checks) >= INVARIANTS, "an invariant that was never checked was not tested"
     return replace(result, faults=faults, checks=checks, endings=endings)
 
 
@@ -72,7 +72,7 @@ def test_a_product_that_is_broken_on_purpose_is_found_out(name: str) -> None:
             if result.problem:
                 break
     assert result.problem, f"{MUTANT_SCHEDULES} schedules show nothing of it"
-    assert any(word in result.problem for word in mutation.laws), f"found by another law: {result.problem}"
+    assert any(word in result.problem for word in mutation.invariants), f"found by another invariant: {result.problem}"
 
 
 def test_a_seed_is_the_same_schedule_again() -> None:

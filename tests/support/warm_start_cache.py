@@ -53,8 +53,8 @@ def cached_warm_start(cache: Path = CACHE) -> WarmStart:
         place.touch()
         for old in sorted(cache.glob("warm-*/"), key=lambda one: one.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old)
-    told = json.loads((place / "warm_start.json").read_text())
-    return WarmStart(place / "model", told["report"], told["lines"])
+    saved = json.loads((place / "warm_start.json").read_text())
+    return WarmStart(place / "model", saved["report"], saved["lines"])
 
 
 def _make(place: Path) -> None:

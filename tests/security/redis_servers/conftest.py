@@ -100,8 +100,8 @@ def learn() -> Callable[..., int]:
     return call
 
 
-class Books:
-    """What must hold of a finished run: every step trained a batch, no seq twice, nothing in flight."""
+class RunFiles:
+    """Files of a finished run, checked: every step trained a batch, no seq twice, nothing in flight."""
 
     def __init__(self, run: RunSettings) -> None:
         from learner.checkpoint.checkpoint import Checkpoints
@@ -123,6 +123,6 @@ class Books:
 
 
 @pytest.fixture
-def books_of() -> Callable[[RunSettings], Books]:
-    """Checks a finished run and gives its books."""
-    return lambda run: Books(run)
+def files_of() -> Callable[[RunSettings], RunFiles]:
+    """Check a finished run and return its files."""
+    return lambda run: RunFiles(run)

@@ -120,12 +120,12 @@ def test_a_ring_runs_with_each_process_as_its_own_user(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    books_of: Callable[[RunSettings], Any],
+    files_of: Callable[[RunSettings], Any],
 ) -> None:
     run = run.model_copy(update={"redis_url": urls["learner"]})
     with RolloutHalf(urls["rollout"]) as rollouts:
         assert learn(run, settings) == 0
-    books_of(run)
+    files_of(run)
     assert rollouts.stats.counts["groups_published"] >= 12
     seen = take_snapshot(urls["viewer"], RUN, run.dir)
     assert not seen.error and seen.is_done and seen.learner is not None and seen.max_memory >= 0
@@ -333,7 +333,7 @@ def test_a_ring_goes_on_while_a_rollout_user_forges_tasks(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    books_of: Callable[[RunSettings], Any],
+    files_of: Callable[[RunSettings], Any],
 ) -> None:
     run = run.model_copy(update={"redis_url": urls["learner"]})
 
@@ -343,7 +343,7 @@ def test_a_ring_goes_on_while_a_rollout_user_forges_tasks(
 
     with RolloutHalf(urls["rollout"]):
         assert learn(run, settings, before=forge, pace_s=0.1) == 0
-    assert books_of(run).facts["ledger"]["counts"]["dead"] == 0
+    assert files_of(run).facts["ledger"]["counts"]["dead"] == 0
 
 
 def test_a_node_cannot_write_what_engines_must_load_or_publish_trajectories(users: dict[str, redis.Redis]) -> None:

@@ -60,9 +60,9 @@ world: Any = None
 
 def _books(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **more: Any) -> Any:
-        books = make(*args, lock=RLock(world.clock), **more)
-        world.clock.current.books = books
-        return books
+        made = make(*args, lock=RLock(world.clock), **more)
+        world.clock.current.state = made
+        return made
 
     return made
 

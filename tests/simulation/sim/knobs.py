@@ -10,13 +10,13 @@ from sim.network import Trouble
 KINDS = (
     "learner killed",
     "learner killed at the disk",
-    "learner told to stop",
+    "learner asked to stop",
     "learner stopped and woken",
     "second learner",
     "second learner takes over",
     "rollouts killed",
     "rollouts stopped and woken",
-    "rollouts told to stop",
+    "rollouts asked to stop",
     "partition",
     "redis away",
     "redis wiped",
@@ -102,7 +102,7 @@ def draw(seed: int) -> Knobs:
         knobs.faults[kind] = knobs.faults.get(kind, 0) + 1
     if "clock back" in knobs.faults:
         # Entries that are lost, then a clock that stands before them: Redis gives their ids to other entries. The
-        # learner cannot tell them apart; what it misses is generated again, and the books by token say so.
+        # learner cannot tell them apart; what it misses is generated again, and the token accounting shows it.
         knobs.faults.pop("redis rolled back", None)
         knobs.faults.pop("redis wiped", None)
     if rng.random() < 0.3:

@@ -1,4 +1,4 @@
-"""The product, broken in known ways: each must be found by some schedule, or the laws are blind.
+"""The product, broken in known ways: some schedule must find each, or the invariants are too weak.
 
 A mutation replaces names as `install.replacements` does. They are the classic mistakes of such a system, one each.
 """
@@ -22,7 +22,7 @@ from protocol.ledger import Ledger
 
 @dataclass(frozen=True)
 class Mutation:
-    """name.of.what -> what stands there instead; `laws`: words of which the finding must contain one.
+    """name.of.what -> what stands there instead; `invariants`: words of which the finding must contain one.
 
     faults  befall every schedule besides its own, so that the mistake is met soon
     tight   Redis holds little more than one batch in all of them
@@ -30,7 +30,7 @@ class Mutation:
     """
 
     replaced: Callable[[], dict[str, Any]]
-    laws: tuple[str, ...]
+    invariants: tuple[str, ...]
     faults: dict[str, int] = field(default_factory=dict)
     tight: bool = False
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def ack_before_the_disk() -> dict[str, Any]:
 
 
 class _Forgetful(Ledger):
-    """A ledger that says of every seq that it is new, and books it again."""
+    """A ledger that reports every seq as new, and records it again."""
 
     def __contains__(self, seq: int) -> bool:
         return False
@@ -229,7 +229,7 @@ LOCKED = (*ENDLESS, "is full")
 MUTATIONS: dict[str, Mutation] = {
     "ack before commit": Mutation(ack_before_commit, ("acknowledged is durable",)),
     "ack before the disk": Mutation(ack_before_the_disk, ("acknowledged is durable",)),
-    "no ledger check": Mutation(no_ledger_check, ("trained once", "books are true"), {"learner killed": 3}),
+    "no ledger check": Mutation(no_ledger_check, ("trained once", "the ledger is true"), {"learner killed": 3}),
     "not fenced": Mutation(not_fenced, ("fenced",)),
     "reissue after one look": Mutation(one_look, ("missing twice",), {"redis stopped": 3}),
     "no reconciler": Mutation(no_reconciler, ENDLESS, {"task deleted": 3}),

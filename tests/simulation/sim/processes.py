@@ -28,13 +28,13 @@ URL = "redis://127.0.0.1:1/0"
 
 
 class SimShutdown:
-    """protocol.runtime.lifecycle.DeferredShutdown, told by the fault plan."""
+    """protocol.runtime.lifecycle.DeferredShutdown, set by the fault plan."""
 
     def __init__(self) -> None:
-        self.deferred = self.told = False
+        self.deferred = self.requested = False
 
     def is_set(self) -> bool:
-        return self.told
+        return self.requested
 
 
 class Learner(Process):
@@ -44,7 +44,7 @@ class Learner(Process):
         super().__init__(name, **clocks)
         self.clock, self.stop = clock, SimShutdown()
         self.outcome = ""
-        self.books: Any = None
+        self.state: Any = None
         self.token = ""
 
     def start(
@@ -56,7 +56,7 @@ class Learner(Process):
         def live() -> None:
             try:
                 code = service.serve(run, settings, takeover=takeover, make_engine=lambda *_: make_engine())  # type: ignore[arg-type,return-value]
-                self.outcome = "stopped" if self.stop.told else "done" if code == 0 else f"code {code}"
+                self.outcome = "stopped" if self.stop.requested else "done" if code == 0 else f"code {code}"
             except Fenced as error:
                 self.outcome = f"fenced: {error}"
             except UserError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sim.laws import STRANGE
+from sim.invariants import STRANGE
 from sim.processes import Learner, Rollouts
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ class Storm:
         self.acts: dict[str, Callable[[], bool]] = {
             "learner killed": self.learner_killed,
             "learner killed at the disk": self.killed_at_the_disk,
-            "learner told to stop": self.learner_told,
+            "learner asked to stop": self.learner_signalled,
             "learner stopped and woken": self.learner_stopped,
             "second learner": lambda: self.second(takeover=False),
             "second learner takes over": lambda: self.second(takeover=True),
             "rollouts killed": self.rollouts_killed,
             "rollouts stopped and woken": self.rollouts_stopped,
-            "rollouts told to stop": self.rollouts_told,
+            "rollouts asked to stop": self.rollouts_signalled,
             "partition": self.partition,
             "redis away": lambda: self.redis_away(0.0),
             "redis wiped": self.redis_wiped,
@@ -70,11 +70,11 @@ class Storm:
         self.w.dies_at_disk = self.w.rng.randint(1, 9)
         return True
 
-    def learner_told(self) -> bool:
+    def learner_signalled(self) -> bool:
         learner = self._learner()
         if learner is None or not learner.stop.deferred:
             return False
-        learner.stop.told = True
+        learner.stop.requested = True
         return True
 
     def learner_stopped(self) -> bool:
@@ -107,7 +107,7 @@ class Storm:
         server.stopped_until = self.w.clock.now + self.w.rng.uniform(0.5, 3.0) * self.w.knobs.idle_s
         return True
 
-    def rollouts_told(self) -> bool:
+    def rollouts_signalled(self) -> bool:
         server = self._server()
         if server is not None:
             server.ask()

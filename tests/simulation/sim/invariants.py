@@ -33,7 +33,7 @@ FENCED = {
 """Functions that only the holder of the lease may call with effect."""
 
 
-class Laws:
+class Invariants:
     """The observer of the model of Redis, and of commits."""
 
     def __init__(self, clock: Clock, redis: SimRedis, run: RunSettings) -> None:
@@ -54,12 +54,12 @@ class Laws:
         self._looks: dict[Process, list[set[int]]] = {}
         redis.observer = self
 
-    def _must(self, law: str, holds: bool, text: str) -> None:
-        self.checks[law] += 1
+    def _must(self, invariant: str, holds: bool, text: str) -> None:
+        self.checks[invariant] += 1
         if not holds:
-            self._clock.violated(f"{law}: {text}")
+            self._clock.violated(f"{invariant}: {text}")
 
-    # --- what Redis is told ---
+    # --- commands to Redis ---
 
     def called(self, function: str, keys: list[str], args: list[bytes]) -> None:
         self._function, self._paid, self._added = function, 0, 0
@@ -82,13 +82,13 @@ class Laws:
         self._function = ""
 
     def _issued(self, args: list[bytes]) -> None:
-        books = getattr(self.owners.get(args[1]), "books", None)
-        if books is None or len(args) < 6:
+        state = getattr(self.owners.get(args[1]), "state", None)
+        if state is None or len(args) < 6:
             return
         batch = self._run.groups_per_step
         window = (self._run.max_lag + 1) * batch
-        settled, watermark = books.ledger.settled, books.ledger.watermark
-        rest = settled + max(0, self._run.steps - books.step) * batch
+        settled, watermark = state.ledger.settled, state.ledger.watermark
+        rest = settled + max(0, self._run.steps - state.step) * batch
         limit = min(settled + window, max(watermark + 4 * window, settled + batch), rest)
         highest = int(args[-2])
         self._must("credit", highest <= limit, f"seq {highest} issued: {settled} settled up to {watermark}, {limit=}")
@@ -146,7 +146,7 @@ class Laws:
         try:
             ledger = Ledger.from_state(facts["ledger"])
         except ForayError as error:
-            self._clock.violated(f"books close: {error}")
+            self._clock.violated(f"accounting is consistent: {error}")
             return
         self.durable, self.trained, self.epoch, self.step = ledger, history, epoch, step
         self._decided = {name.encode() for name in facts.get("entries", ())}
@@ -154,9 +154,13 @@ class Laws:
         self._must("trained once", not twice, f"seqs {twice} are trained twice in the surviving lineage")
         noted = {seq for seq, *_ in ledger.notes}
         both = [seq for seq in history if seq not in ledger or seq in noted]
-        self._must("books are true", not both, f"seqs {both} were trained, the ledger says otherwise")
+        self._must("the ledger is true", not both, f"seqs {both} were trained, the ledger says otherwise")
         count = ledger.counts[Outcome.TRAINED]
-        self._must("books close", ledger.closes() and count == len(history), f"{count} trained, {len(history)} in fact")
+        self._must(
+            "accounting is consistent",
+            ledger.closes() and count == len(history),
+            f"{count} trained, {len(history)} in fact",
+        )
         self._must("whole steps", len(history) == step * self._run.groups_per_step, f"{len(history)} at step {step}")
 
     def ended(self) -> None:
