@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: scripted faults against real processes, and the control that shows that it sees."""
+"""A short `make chaos`: scripted faults against real processes, and the control, which the checker must fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DRAWN = tuple(replace(item, at=item.at + 11.5) for item in make_schedule(2, 4.0,
 """And some by a seed."""
 SECONDS = 18.0
 PATIENCE_S = 60.0
-"""A victim may take its time to come back on a busy machine."""
+"""Seconds for a target to come back on a busy machine."""
 
 
 def fought(result: Result, lines: list[str]) -> str:

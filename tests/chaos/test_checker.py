@@ -1,4 +1,4 @@
-"""The judge sees what it is there to see: doctored books and journals are told from sound ones."""
+"""The checker detects modified manifests and journals, and accepts correct ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads when something goes wrong, by the processes that say it (`messages.py` makes each situation)."""
+"""The messages that users see after faults, from real processes (`messages.py` makes each situation)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foray eval` beside a run that trains, and of a model that nobody trains: with all their processes."""
+"""`foray eval` during training, and of a model that is only served, with all processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Hundreds of schedules in virtual time with the whole product; every invariant is checked at every move.
 
-The same schedules with the product broken on purpose: each mistake is found, so the zeros mean something.
+The same schedules find every mutation of the product, so a result without findings is meaningful.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INVARIANTS = 10
 
 
 def failure(result: Result) -> str:
-    """What a failed schedule says, and how to see it again."""
+    """Return the problem of a failed schedule, and the command that repeats it."""
     log = "\n".join(play(result.seed, aloud=True).lines)
     again = f"again: python tests/simulation/run.py --only --seed {result.seed}"
     return f"seed {result.seed}: {result.problem}\n{log}\n{again}"

@@ -1,7 +1,7 @@
-"""What must hold at every moment of every schedule, judged from outside the product.
+"""The invariants of every schedule, checked at every move from outside the product.
 
-The laws know only what Redis is told to do, what the disk holds, and what the policy was trained on. Each counts how
-often it was asked, so that silence can be told from blindness.
+They depend only on the commands to Redis, the files on disk, and the seqs that the policy was trained on. Each counts
+its checks, which shows that it was tested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.ledger import Ledger, Outcome
 from protocol.settings import RunSettings
 
 STRANGE = 1_000_000
-"""Seqs from here on were never issued: somebody else's entries carry them."""
+"""Seqs from this one on are never issued: they occur in foreign entries."""
 FENCED = {
     "foray_issue": 0,
     "foray_reissue": 0,
@@ -34,7 +34,7 @@ FENCED = {
 
 
 class Invariants:
-    """The observer of the model of Redis, and of commits."""
+    """Observer of the simulated Redis and of commits."""
 
     def __init__(self, clock: Clock, redis: SimRedis, run: RunSettings) -> None:
         self._clock, self._redis, self._run = clock, redis, run
@@ -45,7 +45,7 @@ class Invariants:
         """Seqs in the policy of the durable checkpoint, in order of training."""
         self.step = self.epoch = 0
         self._decided: set[bytes] = set()
-        """Entries of which the durable checkpoint says what became of them: unusable ones, whose seq is due again."""
+        """Entries whose outcome is in the durable checkpoint: unusable ones, whose seq is due again."""
         self.owners: dict[bytes, Process] = {}
         """token of a learner -> its process"""
         self._paid = self._added = 0
@@ -107,7 +107,7 @@ class Invariants:
             self._must("acknowledged is durable", known, f"seq {seq} acknowledged, the checkpoint knows nothing of it")
 
     def placed(self) -> set[int]:
-        """Seqs with a task in Redis that waits or is leased, or an entry that no learner was given yet."""
+        """Seqs with a waiting or leased task in Redis, or an entry that was not delivered to a learner."""
         seqs = set()
         for key, group in ((self._keys.tasks, b"rollout"), (self._keys.traj, b"learner")):
             stream = self._redis.stream(key)
@@ -123,7 +123,7 @@ class Invariants:
     # --- the reconciler ---
 
     def looked(self) -> None:
-        """A learner looks where seqs are."""
+        """A learner checks where seqs are."""
         if self._clock.current is not None:
             self._looks.setdefault(self._clock.current, []).append(self.placed())
 
@@ -137,7 +137,7 @@ class Invariants:
     # --- the disk ---
 
     def committed(self, process: Process, folder: Path) -> None:
-        """CURRENT names this checkpoint now."""
+        """Check a commit: CURRENT now names this checkpoint."""
         facts = json.loads((folder / "manifest.json").read_text())
         history = json.loads((folder / "state" / "history.json").read_text())
         epoch, step = int(facts["epoch"]), int(facts["step"])
@@ -164,7 +164,7 @@ class Invariants:
         self._must("whole steps", len(history) == step * self._run.groups_per_step, f"{len(history)} at step {step}")
 
     def ended(self) -> None:
-        """A learner says that the run is over."""
+        """Check the state when a learner reports the end of the run."""
         steps, ledger = self._run.steps, self.durable
         self._must("the end is durable", self.step == steps, f"the run ends at step {steps}, the disk has {self.step}")
         self._must(

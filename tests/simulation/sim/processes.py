@@ -1,4 +1,4 @@
-"""The simulated processes: a learner is `learner.main` whole, a rollout server its tasks, sink, work and fleet."""
+"""The simulated processes: a learner is the whole `learner.main`, a rollout server its tasks, publisher and fleet."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Learner(Process):
     def start(
         self, run: RunSettings, settings: LearnerSettings, make_engine: Callable[[], SimEngine], *, takeover: bool
     ) -> None:
-        """Begins; the first move is the scheduler's."""
+        """Start; the scheduler makes the first move."""
         import learner.main as service
 
         def live() -> None:
@@ -76,7 +76,7 @@ Roll = Callable[[Task, Fleet], Any]
 
 
 class Rollouts(Process):
-    """One life of a rollout server, on an event loop of its own."""
+    """One life of a rollout server, on its own event loop."""
 
     def __init__(self, clock: Clock, name: str, run: RunSettings, roll: Roll, idle_ms: int, **clocks: float) -> None:
         super().__init__(name, **clocks)
@@ -131,10 +131,10 @@ class Rollouts(Process):
             try:
                 await tasks.deregister()
             except (RedisUnavailable, ForayError):
-                pass  # as server.py does: its consumer's name stays behind
+                pass  # as server.py does: the name of its consumer remains
 
     def problem(self) -> str:
-        """What broke in it, if anything."""
+        """The error that ended it, if any."""
         if self._main.done() and not self._main.cancelled() and self._main.exception() is not None:
             return repr(self._main.exception())
         return "; ".join(str(c.get("exception") or c.get("message")) for c in self.loop.errors)

@@ -1,4 +1,4 @@
-"""The faults of a schedule: what each does to the world, and for how long. Each leaves a trace in `faults`."""
+"""The faults of a schedule: their effect and duration. Each is recorded in `faults`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Storm:
-    """Draws moments for the faults in the knobs, and does them."""
+    """Draw times for the faults in the knobs, and inject them."""
 
     def __init__(self, world: World) -> None:
         self.w = world
@@ -85,7 +85,7 @@ class Storm:
         return True
 
     def second(self, *, takeover: bool) -> bool:
-        """Somebody starts the learner once more."""
+        """Start a second learner."""
         if len(self.w.live_learners()) > 1:
             return False
         self.w.start_learner(takeover=takeover)
@@ -171,7 +171,7 @@ class Storm:
         return True
 
     def stranger(self) -> bool:
-        """An entry that no task of this run asked for."""
+        """Add an entry without a task of this run."""
         if self.w.redis.stream(self.w.keys.traj) is None:
             return False
         header, body = self.w.sealed(STRANGE + self.w.rng.randrange(9), self.w.rng.choice((self.w.run.id, "other")))
@@ -180,7 +180,7 @@ class Storm:
         return True
 
     def task_deleted(self) -> bool:
-        """A person removes a task by hand."""
+        """A user deletes a task manually."""
         stream = self.w.redis.stream(self.w.keys.tasks)
         if stream is None or not stream.entries:
             return False
@@ -188,6 +188,6 @@ class Storm:
         return True
 
     def asked_again(self) -> bool:
-        """A person wants seqs tried again: some that are dead or stale, some that are not, and one that is none."""
+        """A user requeues seqs: some dead or stale ones, some others, and an invalid one."""
         wanted = [*self.w.rng.sample(range(1, 12), 4), "x"]
         return bool(self.w.redis.sadd(self.w.keys.requeue, *wanted))

@@ -42,7 +42,7 @@ from tests.support.messages import make_question, make_trajectory
 PATIENCE_S = 300.0
 """Virtual seconds after the storm in which the run must end."""
 EXPECTED = ("is held by", "cannot reach Redis", "could not be written", "were not trained")
-"""Refusals that a learner may end with; whoever started it starts it again."""
+"""Refusals that may end a learner; the supervisor restarts it."""
 SMALL_KEYS, TASK, GROUP = 3000, 200, 2000
 """Bytes, a little more than they are here."""
 WAITABLE = ("RedisUnavailable", "StateLost")
@@ -68,7 +68,7 @@ def _trajectory(reward: float, version: PolicyVersion) -> Trajectory:
 
 
 def _bytes(knobs: Knobs) -> int:
-    """The limit in which so many groups have their place, beside the tasks in flight and the small keys of a run."""
+    """Return the memory limit for this many groups, the tasks in flight and the small keys of a run."""
     window = (knobs.max_lag + 1) * knobs.groups_per_step
     return knobs.memory and SMALL_KEYS + 4 * window * TASK + knobs.memory * GROUP
 
@@ -96,7 +96,7 @@ class World:
         )
         self.keys = Keys(self.run.id)
         self.settings = LearnerSettings(
-            metrics_port=None,  # a real server would wait for real clients, and no virtual time ends that
+            metrics_port=None,  # a real server would wait for real clients, which never ends in virtual time
             checkpoint_every=self.knobs.checkpoint_every,
             lease_s=self.knobs.lease_s,
             reconcile_s=self.knobs.reconcile_s,
@@ -125,7 +125,7 @@ class World:
         return AsyncClient(self.network, self.clock.current)
 
     def disk(self, path: Path) -> None:
-        """A moment at which the learner may die, the disk be full, or somebody else go first."""
+        """A point at which the learner may die, the disk be full, or another mover run."""
         process, clock = self.clock.current, self.clock
         assert process is not None
         if self.dies_at_disk:
@@ -161,7 +161,7 @@ class World:
         return header, body
 
     def sealed(self, seq: int, run: str) -> tuple[bytes, bytes]:
-        """A sound group of somebody else."""
+        """Return a valid group of another run."""
         return seal(
             self._group(Task(seq=seq, attempt=1, question=make_question(1), group_size=2), PolicyVersion(1, 0), run)
         )
@@ -196,7 +196,7 @@ class World:
         self.servers.append(Rollouts(self.clock, self._name("R"), self.run, self._roll, idle_ms, **self._clocks()))
 
     def kill_server(self, server: Rollouts) -> None:
-        """As SIGKILL does: nothing it still does reaches anybody."""
+        """Kill like SIGKILL: later actions have no effect."""
         server.alive = False
         self.servers.remove(server)
         self.clock.movers.remove(server.loop)
@@ -232,7 +232,7 @@ class World:
     # --- the schedule ---
 
     def tend(self) -> None:
-        """What a supervisor does: starts again what has ended, until the run is done."""
+        """Restart ended processes, like a supervisor, until the run is done."""
         for learner in [p for p in self.learners if p.outcome or not p.alive]:
             self.learners.remove(learner)
             self._judge(learner)
@@ -283,7 +283,7 @@ class World:
         self.clock.tell("the storm is over")
 
     def play(self) -> Result:
-        """The whole schedule; never raises but for bugs of the simulation."""
+        """Run the schedule. Raises only for bugs of the simulation."""
         install.world = self
         for module in (install.TIME, install.THREADING, install.RANDOM):
             module.clock = self.clock
