@@ -93,9 +93,7 @@ def table_of(bench: RetrieverBench, directory: Path, say: Say) -> list[dict[str,
         row = IndexRun(index, str(corpus), str(directory / f"table-{number}"), str(asked), str(answers))
         measured[name] = built = _child(row.write(directory / f"table-{number}.json"))
         found[name] = json.loads(answers.read_text())
-        say(
-            f"{name}: built in {built['build_s']:.1f} s, {built['queries_per_s_64']:.0f} queries/s in batches of 64"
-        )
+        say(f"{name}: built in {built['build_s']:.1f} s, {built['queries_per_s_64']:.0f} queries/s in batches of 64")
     return [
         {"index": name} | figures | recalls(found[name], _measure_of(name, found), [ids for _, ids in questions])
         for name, figures in measured.items()

@@ -1,9 +1,9 @@
 """Print the messages that users see after faults: `python tests/chaos/messages.py [SITUATION ...]`.
 
 Each situation uses real processes (the learner's `main`, the node's, `foray status`; a real Redis; a disk that is
-really full) with a model of four numbers and a scripted engine, and prints their output and exit codes. A line without a `$`
-was written by the process of the line above it. Times of day are removed from log lines. Exit code 1 if a process ended
-otherwise than expected.
+really full) with a model of four numbers and a scripted engine, and prints their output and exit codes. A line without
+a `$` was written by the process of the line above it. Times of day are removed from log lines. Exit code 1 if a process
+ended otherwise than expected.
 
 Processes are forked from this one, which has imported everything and has no threads.
 """

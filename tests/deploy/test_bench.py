@@ -1,4 +1,4 @@
-"""`foray bench` as a script meets it: one JSON object, settings that are checked, a baseline beside every figure."""
+"""`foray bench` in a script: one JSON object, validated settings, a baseline with every figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foray bench async`: its arithmetic on a simulated ring, runs that are kept, and that a ring without lag fails it."""
+"""`foray bench async`: its arithmetic on a simulated ring, saved results, and a ring without lag, which must fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def simulated(generate_s: float, train_s: float, lag: int, steps: int = 40) -> l
 
 
 def row(lag: int, *, ring_lag: int | None = None, generate_s: float = 3.0, train_s: float = 2.0) -> dict[str, Any]:
-    """Of a ring that is asked for `lag` and works at `ring_lag`."""
+    """Records of a ring that is configured with `lag` and runs at `ring_lag`."""
     records = simulated(generate_s, train_s, lag if ring_lag is None else ring_lag)
     samples = CpuSamples({record["step"]: 4.0 * record["step"] for record in records})
     return {"seed": 0, "max_lag": lag, "groups_discarded": 2, **figures(records, MeasuredSteps(5, 35), samples)}

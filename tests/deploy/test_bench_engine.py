@@ -1,4 +1,4 @@
-"""`foray bench engine`: a small run of all three, and what happens when one of them cannot."""
+"""`foray bench engine`: a small run of all three engines, and errors when one of them fails."""
 
 from __future__ import annotations
 

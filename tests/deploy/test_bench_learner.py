@@ -1,4 +1,4 @@
-"""`foray bench learner`: a small run of ours beside the padded loop, and what happens when one cannot take part."""
+"""`foray bench learner`: a small run of Foray and the padded loop, and contenders that cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foray bench packing`: the target is reached, and what padding would have done is beside it."""
+"""`foray bench packing`: the target is met, and the report has the figures of padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foray bench retriever`: a small run of everything, its arithmetic, and what must not pass for a result."""
+"""`foray bench retriever`: a small run of all parts, its arithmetic, and results that must be refused."""
 
 from __future__ import annotations
 

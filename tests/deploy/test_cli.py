@@ -1,4 +1,4 @@
-"""The `foray` command as a person and as a script meet it."""
+"""The `foray` command, used by a user and by a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foray dlq`: letters as both writers leave them, hostile ones on a terminal, and what may be requeued."""
+"""`foray dlq`: dead letters of both writers, hostile ones on a terminal, and what may be requeued."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(tmp_path: Path, redis_url: str, client: redis.Redis) -> Run:
 
 
 def output(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, which must be plain text whatever the letters hold."""
+    """The output, which must be plain text for any content of the dead letters."""
     out, err = capsys.readouterr()
     for text in (out, err):
         assert all(c.isprintable() or c == "\n" for c in text), repr(text)

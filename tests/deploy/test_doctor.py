@@ -1,4 +1,4 @@
-"""What the doctor finds, and that each finding says how to mend it."""
+"""The findings of the doctor, each with a fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def findings(tmp_path: Path, *overrides: str) -> dict[str, Finding]:
     files = (f"run.model={tmp_path}/model", f"retriever.corpus={tmp_path}/corpus.jsonl", f"run.dir={tmp_path}/run")
     config = load_config(None, [*files, f"learner.questions={tmp_path}/questions.jsonl", *overrides])
     found = examine(config)
-    assert all(f.fix for f in found if f.verdict != "ok"), "what is not in order can be mended"
+    assert all(f.fix for f in found if f.verdict != "ok"), "a finding has a fix"
     return {f.check: f for f in found}
 
 

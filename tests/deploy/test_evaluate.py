@@ -1,4 +1,4 @@
-"""Asking questions over HTTP: what is sent, how scores add up, and what happens when nobody answers."""
+"""Evaluation over HTTP: requests, scores, and errors when no server answers."""
 
 from __future__ import annotations
 

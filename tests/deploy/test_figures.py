@@ -1,4 +1,4 @@
-"""`make figures`: what is made again and what is kept, and the page that follows from the files."""
+"""`make figures`: which figures are made again, and the page generated from the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run directory means the same from any working directory, and after it was moved or copied."""
+"""A run directory works from any working directory, and after it was moved or copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes a configuration means."""
+"""The processes of a configuration."""
 
 from __future__ import annotations
 

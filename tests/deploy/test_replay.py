@@ -1,4 +1,4 @@
-"""Reading a journal back: what was trained on, what was not, and texts that would drive a terminal."""
+"""Reading a journal: what was trained, what was not, and texts with terminal control codes."""
 
 from __future__ import annotations
 

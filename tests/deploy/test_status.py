@@ -1,4 +1,4 @@
-"""What `foray status` and `foray top` say of a run, from a real Redis filled as the processes fill it."""
+"""`foray status` and `foray top` of a run, from a real Redis with data as the processes write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foray top` and `foray status` at every moment of a run: what they call it, what they measure, what fits."""
+"""`foray top` and `foray status` in every state of a run: the state's name, the values, the layout."""
 
 from __future__ import annotations
 

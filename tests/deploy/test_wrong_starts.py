@@ -1,6 +1,6 @@
-"""Wrong starts: what `foray up` and `foray doctor` say, before any process of the run is started.
+"""Wrong starts: the errors of `foray up` and `foray doctor` before any process of the run is started.
 
-Each case is one thing that is wrong with a run that could start otherwise. The real commands run in this process.
+Each case is one error in a run that could start otherwise. The real commands run in this process.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def half_a_model(start: Start) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
-    # what is wrong: how it is made, what the first error says, word by word
+    # error: how it is caused, texts in the first error message
     "parquet questions": (parquet, ["are a Parquet file", "question, golden_answers", "pyarrow.parquet"]),
     "a JSON array of questions": (
         holds("questions.jsonl", [SEARCH_R1]),

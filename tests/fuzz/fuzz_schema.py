@@ -1,4 +1,4 @@
-"""Requests that schemathesis draws from our OpenAPI descriptions, valid ones and ones that break the description.
+"""Requests that schemathesis draws from the OpenAPI descriptions, valid and invalid ones.
 
 Every answer is held against the description: no server error, a status, a media type and a body that it knows.
 """
@@ -38,7 +38,7 @@ def send_drawn(kind: str, url: str, document: dict[str, Any], count: int, seed: 
     with requests.Session() as session:
         for operation in operations:
             number = max(2, round(each * weights[operation.method, operation.path]))
-            # an operation without parameters cannot be asked wrongly
+            # an operation without parameters has no invalid requests
             modes = (
                 [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
                 if operation.body or list(operation.iter_parameters())

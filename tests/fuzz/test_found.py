@@ -1,4 +1,4 @@
-"""What fuzzing has found, input by input: each of these once ended a process, hung it, or was answered with a 500."""
+"""Regression tests of fuzzing: each input once ended a process, hung it, or was answered with a 500."""
 
 from __future__ import annotations
 

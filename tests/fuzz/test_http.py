@@ -1,4 +1,4 @@
-"""A few hundred wrong requests to each of our real services; `make fuzz REQUESTS=20000` is the long form."""
+"""A few hundred malformed requests to each real service; `make fuzz REQUESTS=20000` is the long form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of what a message may hold: what a hostile one costs, and that the largest honest ones pass."""
+"""Limits of messages: the cost of hostile ones, and that the largest valid ones pass."""
 
 from __future__ import annotations
 

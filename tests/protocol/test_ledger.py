@@ -1,4 +1,4 @@
-"""The ledger keeps its law under any order of settling."""
+"""The ledger stays consistent for any order of settling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One table of Redis errors for both clients: each answer, as either library raises it, is one error of ours."""
+"""One table of Redis errors for both clients: each answer, from either library, becomes one error of Foray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: overrides, suggestions, and errors that a person can act on."""
+"""Settings: overrides, suggestions, and actionable errors."""
 
 from __future__ import annotations
 

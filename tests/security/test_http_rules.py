@@ -1,4 +1,4 @@
-"""The decision on requests by itself: what is asked beside tokens."""
+"""The rules for requests other than tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No text that a process shows holds a secret: its logs, its tracebacks, the messages for people."""
+"""No output of a process contains a secret: logs, tracebacks, error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice survives redaction: what a person is to paste is printed as it was written."""
+"""Advice survives redaction: commands to paste are printed unchanged."""
 
 from __future__ import annotations
 

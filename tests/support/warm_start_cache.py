@@ -1,6 +1,6 @@
 """The demo's warm start, made once and kept in `.cache/` under the hash of everything that makes it.
 
-Only a complete one is ever seen: it is made beside its place and renamed, under a lock that workers wait for.
+It appears atomically: it is made in a temporary folder and renamed, under a lock that workers wait for.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Server:
 
 @contextmanager
 def serve(folder: Path, *options: str, port: int = 0, program: Path | None = None, **login: Any) -> Iterator[Server]:
-    """A server on a loopback port; `options` are its own; it is killed in the end."""
+    """A server on a loopback port with `options`; it is killed at the end."""
     port = port or free_port()
     folder.mkdir(parents=True, exist_ok=True)
     argv = [str(program or find_server().path), *(o for o in options if o.endswith(".conf"))]

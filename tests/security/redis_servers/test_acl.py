@@ -1,4 +1,4 @@
-"""Users of Redis by role: what each must do works under its own user, what it must not do is refused."""
+"""Redis users by role: each may do what its role needs, and nothing else."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RolloutHalf:
         tasks = LeasePool(redis, publisher, self.stats, consumer="r1", concurrency=4, idle_ms=2000)
 
         async def perform(lease: TaskLease) -> None:
-            while fleet.table.target is None:  # noqa: ASYNC110 - the fleet is looked at by its own clock
+            while fleet.table.target is None:  # noqa: ASYNC110 - the fleet polls by its own clock
                 await asyncio.sleep(0.02)
             rewards = (1.0, 0.0, 0.0, 1.0)[: lease.task.group_size]
             made = make_group(lease.task.seq, rewards, run=RUN, version=fleet.table.target)
@@ -131,7 +131,7 @@ def test_a_ring_runs_with_each_process_as_its_own_user(
     assert not seen.error and seen.is_done and seen.learner is not None and seen.max_memory >= 0
     assert any(b"under its own user" in str(fields).encode() for _, fields in users["viewer"].xrange(KEYS.events))
     denied = [entry for entry in users["admin"].acl_log() if entry["username"] in ("learner", "rollout", "viewer")]
-    assert denied == [], "nobody asked for what it may not have"
+    assert denied == [], "no process used a command that it may not send"
 
 
 async def test_a_node_registers_follows_and_answers_as_its_own_user(
@@ -297,7 +297,7 @@ async def test_a_rollout_user_that_uses_up_the_ids_stops_the_run_with_words_and_
 async def test_a_rollout_user_is_trusted_with_what_the_run_learns(
     urls: dict[str, str], users: dict[str, redis.Redis], source: StreamConsumer
 ) -> None:
-    """What SECURITY.md says of it: it can forge a group of any open seq, and suppress the true one."""
+    """As SECURITY.md says: it can forge a group of any open seq, and suppress the real one."""
     client = RedisClient(urls["rollout"], KEYS)
     entry = await leased(client, source, 5)
     header, body = seal(make_group(5, (1.0, 1.0, 1.0, 0.0), run=RUN))

@@ -190,7 +190,7 @@ async def test_a_demoted_primary_is_left_by_both_clients(watched: Any) -> None:
     try:
         assert await blocked == []
     except RedisUnavailable:
-        pass  # told that the server became a replica, or cut off
+        pass  # the server became a replica, or the connection was cut
     deadline = time.monotonic() + 20
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`foray init --secure`: what it writes and for whom; `launch.secrets`: each process gets its own and no more."""
+"""`foray init --secure`: its files and their readers; `launch.secrets`: each process gets only its own secrets."""
 
 from __future__ import annotations
 

