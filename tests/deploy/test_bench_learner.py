@@ -95,7 +95,7 @@ def names(settings: LearnerBench, absent: dict[str, str]) -> list[str]:
     return [c.name for c in contenders_of(settings, LearnerWorkload(Path("spec.json"), {}), absent)]
 
 
-def test_an_environment_without_trl_and_a_misspelt_contender_are_told_apart(no_trl: None) -> None:
+def test_an_environment_without_trl_differs_from_a_misspelt_contender(no_trl: None) -> None:
     absent: dict[str, str] = {}
     assert names(LearnerBench(trl_python=sys.executable), absent) == ["ours", "unfused", "padded", "padded_sorted"]
     assert absent == {"trl": f"{sys.executable} has no TRL"}

@@ -101,7 +101,7 @@ def test_init_writes_a_file_that_up_reads(tmp_path: Path, capsys: pytest.Capture
     assert "steps: 3" in capsys.readouterr().out
 
 
-def test_init_gives_a_run_an_id_and_a_directory_of_its_own_unless_they_are_chosen(tmp_path: Path) -> None:
+def test_init_gives_a_run_a_unique_id_and_directory_unless_they_are_set(tmp_path: Path) -> None:
     made = []
     for name, given in (("a", []), ("b", []), ("c", ["run.id=mine"]), ("d", ["--preset", "ema_pg", "run.dir=/x"])):
         path = tmp_path / f"{name}.yaml"

@@ -121,7 +121,7 @@ def test_a_hostile_letter_is_shown_and_does_nothing_to_the_terminal(
     assert letter["detail"] == HOSTILE and base64.b64decode(letter["h"]) == header
 
 
-def test_what_was_escaped_can_be_told_from_what_was_written() -> None:
+def test_escapes_are_unambiguous() -> None:
     assert escape_untrusted("\x1b") == r"\x1b" and escape_untrusted(r"\x1b") == r"\\x1b"
     assert escape_untrusted("\u2028\U000e0001 schön") == r"\u2028\U000e0001 schön"
     assert escape_untrusted("a" * 300, 3) == "aaa... (300 characters)"

@@ -142,7 +142,9 @@ def test_a_redis_that_is_away_is_a_finding(run_files: Path) -> None:
     assert findings(run_files, "run.redis_url=redis://127.0.0.1:1/0")["redis"].verdict == "fail"
 
 
-def test_the_command_prints_json_and_its_exit_code_tells(run_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_json_and_its_exit_code_is_the_verdict(
+    run_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.run(argparse.Namespace(given=[], config=None, json=True)) == 0
     page = json.loads(capsys.readouterr().out)
     assert page["healthy"] is True and {"check", "verdict", "detail", "fix", "why"} == page["findings"][0].keys()

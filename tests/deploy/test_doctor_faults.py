@@ -327,7 +327,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
 
 @pytest.mark.fault(25, 44, 47)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_and_its_mend_mends(world: World, name: str) -> None:
+def test_a_fault_is_found_and_its_fix_works(world: World, name: str) -> None:
     fault, check, verdict, words, fixable = FAULTS[name]
     before = {f.check for f in world.findings() if f.verdict != "ok"}
     assert not before, "nothing was wrong before"

@@ -160,13 +160,13 @@ def test_two_questions_of_one_id_are_refused(server: tuple[str, type[Answers]]) 
         evaluate(server[0], [QUESTIONS[0], QUESTIONS[0]])
 
 
-def test_a_refusal_is_told_with_what_the_server_said(server: tuple[str, type[Answers]]) -> None:
+def test_a_refusal_is_reported_with_the_servers_message(server: tuple[str, type[Answers]]) -> None:
     server[1].status = 503
     with pytest.raises(ForayError, match=r"answered 503: .*full"):
         evaluate(server[0], [make_question(1)])
 
 
-def test_nobody_there_is_a_users_error() -> None:
+def test_a_missing_server_is_a_user_error() -> None:
     with pytest.raises(UserError, match="no rollout server answers"):
         evaluate("http://127.0.0.1:1", [make_question(1)])
 

@@ -150,7 +150,7 @@ def test_the_directory_has_a_lineage_id_from_the_start_where_the_learner_runs(ru
 
 
 @pytest.mark.slow
-def test_every_process_has_a_log_and_the_resolved_file_serves_by_hand(run_files: Path) -> None:
+def test_every_process_has_a_log_and_the_resolved_file_works_manually(run_files: Path) -> None:
     with launcher(configured(run_files, "wait"), run_files) as started:
         started.start("redis", "retriever")
         resolved = yaml.safe_load((run_files / "run" / "resolved.yaml").read_text())

@@ -79,7 +79,7 @@ def test_export_names_its_own_flag_where_the_model_is_gone(tmp_path: Path, capsy
     assert "--model DIR" in capsys.readouterr().err
 
 
-def test_a_run_by_hand_is_found_by_its_directory(
+def test_a_manually_started_run_is_found_by_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

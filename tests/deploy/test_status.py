@@ -112,7 +112,7 @@ def test_the_json_says_the_same(look: Callable[[], RunSnapshot]) -> None:
     assert page_json["ledger"]["closes"] is True and page_json["engines"][0]["state"] == "ready"
 
 
-def test_books_that_do_not_add_up_are_shown_as_such(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
+def test_a_ledger_that_does_not_add_up_is_shown_as_such(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     report(client, "learner", "l", values=LEARNER | {"in_flight": 2.0})
     totals = conservation(look())
     assert not totals.closes and totals.line().startswith("issued 20 != ")
@@ -167,7 +167,7 @@ def test_a_run_that_a_person_stopped_is_stopped_and_not_ill(tmp_path: Path) -> N
         assert "run test: stopped, healthy" in page and f"resume from the checkpoint with {again}" in page
 
 
-def test_without_a_learner_the_checkpoint_keeps_the_books(
+def test_without_a_learner_the_ledger_is_the_checkpoints(
     client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], RunSnapshot]
 ) -> None:
     ledger = Ledger()
@@ -181,7 +181,7 @@ def test_without_a_learner_the_checkpoint_keeps_the_books(
     assert (totals.issued, totals.trained, totals.dead, totals.in_flight) == (20, 3, 1, 16)
 
 
-def test_without_a_learner_the_law_by_token_is_the_checkpoints(
+def test_without_a_learner_the_token_balance_is_the_checkpoints(
     client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], RunSnapshot]
 ) -> None:
     write_checkpoint(tmp_path, Ledger())
@@ -247,9 +247,7 @@ def bury(client: redis.Redis, *reasons: str) -> None:
         client.xadd(KEYS.dlq, {"id": "1-1", "seq": 1, "reason": reason, "from": "learner", "h": b"", "b": b"\xff"})
 
 
-def test_the_law_by_token_dead_letters_and_events_are_shown(
-    client: redis.Redis, look: Callable[[], RunSnapshot]
-) -> None:
+def test_token_balance_dead_letters_and_events_are_shown(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     report(client, "learner", "l", values=LEARNER | LAW)
     client.hset(KEYS.tokens, mapping={"published": 100, "rejected": 12, "generation": "26153ed52e87"})
     bury(client, "corrupt", "\x1b[2J")

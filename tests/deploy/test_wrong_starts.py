@@ -372,7 +372,7 @@ def settings_of(start: Start) -> tuple[RunSettings, LearnerSettings]:
     return config.run.model_copy(update={"redis_url": start.redis_url}), questions
 
 
-def test_a_learner_started_by_hand_refuses_an_evicting_redis(start: Start) -> None:
+def test_a_manually_started_learner_refuses_an_evicting_redis(start: Start) -> None:
     def engine(*_: object) -> TrainEngine:
         raise Spawned("train engine")
 
@@ -387,7 +387,7 @@ def test_a_learner_started_by_hand_refuses_an_evicting_redis(start: Start) -> No
     assert set(start.admin.keys("*")) == before, "no lease was taken"
 
 
-async def test_a_rollout_server_started_by_hand_refuses_an_evicting_redis(start: Start) -> None:
+async def test_a_manually_started_rollout_server_refuses_an_evicting_redis(start: Start) -> None:
     start.admin.config_set("maxmemory-policy", "allkeys-lru")
     run, _ = settings_of(start)
     write_tokenizer(start.directory / "model", "words")

@@ -103,7 +103,7 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_model_that_nobody_trains_is_served_evaluated_and_healthy(
+def test_a_model_without_a_learner_is_served_evaluated_and_healthy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(tmp_path, *SMALL, "launch.learner=false") as run_dir:

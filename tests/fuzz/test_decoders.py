@@ -38,6 +38,6 @@ def test_decoders_that_misbehave_are_found_with_the_input_that_did_it(tmp_path: 
     assert found["well"].inputs == 10 and found["well"].refused["ValueError"] > 0
 
 
-def test_every_decoder_has_a_name_of_its_own() -> None:
+def test_every_decoder_has_a_unique_name() -> None:
     names = [d.name for part in PARTS if part != "native" for d in fuzz_targets.load(part)]
     assert len(names) == len(set(names)) >= 50

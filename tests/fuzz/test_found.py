@@ -243,7 +243,7 @@ def test_a_question_may_hold_unicode_line_separators(tmp_path: Path) -> None:
     assert load_questions(path).questions[0].text == "who\u2028was\x85it ?"
 
 
-def test_more_episodes_than_the_limit_are_refused_however_they_are_asked_for() -> None:
+def test_more_episodes_than_the_limit_are_refused_in_any_form() -> None:
     many = [{"id": "q", "question": "a ?"}] * 1000
     EpisodesRequest.model_validate({"questions": many, "n": 100})
     with pytest.raises(ValueError, match="more than 100000 episodes"):

@@ -19,7 +19,7 @@ def raised(error: Exception, *, wait_if_refused: bool = False) -> Exception:
 
 @pytest.mark.parametrize("wait_if_refused", [False, True])
 @pytest.mark.parametrize(("word", "kind"), ERRORS.items())
-def test_a_word_means_the_same_to_both_sides_wherever_it_stands(
+def test_a_word_means_the_same_to_both_clients_anywhere_in_the_answer(
     word: str, kind: type[ForayError], wait_if_refused: bool
 ) -> None:
     for text in (word, f"{word} and more", f"{PIPELINE}{word} and more", f"{PIPELINE}('{word} and more',)"):

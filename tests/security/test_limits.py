@@ -153,7 +153,7 @@ async def test_the_engines_control_routes_take_no_deep_nesting() -> None:
         await runner.cleanup()
 
 
-async def test_nothing_that_is_asked_makes_a_new_series_of_metrics(retriever: str) -> None:
+async def test_no_request_makes_a_new_series_of_metrics(retriever: str) -> None:
     async def series() -> set[str]:
         async with aiohttp.ClientSession() as session, session.get(retriever + "/metrics") as response:
             return {line.rpartition(" ")[0] for line in (await response.text()).splitlines() if line[:1] != "#"}

@@ -46,7 +46,7 @@ def play_all(schedules: int) -> Result:
     return replace(result, faults=faults, checks=checks, endings=endings)
 
 
-def test_every_law_holds_in_the_first_schedules() -> None:
+def test_every_invariant_holds_in_the_first_schedules() -> None:
     seen = play_all(QUICK)
     assert len(seen.faults) > len(KINDS) / 2 and seen.faults["refused at the limit"]
 
@@ -54,7 +54,7 @@ def test_every_law_holds_in_the_first_schedules() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.fault(1, 3, 7, 8, 9, 10, 11, 13, 14, 23, 24, 25, 27, 28, 29, 30, 32, 33, 41, 44, 45)
-def test_every_law_holds_in_every_schedule() -> None:
+def test_every_invariant_holds_in_every_schedule() -> None:
     seen = play_all(SCHEDULES)
     assert seen.endings["refused"]
     assert not [kind for kind in KINDS if not seen.faults[kind]], "a fault that never happened was not tested"

@@ -193,7 +193,7 @@ SERVER = [
 
 @pytest.mark.parametrize("role", EVERY)
 @pytest.mark.fault(29, 51)
-def test_nobody_in_a_run_may_touch_the_server_or_another_run(
+def test_no_role_of_a_run_may_change_the_server_or_another_run(
     users: dict[str, redis.Redis], urls: dict[str, str], role: str
 ) -> None:
     client, other = users[role], Keys("other")
@@ -384,7 +384,7 @@ def test_without_a_password_there_is_no_door(urls: dict[str, str]) -> None:
         client.close()
 
 
-def test_a_learner_with_a_viewers_password_is_told_so(urls: dict[str, str]) -> None:
+def test_a_learner_with_a_viewers_password_gets_an_error(urls: dict[str, str]) -> None:
     store = RunStore(urls["viewer"], RUN)
     with pytest.raises(UserError, match="rejected the user") as caught:
         store.prepare()

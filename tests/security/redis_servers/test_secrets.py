@@ -110,7 +110,7 @@ def test_the_configuration_of_the_server_is_safe(written: Path, tmp_path: Path) 
     assert "\nbind 127.0.0.1 -::1\n" in local and "\nport 6379\n" in local and "tls" not in local
 
 
-def test_nothing_is_overwritten_unless_it_is_asked_for(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_without_force(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, config = (written / "learner.env").read_text(), written.parent / "run.yaml"
     mine = config.read_text() + "# mine\n"
     config.write_text(mine)

@@ -163,7 +163,7 @@ async def test_a_certificate_of_ours_is_shown_where_the_server_asks_for_one(secu
         await client.aclose()
 
 
-async def test_sentinels_and_the_primary_are_asked_over_tls(secure: Path, tls_port: int) -> None:
+async def test_sentinels_and_the_primary_are_reached_over_tls(secure: Path, tls_port: int) -> None:
     """The Sentinel is a script of the protocol: it names the port that speaks TLS."""
 
     state = ("name", "main", "ip", "localhost", "port", str(tls_port), "flags", "master", "num-other-sentinels", "0")
