@@ -1,18 +1,18 @@
-# Two commands a newcomer needs: `make demo` and `make test`. Both set everything up first.
-# Processes by the hundred start in tests; without compiled files each would compile what it imports again.
+# Start with `make demo` and `make test`. Both set everything up first.
+# Tests start hundreds of processes; without .pyc files each would compile its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# SGLang asks for versions that a learner does not want, so it has an environment of its own.
+# SGLang and the learner need different versions of packages, so SGLang has a separate environment.
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SGLANG_VERSION := 0.5.21
-# Other people's clients, in an environment apart: their dependencies are not ours.
+# Third-party clients, in a separate environment because of their dependencies.
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
-# uv and cyclonedx-py, for `make lock` alone.
+# uv and cyclonedx-py, for `make lock` only.
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
@@ -20,7 +20,7 @@ LOCK_STAMP := $(LOCK_VENV)/.installed
 
 setup: $(STAMP)
 
-# The constraints name versions that are known to resolve together on a machine without a GPU.
+# The constraints pin versions that work together on a machine without a GPU.
 $(STAMP): pyproject.toml requirements/cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Foray needs Python >= 3.11, this is %d.%d: set PYTHON=python3.11" % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv"; exit 1; }
@@ -31,27 +31,26 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 demo: setup
 	$(BIN)/foray demo $(ARGS)
 
-# The fast tier, minutes on two cores, and lint beside it.
+# The fast tests, minutes on two cores, with lint in parallel.
 WORKERS ?= 2
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The fast tests wait about half of their time: four workers keep two cores busy.
+# The fast tests spend half of their time waiting: four workers keep two cores busy.
 test: WORKERS := 4
 test: setup
 	@( $(LINT) ) > $(VENV)/lint.log 2>&1 & \
 	$(PYTEST) -m "not slow" $(ARGS); tests=$$?; wait $$!; lint=$$?; cat $(VENV)/lint.log; exit $$((tests | lint))
 
-# What the fast tier leaves out: whole runs of many processes, several ranks, warm starts, benchmarks.
+# The slow tests: whole runs of many processes, several ranks, warm starts, benchmarks.
 test-slow: setup
 	$(PYTEST) -m slow $(ARGS)
 
-# Every test that needs no further environment.
+# All tests that need no other environment.
 test-all: setup lint
 	$(PYTEST) $(ARGS)
 
-# Real SGLang on a machine without a GPU: 3 GB, once. torch comes from the index that pip is set up with; the CPU's
-# torch is the smaller one.
+# Real SGLang on a machine without a GPU: 3 GB, once. torch comes from pip's configured index; the CPU build is smaller.
 sglang-env: $(SGLANG_STAMP)
 
 $(SGLANG_STAMP): requirements/sglang_cpu.txt
@@ -61,8 +60,8 @@ $(SGLANG_STAMP): requirements/sglang_cpu.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG_VERSION)
 	@touch $@
 
-# The engine contract over the fake, the embedded engine and real SGLang. FORAY_SGLANG_PYTHON names another
-# interpreter that has SGLang; FORAY_SGLANG_URL and FORAY_SGLANG_MODEL an SGLang that runs already.
+# The engine contract with the fake, the embedded engine and real SGLang. FORAY_SGLANG_PYTHON names another
+# interpreter with SGLang; FORAY_SGLANG_URL and FORAY_SGLANG_MODEL name a running SGLang server.
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine $(ARGS)
 
@@ -72,41 +71,41 @@ $(PEERS_STAMP): requirements/peers.txt
 	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps -r requirements/peers.txt
 	@touch $@
 
-# Published clients and servers of others against ours, and models of clients without a wheel, in
-# tests/contracts/test_client_models.py, which the fast tier runs too. Prints each client and what it did.
+# Third-party clients and servers against Foray, and models of clients without a wheel in
+# tests/contracts/test_client_models.py, which `make test` runs too. Prints each client and what it did.
 PEERS := tests/peers tests/contracts/test_client_models.py
 test-peers: setup $(PEERS_STAMP)
 	FORAY_PEERS_PYTHON="$(CURDIR)/$(PEERS_VENV)/bin/python" $(BIN)/python -m pytest $(PEERS) $(ARGS)
 
-# Known faults, built into a copy of the checkout one by one: the fast tier must notice each. ARGS="word" chooses some.
+# Known bugs, built into a copy of the checkout one by one: the fast tests must detect each. ARGS="word" selects some.
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(ARGS)
 
-# Every test of the fault table; writes its results into docs/reliability.md.
+# Run every test of the fault table, and write the results to docs/reliability.md.
 reliability: setup
 	$(BIN)/python tests/faults/report.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# The figures that are missing or whose code has changed, one by one, a quarter of an hour each at most, and the page
-# docs/benchmarks.md from them. ARGS="engine demo-0" makes these, ARGS=--force all of them.
+# Make missing and stale figures one by one, at most 15 minutes each, and generate docs/benchmarks.md from them.
+# ARGS="engine demo-0" selects figures, ARGS=--force makes all of them.
 figures: setup
 	$(BIN)/python -m benchmarks.figures $(ARGS)
 
-# The page alone, which marks as stale what was measured on other code.
+# Generate only the page, which marks figures of older code as stale.
 page: setup
 	$(BIN)/python -m benchmarks.figures --page
 
-# The pages that are made from code: settings, metrics, presets. The tests fail while one of them is stale.
+# Generate the pages made from code: settings, metrics, presets. Tests fail if one is out of date.
 reference: setup
 	for page in configuration metrics:observability presets; do \
 	  $(BIN)/python -m deploy.reference.$${page%:*} > $(VENV)/page.md && cp $(VENV)/page.md docs/$${page#*:}.md || exit 1; done
 
-# The pages as a site in site/, with every link checked. ARGS=--serve shows them at http://127.0.0.1:8000 while you write.
+# Build the documentation site in site/, with all links checked. ARGS=--serve serves it at http://127.0.0.1:8000.
 docs: setup
 	@$(BIN)/python -c 'import mkdocs, material' 2>/dev/null || $(BIN)/python -m pip install --quiet -c requirements/cpu.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --strict)
 
-# Real processes under faults, at random, for MINUTES. CONTROL=1: without the delivery rules, which the judge must see.
-# MAXMEMORY_MB=8: with a Redis that is full again and again.
+# Real processes under random faults for MINUTES. CONTROL=1: without the delivery rules, which the checker must detect.
+# MAXMEMORY_MB=8: with a Redis that is often full.
 MINUTES ?= 10
 SEED ?= 1
 PERSISTENCE ?= aof
@@ -115,13 +114,13 @@ CHAOS := $(BIN)/python tests/chaos/driver.py --seed $(SEED) --persistence $(PERS
 chaos: setup
 	$(CHAOS) $(if $(CONTROL),--control) $(if $(MAXMEMORY_MB),--maxmemory-mb $(MAXMEMORY_MB)) --minutes $(MINUTES) $(ARGS)
 
-# The product whole in virtual time, schedule after schedule for SECONDS; a seed that fails is played again, aloud.
+# Simulate the whole product in virtual time for SECONDS; a seed that fails is run again with its log.
 SECONDS ?= 60
 simulate: setup
 	$(BIN)/python tests/simulation/run.py --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
-# Malformed input for every decoder and every HTTP route: a table, and an exit code of 1 where anything was found.
-# ARGS=--json prints one JSON object; ARGS="--only codec.decode" takes one decoder.
+# Malformed input for every decoder and HTTP route: prints a table; exit code 1 if there are findings.
+# ARGS=--json prints one JSON object; ARGS="--only codec.decode" selects one decoder.
 INPUTS ?= 1000000
 REQUESTS ?= 20000
 fuzz: setup
@@ -135,8 +134,8 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Every package by hash (requirements/cpu.lock), and the bill of materials made from it. UV_ARGS="--extra-index-url ..."
-# for an index of one's own; torch+cpu comes from the index of CPU builds that PyTorch names.
+# Lock every package by hash (requirements/cpu.lock), and make the bill of materials. UV_ARGS="--extra-index-url ..."
+# adds an index; torch+cpu comes from PyTorch's index of CPU builds.
 lock: $(LOCK_STAMP)
 	$(LOCK_VENV)/bin/uv pip compile --quiet pyproject.toml --extra cpu --extra dev -c requirements/cpu.txt \
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \

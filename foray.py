@@ -1,8 +1,8 @@
-"""The public API: what a script, a reward, a tool or an algorithm of your own imports. Re-exports, nothing else.
+"""The public API for scripts, rewards, tools and algorithms outside this repository. Only re-exports.
 
 from foray import RewardInput, load_config
 
-Names that need torch are imported when they are first asked for: a rollout server's environment may lack it.
+Names that need torch are imported on first access: a rollout server's environment may not have torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TORCH = ("Algorithm", "LossOutput", "TokenInputs")
 
 
 def __getattr__(name: str) -> Any:
-    """Return the part of `learner.algorithms.base` that is called `name`."""
+    """Return `name` from `learner.algorithms.base`."""
     if name in _TORCH:
         return getattr(importlib.import_module("learner.algorithms.base"), name)
     raise AttributeError(f"module 'foray' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Benchmarks: each sets one figure of ours beside a baseline that ran on the same machine in the same run."""
+"""Benchmarks: each compares one figure of Foray with a baseline on the same machine in the same run."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ BENCHMARKS: dict[str, type[BenchSettings]] = {
     "transport": TransportBench,
     "weights": WeightsBench,
 }
-"""The benchmarks by name. To add one: a file with its settings class, and a line here."""
+"""The benchmarks by name. To add one, write a file with its settings class, and add a line here."""

@@ -1,9 +1,9 @@
-"""`foray bench async`: what training on data that is a few steps old buys, and what it costs.
+"""`foray bench async`: benefit and cost of training on data that is a few steps old.
 
 The whole ring runs at several `max_lag`, from the same warm-started model, with the same seeds. At lag 0 generation
-and training take turns: the time that the learner waits is generation's, the rest is training's. A ring that overlaps
-them can take no less than the longer of the two, so the bound of the speed-up is (generation + training) / max of both,
-measured in the same run. Value: trained tokens a second at lag 1; ratio: that over lag 0's.
+and training alternate: the learner waits for exactly the time of generation, the rest is training. A ring that overlaps
+them takes at least the longer of the two, so the bound of the speed-up is (generation + training) / max(both), measured
+in the same run. Value: trained tokens/s at lag 1. Ratio: that over lag 0.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 DISCARDED = ("filtered", "stale", "dead")
 LAST_STEPS = 10
-"""Steps over which the final exact match is a mean."""
+"""Number of steps over which the final exact match is averaged."""
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Steps `first` < step <= `last` are measured: the rest fills and drains the buffers."""
+    """Measure steps `first` < step <= `last`: the others fill and drain the buffers."""
 
     first: int
     last: int
@@ -44,31 +44,31 @@ class MeasuredSteps:
 
 @dataclass
 class CpuSamples:
-    """Processor seconds of all processes since their start, by the learner's step at which they were read."""
+    """CPU seconds of all processes since their start, by the learner's step at the time of reading."""
 
     by_step: dict[int, float] = field(default_factory=dict)
 
     def look(self, step: int, pids: Sequence[int]) -> None:
-        """Read them once a step."""
+        """Read them once per step."""
         if step not in self.by_step:
             self.by_step[step] = sum(tree_cpu_seconds(pid) for pid in pids)
 
     def between(self, window: MeasuredSteps) -> tuple[int, int, float]:
-        """First and last step that were seen in `window`, and the processor seconds between them."""
+        """Return the first and the last observed step in `window`, and the CPU seconds between them."""
         seen = sorted(step for step in self.by_step if window.first <= step <= window.last)
         if len(seen) < 2:
-            raise ForayError(f"only {len(seen)} steps in {window} were seen: measure more --steps")
+            raise ForayError(f"only {len(seen)} steps in {window} were observed: raise --steps")
         return seen[0], seen[-1], self.by_step[seen[-1]] - self.by_step[seen[0]]
 
 
 def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) -> dict[str, Any]:
-    """Run the whole ring and return its row of figures.
+    """Run the whole ring and return its figures.
 
-    pin  the rollout side (Redis, retriever, engine, rollout server) on one core and the learner on another, as on a
-         cluster each runs on its own machines. Without that, each side would use both cores while the other one
-         waits, and the run at lag 0 would not show how long each side takes alone.
+    pin  pin the rollout side (Redis, retriever, engine, rollout server) to one core and the learner to another, as on
+         a cluster with separate machines. Otherwise each side would use both cores while the other waits, and the run
+         at lag 0 would not show how long each side takes alone.
 
-    Raises ProcessFailed, and ForayError when a process had to be restarted.
+    Raises ProcessFailed, and ForayError if a process had to be restarted.
     """
     from deploy.demo.run import prepare
     from deploy.launcher.launcher import Launcher
@@ -87,7 +87,7 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
                 samples.look(step, [child.pid for child in launcher.supervisor.children.values()])
             time.sleep(0.05)
         if restarted := launcher.supervisor.restarts:
-            raise ForayError(f"{', '.join(restarted)} died and was started again: that run measures something else")
+            raise ForayError(f"{', '.join(restarted)} died and was restarted, so the measurement is invalid")
     directory = prepared.config.run.dir
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     from deploy.monitor.snapshot import read_ledger_totals
@@ -100,13 +100,13 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
 
 
 def figures(steps: Sequence[Mapping[str, Any]], window: MeasuredSteps, samples: CpuSamples) -> dict[str, Any]:
-    """Return what the learner's records, one a step, say of the window.
+    """Return the figures of the window from the learner's records, one per step.
 
-    wait_s, train_s  of a mean step: waiting for groups, and everything else (compute, publish, checkpoint). At lag 0
+    wait_s, train_s  mean per step: waiting for groups, and everything else (compute, publish, checkpoint). At lag 0
                      the learner waits exactly while the ring generates.
-    cores_used       processor seconds of a second, all processes; about 1 at lag 0, and more above it
-    lag_mean         mean age of the trained tokens, in steps
-    em_last          mean exact match in training of the run's last LAST_STEPS steps; None where none has one
+    cores_used       CPU seconds per second of all processes; about 1 at lag 0, and more above it
+    lag_mean         mean lag of the trained tokens, in steps
+    em_last          mean exact match in training over the last LAST_STEPS steps; None if no step has one
     """
     by_step = {record["step"]: record for record in steps}
     inside = [by_step[n] for n in range(window.first + 1, window.last + 1)]
@@ -115,7 +115,7 @@ def figures(steps: Sequence[Mapping[str, Any]], window: MeasuredSteps, samples: 
     wait = sum(record["seconds"]["wait"] for record in inside)
     low, high, cpu_s = samples.between(window)
     sampled = sum(by_step[n]["tokens_trained"] for n in range(low + 1, high + 1))
-    # a step in which no trajectory voted has no exact match
+    # a step without a valid trajectory has no exact match
     last = [record["reward/em"] for record in steps[-LAST_STEPS:] if "reward/em" in record]
     return {
         "tokens_per_s": tokens / seconds,
@@ -132,14 +132,14 @@ def figures(steps: Sequence[Mapping[str, Any]], window: MeasuredSteps, samples: 
 
 
 def _cores() -> tuple[int | None, int | None]:
-    """Return a core for the rollout side and one for the learner; none where there is only one."""
+    """Return a core for the rollout side and one for the learner; None if there is only one core."""
     cores = sorted(os.sched_getaffinity(0))
     return (cores[0], cores[1]) if len(cores) > 1 else (None, None)
 
 
 @contextmanager
 def _on(core: int | None) -> Iterator[None]:
-    """What is started in the block runs on `core` only, and so does all that it starts."""
+    """Pin processes started in the block, and their children, to `core`."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -150,7 +150,7 @@ def _on(core: int | None) -> Iterator[None]:
 
 
 def warm_model(directory: Path, say: Say) -> Path:
-    """The demo's warm-started model of seed 0 in `directory`, made if there is none; only a whole one is ever seen."""
+    """Return the demo's warm-started model of seed 0 in `directory`; create it, atomically, if it is missing."""
     from deploy.demo.warmstart import warm_start
 
     if not directory.exists():
@@ -164,9 +164,9 @@ Row = Mapping[str, Any]
 
 
 class AsyncBench(BenchSettings):
-    """The ring and its runs."""
+    """Settings of `foray bench async`."""
 
-    help: ClassVar[str] = "the whole ring at several max_lag, against lag 0 and against the longer of both sides"
+    help: ClassVar[str] = "the whole ring at several max_lag, against lag 0 and against the ideal overlap"
     quick: ClassVar[dict[str, Any]] = {"steps": 12, "skip": 3, "seeds": (0,), "lags": (0, 1), "groups_per_step": 8}
     targets: ClassVar[tuple[Target, ...]] = (Target("of_bound", 0.9, "speed-up at lag 1 over the bound"),)
     modules: ClassVar[tuple[str, ...]] = (
@@ -175,24 +175,24 @@ class AsyncBench(BenchSettings):
     )
 
     lags: tuple[int, ...] = Field(default=(0, 1, 2, 4), min_length=2)
-    """run.max_lag of the runs, 0 among them: 0,1,2,4."""
+    """Values of run.max_lag, including 0: 0,1,2,4."""
     seeds: tuple[int, ...] = Field(default=(0, 1), min_length=1)
-    """Of world, questions and sampler; each lag runs with each: 0,1."""
+    """Random seeds of world, questions and sampler, each used with each lag: 0,1."""
     steps: int = Field(default=36, ge=1)
-    """Optimiser steps of a run."""
+    """Optimiser steps per run."""
     skip: int = Field(default=5, ge=1)
-    """First steps that are not measured. Nor are the last ones, as many as the largest lag and one more: by then
-    everything is generated, and a run at a large lag only trains."""
+    """Number of first steps that are not measured. The last ones (largest lag + 1) are not measured either: by then
+    everything is generated, and a run with a large lag only trains."""
     groups_per_step: int = Field(default=16, ge=1)
-    """Groups of 8 trajectories in a batch."""
+    """Groups (of 8 trajectories) per batch."""
     model: Path | None = None
-    """A warm-started model of the demo; none: one is made first, which takes a minute or two."""
+    """Warm-started model of the demo. None: create one first, which takes a minute or two."""
     dir: Path | None = None
-    """Folder that keeps the model and each run's figures: what is there is not run again. None: keeps nothing."""
+    """Folder for the model and the figures of each run; existing results are reused. None: keep nothing."""
     pin: bool = True
-    """Run the learner on one core and everything else on another one, at every lag."""
+    """Pin the learner to one core and all other processes to another, at every lag."""
     overrides: tuple[str, ...] = ()
-    """More settings of the demo for all runs, with commas: learner.optim.lr=0.0005."""
+    """Further settings of the demo for all runs, comma-separated: learner.optim.lr=0.0005."""
 
     @field_validator("lags", "seeds", "overrides", mode="before")
     @classmethod
@@ -202,18 +202,20 @@ class AsyncBench(BenchSettings):
     @model_validator(mode="after")
     def _enough(self) -> AsyncBench:
         if 0 not in self.lags or max(self.lags) == 0 or len(set(self.lags)) < len(self.lags):
-            raise ValueError(f"lags {self.lags} must be different and hold 0 and another one")
+            raise ValueError(f"lags {self.lags} must be different and contain 0 and another one")
         if self.last_step - self.skip < 2:
-            raise ValueError(f"steps = {self.steps} leaves fewer than 2 to measure: skip {self.skip} and the last ones")
+            raise ValueError(
+                f"steps = {self.steps} leaves fewer than 2 to measure: {self.skip} and the last are skipped"
+            )
         return self
 
     @property
     def last_step(self) -> int:
-        """Last step that is measured."""
+        """Return the last step to measure."""
         return self.steps - max(self.lags) - 1
 
     def measure(self, say: Say) -> BenchResult:
-        """Seed after seed, at each lag one whole run: what the machine does meanwhile hits all lags alike."""
+        """Run each lag once per seed, in turn, so that other load on the machine affects all lags alike."""
         with ExitStack() as stack:
             directory = self.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foray-bench-")))
             directory.mkdir(parents=True, exist_ok=True)
@@ -246,7 +248,7 @@ class AsyncBench(BenchSettings):
 
 
 def kept(path: Path, key: object, run: Callable[[], Row]) -> Row:
-    """The row in `path` if it was measured under the same `key`; else that of `run`, which is then kept there."""
+    """Return the row in `path` if it was measured with the same `key`, else call `run` and save its row."""
     if path.exists():
         found = json.loads(path.read_text())
         if found["key"] == key:
@@ -258,7 +260,7 @@ def kept(path: Path, key: object, run: Callable[[], Row]) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> BenchResult:
-    """Return the means over the seeds for each lag; the bound from the rows at lag 0 alone."""
+    """Return means over the seeds for each lag; the bound is from the rows at lag 0."""
     by_lag = {
         lag: _means([row for row in rows if row["max_lag"] == lag]) for lag in sorted({r["max_lag"] for r in rows})
     }

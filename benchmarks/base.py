@@ -1,4 +1,4 @@
-"""What a benchmark is: settings that measure themselves, and a figure that comes with its baseline."""
+"""Base of the benchmarks: settings that run the measurement, and a figure with its baseline."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any, ClassVar
 from protocol.settings import Settings
 
 Say = Callable[[str], None]
-"""Told of progress, a line at a time."""
+"""Receives progress lines."""
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One figure and what it is compared with.
+    """One figure and its baseline.
 
     value     in `unit`
-    baseline  what the same machine did in the same run without us: `name` says what it is, the rest are its figures
-    ratio     ours against the baseline, higher is better
-    details   everything else that is worth keeping, by name
+    baseline  the same work without Foray on the same machine in the same run: `name`, and its figures
+    ratio     Foray relative to the baseline, higher is better
+    details   further figures by name
     """
 
     value: float
@@ -37,9 +37,9 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Target:
-    """A goal of the project: the figure at `path` of the report (`ratio`, `load.p99_s`) is at least `at_least`.
+    """A target: the figure at `path` in the report (`ratio`, `load.p99_s`) is at least `at_least`.
 
-    text  what that figure is, for people
+    text  description of that figure
     """
 
     path: str
@@ -48,30 +48,30 @@ class Target:
 
 
 class BenchSettings(Settings):
-    """Base of every benchmark. Its fields are the flags of `foray bench`; importing it must import nothing heavy."""
+    """Base of every benchmark. Its fields are the flags of `foray bench`; keep imports of its module light."""
 
     help: ClassVar[str] = ""
     """One line for `foray bench --help`."""
     quick: ClassVar[dict[str, Any]] = {}
-    """Settings of `--quick`: everything runs, the figures mean little."""
+    """Settings of `--quick`: a short run of all parts, whose figures are not meaningful."""
 
     targets: ClassVar[tuple[Target, ...]] = ()
-    """What is aimed at; the report says of each whether it was met."""
+    """Targets; the report shows whether each is met."""
     modules: ClassVar[tuple[str, ...]] = ()
-    """Files and folders, from the repository's root, that the figure depends on: when one changes it is stale."""
+    """Files and folders, from the repository's root, that the figure depends on: a change makes it stale."""
 
     runner: ClassVar[str] = ""
     """"module:function" that takes the settings and `say`: what measures, where `measure` is not overridden."""
 
     def measure(self, say: Say) -> BenchResult:
-        """Run ours and the baseline. Leaves no process behind, whatever happens."""
+        """Run Foray and the baseline. Leaves no process behind, even on errors."""
         result: BenchResult = resolve_name(self.runner)(self, say)
         return result
 
 
 def machine_facts() -> dict[str, Any]:
-    """Plain values for the report. `load_1m`: the load average of the last minute, as of now; `commit`: "" where the
-    code is not a git checkout, with "-dirty" where it differs from the commit.
+    """Return facts for the report. `load_1m`: load average of the last minute; `commit`: "" outside a git checkout,
+    with "-dirty" if the code differs from the commit.
     """
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -84,7 +84,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Figures are made one after the other: those below docs, and their page, do not make the code dirty."""
+    """Return the commit. Changes to figures and their page below docs do not make the code dirty."""
     try:
         commit = _git("describe", "--always", "--exclude=*")
         return f"{commit}-dirty" if _git("diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)docs") else commit
@@ -107,20 +107,20 @@ def _cpu_name() -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that process `pid` has used so far, all its threads, user and system; in ticks of 10 ms."""
-    # the command's name, in brackets, may hold blanks: count from behind it
+    """Return the CPU time of process `pid`, all threads, user and system, with a resolution of 10 ms."""
+    # the command's name, in brackets, may contain spaces: count from its end
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def tree_cpu_seconds(root: int) -> float:
-    """Processor time of process `root` and all its living descendants, in seconds. Sessions do not matter: a node's
-    engine leads another one."""
+    """Return the CPU time of process `root` and its living descendants, in seconds, in any session: the engine of a
+    node leads its own."""
     parents, seconds = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
         pid = int(stat.parent.name)
         parents[pid] = int(fields[1])

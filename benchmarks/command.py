@@ -1,4 +1,4 @@
-"""The body of `foray bench`: settings as flags, the report as JSON or as a table."""
+"""Implement `foray bench`: settings as flags, the report as JSON or as a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def subcommands() -> dict[str, str]:
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the settings of benchmark `name` as flags."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="a small run: everything happens, the figures mean little")
+    parser.add_argument(
+        "--quick", action="store_true", help="a short run of all parts, whose figures are not meaningful"
+    )
     settings = parser.add_argument_group("settings")
     for field, facts in BENCHMARKS[name].model_fields.items():
         default = ",".join(map(str, facts.default)) if isinstance(facts.default, tuple) else facts.default
@@ -35,7 +37,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print the report. Returns 0; raises UserError for settings that do not fit the benchmark."""
+    """Run the benchmark and print its report. Return 0. Raises UserError for settings that it cannot use."""
     kind = BENCHMARKS[args.action]
     given = {name[4:]: value for name, value in vars(args).items() if name.startswith("set_")}
     settings = section({args.action: (kind.quick if args.quick else {}) | given}, args.action, kind)
@@ -59,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send stdout to stderr, also that of child processes: libraries print while they are imported.
+    """Redirect stdout to stderr, also for child processes: libraries print while they are imported.
 
-    The report alone goes to stdout, so that `--json` is one JSON object.
+    Only the report goes to stdout, so that `--json` prints one JSON object.
     """
     sys.stdout.flush()
     saved = os.dup(1)
@@ -75,7 +77,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def rounded(value: Any) -> Any:
-    """Return `value` with every float at four significant digits: more would be noise."""
+    """Return `value` with every float rounded to four significant digits."""
     match value:
         case float():
             return float(f"{value:.4g}")
@@ -88,7 +90,7 @@ def rounded(value: Any) -> Any:
 
 
 def table(report: dict[str, Any], indent: str = "") -> list[str]:
-    """Return the report for people, a figure a line; a list of records has its names above the columns."""
+    """Return the report as text, one figure per line; a list of records becomes a table."""
     lines = []
     for name, value in report.items():
         if isinstance(value, dict):

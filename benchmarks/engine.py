@@ -1,8 +1,8 @@
-"""`foray bench engine`: tokens a second of the embedded engine, against `generate` of transformers.
+"""`foray bench engine`: tokens/s of the embedded engine, against `generate` of transformers.
 
-The same model, prompts, lengths and threads, round by round in turn. Ours goes over HTTP and returns log-probs, as
-rollouts need them; the baseline is one static batch in a separate process without either, and since all lengths are
-equal it pads nothing: its best case. Value and ratio are of streaming requests, which is how rollouts generate.
+The same model, prompts, lengths and threads, in alternating rounds. Foray uses HTTP and returns log-probs, as rollouts
+need them. The baseline is one static batch in a separate process without either; all lengths are equal, so it pads
+nothing: its best case. Value and ratio are of streaming requests, as in rollouts.
 
 loop       consumes              produces             waits for               unblocked by
 rounds_of  prompts from a seed   seconds a round      every answer            the engines
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 600.0
 FIRST_ID = 16
-"""Ids below are often control tokens."""
+"""Smaller ids are often control tokens."""
 
 
 @dataclass(frozen=True)
 class BenchedEngine:
-    """An engine at `url`; `pid` 0: not a process of ours."""
+    """An engine at `url`; `pid` 0: not started by the benchmark."""
 
     url: str
     pid: int = 0
@@ -52,7 +52,7 @@ class BenchedEngine:
 
 @contextmanager
 def embedded_engine(directory: Path, model: Path, threads: int, say: Say) -> Iterator[BenchedEngine]:
-    """The engine as a process for the time of the block. Raises ProcessFailed when it does not start."""
+    """Run the engine as a process while the block runs. Raises ProcessFailed if it does not start."""
     url = f"http://127.0.0.1:{free_port()}"
     argv = python("rollout_server.cpu_engine", "--model-path", str(model), "--port", url.rpartition(":")[2])
     argv += ("--threads", str(threads), "--log-level", "warning")
@@ -67,7 +67,7 @@ def embedded_engine(directory: Path, model: Path, threads: int, say: Say) -> Ite
 
 
 class Baseline:
-    """`benchmarks.hf_generate` as a child: a line with prompts in, a line with seconds out."""
+    """`benchmarks.hf_generate` as a child process: a line with prompts in, a line with seconds out."""
 
     def __init__(self, directory: Path, model: Path, threads: int) -> None:
         self._log = directory / "transformers.log"
@@ -81,7 +81,7 @@ class Baseline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # its input ends, and so does it; one that computes is not waited for
+        # it exits at the end of its input; do not wait for one that computes
         for pipe in self._pipes():
             with suppress(BrokenPipeError):  # of a line that a dead child did not read
                 pipe.close()
@@ -90,7 +90,7 @@ class Baseline:
         self._process.wait()
 
     def round(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
-        """Return one batch. Raises ForayError when the child died."""
+        """Run one batch and return its figures. Raises ForayError if the child died."""
         stdin, stdout = self._pipes()
         try:
             stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
@@ -111,7 +111,7 @@ class Baseline:
 async def rounds_of(
     settings: EngineBench, engine: BenchedEngine, baseline: Baseline, say: Say
 ) -> list[dict[str, dict[str, float]]]:
-    """[rounds] name -> figures of that round. The warm-up is left out."""
+    """Return name -> figures for each round, without the warm-up."""
     import aiohttp
 
     draw = random.Random(settings.seed)
@@ -125,7 +125,7 @@ async def rounds_of(
             ]
             row["transformers"] = await asyncio.to_thread(baseline.round, prompts, settings.new_tokens)
             for kind, target, stream in _kinds(settings, engine):
-                # new prompts each time: a cached prefix would be work left out
+                # new prompts each time: a cached prefix would save work
                 prompts = [[draw.randrange(FIRST_ID, vocab) for _ in prompt] for prompt in prompts]
                 row[kind] = await _round(session, settings, target, prompts, stream=stream)
             shown = ", ".join(f"{kind} {figures['tokens_per_s']:.0f}" for kind, figures in row.items())
@@ -155,7 +155,7 @@ async def _round(
     *,
     stream: bool,
 ) -> dict[str, float]:
-    """All prompts at once to one engine. Raises ForayError when one is not answered in full."""
+    """Send all prompts to one engine at the same time. Raises ForayError if an answer is incomplete."""
     cpu = cpu_seconds(target.pid) if target.pid else 0.0
     begun = time.monotonic()
     counts = await asyncio.gather(*(_ask(session, settings, target.url, prompt, stream=stream) for prompt in prompts))
@@ -173,7 +173,7 @@ async def _round(
 async def _ask(
     session: aiohttp.ClientSession, settings: EngineBench, url: str, prompt: Sequence[int], *, stream: bool
 ) -> int:
-    """Tokens that came back. Chunks are read and only the last is decoded, so that the load costs little itself."""
+    """Return the number of tokens received. Only the last chunk is decoded, so that the client costs little."""
     import aiohttp
 
     sampling: dict[str, Any] = {"max_new_tokens": settings.new_tokens, "temperature": 1.0, "ignore_eos": True}
@@ -200,9 +200,9 @@ async def _json(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 class EngineBench(BenchSettings):
-    """The load."""
+    """Settings of `foray bench engine`."""
 
-    help: ClassVar[str] = "tokens a second of the embedded engine against transformers' generate"
+    help: ClassVar[str] = "tokens/s of the embedded engine against transformers' generate"
     quick: ClassVar[dict[str, Any]] = {"concurrency": 4, "prompt_tokens": 16, "new_tokens": 16, "rounds": 1}
     targets: ClassVar[tuple[Target, ...]] = (
         Target("ratio", 3.0, "tokens a second, streaming, over transformers' generate"),
@@ -216,26 +216,26 @@ class EngineBench(BenchSettings):
     )
 
     model: Path | None = None
-    """Directory of a model in Hugging Face layout; none: the demo's, as it is before any training."""
+    """Directory of a model in Hugging Face layout. None: the demo's model, untrained."""
     concurrency: int = Field(default=64, ge=1)
-    """Requests at once, rows of the baseline's batch."""
+    """Concurrent requests, and rows in the baseline's batch."""
     prompt_tokens: int = Field(default=64, ge=1)
-    """Tokens of each prompt; no two prompts are alike."""
+    """Tokens per prompt; all prompts differ."""
     new_tokens: int = Field(default=128, ge=1)
-    """Tokens generated for each."""
+    """Tokens generated per prompt."""
     stream_interval: int = Field(default=8, ge=1)
     """Tokens between two chunks of a streaming request."""
     rounds: int = Field(default=5, ge=1)
-    """Repetitions, of which the median counts; one more goes before to warm up."""
+    """Number of rounds, of which the median counts, after one warm-up round."""
     threads: int = Field(default=1, ge=1)
-    """Threads of torch, in the engine and in the baseline."""
+    """torch threads, in the engine and in the baseline."""
     seed: int = 0
-    """Of the prompts."""
+    """Random seed of the prompts."""
     url: str = ""
-    """Another engine that speaks SGLang's API and holds the same model, to be measured beside."""
+    """URL of another engine with SGLang's API and the same model, to measure as well."""
 
     def measure(self, say: Say) -> BenchResult:
-        """Start the engine and the baseline, give each its rounds in turn, and stop them."""
+        """Start the engine and the baseline, run their rounds in turn, and stop them."""
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
             directory = Path(name)
             model = self.model or _demo_model(directory / "model")
@@ -261,7 +261,7 @@ class EngineBench(BenchSettings):
 
 
 def _figures(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Return the medians of one engine's rounds. Processor time is known for processes of ours only."""
+    """Return the medians over the rounds of one engine. CPU time is known only for processes started here."""
     return {name: median(row[name] for row in rows) for name in rows[0]}
 
 
@@ -273,5 +273,5 @@ def _demo_model(directory: Path) -> Path:
 
 
 def python(module: str, *argv: str) -> tuple[str, ...]:
-    """Command line of a module of ours."""
+    """Return the command line of a Python module."""
     return (sys.executable, "-m", module, *argv)

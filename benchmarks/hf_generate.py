@@ -1,6 +1,6 @@
-"""The baseline of the engine benchmark: `generate` of transformers, one static batch a round.
+"""The baseline of the engine benchmark: `generate` of transformers, one static batch per round.
 
-`python -m benchmarks.hf_generate MODEL THREADS`. Reads {"prompts", "new_tokens"} a line, answers seconds a line.
+`python -m benchmarks.hf_generate MODEL THREADS`. Reads {"prompts", "new_tokens"} per line, answers seconds per line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         ids = torch.tensor(asked["prompts"])
-        # no end of sequence: every row has the length that is asked for
+        # no end of sequence: every row has the requested length
         config = GenerationConfig(
             do_sample=True, top_k=0, max_new_tokens=asked["new_tokens"], eos_token_id=None, pad_token_id=0
         )

@@ -1,10 +1,10 @@
-"""Compare the token ids of observations with the encoding of the authors' own code.
+"""Compare the token ids of observations with the encoding in the original code.
 
     python -m benchmarks.observation_tokens --model DIR --passages corpus.jsonl
 
 `--model` is a directory with a `tokenizer.json`; no weights are read. Search-R1 (`generation.py`, a14dc3a) and ReSearch
-(`vllm_rollout.py`, 4bdb872) encode an observation as one text with the model's tokenizer. Here that text is written
-and encoded apart from `rollout_server`, and the ids are compared for random sets of passages.
+(`vllm_rollout.py`, 4bdb872) encode an observation as one text with the model's tokenizer. This script builds and
+encodes that text independently of `rollout_server`, and compares the ids for random sets of passages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def search_r1(contents: Sequence[str]) -> str:
 
 
 def research(contents: Sequence[str]) -> str:
-    """Return the observation of ReSearch: documents as they are, an empty line between them."""
+    """Return the observation of ReSearch: unchanged documents, separated by an empty line."""
     return " <result>\n" + "\n\n".join(contents).strip() + "\n</result>"
 
 
@@ -43,9 +43,9 @@ ORIGINALS: dict[str, tuple[str, int, int, Callable[[Sequence[str]], str]]] = {
     "search_r1": ("search_r1", 3, 500, search_r1),
     "research": ("research_base", 5, 8192, research),
 }
-"""Name -> template, passages of a search, most tokens of an observation, the original's text."""
+"""Name -> template, passages per search, maximum tokens of an observation, the original's text."""
 _DAY = date(2026, 1, 31)
-"""For chat templates that say the day; observations do not depend on it."""
+"""Date for chat templates that contain one; observations do not depend on it."""
 
 
 def compare(
@@ -53,9 +53,9 @@ def compare(
 ) -> str:
     """Return how one observation's ids compare with the original's: equal, cut, escaped or different.
 
-    cut      the original is longer than `limit`, and ours equals it up to our closing tag
-    escaped  a passage holds a protocol tag or a control token of the model: ours equals the original's text over the
-             neutralised passages, in which nothing is a control token, whole or cut
+    cut      the original is longer than `limit`, and Foray's equals it up to the closing tag
+    escaped  a passage contains a protocol tag or a control token: Foray's equals the original's text over the escaped
+             passages, which contain no control token, complete or cut
     """
     ours = environment.observation([Passage(contents=document) for document in contents], limit)
     theirs = environment.tokenizer.encode_trusted(original(contents))
@@ -73,11 +73,11 @@ def _alike(ours: Sequence[int], theirs: Sequence[int], limit: int, environment: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print one JSON object for each original; 1 when an observation differs for no reason that is known."""
+    """Print one JSON object per original. Return 1 if an observation differs for an unknown reason."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="directory with a tokenizer.json")
     parser.add_argument("--passages", type=Path, required=True, help='JSON lines with "contents"')
-    parser.add_argument("--count", type=int, default=1000, help="observations of each original (default: 1000)")
+    parser.add_argument("--count", type=int, default=1000, help="observations per original (default: 1000)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     lines = args.passages.read_text(encoding="utf-8").splitlines()

@@ -1,8 +1,8 @@
-"""`foray bench packing`: the share of what a forward pass reads that is not padding.
+"""`foray bench packing`: the share of tokens in a forward pass that are not padding.
 
-The learner's own `build_batch` on a batch of skewed lengths, against padding the same trajectories to the longest of
-their micro-batch, with as many trajectories in each: in the order in which they came, as a plain loop does, and
-sorted by length, which is the best that padding can do. Nothing is timed: the shares depend on the lengths alone.
+The learner's `build_batch` on a batch of skewed lengths, against padding the same trajectories to the longest of their
+micro-batch, with as many trajectories in each: in order of arrival, as a plain loop does, and sorted by length, which
+is the best case of padding. Nothing is timed: the shares depend only on the lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PackingBench(SkewedBatch):
-    """The batches, and how they are packed."""
+    """Settings of `foray bench packing`."""
 
     help: ClassVar[str] = "share of tokens that are not padding, against padded batches of the same trajectories"
     quick: ClassVar[dict[str, Any]] = {"groups": 16, "batches": 2}
@@ -36,16 +36,16 @@ class PackingBench(SkewedBatch):
     )
 
     row_tokens: int = Field(default=8192, ge=1)
-    """Tokens of a packed row."""
+    """Tokens per packed row."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens of one forward pass."""
+    """Maximum tokens per forward pass."""
     ranks: int = Field(default=8, ge=1)
-    """Ranks among which micro-batches are dealt, for `rank_balance`."""
+    """Ranks to distribute micro-batches to, for `rank_balance`."""
     batches: int = Field(default=8, ge=1)
-    """Batches, each newly drawn; the figures are means over them, `worst` is the smallest share."""
+    """Number of random batches; the figures are means over them, `worst` is the smallest share."""
 
     def measure(self, say: Say) -> BenchResult:
-        """Packs and pads each batch."""
+        """Pack and pad each batch."""
         rows = []
         for number in range(self.batches):
             rows.append(shares(self, number))
@@ -69,10 +69,10 @@ class PackingBench(SkewedBatch):
 
 
 def shares(settings: PackingBench, number: int) -> dict[str, float]:
-    """Figures of one batch."""
+    """Return the figures of one batch."""
     from learner.data.batch import split_for_ranks
 
-    # one micro-batch for each trajectory: what has to be read of it
+    # one micro-batch per trajectory: its input tokens
     alone = _batch(settings, number, row_tokens=0, micro_batch_tokens=1)
     lengths = {int(m.trajectory[0]): m.ids.size for m in alone.micro_batches}
     arrived = [lengths[i] for i in sorted(lengths)]
@@ -112,6 +112,6 @@ def _batch(settings: PackingBench, number: int, *, row_tokens: int, micro_batch_
 
 
 def padded_share(lengths: Sequence[int], each: int) -> float:
-    """Share that is not padding when every `each` trajectories are padded to the longest of them."""
+    """Return the share that is not padding if every `each` trajectories are padded to the longest of them."""
     parts = [lengths[i : i + each] for i in range(0, len(lengths), each)]
     return sum(lengths) / sum(len(part) * max(part) for part in parts)

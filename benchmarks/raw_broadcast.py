@@ -1,4 +1,4 @@
-"""The baseline of `foray bench weights`: one tensor from rank 0 to all others, by torch and gloo alone.
+"""The baseline of `foray bench weights`: one tensor from rank 0 to all others, with torch and gloo only.
 
     python -m benchmarks.raw_broadcast STORE RANK WORLD BYTES ROUNDS
 
@@ -14,7 +14,7 @@ from datetime import timedelta
 
 
 def main(store: str, rank: int, world: int, num_bytes: int, rounds: int) -> None:
-    """One rank; `store` is the path of a file that all ranks share."""
+    """Run one rank; `store` is the path of a file that all ranks share."""
     import torch
     from torch import distributed
 

@@ -1,4 +1,4 @@
-"""What every figure carries: where and when it was measured, on which code, and whether its targets were met."""
+"""Facts of every figure: machine, date, code version, and whether its targets were met."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from benchmarks.base import Target, machine_facts
 
 ROOT = Path(__file__).parents[1]
 CODE = frozenset({".py", ".lua", ".yaml"})
-"""Suffixes of what decides how code behaves; anything else in a package is documentation."""
+"""Suffixes of files that affect behaviour; all others in a package are documentation."""
 
 
 class Circumstances:
-    """Of one measurement: made before it begins, asked when it is over."""
+    """Circumstances of one measurement: create it before, call `facts` after."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules, self._facts, self._begun = list(modules), machine_facts(), time.monotonic()
         self._hash = digest(modules)
 
     def facts(self, report: Mapping[str, Any], targets: Sequence[Target]) -> dict[str, Any]:
-        """`machine` (load before and after), `modules` (what was measured, and its hash) and `targets` of `report`."""
+        """Return `machine` (load before and after), `modules` (measured code and hash) and `targets` of `report`."""
         after = {"load_1m_end": machine_facts()["load_1m"], "run_s": time.monotonic() - self._begun}
         return {
             "targets": [judged(target, report) for target in targets],
@@ -37,7 +37,7 @@ class Circumstances:
 
 
 def judged(target: Target, report: Mapping[str, Any]) -> dict[str, Any]:
-    """The target with the figure and `met`: None where the report has no such figure (its contender was absent)."""
+    """Return the target with its figure and `met`: None if the report has no such figure."""
     value: Any = report
     for name in target.path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -54,7 +54,7 @@ def judged(target: Target, report: Mapping[str, Any]) -> dict[str, Any]:
 def digest(modules: Sequence[str], root: Path = ROOT) -> str:
     """Return 16 hexadecimal digits over names and code of the files and folders that `modules` match.
 
-    Comments and docstrings of Python do not count: they change no figure.
+    Python comments and docstrings are ignored: they do not affect figures.
     Raises FileNotFoundError for a module that matches nothing.
     """
     whole = sha256()

@@ -1,9 +1,9 @@
-"""`foray bench weights`: from the learner's memory into every engine, against the bytes alone.
+"""`foray bench weights`: weight updates from the learner's memory to every engine, against moving the bytes only.
 
-A model made on the spot goes from this process to embedded engines in processes of their own, as versions of a
-policy: gathered, sent or written, verified, swapped in, until the last engine says that it is READY at the new one.
-The baselines move the same bytes and do nothing else: gloo's broadcast between as many processes, and a copy of the
-file. Value and ratio are of `distributed` to the most engines. Engines are idle, so pauses are of the swap alone.
+This process publishes versions of a random model to embedded engines in separate processes: gather, send or write,
+verify, load, until the last engine is READY at the new version. The baselines only move the same bytes: gloo's
+broadcast between as many processes, and a copy of the file. Value and ratio are of `distributed` with the most engines.
+Engines are idle, so pauses are due to the update alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WeightsFleet:
         self.epoch = 0
 
     def begin(self, settings: DiskPublishSettings | DistributedPublishSettings) -> WeightPublisher:
-        """Take the lease under a new epoch, and return its publisher."""
+        """Acquire the lease with a new epoch, and return its publisher."""
         from learner.weights import build_publisher
 
         epoch = self.store.acquire("bench", self.epoch, LEASE_MS, takeover=True)
@@ -67,10 +67,10 @@ class WeightsFleet:
         return build_publisher(settings, self.run, sorted(self.run.model.glob("*.json")), self.store)
 
     def publish(self, publisher: WeightPublisher, step: int, weights: dict[str, torch.Tensor]) -> tuple[float, float]:
-        """(seconds until it was announced, seconds until every engine was READY at it)."""
+        """Return (seconds until the announcement, seconds until every engine was READY at the version)."""
         version = PolicyVersion(self.epoch, step)
         began = time.monotonic()
-        # a copy each, as a training engine yields them
+        # copies, as from a training engine
         update = publisher.publish(version, ((name, tensor.clone()) for name, tensor in weights.items()))
         publisher.announce(update, "ready")
         announced = time.monotonic() - began
@@ -80,7 +80,7 @@ class WeightsFleet:
         return announced, whole
 
     def await_version(self, version: PolicyVersion) -> list[EngineInfo]:
-        """Return the engines, once each of them is READY at `version`."""
+        """Wait until every engine is READY at `version`, and return the engines."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             engines = self.store.engines()
@@ -88,11 +88,11 @@ class WeightsFleet:
                 return engines
             if time.monotonic() > deadline:
                 states = ", ".join(f"{e.id} is {e.state} at {e.version.label} {e.detail}" for e in engines)
-                raise ForayError(f"the engines did not get {version.label} within {TIMEOUT_S:g} s: {states}")
+                raise ForayError(f"the engines did not load {version.label} within {TIMEOUT_S:g} s: {states}")
             time.sleep(POLL_S)
 
     def pauses(self) -> list[float]:
-        """Return seconds that each engine was paused by its last update."""
+        """Return the pause of each engine in its last update, in seconds."""
         return [engine.pause_s for engine in self.store.engines()]
 
 
@@ -127,7 +127,7 @@ PHASES = ("gather", "prepare", "transfer", "verify", "commit")
 
 
 class WeightsBench(BenchSettings):
-    """The model and how often it is published."""
+    """Settings of `foray bench weights`."""
 
     help: ClassVar[str] = "publishing a policy version into engines, against raw broadcast and raw file copy"
     quick: ClassVar[dict[str, Any]] = {"megabytes": 8, "engines": (1,), "rounds": 2}
@@ -142,17 +142,17 @@ class WeightsBench(BenchSettings):
     )
 
     megabytes: int = Field(default=100, ge=1, le=4096)
-    """Size of the weights, about, in MB."""
+    """Approximate size of the weights, in MB."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and of the engines' tensors."""
+    """dtype of the weights and of the engines' tensors."""
     engines: tuple[int, ...] = Field(default=(1, 2), min_length=1)
     """Numbers of engines to measure with: 1,2."""
     rounds: int = Field(default=5, ge=1)
-    """Versions for each transport, of which the median counts; one more goes before."""
+    """Versions per transport, of which the median counts, after one warm-up version."""
     bucket_mb: int = Field(default=256, ge=1)
-    """MiB of one broadcast, as `learner.publish.bucket_mb`."""
+    """Size of one broadcast in MiB, as `learner.publish.bucket_mb`."""
     fsync: bool = True
-    """Files are flushed to the device, ours and the baseline's."""
+    """Flush files to the device, for Foray and for the baseline."""
 
     @field_validator("engines", mode="before")
     @classmethod
@@ -160,7 +160,7 @@ class WeightsBench(BenchSettings):
         return value.split(",") if isinstance(value, str) else value
 
     def measure(self, say: Say) -> BenchResult:
-        """Measure both transports and both baselines, for each number of engines in turn."""
+        """Measure both transports and both baselines for each number of engines."""
         import torch
 
         torch.set_num_threads(1)
@@ -191,11 +191,13 @@ class WeightsBench(BenchSettings):
         return row
 
     def _publish(self, fleet: WeightsFleet, settings: Any, weights: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Medians over the rounds. Raises ForayError when a version did not go by the transport that is measured."""
+        """Return medians over the rounds. Raises ForayError if a version did not use the measured transport."""
         publisher = fleet.begin(settings)
         seen, facts = [], dict(publisher.facts())
         try:
-            for step in range(self.rounds + 2):  # the first of an epoch goes by files, the next one makes the group
+            for step in range(
+                self.rounds + 2
+            ):  # the first version of an epoch uses files, the next one creates the group
                 announced, whole = fleet.publish(publisher, step, weights)
                 facts = dict(publisher.facts())
                 phases = {f"{phase}_s": facts.get(f"publish_{phase}_s", 0.0) for phase in PHASES}
@@ -203,7 +205,9 @@ class WeightsBench(BenchSettings):
         finally:
             publisher.close()
         if settings.type == "distributed" and facts["publish_distributed"] != self.rounds + 1:
-            raise ForayError(f"only {facts['publish_distributed']:.0f} of {self.rounds + 1} versions were sent")
+            raise ForayError(
+                f"only {facts['publish_distributed']:.0f} of {self.rounds + 1} versions used the transport"
+            )
         figures = {name: median(one[name] for one in seen[2:]) for name in seen[0]}
         if settings.type == "disk":
             figures = {name: figures[name] for name in ("seconds", "announced_s", "pause_s")}
@@ -236,7 +240,7 @@ def _summary(rows: list[dict[str, Any]]) -> BenchResult:
 
 
 def _model(directory: Path, megabytes: int, dtype: str) -> dict[str, torch.Tensor]:
-    """Return a Qwen2 of random weights, about that large, saved with a small tokenizer."""
+    """Return a Qwen2 with random weights of about this size, saved with a small tokenizer."""
     import torch
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -269,7 +273,7 @@ def _bytes(weights: dict[str, torch.Tensor]) -> int:
 
 
 def _raw_broadcast(store: Path, world: int, num_bytes: int, rounds: int) -> list[float]:
-    """Return seconds of each round."""
+    """Return the seconds of each round."""
     ranks = [
         subprocess.Popen(
             [

@@ -2,20 +2,20 @@
 
     python requirements/sglang_cpu_launch.py --model-path DIR --device cpu ...
 
-It runs in a separate environment (`sglang_cpu.txt`, `make sglang-env`), so it imports nothing of Foray. It patches
-the following before SGLang loads a model, and again in every child process because `spawn` imports this file there:
+It runs in a separate environment (`sglang_cpu.txt`, `make sglang-env`), so it does not import Foray. It patches the
+following before SGLang loads a model, and again in every child process because `spawn` imports this file there:
 
-1. `sgl_kernel` (a wheel of CUDA code) and `torchvision` (whose CPU-less wheel breaks transformers) are imported by
-   SGLang unconditionally. The torch_native path of plain text models takes names from them and never calls them:
-   placeholder modules serve the names and refuse every call.
-2. /weights_checker calls `torch.cuda.synchronize` whatever the device, and LoRA asks for pinned memory: without CUDA
-   there is nothing to wait for and nothing to pin for. (LoRA here: `--enable-lora --lora-backend torch_native`.)
-3. transformers gives every model whose config.json says `qwen2` the class Qwen2Tokenizer, a byte-level BPE, also
-   when tokenizer.json holds another kind of model (the demo's is a table of words): the file decides.
-4. On CPUs SGLang pads attention heads for tensor parallelism, and on the way forgets `head_dim` of a Qwen2 where
-   that is not hidden_size / heads (the demo's is not). One rank needs no padding.
+1. SGLang imports `sgl_kernel` (a wheel of CUDA code) and `torchvision` (whose CPU-less wheel breaks transformers)
+   unconditionally. For text models the torch_native path uses names from them but never calls them: placeholder
+   modules provide the names and refuse every call.
+2. /weights_checker calls `torch.cuda.synchronize` on every device, and LoRA requests pinned memory: both are no-ops
+   without CUDA. (For LoRA here: `--enable-lora --lora-backend torch_native`.)
+3. transformers uses the class Qwen2Tokenizer, a byte-level BPE, for every config.json with `qwen2`, even if
+   tokenizer.json contains another kind of model (the demo's is a table of words): use the file's.
+4. On CPUs SGLang pads attention heads for tensor parallelism, and loses the `head_dim` of a Qwen2 if it is not
+   hidden_size / heads (as in the demo). One rank needs no padding.
 
-It rests on SGLang's internals: sglang_cpu.txt names the one version it is tested with.
+It depends on SGLang's internals: sglang_cpu.txt names the version it is tested with.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PLACEHOLDERS = frozenset({"sgl_kernel", "torchvision"})
 
 
 class _PlaceholderType(type):
-    """A name of a placeholder module: usable as decorator and as base class, refused as anything else."""
+    """Type of the names in a placeholder module: usable as decorator and base class only."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and callable(args[0]):
@@ -57,7 +57,7 @@ def _placeholder(name: str) -> Any:
 
 
 class _PlaceholderModule(types.ModuleType):
-    """Has every public name."""
+    """A module that has every public name."""
 
     __version__ = "0.0.0"
 
@@ -66,7 +66,7 @@ class _PlaceholderModule(types.ModuleType):
 
 
 class _PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds PLACEHOLDERS and everything below them."""
+    """Find PLACEHOLDERS and their submodules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -104,7 +104,7 @@ def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_tokenizer() -> None:
-    """AutoTokenizer keeps its choice of a class unless that class rebuilt the tokenizer as another kind of model."""
+    """Make AutoTokenizer use another class if its choice would rebuild the tokenizer as another kind of model."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     choose = AutoTokenizer.from_pretrained
@@ -133,14 +133,14 @@ def _patch_head_dim() -> None:
     update_config.adjust_config_with_unaligned_cpu_tp = adjust
 
 
-_patch_cuda()  # imports torch before the finder is there, so that torch sees that torchvision is absent
+_patch_cuda()  # imports torch before the finder is installed, so that torch sees that torchvision is missing
 sys.meta_path.insert(0, _PlaceholderFinder())
 _patch_tokenizer()
 _patch_head_dim()
 
 
 def main() -> None:
-    """Serve until a signal; leaves no child process behind."""
+    """Serve until a signal. Leaves no child process behind."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

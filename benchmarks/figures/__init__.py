@@ -1,1 +1,1 @@
-"""The figures of docs/benchmarks.md: how each is made, and the page from them."""
+"""The figures of docs/benchmarks.md: make each one, and generate the page."""

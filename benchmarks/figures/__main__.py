@@ -1,11 +1,11 @@
-"""Make the figures of `docs/benchmarks.md` again, one by one, and the page from them.
+"""Make the figures of `docs/benchmarks.md` one by one, and generate the page from them.
 
-    python -m benchmarks.figures [NAME ..] [--force]   those that are missing or stale; --force: all of them
-    python -m benchmarks.figures --page                the page alone, from the figures that are there
-    python -m benchmarks.figures --check               1 when the page is not the one that would be made
+    python -m benchmarks.figures [NAME ..] [--force]   missing or stale figures; --force: all of them
+    python -m benchmarks.figures --page                only the page, from the existing figures
+    python -m benchmarks.figures --check               exit code 1 if the page is not up to date
 
-Each is a process with a quarter of an hour; what it prints is kept below runs/figures. One that fails is said at the
-end and does not stop the others; the next call goes on with what is missing.
+Each figure is a process with a limit of 15 minutes; its output is kept below runs/figures. Failures are listed at the
+end and do not stop the others; the next call continues with the missing ones.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from protocol.runtime.files import atomic_write
 
 TIMEOUT_S = 15 * 60.0
 STOP_S = 60.0
-"""What a process that is interrupted may take to stop its children."""
+"""Time for an interrupted process to stop its children, in seconds."""
 WARM_START = ("demo", "--prepare-only", "--fresh", "--seed", "0", "--dir", str(MODEL.parent))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 when everything asked for is there, 1 when a figure failed or the page is another one."""
+    """Return 0 if all requested figures exist, 1 if one failed or the page is out of date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description="Make the figures.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(figures())} (default: all)")
-    parser.add_argument("--force", action="store_true", help="make those again that are up to date")
-    parser.add_argument("--page", action="store_true", help="make no figure, only the page")
-    parser.add_argument("--check", action="store_true", help="make nothing: is the page the one that would be made?")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"figures to make, of {', '.join(figures())} (default: all)"
+    )
+    parser.add_argument("--force", action="store_true", help="also make figures that are up to date")
+    parser.add_argument("--page", action="store_true", help="make only the page")
+    parser.add_argument("--check", action="store_true", help="make nothing; check that the page is up to date")
     args = parser.parse_args(argv)
     if args.check:
         fits = PAGE.read_text() == page()
-        print(f"{PAGE.name} {'is' if fits else 'is not'} what docs/figures and its template make")
+        print(f"{PAGE.name} {'is' if fits else 'is not'} up to date with docs/figures and its template")
         return 0 if fits else 1
     if unknown := sorted(set(args.names) - set(figures())):
-        parser.error(f"no figure is called {', '.join(unknown)}")
+        parser.error(f"unknown figures: {', '.join(unknown)}")
     failed = [] if args.page else make_all(args.names, force=args.force)
     atomic_write(PAGE, page(), durable=False)
     for line in failed:
@@ -56,13 +58,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_all(names: Sequence[str], *, force: bool) -> list[str]:
-    """Make what is asked for and not up to date; a line for each that failed."""
+    """Make the requested figures that are not up to date. Return one line per failure."""
     failed = []
     for name, figure in figures().items():
         if names and name not in names:
             continue
         if name in NEEDS_GPU and (why := without_cuda()):
-            print(f"{name}: left out, {why}", flush=True)
+            print(f"{name}: skipped, {why}", flush=True)
             continue
         kept = read(figure)
         if kept is not None and not stale(figure, kept) and not force:
@@ -80,7 +82,7 @@ def make_all(names: Sequence[str], *, force: bool) -> list[str]:
 
 
 def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Run its command and write its file. Raises ForayError when it fails, takes too long or prints no JSON object."""
+    """Run the command and write its file. Raises ForayError if it fails, times out or prints no JSON object."""
     if figure.warm and not (root / MODEL / "model.safetensors").exists():
         _run("warm", WARM_START, root, timeout_s)
     circumstances = Circumstances(figure.modules)
@@ -89,8 +91,8 @@ def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s:
         report = json.loads(out)
         report = report[figure.part_of] if figure.part_of else report
     except (ValueError, KeyError) as error:
-        raise ForayError(f"it printed no report ({error}): {_raw(root, figure.name)}.out") from error
-    if "machine" not in report:  # a benchmark says these itself
+        raise ForayError(f"printed no report ({error}): {_raw(root, figure.name)}.out") from error
+    if "machine" not in report:  # a benchmark reports these itself
         report |= circumstances.facts(report, figure.targets)
     made = rounded({"figure": figure.name, "command": figure.command, **report})
     text = json.dumps(made, indent=1).replace(f"{root}/", "")
@@ -104,7 +106,7 @@ def _raw(root: Path, name: str) -> Path:
 
 
 def _run(name: str, argv: Sequence[str], root: Path, timeout_s: float) -> str:
-    """Return what `foray ARGV` printed; both of its streams are kept."""
+    """Run `foray ARGV` and return its stdout; both streams are kept in files."""
     raw = _raw(root, f"{name}.out")
     raw.parent.mkdir(parents=True, exist_ok=True)
     with raw.open("wb") as out, raw.with_suffix(".log").open("wb") as log:
@@ -124,12 +126,12 @@ def _run(name: str, argv: Sequence[str], root: Path, timeout_s: float) -> str:
         finally:
             _stop(child)
     if code:
-        raise ForayError(f"ended with code {code}; its log: {raw.with_suffix('.log')}")
+        raise ForayError(f"exited with code {code}; its log: {raw.with_suffix('.log')}")
     return raw.read_text()
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does, so that it stops what it started; after a while its whole session."""
+    """Interrupt the process, so that it stops its children; after a timeout kill its session."""
     if child.poll() is not None:
         return
     child.send_signal(signal.SIGINT)

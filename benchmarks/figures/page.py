@@ -1,8 +1,7 @@
-"""`docs/benchmarks.md`, made from its template and the files of `docs/figures`. Pure but for reading them.
+"""Generate `docs/benchmarks.md` from its template and the files in `docs/figures`. Pure except for reading them.
 
-A line `{{NAME}}` of the template becomes the figure of that name: how and when it was made, whether it is stale, its
-ratio to the baseline, targets met and missed, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables
-over many figures.
+A line `{{NAME}}` in the template becomes the figure of that name: how and when it was made, whether it is stale, its
+ratio to the baseline, targets, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables of many figures.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ STALE = "**stale**: the code that it measures has changed since"
 MET = {True: "**met**", False: "**missed**", None: "not measured"}
 FACTS = ("figure", "command", "name", "value", "unit", "baseline", "ratio", "settings")
 ENVELOPE = frozenset({*FACTS, "machine", "modules", "targets", "absent"})
-"""What is no table of a report."""
+"""Parts of a report that are not tables."""
 DEMO = ("em_before", "em_after", "em_greedy_before", "em_greedy_after", "em_after_without_search", "searches_before",
         "searches_after", "lag_mean", "lag_max", "seconds")  # fmt: skip
 COMPARE = ("reached", "em_last", "em_best", "held_out_before", "held_out_after", "held_out_greedy", "without_search",
@@ -31,17 +30,17 @@ _PLACE = re.compile(r"^\{\{([a-z0-9_-]+)\}\}$", re.M)
 
 
 TENTH = 10
-"""Steps of a row of the curves."""
+"""Steps per row of the curves."""
 Kept = Mapping[str, Any]
 
 
 def page(template: Path = TEMPLATE, folder: Path = FOLDER) -> str:
-    """The whole page. Raises KeyError for a place that names no figure, ValueError for a figure without a place."""
+    """Return the page. Raises KeyError for a placeholder without a figure, ValueError for a figure without one."""
     return _Page(folder).text(template)
 
 
 class _Page:
-    """The files as they are now, read once. `hashes` of the code that they are about."""
+    """The files, read once, and the hashes of the code that they measure."""
 
     def __init__(self, folder: Path) -> None:
         self.known = figures()
@@ -72,7 +71,7 @@ class _Page:
         return f"{first}\n\n<!-- made by `make figures` from docs/figures: change that, not this -->\n{rest}"
 
     def summary(self) -> str:
-        """Return a row for each benchmark: figure, ratio, targets, and when it was measured."""
+        """Return a row per benchmark: figure, ratio, targets, and date."""
         rows = []
         for name, kept in self.kept.items():
             if name.partition("-")[0] in ("demo", "compare"):
@@ -86,12 +85,12 @@ class _Page:
         return grid(["", "figure", "against its baseline", "target", "measured"], rows)
 
     def measured(self, name: str, kept: Kept) -> str:
-        """`2026-11-22 at 1ba19b5`, and whether it is stale."""
+        """Return `2026-11-22 at 1ba19b5`, and whether the figure is stale."""
         at = f"{kept['machine']['date']} at {kept['machine']['commit']}"
         return f"{at}, **stale**" if self.stale[name] else at
 
     def block(self, name: str) -> str:
-        """Everything about one benchmark's figure."""
+        """Return the section about one benchmark's figure."""
         kept = self.kept[name]
         lines = [f"    {kept['command'] if kept else self.known[name].command}", ""]
         if kept is None:
@@ -107,7 +106,7 @@ class _Page:
         return "\n".join([*lines, *tables(kept)]).rstrip()
 
     def many(self, start: str, columns: Sequence[str]) -> str:
-        """Return a row for each figure that was measured and whose name starts so."""
+        """Return a row for each measured figure whose name begins with `start`."""
         rows = []
         for name, kept in self.kept.items():
             if not name.startswith(f"{start}-") or kept is None:
@@ -118,7 +117,7 @@ class _Page:
         return grid(["", *(c.replace("_", " ") for c in columns), "target", "measured"], rows)
 
     def curves(self) -> str:
-        """Return how each demo learned: means of TENTH steps."""
+        """Return the learning curves of the demos, as means of TENTH steps."""
         found = {
             name.removeprefix("demo-"): kept["curve"]
             for name, kept in self.kept.items()
@@ -138,13 +137,13 @@ def _mean(part: Sequence[float]) -> str:
 
 
 def verdict(target: Mapping[str, Any]) -> str:
-    """`0.52 of 0.6: **missed**`."""
+    """Return for example `0.52 of 0.6: **missed**`."""
     value = "" if target["met"] is None else f"{shown(target['value'])}, "
     return f"{target['what']}, at least {target['at_least']:g}: {value}{MET[target['met']]}"
 
 
 def tables(report: Mapping[str, Any]) -> list[str]:
-    """The details of a report: lists of records, dictionaries that are alike beside each other, and what is left."""
+    """Return the details of a report: lists of records, similar dictionaries side by side, and the rest."""
     lines: list[str] = []
     alike: list[dict[str, Mapping[str, Any]]] = []
     left: dict[str, Any] = {}
@@ -177,7 +176,7 @@ def tables(report: Mapping[str, Any]) -> list[str]:
 
 
 def _join(alike: list[dict[str, Mapping[str, Any]]], name: str, value: Mapping[str, Any]) -> None:
-    """Put it beside those that have half of its names, or more. Names inside of names get a dot."""
+    """Put it next to dictionaries that share at least half of its names. Nested names are joined with a dot."""
     value = dict(_flat(value))
     for group in alike:
         common = set(value) & set(next(iter(group.values())))
@@ -206,7 +205,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a figure for people: at most four digits, thousands apart."""
+    """Format a figure: at most four digits, with thousands separators."""
     match value:
         case None:
             return ""

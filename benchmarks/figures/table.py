@@ -1,7 +1,7 @@
-"""The figures of `docs/benchmarks.md`: the command that makes each, and the file that keeps it.
+"""The figures of `docs/benchmarks.md`: the command that makes each, and its file.
 
-`docs/figures/NAME.json` is the report of the command with where, when, on which code, and the targets beside it. A
-figure is stale once the code that it is about has another hash than the one in its file.
+`docs/figures/NAME.json` is the report of the command, with machine, date, code version and targets. A figure is stale
+if the hash of the code that it measures differs from the one in its file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deploy.demo.compare import GOAL, VARIANTS, read_variants
 
 FOLDER = ROOT / "docs" / "figures"
 RUNS = Path("runs/figures")
-"""From the repository's root: run directories, raw output, and the warm start that several figures share."""
+"""Relative to the repository's root: run directories, raw output, and the warm start shared by several figures."""
 MODEL = RUNS / "warm" / "model"
 SEEDS = (0, 1, 2, 3, 4)
 RING = ("protocol", "rollout_server", "learner", "retriever", "deploy/demo")
@@ -31,21 +31,21 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "transport": ("--minutes", "0.5"),
     "weights": ("--rounds", "9"),
 }
-"""Flags of a benchmark beside --json."""
+"""Flags of a benchmark in addition to --json."""
 VARIATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retriever-fast-index": ("retriever", ("--passages", "20000", "--indexes", "")),
     "packing-small-batch": ("packing", ("--groups", "4")),
 }
-"""Figure -> a benchmark once more, with other flags."""
+"""Figure -> a benchmark with other flags."""
 
 
 @dataclass(frozen=True)
 class Figure:
     """One file of FOLDER.
 
-    argv     of `foray`; prints one JSON object
-    warm     whether MODEL must be there
-    part_of  name under which the report has this figure among others; "": it is the report
+    argv     arguments of `foray`; prints one JSON object
+    warm     whether it needs MODEL
+    part_of  name of this figure in a report of several; "": the figure is the report
     """
 
     name: str
@@ -57,17 +57,17 @@ class Figure:
 
     @property
     def command(self) -> str:
-        """What a person types."""
+        """Return the command as typed."""
         return " ".join(("foray", *(word or "''" for word in self.argv)))
 
     @property
     def path(self) -> Path:
-        """Where it is kept."""
+        """Return its file."""
         return FOLDER / f"{self.name}.json"
 
 
 def figures() -> dict[str, Figure]:
-    """All of them by name, in the order in which they are made."""
+    """Return all figures by name, in the order in which they are made."""
     benches = {name: (name, FLAGS.get(name, ())) for name in BENCHMARKS} | VARIATIONS
     found = [_bench(name, kind, flags) for name, (kind, flags) in benches.items()]
     found += [_demo(f"demo-{seed}", "--seed", str(seed)) for seed in SEEDS]
@@ -87,15 +87,15 @@ def _demo(name: str, *flags: str) -> Figure:
 
 def _variant(name: str) -> Figure:
     flags = ("--set", "run.steps=120", "--json", "--fresh", "--dir", str(RUNS / "compare"), "--model", str(MODEL))
-    # not in training: DAPO trains on groups that are neither all right nor all wrong
+    # not measured in training: DAPO trains only on groups with different rewards
     reached = Target("held_out_after", GOAL, "exact match on questions about a world never trained on")
-    # the control has nothing to learn from, and must not
+    # the control must not learn
     targets = () if name == "control" else (reached,)
     return Figure(f"compare-{name}", ("compare", "--only", name, *flags), RING, targets, warm=True, part_of=name)
 
 
 def read(figure: Figure, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """Return what was measured; None where nothing was yet."""
+    """Return the measured report, None if there is none."""
     path = folder / figure.path.name
     if not path.exists():
         return None
@@ -104,7 +104,7 @@ def read(figure: Figure, folder: Path = FOLDER) -> dict[str, Any] | None:
 
 
 def stale(figure: Figure, kept: Mapping[str, Any], hashes: dict[tuple[str, ...], str] | None = None) -> bool:
-    """Whether the code that was measured is another one now, or the command is. `hashes` keeps those of this moment."""
+    """Return whether the measured code or the command has changed. `hashes` caches the present hashes."""
     hashes = {} if hashes is None else hashes
     if figure.modules not in hashes:
         hashes[figure.modules] = digest(figure.modules)

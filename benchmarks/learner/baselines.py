@@ -2,8 +2,8 @@
 
     python -m benchmarks.learner.baselines SPEC ORDER
 
-Rows padded to the longest of their micro-batch, logits of every position in float32, log_softmax, AdamW: what one
-writes first. ORDER `arrival` takes trajectories as they came, `sorted` by length.
+Rows padded to the longest of their micro-batch, logits of every position in float32, log_softmax, AdamW: a simple first
+implementation. ORDER `arrival` keeps the order of arrival, `sorted` sorts trajectories by length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-"""Those of our GRPO."""
+"""The values of Foray's GRPO."""
 
 
 class PaddedBatch(NamedTuple):
@@ -32,7 +32,7 @@ class PaddedBatch(NamedTuple):
 
 
 def padded_rows(path: Path, each: int, by_length: bool, device: str) -> Iterator[PaddedBatch]:
-    """Micro-batches of `each` trajectories."""
+    """Yield micro-batches of `each` trajectories."""
     with np.load(path) as file:
         data: dict[str, Any] = {name: file[name] for name in file.files}
     lengths = data["lengths"]
@@ -54,7 +54,7 @@ def padded_rows(path: Path, each: int, by_length: bool, device: str) -> Iterator
 
 
 def loss_of(model: Any, rows: PaddedBatch, tokens: int) -> torch.Tensor:
-    """The micro-batch's share in the GRPO loss: clipped surrogate, mean over the batch's `tokens` trained tokens."""
+    """Return the micro-batch's part of the GRPO loss: clipped surrogate, mean over `tokens` trained tokens."""
     logits = model(input_ids=rows.ids, attention_mask=rows.attention, use_cache=False).logits
     logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, rows.ids[:, 1:, None]).squeeze(-1)
     trained, gain = rows.trained[:, 1:], rows.advantages[:, None]

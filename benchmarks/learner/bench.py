@@ -1,14 +1,13 @@
-"""`foray bench learner`: trained tokens a second of the learner, against a padded transformers loop and against TRL.
+"""`foray bench learner`: trained tokens/s of the learner, against a padded transformers loop and against TRL.
 
-Each contender makes the same GRPO step from the same weights on the same trajectories, in its own process, round
-by round in turn: ours (the real Trainer: packed rows, logits of trained tokens only and in chunks, DeepSpeed), ours
-with all logits at once, a plain loop that pads (trajectories as they came, and sorted by length), and TRL's
-GRPOTrainer where an environment has it. Losses and gradient norms of the first round must agree, or nothing is
-reported. The ratio is ours against the better of the plain loops. The output layer of the default model has the share
-in all matrix products that it has in Qwen2.5-1.5B: only ours leaves out logits that nothing is trained on, so a larger
-vocabulary flatters it.
+Each contender runs the same GRPO step from the same weights on the same trajectories, in its own process, in
+alternating rounds: Foray (the real Trainer: packed rows, logits of trained tokens only and in chunks, DeepSpeed), Foray
+with all logits at once, a plain loop with padding (in order of arrival, and sorted by length), and TRL's GRPOTrainer if
+an environment has it. Losses and gradient norms of the first round must agree, or nothing is reported. The ratio is
+Foray against the better of the plain loops. In the default model the output layer has the same share of all matrix
+products as in Qwen2.5-1.5B: only Foray skips logits of untrained tokens, so a larger vocabulary would favour it.
 
-Each contender is a child with a pipe, asked for one step at a time.
+Each contender is a child process that receives one step at a time over a pipe.
 
 loop   consumes   produces              waits for          unblocked by
 play   rounds     figures of a round    a child's line     the child, or its death
@@ -34,12 +33,12 @@ from benchmarks.learner.workload import LearnerWorkload
 from protocol.errors import ForayError, UserError
 
 UNFUSED_MIB = 1 << 20
-"""A chunk that holds the logits of any micro-batch."""
+"""A chunk size that holds the logits of any micro-batch."""
 NAMES = ("unfused", "padded", "padded_sorted", "trl")
 
 
 class Contender:
-    """One child. Between its rounds it waits for a line and computes nothing."""
+    """One child process. Between rounds it waits for a line and computes nothing."""
 
     def __init__(self, name: str, argv: Sequence[str], directory: Path, threads: int) -> None:
         self.name = name
@@ -54,7 +53,7 @@ class Contender:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # its input ends, and so does it; one that computes is not waited for
+        # it exits at the end of its input; do not wait for one that computes
         assert self._process.stdin is not None and self._process.stdout is not None
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(BrokenPipeError):  # of a line that a dead child did not read
@@ -64,13 +63,13 @@ class Contender:
         self._process.wait()
 
     def ready(self) -> None:
-        """Waits until it has loaded everything. Raises ForayError when it died."""
+        """Wait until it has loaded everything. Raises ForayError if it died."""
         self._line()
 
     def round(self) -> dict[str, float]:
-        """Return one step. Raises ForayError when the child died."""
+        """Run one step and return its figures. Raises ForayError if the child died."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # said below
+        with suppress(BrokenPipeError):  # reported below
             self._process.stdin.write("step\n")
             self._process.stdin.flush()
         answer: dict[str, float] = self._line()
@@ -85,7 +84,7 @@ class Contender:
 
 
 def contenders_of(settings: LearnerBench, work: LearnerWorkload, absent: dict[str, str]) -> list[Contender]:
-    """Ours first, then the others; into `absent` goes who cannot take part, and why."""
+    """Return the contenders, Foray first. Add those that cannot run to `absent`, with the reason."""
     spec, directory = str(work.spec), work.spec.parent
 
     def module(name: str, *argv: str) -> tuple[str, ...]:
@@ -104,8 +103,8 @@ def contenders_of(settings: LearnerBench, work: LearnerWorkload, absent: dict[st
         commands["trl"] = (settings.trl_interpreter(), str(script), spec)
     wanted = [name.strip() for name in settings.only.split(",") if name.strip()] or list(NAMES)
     if unknown := sorted(set(wanted) - set(NAMES)):
-        raise UserError(f"no contender is called {', '.join(unknown)}", todo=f"--only takes {', '.join(NAMES)}")
-    # the ratio is against the plain loop, so that one always runs
+        raise UserError(f"unknown contenders: {', '.join(unknown)}", todo=f"--only takes {', '.join(NAMES)}")
+    # the ratio is against the plain loop, so it always runs
     kept = [name for name in commands if name in {"ours", "padded", *wanted}]
     absent |= {name: "not asked for" for name in NAMES if name not in kept and name not in absent}
     return [Contender(name, commands[name], directory, settings.threads) for name in kept]
@@ -124,11 +123,13 @@ def _no_trl(settings: LearnerBench) -> str:
 
 
 def play(settings: LearnerBench, contenders: Sequence[Contender], say: Say) -> list[dict[str, dict[str, float]]]:
-    """[1 + rounds] name -> figures; the first round warms up."""
+    """Return name -> figures for 1 + rounds rounds; the first is the warm-up."""
     rows = []
     with ExitStack() as stack:
         for contender in contenders:
-            stack.enter_context(contender).ready()  # one after the other: loading all at once would need more memory
+            stack.enter_context(
+                contender
+            ).ready()  # one after another: loading all at the same time would need more memory
         for number in range(settings.rounds + 1):
             rows.append({contender.name: contender.round() for contender in contenders})
             shown = ", ".join(f"{kind} {figures['tokens_per_s']:.0f}" for kind, figures in rows[-1].items())
@@ -137,13 +138,13 @@ def play(settings: LearnerBench, contenders: Sequence[Contender], say: Say) -> l
 
 
 ORDER = {"padded": "trajectories as they came", "padded_sorted": "sorted by length"}
-"""Contender -> how the plain loop takes them."""
+"""Contender -> order of the trajectories in the plain loop."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
-"""How far gradient norms of the same step may be apart, relative to the largest."""
+"""Maximum difference of gradient norms of the same step, relative to the largest."""
 
 
 def measure(bench: LearnerBench, say: Say) -> BenchResult:
-    """Write model and batch, start every contender, give each its rounds in turn, and stop them."""
+    """Write model and batch, start all contenders, run their rounds in turn, and stop them."""
     from benchmarks.learner.workload import write_work
 
     absent: dict[str, str] = {}
@@ -152,7 +153,7 @@ def measure(bench: LearnerBench, say: Say) -> BenchResult:
         say(f"{work.facts['trajectories']:g} trajectories, {work.facts['tokens_trained']:g} trained tokens")
         contenders = contenders_of(bench, work, absent)
         for missing, why in absent.items():
-            say(f"{missing} is left out: {why}")
+            say(f"{missing} is skipped: {why}")
         rows = play(bench, contenders, say)
     refuse_other_work(bench, rows[0])
     figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}
@@ -182,17 +183,17 @@ def refuse_other_work(bench: LearnerBench, row: dict[str, dict[str, float]]) -> 
     tolerance = TOLERANCE[bench.dtype]
     apart = max(norms.values()) - min(norms.values())
     if apart > tolerance * max(norms.values()) or max(losses.values()) - min(losses.values()) > tolerance:
-        raise ForayError(f"not the same work: losses {losses}, gradient norms {norms}")
+        raise ForayError(f"the contenders disagree: losses {losses}, gradient norms {norms}")
 
 
 def _against(ours: dict[str, float], others: dict[str, dict[str, float]], what: str) -> dict[str, float]:
-    """Return how many times as much of `what` each of the others takes."""
+    """Return the factor by which each of `others` uses more of `what`."""
     return {kind: figures[what] / ours[what] for kind, figures in others.items()}
 
 
 def _figures(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Medians of one contender's rounds; loss and norm are of the first. Memory is the most that there was, `step_mib`
-    what of it training added to the loaded model.
+    """Return the medians over one contender's rounds; loss and norm are of the first. Memory is the peak, `step_mib`
+    the part that training added to the loaded model.
     """
     first = {name: rows[0][name] for name in ("loss", "grad_norm", "start_mib")}
     medians = {name: median(row[name] for row in rows[1:]) for name in rows[0] if name not in {*first, "peak_mib"}}

@@ -1,4 +1,4 @@
-"""Ours in the learner benchmark: the real Trainer. `python -m benchmarks.learner.ours SPEC LOGIT_CHUNK_MIB`."""
+"""Foray in the learner benchmark: the real Trainer. `python -m benchmarks.learner.ours SPEC LOGIT_CHUNK_MIB`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 
 
 def own_stdout() -> IO[str]:
-    """Return the pipe to the parent; what libraries print goes to stderr from here on. Before they are imported."""
+    """Return the pipe to the parent, and redirect stdout to stderr. Call it before importing libraries that print."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return pipe
 
 
 def serve(pipe: IO[str], step: Callable[[], dict[str, float]], tokens: int) -> None:
-    """Says that it is ready, then makes one step a line until the input ends.
+    """Report that it is ready, then run one step per line until the input ends.
 
     step    one training step on `tokens` trained tokens; returns its `loss` and `grad_norm`, before the update
     """
@@ -40,10 +40,10 @@ def serve(pipe: IO[str], step: Callable[[], dict[str, float]], tokens: int) -> N
 
 
 def peak_mib() -> float:
-    """Return the most memory that this process has had so far: on the GPU when there is one, else resident."""
+    """Return the peak memory of this process in MiB: on the GPU if there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    # not getrusage: its maximum is inherited from the parent
+    # not getrusage: it inherits the maximum of the parent
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
                     "gradient_checkpointing": settings.gradient_checkpointing,
                     "logit_chunk_bytes": int(argv[1]) << 20,
                 },
-                # plain DeepSpeed keeps no float32 weights beside bfloat16 ones
+                # plain DeepSpeed keeps no float32 weights in addition to bfloat16 ones
                 "engine": {"zero_stage": 0 if settings.dtype == "float32" else 1, "threads": settings.threads},
             }
         ),

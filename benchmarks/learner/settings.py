@@ -13,34 +13,34 @@ TRL_VARIABLE = "FORAY_TRL_PYTHON"
 
 
 class SkewedBatch(BenchSettings):
-    """Which trajectories. Base of the benchmarks of packing and of the learner."""
+    """The trajectories. Base of the packing benchmark and the learner benchmark."""
 
     groups: int = Field(default=64, ge=1)
     """Questions in the batch."""
     group_size: int = Field(default=8, ge=2)
-    """Trajectories of each."""
+    """Trajectories per question."""
     turns: int = Field(default=4, ge=1)
-    """Most turns of a trajectory; how many it takes is drawn from 1 to this."""
+    """Maximum turns of a trajectory; the number is drawn from 1 to this."""
     prompt_tokens: int = Field(default=128, ge=1)
-    """Tokens of each prompt."""
+    """Tokens per prompt."""
     turn_tokens: int = Field(default=96, ge=1)
-    """Median tokens that the policy writes a turn."""
+    """Median tokens that the policy writes per turn."""
     observation_tokens: int = Field(default=256, ge=0)
-    """Median tokens of what one search found."""
+    """Median tokens of an observation."""
     sigma: float = Field(default=0.8, ge=0)
-    """Standard deviation of the logarithm of both."""
+    """Standard deviation of the logarithm of both lengths."""
     longest: int = Field(default=4096, ge=2)
-    """Trajectories are cut at this many tokens."""
+    """Maximum tokens of a trajectory; longer ones are truncated."""
     vocabulary: int = Field(default=16384, ge=32)
-    """Number of ids to draw from."""
+    """Size of the vocabulary to draw token ids from."""
     seed: int = 0
-    """Of all that is drawn."""
+    """Random seed."""
 
 
 class LearnerBench(SkewedBatch):
-    """The batch, the model, and how the step is cut."""
+    """Settings of `foray bench learner`."""
 
-    help: ClassVar[str] = "trained tokens a second against a padded transformers loop and TRL's GRPO step"
+    help: ClassVar[str] = "trained tokens/s against a padded transformers loop and TRL's GRPO step"
     quick: ClassVar[dict[str, Any]] = {
         "groups": 2,
         "group_size": 4,
@@ -61,39 +61,39 @@ class LearnerBench(SkewedBatch):
     groups: int = Field(default=4, ge=1)
     """Questions in the batch."""
     prompt_tokens: int = Field(default=64, ge=1)
-    """Tokens of each prompt."""
+    """Tokens per prompt."""
     turn_tokens: int = Field(default=32, ge=1)
-    """Median tokens that the policy writes a turn."""
+    """Median tokens that the policy writes per turn."""
     observation_tokens: int = Field(default=96, ge=0)
-    """Median tokens of what one search found."""
+    """Median tokens of an observation."""
     longest: int = Field(default=1536, ge=2)
-    """Trajectories are cut at this many tokens."""
+    """Maximum tokens of a trajectory; longer ones are truncated."""
     shape: Literal["tiny", "small", "0.5b", "1.5b"] = "small"
-    """Size of the Qwen2 that is trained, with random weights: 0.2 and 3 million parameters and those of Qwen2.5, all
-    without the embeddings, which `vocabulary` sizes."""
+    """Size of the trained Qwen2, with random weights: 0.2 or 3 million parameters, or a size of Qwen2.5; all without
+    the embeddings, whose size follows from `vocabulary`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which is computed. The optimiser has float32 everywhere."""
+    """dtype of the computation. The optimiser always uses float32."""
     row_tokens: int = Field(default=1536, ge=0)
-    """Tokens of a packed row of ours; 0: a row for each trajectory."""
+    """Foray: tokens per packed row; 0: one row per trajectory."""
     micro_batch_tokens: int = Field(default=4608, ge=1)
-    """Most tokens of one forward pass of ours. Others divide the trajectories into as many passes."""
+    """Foray: maximum tokens per forward pass. The others use the same number of passes."""
     vocabulary: int = Field(default=2048, ge=32)
-    """Words, of which the output layer is made; 2048 beside `small` make 0.14 of its matrix products."""
+    """Size of the vocabulary, and so of the output layer; 2048 with `small` is 0.14 of its matrix products."""
     logit_chunk_mb: int = Field(default=64, ge=1)
-    """learner.model.logit_chunk_bytes of ours, in MiB."""
+    """Foray: learner.model.logit_chunk_bytes, in MiB."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, everywhere."""
+    """Recompute activations in the backward pass, in all contenders."""
     rounds: int = Field(default=3, ge=1)
-    """Repetitions, of which the median counts; one more goes before to warm up."""
+    """Number of rounds, of which the median counts, after one warm-up round."""
     threads: int = Field(default=1, ge=1)
-    """Threads of torch, everywhere. A GPU is used when there is one."""
+    """torch threads, in all contenders. A GPU is used if there is one."""
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW."""
     trl_python: str = ""
-    """Interpreter of an environment that holds TRL; empty: what FORAY_TRL_PYTHON says; with neither it is left out."""
+    """Python interpreter of an environment with TRL. Empty: FORAY_TRL_PYTHON; without either, TRL is skipped."""
     only: str = ""
-    """Contenders beside ours, by name and with commas (unfused, padded, padded_sorted, trl); empty: all."""
+    """Contenders besides Foray, comma-separated (unfused, padded, padded_sorted, trl). Empty: all."""
 
     def trl_interpreter(self) -> str:
-        """Return the interpreter that TRL is to be run by; empty: none."""
+        """Return the Python interpreter with TRL, "" if there is none."""
         return self.trl_python or os.environ.get(TRL_VARIABLE, "")

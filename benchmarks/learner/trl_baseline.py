@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer in the learner benchmark. Run by an interpreter that has TRL and need have nothing of ours:
+"""TRL's GRPOTrainer in the learner benchmark. Run it with an interpreter that has TRL; it does not need Foray:
 `python trl_baseline.py SPEC`.
 
-Its own training loop, collator, padding, shuffling, loss, clipping and optimiser; only generation and scoring are
-replaced, by handing it the batch that all contenders train on. A line in, one optimiser step, a line of figures out.
+It uses TRL's training loop, collator, padding, shuffling, loss, clipping and optimiser. Only generation and scoring are
+replaced by the batch that all contenders train on. For each input line it runs one step and writes a line of figures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PIPE = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what libraries print goes to stderr
+os.dup2(2, 1)  # redirect output of libraries to stderr
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused
 
 
 def load_batch(path: str) -> dict[str, Any]:
-    """Return what `_generate_and_score_completions` returns: prompts padded left, completions padded right."""
+    """Return the result of `_generate_and_score_completions`: prompts left-padded, completions right-padded."""
     with np.load(path) as file:
         data = {name: file[name] for name in file.files}
     lengths, prompts = data["lengths"], data["prompts"]
@@ -56,7 +56,7 @@ def load_batch(path: str) -> dict[str, Any]:
 
 
 class GivenBatch(GRPOTrainer):  # type: ignore[misc]
-    """Trains on one batch, whatever the prompts."""
+    """Train on one fixed batch, independent of the prompts."""
 
     given: dict[str, Any]
 
@@ -65,7 +65,7 @@ class GivenBatch(GRPOTrainer):  # type: ignore[misc]
 
 
 class Rounds(TrainerCallback):  # type: ignore[misc]
-    """Waits for a line before each step and answers it with the step's figures."""
+    """Wait for a line before each step, and answer with the figures of the step."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.begun, self.seconds, self.start = tokens, 0.0, 0.0, 0.0
@@ -97,7 +97,7 @@ def tell(answer: dict[str, Any]) -> None:
 
 
 def peak_mib() -> float:
-    """As in ours.py, which this interpreter need not have."""
+    """Return the peak memory, as in ours.py, which this interpreter may not have."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -105,7 +105,7 @@ def peak_mib() -> float:
 
 
 def config_of(spec: dict[str, Any], directory: Path, count: int) -> GRPOConfig:
-    """Return the same step as the others': loss over all trained tokens, the same clipping, no reference, AdamW."""
+    """Return the configuration of the same step: loss over all trained tokens, same clipping, no reference, AdamW."""
     settings = spec["settings"]
     return GRPOConfig(
         output_dir=str(directory / "trl"),

@@ -1,10 +1,10 @@
 """The work of the learner benchmark: a model with random weights and one batch, on disk for every contender.
 
-`batch.npz` says all that a GRPO step needs, one trajectory after the other, so that a contender with nothing of ours
-installed can read it: ids and lengths, which tokens are trained, their log-probs when sampled, advantages.
+`batch.npz` holds the input of a GRPO step, trajectory by trajectory, so that a contender without Foray can read it: ids
+and lengths, which tokens are trained, their behaviour log-probs, advantages.
 
-`python -m benchmarks.learner.workload DIR` writes it, from the settings in DIR: in a separate process, since
-libraries print where the report belongs.
+`python -m benchmarks.learner.workload DIR` writes it from the settings in DIR, in a separate process because libraries
+print to stdout.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 
 CEILING_S = 0.5
-"""How long matrix products are timed."""
+"""Duration of the measurement of matrix products, in seconds."""
 
 
 def utilisation(settings: LearnerBench, model: Path, batch: Batch) -> Callable[[float], dict[str, float]]:
-    """Return seconds of a step -> `tflops` and `mfu` against the machine's own matrix product in the same dtype.
+    """Return a function from seconds per step to `tflops` and `mfu`, relative to the machine's matrix product rate.
 
-    Model FLOPs utilisation counts what has to be computed, not what was: padding, recomputation and logits of untrained
-    tokens add nothing.
+    Model FLOPs utilisation counts the required operations: padding, recomputation and logits of untrained tokens do not
+    count.
 
-    Per token read 6 operations a parameter of the layers (2 forward, 4 backward), per trained token 6 a parameter of
-    the output layer, and 6 * width * s of attention in each layer for the s-th token of a trajectory, which sees s
-    others (PaLM, arXiv 2204.02311, appendix B, halved because attention is causal). `mfu_all_logits` counts the
-    output layer for every token that is read, as is usual (6 * parameters * tokens).
+    It counts 6 operations per input token and parameter of the layers (2 forward, 4 backward), 6 per trained token and
+    parameter of the output layer, and 6 * width * s of attention per layer for the s-th token of a trajectory, which
+    attends to s tokens (PaLM, arXiv 2204.02311, appendix B, halved because attention is causal). `mfu_all_logits`
+    counts the output layer for every input token, as is usual (6 * parameters * tokens).
     """
     shape = json.loads((model / "config.json").read_text())
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
@@ -69,20 +69,20 @@ def utilisation(settings: LearnerBench, model: Path, batch: Batch) -> Callable[[
 
 
 def layer_parameters(shape: dict[str, int]) -> int:
-    """Parameters of the matrix products of one layer of a Qwen2 with that config.json."""
+    """Return the number of parameters in matrix products of one layer of a Qwen2 with this config.json."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     shared = shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
     return 2 * hidden * hidden + 2 * hidden * shared + 3 * hidden * inner
 
 
 def head_share(shape: dict[str, int]) -> float:
-    """Share of the output layer in the parameters of a forward pass's matrix products: 0.15 in Qwen2.5-1.5B."""
+    """Return the output layer's share of the parameters in matrix products: 0.15 in Qwen2.5-1.5B."""
     head = shape["hidden_size"] * shape["vocab_size"]
     return head / (head + shape["num_hidden_layers"] * layer_parameters(shape))
 
 
 def matmul_flops(dtype: str, threads: int) -> float:
-    """Operations a second of a square matrix product in `dtype`: the most that this machine showed."""
+    """Return the highest measured rate of a square matrix product in `dtype`, in operations/s."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -100,14 +100,14 @@ def matmul_flops(dtype: str, threads: int) -> float:
 
 
 FIRST_ID = 16
-"""Ids below are often control tokens."""
+"""Smaller ids are often control tokens."""
 
 
 def skewed_groups(settings: SkewedBatch, number: int = 0) -> list[TrajectoryGroup]:
     """Return the groups of batch `number`: rewards 0 and 1, behaviour log-probs like those of an untrained policy.
 
-    Deterministic. Lengths are lognormal, as with a policy that stops when it likes and passages of a corpus: a few
-    trajectories are several times as long as most, and most tokens of a trajectory are observations.
+    Deterministic. Lengths are lognormal, like those of a real policy and of passages: a few trajectories are several
+    times longer than most, and most tokens of a trajectory are observations.
     """
     return [
         TrajectoryGroup(
@@ -137,13 +137,13 @@ def _segments(settings: SkewedBatch, rng: np.random.Generator, seq: int) -> Iter
     def ids(count: int) -> list[int]:
         return [int(i) for i in rng.integers(FIRST_ID, settings.vocabulary, count)]
 
-    # siblings share their prompt
+    # trajectories of a group share their prompt
     prompt = np.random.default_rng([settings.seed, seq]).integers(FIRST_ID, settings.vocabulary, settings.prompt_tokens)
     yield prompt_segment(prompt.tolist())
     turns = int(rng.integers(1, settings.turns + 1))
     for turn in range(turns):
         written = min(draw(settings.turn_tokens), max(room, 1))
-        # near those of a policy that knows nothing, and off by as much as a few updates would make them
+        # near those of an untrained policy, with the differences that a few updates would cause
         logprobs = -math.log(settings.vocabulary) + 0.1 * rng.standard_normal(written)
         yield policy_segment(ids(written), np.minimum(logprobs, 0.0).tolist())
         room -= written
@@ -161,7 +161,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
     "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
 }
-"""Qwen2 without the embeddings; two key and value heads each, as Qwen2.5 0.5B and 1.5B have."""
+"""Qwen2 sizes without the embeddings; two key and two value heads, as in Qwen2.5 0.5B and 1.5B."""
 
 
 SETTINGS, SPEC = "settings.json", "spec.json"
@@ -169,24 +169,24 @@ SETTINGS, SPEC = "settings.json", "spec.json"
 
 @dataclass(frozen=True)
 class LearnerWorkload:
-    """What the contenders are given. `spec`: file with everything; `facts`: numbers for the report."""
+    """Input of the contenders. `spec`: file with all settings; `facts`: figures for the report."""
 
     spec: Path
     facts: dict[str, float]
 
 
 def write_work(settings: LearnerBench, directory: Path) -> LearnerWorkload:
-    """Model, batch and specification in `directory`. Raises ForayError when they cannot be made."""
+    """Write model, batch and specification to `directory`. Raises ForayError on failure."""
     (directory / SETTINGS).write_text(settings.model_dump_json())
     argv = (sys.executable, "-m", "benchmarks.learner.workload", str(directory))
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise ForayError(f"model and batch could not be made: {done.stdout[-2000:].strip()}")
+        raise ForayError(f"cannot create model and batch: {done.stdout[-2000:].strip()}")
     return LearnerWorkload(directory / SPEC, json.loads((directory / SPEC).read_text())["facts"])
 
 
 def main(argv: Sequence[str]) -> None:
-    """The child of `write_work`."""
+    """Run the child process of `write_work`."""
     from benchmarks.learner.settings import LearnerBench
 
     directory = Path(argv[0])
@@ -195,7 +195,7 @@ def main(argv: Sequence[str]) -> None:
     tokens = _write_batch(settings, directory / "batch.npz")
     batch = our_batch(settings, settings.row_tokens, settings.micro_batch_tokens)
     count = settings.groups * settings.group_size
-    # As many micro-batches as ours has; TRL's all hold the same number of trajectories, so it gets the nearest one.
+    # As many micro-batches as Foray has. TRL's all have the same number of trajectories, so use the nearest number.
     each = math.ceil(count / len(batch.micro_batches))
     wanted = count / len(batch.micro_batches)
     alike = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: abs(math.log(n / wanted)))
@@ -221,7 +221,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int) -> Batch:
-    """Return the batch as our trainer takes it; needs the learner's packages."""
+    """Return the batch for Foray's trainer. Needs the learner's packages."""
     from learner.config.algorithm import GrpoSettings
     from learner.config.learner import BatchSettings
     from learner.data.batch import build_batch
@@ -263,11 +263,11 @@ def _write_model(settings: LearnerBench, directory: Path) -> Path:
 
 
 def _write_batch(settings: LearnerBench, path: Path) -> int:
-    """Writes every trajectory in the order in which it came; returns how many tokens have to be read."""
+    """Write the trajectories in order of arrival. Return the number of input tokens."""
     alone = sorted(our_batch(settings, 0, 1).micro_batches, key=lambda m: int(m.trajectory[0]))
     ids, mask, behaviour = [], [], []
     for m in alone:
-        # the last trained token is not among the inputs, since nothing follows it
+        # the last trained token is not an input, because nothing follows it
         whole = np.append(m.ids[0], m.targets[-1])
         trained = np.zeros(len(whole), bool)
         trained[m.index + 1] = True

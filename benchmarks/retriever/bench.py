@@ -1,10 +1,10 @@
-"""`foray bench retriever`: queries a second of the search service, and what a query costs it beside bare FAISS.
+"""`foray bench retriever`: queries/s of the search service, and its CPU time per query against bare FAISS.
 
-One index, one run. The real `python -m retriever` is asked by Foray's own client: by many clients that ask again when
-they are answered, by a burst, and once more with batching off. Beside it a child searches the very same queries in
-large batches with bare FAISS, encoding included, and nothing else: no HTTP, no JSON, no exact order of ties. The ratio
-is processor seconds a query of that child over those of the service. Every answer of the service is compared with the
-index's own. `--indexes` adds one table of all kinds of index on one corpus.
+One index, one run. The real `python -m retriever` receives queries from Foray's client: from many clients that send the
+next query after each answer, in a burst, and again with batching off. A child process searches the same queries in
+large batches with bare FAISS, including encoding but without HTTP, JSON or exact order of ties. The ratio is CPU
+seconds per query of that child over those of the service. Every answer of the service is compared with the index's.
+`--indexes` adds a table of all index types on one corpus.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.errors import ForayError
 
 
 def measure(bench: RetrieverBench, say: Say) -> BenchResult:
-    """Bare FAISS, the service, bare FAISS again, the service without batches; then the table."""
+    """Measure bare FAISS, the service, bare FAISS again, the service without batches; then the table."""
     from benchmarks.retriever.indexes import check_table, table_of
     from benchmarks.retriever.phases import Phases
 
@@ -60,7 +60,7 @@ def measure(bench: RetrieverBench, say: Say) -> BenchResult:
 
 
 def check(loads: dict[str, dict[str, Any]]) -> None:
-    """Raises ForayError unless every query was answered, and searched: a cached answer would be none of the index."""
+    """Raise ForayError unless every query was answered by a search, not from the cache."""
     for name, phase in loads.items():
         lost = phase["queries"] - phase["answered"]
         if lost or phase["short"] or phase["searched"] != phase["queries"]:
@@ -71,7 +71,7 @@ def check(loads: dict[str, dict[str, Any]]) -> None:
 
 
 def _bare(*runs: dict[str, Any]) -> dict[str, float]:
-    """Return means of two runs, one before and one after the service: what the machine had in between."""
+    """Return means of two runs, one before and one after the service."""
     means = {name: fmean(run[name] for run in runs) for name in ("queries_per_s", "cpu_ms_per_query", "load_1m")}
     cpu = [run["cpu_ms_per_query"] for run in runs]
     return means | {"cpu_ms_apart": max(cpu) - min(cpu)}

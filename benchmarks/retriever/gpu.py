@@ -1,10 +1,10 @@
-"""`foray bench retriever_gpu`: exact search on one GPU, queries a second by batch size, against what the GPU can do.
+"""`foray bench retriever_gpu`: exact search on one GPU, queries/s by batch size, against the limits of the GPU.
 
-Random float16 vectors of the size of a Wikipedia (21 million of 768) lie in the GPU's memory, 32 GB; a batch of queries
-is multiplied with them block by block, and the best k of every block are kept. Below some batch size the time is that
-of reading the matrix once, whatever the batch; beyond it that of the arithmetic. Both bounds are of this GPU, measured
-in the same run: the bandwidth of a copy, and the rate of a large matrix product. Ratio: the bound over our time, for
-the largest batch; every other batch is in the table.
+Random float16 vectors of the size of Wikipedia (21 million of 768) are in GPU memory, 32 GB. A batch of queries is
+multiplied with them block by block, keeping the best k of every block. Small batches are bound by reading the matrix
+once, large batches by arithmetic. Both bounds are measured on this GPU in the same run: the bandwidth of a copy, and
+the rate of a large matrix product. Ratio: the bound over the measured time, for the largest batch; the table has the
+others.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class RetrieverGpuBench(BenchSettings):
     passages: int = Field(default=21_000_000, ge=1)
     """Vectors."""
     dim: int = Field(default=768, ge=1)
-    """Width of a vector."""
+    """Dimension of a vector."""
     topk: int = Field(default=3, ge=1)
-    """Hits a query."""
+    """Hits per query."""
     batches: tuple[int, ...] = Field(default=(1, 8, 64, 512, 2560), min_length=1)
-    """Queries at once: 1,8,64."""
+    """Batch sizes: 1,8,64."""
     block: int = Field(default=1 << 20, ge=1)
-    """Vectors of one matrix product: its scores, float16 [batch, block], are the memory that a search takes."""
+    """Vectors per matrix product: its scores, float16 [batch, block], are the memory of a search."""
     rounds: int = Field(default=5, ge=1)
-    """Repetitions, of which the fastest counts; one more goes before."""
+    """Number of rounds, of which the fastest counts, after one warm-up round."""
 
     @field_validator("batches", mode="before")
     @classmethod
@@ -51,7 +51,7 @@ class RetrieverGpuBench(BenchSettings):
         return value.split(",") if isinstance(value, str) else value
 
     def measure(self, say: Say) -> BenchResult:
-        """Raises UserError without a GPU, or with one that is too small."""
+        """Run the benchmark. Raises UserError without a GPU, or if its memory is too small."""
         import torch
 
         need = self.passages * self.dim * HALF + 2 * max(self.batches) * self.block * HALF
@@ -88,15 +88,15 @@ class RetrieverGpuBench(BenchSettings):
 
 
 def bound_s(passages: int, dim: int, batch: int, bytes_per_s: float, flop_per_s: float) -> float:
-    """Seconds that a batch takes at least: every float16 vector is read once, every pair costs 2 * dim operations.
+    """Return the minimum seconds per batch: each float16 vector is read once, each pair takes 2 * dim operations.
 
-    The roofline of Williams, Waterman and Patterson (2009); reading queries and writing scores are left out.
+    The roofline of Williams, Waterman and Patterson (2009); reading queries and writing scores are ignored.
     """
     return max(passages * dim * HALF / bytes_per_s, 2 * passages * dim * batch / flop_per_s)
 
 
 def flat_search(vectors: torch.Tensor, queries: torch.Tensor, k: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and rows [n, k] of the largest inner products of `queries` [n, dim] with `vectors` [ntotal, dim]."""
+    """Return scores and rows [n, k] of the largest inner products of `queries` [n, dim], `vectors` [ntotal, dim]."""
     import torch
 
     best, rows = [], []
@@ -114,18 +114,18 @@ def _refuse(need: int) -> None:
 
     if not torch.cuda.is_available():
         raise UserError(
-            "there is no GPU here", why="this benchmark measures one", todo="run it on a machine with a CUDA device"
+            "no GPU found", why="this benchmark measures a GPU", todo="run it on a machine with a CUDA device"
         )
     free, _ = torch.cuda.mem_get_info()
     if need > free:
         raise UserError(
-            f"{need / 1e9:.0f} GB are needed on the GPU and {free / 1e9:.0f} are free",
-            todo="take fewer --passages, smaller --batches or a smaller --block",
+            f"the benchmark needs {need / 1e9:.0f} GB of GPU memory, {free / 1e9:.0f} GB are free",
+            todo="use fewer --passages, smaller --batches or a smaller --block",
         )
 
 
 def _fastest(work: Callable[[], object], rounds: int) -> float:
-    """Return seconds of the fastest of `rounds`, after one that warms up."""
+    """Return the seconds of the fastest of `rounds`, after one warm-up round."""
     import torch
 
     seen = []
@@ -139,7 +139,7 @@ def _fastest(work: Callable[[], object], rounds: int) -> float:
 
 
 def _bandwidth(device: torch.device, rounds: int) -> float:
-    """Return bytes a second of a copy, read and written counted both."""
+    """Return the bytes/s of a copy, counting both reads and writes."""
     import torch
 
     source = torch.ones(1 << 30, dtype=torch.float16, device=device)
@@ -148,7 +148,7 @@ def _bandwidth(device: torch.device, rounds: int) -> float:
 
 
 def _rate(device: torch.device, rounds: int) -> float:
-    """Operations a second of a float16 product of 8192 x 8192."""
+    """Return the operations/s of a float16 matrix product of 8192 x 8192."""
     import torch
 
     matrix = torch.randn((8192, 8192), dtype=torch.float16, device=device)

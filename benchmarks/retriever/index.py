@@ -1,4 +1,4 @@
-"""What the retriever benchmark searches: an index that is there or is built now, and queries that are distinct."""
+"""Input of the retriever benchmark: an existing or a new index, and distinct queries."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from retriever.index.config import FaissFlatSettings
 
 QUERY_WORDS = 8
 TRIES = 20
-"""Draws a query, before the corpus is taken for too small."""
+"""Maximum draws per query; then the corpus counts as too small."""
 
 
 def index_of(bench: RetrieverBench, directory: Path, say: Say) -> RetrieverSettings:
-    """Settings that serve the index of `bench.index_dir`, or of a new one in `directory`."""
+    """Return settings to serve the index in `bench.index_dir`, or a new one in `directory`."""
     if not bench.index_dir:
         say(f"building faiss_flat over {bench.passages:,} synthetic passages")
         return synthetic_index(bench.passages, directory / "index", say)
@@ -26,15 +26,15 @@ def index_of(bench: RetrieverBench, directory: Path, say: Say) -> RetrieverSetti
     settings = served(Path(bench.index_dir))
     if settings.index.type != "faiss_flat" or not (settings.index_path / store.FILE).is_file():
         raise UserError(
-            f"{bench.index_dir} is no faiss_flat index of its own vectors",
-            why="bare FAISS is compared on the same vectors, exactly",
-            todo="foray index build --index faiss_flat, and give its directory",
+            f"{bench.index_dir} is not a faiss_flat index with its own vectors",
+            why="bare FAISS must search exactly the same vectors",
+            todo="build one with `foray index build --index faiss_flat`, and give its directory",
         )
     return settings
 
 
 def synthetic_index(passages: int, directory: Path, say: Say) -> RetrieverSettings:
-    """Settings that serve a new faiss_flat index over `passages` seeded passages."""
+    """Return settings to serve a new faiss_flat index over `passages` generated passages."""
     from retriever.indexing.build import build_index
 
     build_index(f"synthetic:{passages}", directory, FaissFlatSettings(), progress=say)
@@ -42,16 +42,16 @@ def synthetic_index(passages: int, directory: Path, say: Say) -> RetrieverSettin
 
 
 def served(directory: Path) -> RetrieverSettings:
-    """Settings that serve a built index as it was built."""
+    """Return settings to serve a built index as it was built."""
     from retriever.corpus.manifest import corpus_of, settings_of
 
     return RetrieverSettings(corpus=corpus_of(directory, None), index_dir=directory, index=settings_of(directory))
 
 
 def distinct_queries(settings: RetrieverSettings, count: int, seed: int = 0) -> tuple[list[str], int]:
-    """`count` queries of eight words that follow each other in some passage, no two equal; and the passages there are.
+    """Return `count` distinct queries of eight consecutive words of a passage, and the number of passages.
 
-    Raises UserError for a smaller corpus.
+    Raises UserError if the corpus is too small.
     """
     from retriever.corpus.corpus import Corpus
 
@@ -67,7 +67,7 @@ def distinct_queries(settings: RetrieverSettings, count: int, seed: int = 0) -> 
             queries[query] = None
     if len(queries) < count:
         raise UserError(
-            f"{settings.corpus} gives only {len(queries)} distinct queries of {count}",
-            todo="take more passages, or fewer clients, turns and burst",
+            f"{settings.corpus} yields only {len(queries)} of {count} distinct queries",
+            todo="use more passages, or fewer clients, turns and burst queries",
         )
     return list(queries), len(corpus)

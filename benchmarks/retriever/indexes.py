@@ -1,9 +1,9 @@
-"""The table of `foray bench retriever`: every kind of index on one corpus, each built and searched by a child.
+"""The table of `foray bench retriever`: all index types on one corpus, each built and searched by a child process.
 
     python -m benchmarks.retriever.indexes SPEC.json
 
-Recall is of two sorts: `recall_10` is the share of the exact index's ten best that the index finds (dense kinds), and
-`support_K` the share of a question's supporting passages among the K best, where the questions name theirs.
+There are two kinds of recall: `recall_10` is the share of the exact index's ten best that the index finds (dense
+indexes), and `support_K` the share of a question's supporting passages among the K best, if the questions name them.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ CORPUS = "corpus_multihop.jsonl"
 SUPPORT_AT = (3, 5, 10, 20)
 DEPTH = 20
 SINGLES = 200
-"""Queries of the pass one by one."""
+"""Number of queries to search one by one."""
 SYNTHETIC_QUERIES = 512
 EXACT = "faiss_flat"
 NOT_DENSE = ("bm25", "hybrid")
-"""They look for something else than the exact index of vectors: its best ten are no measure for them."""
+"""Indexes that are not compared with the exact index of vectors: they rank by something else."""
 CHILD_S = 3600.0
 
 
 @dataclass(frozen=True)
 class IndexRun:
-    """One line of the table, to be measured.
+    """One line of the table to measure.
 
     index      settings of the index
     questions  file with a JSON list of [query, ids of supporting passages]
-    found      file that takes the rows found, a list for every query
+    found      file for the rows found, a list per query
     """
 
     index: dict[str, Any]
@@ -57,32 +57,32 @@ class IndexRun:
     found: str
 
     def write(self, path: Path) -> Path:
-        """For the child."""
+        """Write the specification for the child process."""
         path.write_text(json.dumps(asdict(self)))
         return path
 
 
 def kinds() -> list[str]:
-    """Names of the indexes that there are."""
+    """Return the names of all index types."""
     (union, *_) = get_args(IndexSettings)
     return [member.model_fields["type"].default for member in get_args(union)]
 
 
 def chosen_index(name: str) -> dict[str, Any]:
-    """`faiss_ivf:nprobe=128` as settings. Raises UserError for an index or a setting that there is not."""
+    """Return settings for `faiss_ivf:nprobe=128`. Raises UserError for an unknown index or setting."""
     kind, *given = name.split(":")
     if kind not in kinds():
-        raise UserError(f"no index is called {kind}", todo=f"--indexes takes {', '.join(kinds())}")
+        raise UserError(f"unknown index {kind}", todo=f"--indexes takes {', '.join(kinds())}")
     content = {"type": kind} | dict(item.partition("=")[::2] for item in given)
     try:
         settings: IndexSettings = TypeAdapter(IndexSettings).validate_python(content)
     except ValidationError as error:
-        raise UserError(f"{name} cannot be an index", why=error.errors()[0]["msg"]) from None
+        raise UserError(f"invalid index {name}", why=error.errors()[0]["msg"]) from None
     return settings.model_dump(mode="json")
 
 
 def table_of(bench: RetrieverBench, directory: Path, say: Say) -> list[dict[str, Any]]:
-    """Return a row for each of `bench.indexes`, in order. Raises UserError for one that cannot be."""
+    """Return a row for each of `bench.indexes`, in order. Raises UserError for an invalid one."""
     chosen = {name: chosen_index(name) for name in bench.indexes}
     corpus, questions = _asked(bench, directory, say)
     asked = directory / "questions.json"
@@ -91,9 +91,9 @@ def table_of(bench: RetrieverBench, directory: Path, say: Say) -> list[dict[str,
     for number, (name, index) in enumerate(chosen.items()):
         answers = directory / f"table-{number}.found.json"
         row = IndexRun(index, str(corpus), str(directory / f"table-{number}"), str(asked), str(answers))
-        measured[name] = told = _child(row.write(directory / f"table-{number}.json"))
+        measured[name] = built = _child(row.write(directory / f"table-{number}.json"))
         found[name] = json.loads(answers.read_text())
-        say(f"{name}: built in {told['build_s']:.1f} s, {told['queries_per_s_64']:.0f} queries/s in batches of 64")
+        say(f"{name}: built in {built['build_s']:.1f} s, {built['queries_per_s_64']:.0f} queries/s in batches of 64")
     return [
         {"index": name} | figures | recalls(found[name], _measure_of(name, found), [ids for _, ids in questions])
         for name, figures in measured.items()
@@ -107,10 +107,10 @@ def _measure_of(name: str, found: dict[str, list[list[str]]]) -> list[list[str]]
 def recalls(
     found: Sequence[Sequence[str]], exact: Sequence[Sequence[str]] | None, supporting: Sequence[Sequence[str]]
 ) -> dict[str, float | None]:
-    """Return means over the queries; None where there is nothing to compare with.
+    """Return means over the queries; None if there is nothing to compare with.
 
     found, exact  ids of the hits of each query, best first
-    supporting    ids of the passages that support the answer, or none where they are unknown
+    supporting    ids of the passages that support the answer, empty if unknown
     """
     known = [(set(ids), hits) for ids, hits in zip(supporting, found, strict=True) if ids]
     support: dict[str, float | None] = {
@@ -123,11 +123,11 @@ def recalls(
 
 
 def check_table(bench: RetrieverBench) -> None:
-    """UserError for a table that cannot be made, before anything is measured."""
+    """Raise UserError for an invalid table, before anything is measured."""
     for name in bench.indexes:
         chosen_index(name)
     if bench.data and not Path(bench.data, CORPUS).is_file():
-        raise UserError(f"{bench.data} has no {CORPUS}", todo="give another --data, or none for synthetic text")
+        raise UserError(f"{bench.data} has no {CORPUS}", todo="give another --data, or omit it for synthetic text")
 
 
 def _asked(bench: RetrieverBench, directory: Path, say: Say) -> tuple[Path, list[tuple[str, list[str]]]]:
@@ -155,7 +155,7 @@ def _child(spec: Path) -> dict[str, Any]:
 
 
 def measure(row: IndexRun) -> dict[str, float]:
-    """Build one index and search all questions in batches, then some of them one by one."""
+    """Build one index, search all questions in batches, then some of them one by one."""
     from retriever.corpus.corpus import Corpus
     from retriever.indexing.build import build_index
 

@@ -1,5 +1,5 @@
-"""The clients of the retriever benchmark, in a process of their own: Foray's search client, asked by many at once, or
-as many plain POSTs as there are clients, without window, retry or deadline, as Search-R1's trainer makes them.
+"""The clients of the retriever benchmark, in a separate process: Foray's search client with many concurrent callers, or
+plain POSTs without concurrency limit, retry or deadline, as in Search-R1's trainer.
 
     python -m benchmarks.retriever.load SPEC.json
 
@@ -28,12 +28,12 @@ from protocol.search import Passage, SearchResponse
 
 @dataclass(frozen=True)
 class Load:
-    """One phase: `clients` ask `turns` queries each, one after the other.
+    """One phase: `clients` send `turns` queries each, one after another.
 
-    queries      file with a JSON list; the phase takes clients * turns of them from `first`
-    connections  of Foray's client at most; 0: what its settings say by themselves
-    expected     hits that every answer has
-    answers      file that takes the ids of every answer, in the order of the queries
+    queries      file with a JSON list; the phase uses clients * turns of them from `first`
+    connections  maximum connections of Foray's client; 0: the default of its settings
+    expected     number of hits in every answer
+    answers      file for the ids of every answer, in the order of the queries
     """
 
     url: str
@@ -49,7 +49,7 @@ class Load:
     plain: bool = False
 
     def write(self, path: Path) -> Path:
-        """For the child."""
+        """Write the specification for the child process."""
         path.write_text(json.dumps(asdict(self)))
         return path
 
@@ -60,7 +60,7 @@ class Load:
 
 @dataclass
 class Seen:
-    """What the clients were told."""
+    """The results that the clients received."""
 
     ids: list[list[str]]
     latencies_s: list[float] = field(default_factory=list)
@@ -75,12 +75,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 Ask = Callable[[str], Awaitable[tuple[Sequence[Passage], str]]]
-"""A query in; passages and "", or none and what failed."""
+"""Takes a query; returns passages and "", or none and the error."""
 
 
 @asynccontextmanager
 async def own_client(load: Load) -> AsyncIterator[Ask]:
-    """Foray's, as a rollout server builds it, with another deadline."""
+    """Yield Foray's client as in a rollout server, with another deadline."""
     from rollout_server.search.client import HttpSearch, HttpSearchSettings
 
     chosen = {"connections": load.connections} if load.connections else {}
@@ -101,7 +101,7 @@ async def own_client(load: Load) -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def plain_client(load: Load) -> AsyncIterator[Ask]:
-    """One POST a query, at once."""
+    """Yield a client that sends one POST per query immediately."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def ask(query: str) -> tuple[Sequence[Passage], str]:
@@ -119,7 +119,7 @@ async def plain_client(load: Load) -> AsyncIterator[Ask]:
 
 
 async def play(load: Load, queries: Sequence[str]) -> dict[str, Any]:
-    """Figures of the phase. A query that failed, after the client's retries if it has any, is counted by its error."""
+    """Run the phase and return its figures. A failed query (after the client's retries) is counted by its error."""
     seen = Seen([[] for _ in queries])
 
     async def client(ask: Ask, number: int) -> None:

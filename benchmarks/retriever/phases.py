@@ -1,4 +1,4 @@
-"""The phases of the retriever benchmark, in order; each child is a process that ends with its phase."""
+"""The phases of the retriever benchmark, in order; each child process ends with its phase."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Phases:
                 "topk": bench.topk,
                 "max_batch": bench.max_batch,
                 "window_ms": bench.window_ms,
-                "cache_mb": 0.0,  # every query is to be searched
-                "verify_corpus": False,  # the tens of seconds that it takes are no part of this
+                "cache_mb": 0.0,  # every query must be searched
+                "verify_corpus": False,  # takes tens of seconds that are not part of the measurement
             }
         )
-        # steady phase, the two bursts, warm-up and unbatched phase take theirs one after the other from the list
+        # steady phase, both bursts, warm-up and unbatched phase use consecutive parts of the list
         self._steady = bench.clients * bench.turns
         self._rest = self._steady + 2 * bench.burst
         count = self._rest + WARM_UP + bench.unbatched
@@ -48,8 +48,8 @@ class Phases:
         self._queries.write_text(json.dumps(queries))
 
     def bare(self, batches: list[int], *, checked: bool = False) -> list[dict[str, Any]]:
-        """A pass of bare FAISS over the steady phase's queries for each of `batches`; `checked`: and the index's own
-        search, whose answers `equal_answers` takes for right.
+        """Run bare FAISS over the steady phase's queries for each of `batches`; if `checked`, also the index's search,
+        whose answers are the reference of `equal_answers`.
         """
         raw = Raw(
             settings=self._settings.model_dump(mode="json"),
@@ -68,7 +68,7 @@ class Phases:
         return figures
 
     def service(self) -> dict[str, dict[str, Any]]:
-        """Return the steady phase, and the burst by Foray's client and by plain POSTs, on one process."""
+        """Return the steady phase and the bursts by Foray's client and by plain POSTs, on one service process."""
         bench, steady = self._bench, self._steady
         with serving(self._settings, self._directory, "service", self._say) as service:
             self._load(service, "warm-up", self._rest, WARM_UP, 1)
@@ -79,19 +79,19 @@ class Phases:
             }
 
     def unbatched(self) -> dict[str, Any]:
-        """The service with `max_batch` 1 and no window: what a server without batching does, each query a scan."""
+        """Run the service with `max_batch` 1 and no window: a server without batching scans the index per query."""
         settings = self._settings.model_copy(update={"max_batch": 1, "window_ms": 0.0})
         with serving(settings, self._directory, "unbatched", self._say) as service:
             self._load(service, "warm-up", self._rest, 1, 1)
             return self._load(service, "unbatched", self._rest + WARM_UP, self._bench.unbatched, 1)
 
     def equal_answers(self) -> int:
-        """How many answers of the steady phase are the index's own, hit by hit; raises ForayError unless all are."""
-        told = json.loads((self._directory / "steady.answers.json").read_text())
+        """Return the number of answers equal to the index's, hit by hit. Raises ForayError unless all are."""
+        received = json.loads((self._directory / "steady.answers.json").read_text())
         right = json.loads((self._directory / "right.json").read_text())
-        wrong = sum(ours != index for ours, index in zip(told, right, strict=True))
+        wrong = sum(ours != index for ours, index in zip(received, right, strict=True))
         if wrong:
-            raise ForayError(f"{wrong} of {len(right)} answers are not those of the index")
+            raise ForayError(f"{wrong} of {len(right)} answers differ from those of the index")
         return len(right)
 
     def _load(
@@ -113,8 +113,8 @@ class Phases:
         )
         spec = load.write(self._directory / f"{name}.json")
         with ServiceMeter(service) as meter, Watch(service) as watch:
-            told: dict[str, Any] = self._child("load", spec)
-        figures = told | meter.figures(load.num_queries) | watch.figures()
+            received: dict[str, Any] = self._child("load", spec)
+        figures = received | meter.figures(load.num_queries) | watch.figures()
         self._say(
             f"{name}: {figures['answered']} of {figures['queries']} answered, {figures['queries_per_s']:.0f} queries/s,"
             f" p50 {figures['p50_s']:.2f} s, p99 {figures['p99_s']:.2f} s, batches of {figures['mean_batch']:.0f}, "

@@ -1,10 +1,10 @@
-"""Searching without a service: the queries of the benchmark in batches, by one thread that does nothing else.
+"""Search without a service: the queries of the benchmark in batches, in a single thread.
 
     python -m benchmarks.retriever.raw SPEC.json
 
-`bare` is what FAISS alone takes: encode a batch, `faiss.knn` over the vectors of the index, k best, done. It is the
-baseline, so the service's own search (more candidates, scored again, exact order) does not slow it down; `index` is
-that search, by the same thread, and also says which answers are right.
+`bare` is FAISS alone: encode a batch, then `faiss.knn` over the index vectors for the k best. It is the baseline,
+without the additional work of the service's search (more candidates, rescoring, exact order). `index` is that search,
+in the same thread; its answers are the reference.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from retriever.index import open_index
 
 WARM_UP = 32
 BLAS_FROM = 4
-"""FAISS's default would scan vector by vector for batches below about 128: the baseline gets the better path."""
+"""For batches below about 128, FAISS by default scans vector by vector: use the faster path for the baseline."""
 
 
 @dataclass(frozen=True)
 class Raw:
-    """What to search.
+    """The specification of a search.
 
-    settings  of the service that is compared: index, corpus, threads
+    settings  settings of the compared service: index, corpus, threads
     queries   file with a JSON list; the first `count` are searched
-    batches   sizes of the batches of bare FAISS, one pass over the queries each
-    answers   file that takes the ids that `index` found, "" leaves that out
+    batches   batch sizes of bare FAISS, one pass over the queries each
+    answers   file for the ids that `index` found, "" for none
     """
 
     settings: dict[str, Any]
@@ -44,13 +44,13 @@ class Raw:
     answers: str = ""
 
     def write(self, path: Path) -> Path:
-        """For the child."""
+        """Write the specification for the child process."""
         path.write_text(json.dumps(asdict(self)))
         return path
 
 
 def passes(raw: Raw) -> list[dict[str, Any]]:
-    """Figures of every pass, `index` last."""
+    """Return the figures of every pass, `index` last."""
     import faiss
 
     from retriever.corpus.corpus import Corpus
@@ -59,7 +59,7 @@ def passes(raw: Raw) -> list[dict[str, Any]]:
     settings = RetrieverSettings.model_validate(raw.settings)
     queries = json.loads(Path(raw.queries).read_text())[: raw.count]
     index = open_index(settings.index, settings.index_path, threads=settings.threads)
-    assert index.encoder is not None, "an index of vectors is what FAISS is compared on"
+    assert index.encoder is not None, "the comparison with FAISS needs an index of vectors"
     encoder, vectors = index.encoder, store.open_vectors(settings.index_path)
     faiss.omp_set_num_threads(settings.threads)
     faiss.cvar.distance_compute_blas_threshold = BLAS_FROM

@@ -1,4 +1,4 @@
-"""The service of the retriever benchmark: a real process, and what can be seen of it from outside.
+"""The service of the retriever benchmark: a real process, measured from outside.
 
 loop    consumes    produces                        waits for        unblocked by
 Watch   -           health latencies, memory peaks  `EVERY_S`        the end of its block
@@ -28,15 +28,15 @@ from protocol.runtime.net import free_port
 from retriever.config import RetrieverSettings
 
 READY_S = 600.0
-"""An index of many GB is checked before it is served."""
+"""Timeout for the start, in seconds: an index of many GB is verified first."""
 EVERY_S = 0.25
 HEALTH_S = 5.0
-"""An answer to GET /health that takes longer has failed."""
+"""Timeout for GET /health, in seconds."""
 
 
 @dataclass(frozen=True)
 class RetrieverProcess:
-    """A retriever that answers at `url`."""
+    """A retriever at `url`."""
 
     url: str
     pid: int
@@ -49,7 +49,7 @@ class RetrieverProcess:
         return {name.removeprefix("foray_retriever_"): float(value) for name, _, value in lines}
 
     def memory_mib(self) -> dict[str, float]:
-        """`VmHWM` resident at most so far, `RssAnon` its own now; pages of mapped files are in the first alone."""
+        """Return `VmHWM` (peak resident) and `RssAnon` (present, anonymous); only the first includes mapped files."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         found = dict(line.split(":", 1) for line in lines)
         return {name: int(found[name].split()[0]) / 1024 for name in ("VmHWM", "RssAnon")}
@@ -57,11 +57,11 @@ class RetrieverProcess:
 
 @contextmanager
 def serving(settings: RetrieverSettings, directory: Path, name: str, say: Say) -> Iterator[RetrieverProcess]:
-    """The service as a process for the time of the block. Raises ProcessFailed when it does not start."""
+    """Run the service as a process while the block runs. Raises ProcessFailed if it does not start."""
     url = f"http://127.0.0.1:{free_port()}"
     chosen = settings.model_dump(mode="json") | {"port": urlsplit(url).port}
     config = directory / f"{name}.yaml"
-    config.write_text(json.dumps({"retriever": chosen}))  # which is YAML too
+    config.write_text(json.dumps({"retriever": chosen}))  # JSON is valid YAML
     argv = (sys.executable, "-m", "retriever", "--config", str(config))
     env = {"OMP_NUM_THREADS": str(settings.threads)}
     supervisor = Supervisor(is_ready=Readiness("", "bench"), ready_s=READY_S, shutdown_s=10.0, say=say)
@@ -76,7 +76,7 @@ def serving(settings: RetrieverSettings, directory: Path, name: str, say: Say) -
 
 @dataclass
 class Watch:
-    """Looks at a service from a thread for the time of the block: does it answer, and how large does it grow?"""
+    """Monitor a service in a thread while the block runs: latency of /health, and peak memory."""
 
     service: RetrieverProcess
     latencies_s: list[float] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Watch:
             connection.close()
 
     def figures(self) -> dict[str, Any]:
-        """Probes of /health, and memory in MiB."""
+        """Return the probes of /health, and memory in MiB."""
         answered = self.latencies_s or [float("inf")]
         return {
             "health_probes": len(self.latencies_s) + self.failed,
@@ -127,7 +127,7 @@ class Watch:
 
 
 class ServiceMeter:
-    """Counters and processor time of a service over a block."""
+    """Counters and CPU time of a service during a block."""
 
     def __init__(self, service: RetrieverProcess) -> None:
         self._service = service
@@ -142,7 +142,7 @@ class ServiceMeter:
         self._counters = {name: value - self._counters.get(name, 0.0) for name, value in after.items()}
 
     def figures(self, queries: int) -> dict[str, Any]:
-        """Of a block in which `queries` were asked."""
+        """Return the figures of a block with `queries` queries."""
         calls = self._counters["index_calls_total"]
         return {
             "searched": round(self._counters["searched_total"]),

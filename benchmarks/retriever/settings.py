@@ -12,7 +12,7 @@ TYPES = ("memory", "faiss_flat", "faiss_hnsw", "faiss_ivf", "faiss_ivfpq", "bm25
 
 
 class RetrieverBench(BenchSettings):
-    """The index, the load, and the table."""
+    """Settings of `foray bench retriever`."""
 
     help: ClassVar[str] = (
         "the search service under load against bare FAISS in large batches, and a table of all indexes"
@@ -38,35 +38,35 @@ class RetrieverBench(BenchSettings):
     )
 
     passages: int = Field(default=1_000_000, ge=100)
-    """Passages of seeded synthetic text, when an index must be built first."""
+    """Passages of generated text, if an index must be built first."""
     index_dir: str = ""
-    """A built faiss_flat index to take instead."""
+    """Directory of a built faiss_flat index to use instead."""
     clients: int = Field(default=512, ge=1)
-    """Clients at once, each of which asks its next query when it has the answer to the last."""
+    """Concurrent clients, each of which sends its next query after the previous answer."""
     turns: int = Field(default=4, ge=1)
-    """Queries of each client."""
+    """Queries per client."""
     burst: int = Field(default=2560, ge=1)
-    """Queries that are asked all at once after that, by Foray's client and by plain POSTs without one."""
+    """Queries sent at the same time after that, with Foray's client and with plain POSTs."""
     unbatched: int = Field(default=64, ge=1)
-    """Queries to the service with batching off, from as many clients as before or fewer."""
+    """Queries to the service with batching off, from at most as many clients."""
     topk: int = Field(default=3, ge=1, le=100)
-    """Hits a query."""
+    """Hits per query."""
     max_batch: int = Field(default=512, ge=1)
-    """retriever.max_batch, and the batches of bare FAISS."""
+    """retriever.max_batch, and the batch size of bare FAISS."""
     window_ms: float = Field(default=5.0, ge=0)
     """retriever.window_ms."""
     threads: int = Field(default=1, ge=1)
-    """Threads of FAISS, in the service and bare alike; leave a core to the clients."""
+    """FAISS threads, in the service and in bare FAISS; leave a core to the clients."""
     connections: int = Field(default=0, ge=0)
-    """Most requests that Foray's client has in flight; 0: what its settings say by themselves."""
+    """Maximum requests in flight of Foray's client; 0: the default of its settings."""
     deadline_s: float = Field(default=300.0, gt=0)
-    """The client's deadline for one query, retries included: on a slow machine the burst takes long, and must."""
+    """The client's deadline for one query, including retries: on a slow machine the burst takes long."""
     indexes: tuple[str, ...] = TYPES
-    """Indexes in the table, with commas, settings behind colons: bm25,faiss_ivf:nprobe=128; empty: no table."""
+    """Indexes in the table, comma-separated, settings after a colon: bm25,faiss_ivf:nprobe=128. Empty: no table."""
     data: str = ""
-    """Directory with corpus_multihop.jsonl and questions_*.jsonl for the table; empty: synthetic text."""
+    """Directory with corpus_multihop.jsonl and questions_*.jsonl for the table. Empty: generated text."""
     table_passages: int = Field(default=20_000, ge=100)
-    """Synthetic passages of the table where there is no `data`."""
+    """Generated passages for the table without `data`."""
 
     @field_validator("indexes", mode="before")
     @classmethod

@@ -1,1 +1,1 @@
-"""The rollout benchmark: the rollout server over scripted engines against a turn barrier."""
+"""The rollout benchmark: the rollout server with scripted engines against other routing and a turn barrier."""

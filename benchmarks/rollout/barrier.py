@@ -1,9 +1,9 @@
-"""The baseline: Search-R1's loop over the same draws. Turn by turn, and in each turn everybody waits for the slowest.
+"""The baseline: Search-R1's loop over the same draws. In each turn all trajectories wait for the slowest.
 
 `python -m benchmarks.rollout.barrier SCRIPT SEED PLAY SEARCH_URL ENGINE_URL...` prints one JSON object. Per turn: one
-batched generation of all trajectories (every request is sent at once, with our own client, and all are awaited), then
+batched generation of all trajectories (all requests are sent at the same time with Foray's client, and awaited), then
 one blocking search call with all queries, then the observations are appended. (`LLMGenerationManager.run_llm_loop` and
-`batch_search` of Search-R1, arXiv:2503.09516.) The last turn searches no more.
+`batch_search` of Search-R1, arXiv:2503.09516.) The last turn does not search.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIMEOUT_S = 600.0
 
 
 async def play(script: Script, seed: int, number: int, search_url: str, engines: Sequence[SglangClient]) -> int:
-    """All trajectories of one seed, to their answers; returns how many turns were generated."""
+    """Run all trajectories of one seed to their answers. Return the number of generated turns."""
     environment = build_environment(EnvironmentSettings(template="demo"), script.directory)
     groups = range(script.draws.trajectories // script.group_size)
     prompts = [environment.prompt(script.question(number, seed, group)) for group in groups]
@@ -59,7 +59,7 @@ async def play(script: Script, seed: int, number: int, search_url: str, engines:
 async def _generate(
     environment: Environment, batch: Sequence[Transcript], engines: Sequence[SglangClient]
 ) -> list[str]:
-    """One turn of each, all at once; their texts when the last has come."""
+    """Generate one turn of each trajectory concurrently. Return the texts when all have finished."""
 
     async def one(index: int, transcript: Transcript) -> str:
         request = GenerateRequest(
@@ -79,7 +79,7 @@ async def _generate(
 
 
 def _search(url: str, queries: Sequence[str]) -> SearchResponse:
-    """Return one call for all queries; it blocks, as in the original."""
+    """Search all queries in one blocking call, as in the original."""
     body = SearchRequest(queries=list(queries), topk=3, return_scores=True).model_dump_json().encode()
     request = urllib.request.Request(f"{url}/retrieve", data=body, headers={"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
@@ -87,7 +87,7 @@ def _search(url: str, queries: Sequence[str]) -> SearchResponse:
 
 
 async def measure(argv: Sequence[str]) -> dict[str, Any]:
-    """Seconds of the clock and of the processor for one seed; imports and start-up are left out."""
+    """Return wall-clock and CPU seconds for one seed, without imports and start-up."""
     script, seed, number = Script.load(Path(argv[0])), int(argv[1]), int(argv[2])
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         engines = [SglangClient(session, url, name=url) for url in argv[4:]]

@@ -1,12 +1,12 @@
 """Model of an engine with finite capacity: continuous batching, chunked prefill, a prefix cache. Pure.
 
-One step of the engine writes one token of every running request, and computes what is missing of new prompts:
+One step of the engine writes one token of every running request, and computes the missing tokens of new prompts:
 
     seconds = slowness * (step_s + request_s * requests + prefill_s * prompt tokens computed)
 
-`step_s` stands for reading the weights, `request_s` for attention and sampling of one request: the time of a step
-grows with the load, and the tokens a second of a single request fall. Requests beyond `max_running` wait in a queue.
-Prompt tokens whose blocks are in the prefix cache cost nothing. (Orca, OSDI 2022; vLLM's block hashes, arXiv
+`step_s` models reading the weights, `request_s` attention and sampling of one request: the time of a step grows with
+the load, and the tokens/s of a single request fall. Requests beyond `max_running` wait in a queue. Prompt tokens whose
+blocks are in the prefix cache cost nothing. (Orca, OSDI 2022; vLLM's block hashes, arXiv
 2309.06180; chunked prefill, arXiv 2308.16369.)
 """
 
@@ -35,12 +35,12 @@ class Speed:
 
     @property
     def token_s(self) -> float:
-        """Least engine time that one token takes: its share of a step of a full batch."""
+        """Return the minimum engine time per token: its share of a step with a full batch."""
         return self.slowness * (self.step_s / self.max_running + self.request_s)
 
     @property
     def alone_s(self) -> float:
-        """Least time between two tokens of one request."""
+        """Return the minimum time between two tokens of one request."""
         return self.slowness * (self.step_s + self.request_s)
 
 
@@ -52,7 +52,7 @@ class BlockCache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def cached(self, ids: Sequence[int]) -> int:
-        """Leading tokens of `ids` that are in the cache."""
+        """Return the number of leading tokens of `ids` in the cache."""
         found = 0
         for key in _block_keys(ids):
             if key not in self._blocks:
@@ -62,7 +62,7 @@ class BlockCache:
         return found
 
     def add(self, ids: Sequence[int]) -> None:
-        """Keep the whole blocks of `ids`."""
+        """Add the complete blocks of `ids`."""
         for key in _block_keys(ids):
             self._blocks[key] = None
             self._blocks.move_to_end(key)
@@ -70,7 +70,7 @@ class BlockCache:
             self._blocks.popitem(last=False)
 
     def clear(self) -> None:
-        """Drop everything, as after an update of the weights."""
+        """Clear the cache, as after a weight update."""
         self._blocks.clear()
 
 
@@ -82,9 +82,9 @@ def _block_keys(ids: Sequence[int]) -> Iterator[int]:
 
 
 class Decoding:
-    """One request: `prompt` is what it brought, `output` what the engine will write, `written` how far it is.
+    """One request: its `prompt`, the `output` that the engine will write, and the number of tokens `written`.
 
-    missing  prompt tokens that are still to be computed; `cached`: those that the prefix cache had
+    missing  prompt tokens still to compute; `cached`: those found in the prefix cache
     """
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class Decoding:
 
 
 class BatchingEngine:
-    """Requests that run together. The caller lets `step`'s seconds pass before it shows what the step has written."""
+    """Requests that run together. The caller waits for the seconds of `step` before it shows its tokens."""
 
     def __init__(self, speed: Speed, cache: BlockCache | None = None) -> None:
         self.speed = speed
@@ -107,12 +107,12 @@ class BatchingEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
+        """Return whether a step has work to do."""
         return bool(self.waiting or self.running)
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the running requests."""
+        """Return the number of tokens of running requests."""
         return sum(len(request.prompt) + request.written for request in self.running)
 
     def add(self, request: Decoding) -> None:
@@ -120,14 +120,14 @@ class BatchingEngine:
         self.waiting.append(request)
 
     def drop(self, request: Decoding) -> None:
-        """Forget `request`, wherever it is."""
+        """Remove `request` from the queue or the running batch."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def step(self) -> tuple[float, list[Decoding]]:
-        """(seconds that it takes, requests that got a token). Finished requests leave."""
+        """Run a step. Return (its duration in seconds, requests that got a token). Finished requests are removed."""
         speed = self.speed
         while self.waiting and len(self.running) < speed.max_running:
             request = self.waiting.popleft()

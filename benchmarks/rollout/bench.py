@@ -1,12 +1,12 @@
-"""`foray bench rollout`: how well is a fleet of engines used? Real rollout servers against other ways to route.
+"""`foray bench rollout`: utilisation of a fleet of engines, against other routing policies.
 
-Each engine is a separate process with finite capacity, its own speed and a prefix cache (`batching`); during each play
-one is away for a while and all are updated twice, one after the other. The same trajectories are rolled out by ours
-and by the same server with other routing policies (`routing`), and by the turn-barrier loop of Search-R1, which is
-spared the faults: it has no failover. Lengths and search times are a pure function of (seed, trajectory, turn).
+Each engine is a separate process with finite capacity, its own speed and a prefix cache (`batching`). During each play
+one engine is down for a while, and all are updated twice, one after another. The same trajectories are rolled out by
+Foray, by the same server with other routing policies (`routing`), and by the turn-barrier loop of Search-R1, without
+faults because it has no failover. Lengths and search times are a pure function of (seed, trajectory, turn).
 
-Value: seconds of a clairvoyant schedule of the same play (`oracle`) over our seconds. Ratio: seconds of the best
-baseline among random, round robin and least loaded, over ours.
+Value: seconds of a clairvoyant schedule of the same play (`oracle`) over Foray's. Ratio: seconds of the best baseline
+among random, round robin and least loaded, over Foray's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OBSERVATION_TOKENS = 310
 
 
 class RolloutBench(BenchSettings):
-    """Sizes, speeds and faults."""
+    """Settings of `foray bench rollout`."""
 
     help: ClassVar[str] = "multi-turn rollouts on uneven, failing engines against other routing and an oracle"
     quick: ClassVar[dict[str, Any]] = {"trajectories": 64, "scale": 0.1, "seeds": (0,), "slowness": (1.0, 2.0)}
@@ -49,23 +49,23 @@ class RolloutBench(BenchSettings):
     modules: ClassVar[tuple[str, ...]] = ("protocol", "rollout_server", "benchmarks/rollout/*.py")
 
     trajectories: int = Field(default=512, ge=1)
-    """Trajectories of a play."""
+    """Trajectories per play."""
     group_size: int = Field(default=8, ge=1)
-    """Trajectories of one question."""
+    """Trajectories per question."""
     turns: int = Field(default=4, ge=1, le=100)
-    """Turns of each: all but the last search."""
+    """Turns per trajectory; all but the last end in a search."""
     turn_tokens: int = Field(default=64, ge=16, le=200)
-    """Median tokens of a turn."""
+    """Median tokens per turn."""
     concurrency_groups: int = Field(default=24, ge=1)
-    """Groups that a rollout server works on at a time."""
+    """Concurrent groups per rollout server."""
     slowness: tuple[float, ...] = Field(default=(1.0, 1.0, 1.5, 2.0), min_length=1)
-    """One engine each: factor on the time of its steps: 1,1,1.5,2."""
+    """Slowness of each engine, a factor on the time of its steps: 1,1,1.5,2."""
     scale: float = Field(default=0.5, gt=0)
-    """Factor on all durations. A smaller one makes the run shorter and our own overhead weigh more."""
+    """Factor on all durations. A smaller one shortens the run and increases the weight of Foray's overhead."""
     seeds: tuple[int, ...] = Field(default=(0, 1), min_length=1)
-    """Seeds of lengths and search times, one repetition each: 0,1."""
+    """Random seeds of lengths and search times, one repetition each: 0,1."""
     broken: bool = False
-    """Route ours to one engine alone, to see what the figure says of that."""
+    """Route Foray's requests to a single engine, to check that the figure shows it."""
 
     @field_validator("seeds", "slowness", mode="before")
     @classmethod
@@ -75,15 +75,15 @@ class RolloutBench(BenchSettings):
     @model_validator(mode="after")
     def _consistent(self) -> RolloutBench:
         if self.trajectories % self.group_size:
-            raise ValueError(f"{self.trajectories} trajectories are no whole groups of {self.group_size}")
+            raise ValueError(f"trajectories = {self.trajectories} is not a multiple of group_size = {self.group_size}")
         if min(self.seeds) < 0:
-            raise ValueError("a seed is negative")
+            raise ValueError("seeds must not be negative")
         if min(self.slowness) <= 0:
-            raise ValueError("a slowness is not above 0")
+            raise ValueError("slowness must be above 0")
         return self
 
     def measure(self, say: Say) -> BenchResult:
-        """Seed after seed: ours, then each baseline. Raises ForayError when a trajectory did not go to its end."""
+        """Run Foray, then each baseline, per seed. Raises ForayError if a trajectory did not finish."""
         from benchmarks.rollout.ring import running
         from tests.support.environments import write_tokenizer
 
@@ -100,7 +100,7 @@ class RolloutBench(BenchSettings):
         return _summary(rows)
 
     def faults(self, script: Script, seed: int) -> Faults:
-        """Return the last of the fastest engines is away in the first half; updates at a sixth and at six tenths."""
+        """Return the faults: the last of the fastest engines is down in the first half; updates at 1/6 and 6/10."""
         fastest = max(i for i, slowness in enumerate(self.slowness) if slowness == min(self.slowness))
         whole = bound_s(script.draws, seed, script.speeds, OBSERVATION_TOKENS)
         alone = len(self.slowness) == 1
@@ -113,7 +113,7 @@ class RolloutBench(BenchSettings):
         )
 
     def _seed(self, ring: RolloutRing, script: Script, seed: int, say: Say) -> list[dict[str, Any]]:
-        """Return every policy on one seed."""
+        """Run every policy on one seed and return the rows."""
         from benchmarks.rollout.routing import BROKEN, OURS
 
         faults = self.faults(script, seed)
@@ -154,7 +154,7 @@ def _figures(seed: int, policy: str, bound: float, oracle: float, seconds: float
 
 
 def check(played: Played, script: Script) -> None:
-    """Every trajectory exactly once, to its answer, with all its turns; raises ForayError otherwise."""
+    """Raise ForayError unless every trajectory ran exactly once, to its answer, with all its turns."""
     every = [trajectory for group in played.groups for trajectory in group.trajectories]
     answers = sorted(int(trajectory.answer or -1) for trajectory in every)
     if answers != list(range(script.draws.trajectories)):
@@ -176,7 +176,7 @@ def _barrier(ring: RolloutRing, script: Script, seed: int, *, timeout_s: float) 
 
 
 def _summary(rows: list[dict[str, Any]]) -> BenchResult:
-    """Return means over the seeds by policy, and every play."""
+    """Return means over the seeds per policy, and every play."""
     from benchmarks.rollout.routing import OURS
 
     def mean(policy: str, name: str) -> float:

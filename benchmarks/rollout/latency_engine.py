@@ -1,11 +1,11 @@
-"""An engine of finite capacity that writes a script: SGLang's routes over `BatchingEngine`, on a real socket.
+"""A simulated engine that writes a script: SGLang's routes over `BatchingEngine`, on a real socket.
 
     python -m benchmarks.rollout.latency_engine SCRIPT PORT INDEX
 
-Steps follow the clock: a step that was computed late does not delay the next, so a busy machine does not make the
-engine slower. Two routes are the benchmark's: `/bench/down` ends every connection, answers none for some seconds and
-loses the prefix cache, as a crash and a restart do; `/bench/swap` pauses, empties the prefix cache and goes on with
-another version, as an update of the weights does.
+Steps follow the clock: a late step does not delay the next one, so a busy machine does not slow the engine down. Two
+routes are for the benchmark: `/bench/down` closes all connections, accepts none for some seconds and clears the prefix
+cache, like a crash and restart; `/bench/swap` pauses, clears the prefix cache and resumes with another version, like a
+weight update.
 
     loop       consumes           produces             waits for              unblocked by
     steps      queued requests    tokens               a step's seconds       the clock; a request
@@ -32,11 +32,11 @@ FIRST_VERSION = "1.0"
 
 
 class Streamed(Decoding):
-    """A request whose tokens go to a client.
+    """A request whose tokens are streamed to a client.
 
-    due    set when a chunk may be written, or when the request was cut
-    shown  tokens whose step is over: what a client may see
-    spans  (version, first token) of each version that wrote tokens of it
+    due    set when a chunk may be written, or when the request was dropped
+    shown  tokens whose step is over, which the client may receive
+    spans  (version, first token) of each version that wrote some of its tokens
     """
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int], interval: int, version: str) -> None:
@@ -50,7 +50,7 @@ class Streamed(Decoding):
 
 
 class LatencyEngine:
-    """Plays `script` at the speed of its engine `index`."""
+    """Play `script` at the speed of its engine `index`."""
 
     def __init__(self, script: Script, index: int) -> None:
         self._script = script
@@ -60,7 +60,7 @@ class LatencyEngine:
         self._down_until = self._paused_until = 0.0
 
     def app(self) -> web.Application:
-        """Return the routes that the rollout side uses, and the benchmark's two."""
+        """Return the application, with the routes of the rollout side and the two of the benchmark."""
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/generate", self._generate)
         for path in ("/health", "/ready", "/health_generate"):
@@ -101,7 +101,7 @@ class LatencyEngine:
                     request.due.set()
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        """Cumulative chunks, as SGLang sends them: the first token, every `stream_interval` tokens, the end."""
+        """Stream cumulative chunks like SGLang: after the first token, every `stream_interval` tokens, at the end."""
         self._refuse_while_down(http)
         body = await http.json()
         params = body["sampling_params"]
@@ -140,7 +140,7 @@ class LatencyEngine:
             "weight_version": request.spans[-1][0],
             "output_token_logprobs": [[LOGPROB, i, None] for i in ids],
         }
-        if request.ended:  # SGLang says it in the last chunk only
+        if request.ended:  # SGLang sends it in the last chunk only
             ends = [start for _, start in request.spans[1:]] + [len(ids)]
             meta["weight_versions"] = [
                 {"version": version, "start": start, "end": end}
@@ -161,7 +161,7 @@ class LatencyEngine:
         return web.Response(text="ok\n")
 
     async def _swap(self, http: web.Request) -> web.Response:
-        """Answers when the pause is over."""
+        """Pause for an update; answer when the pause is over."""
         body = await http.json()
         self._version = str(body["version"])
         self._paused_until = asyncio.get_running_loop().time() + float(body["seconds"])

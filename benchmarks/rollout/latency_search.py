@@ -1,8 +1,8 @@
-"""A retriever that takes the drawn time and always finds the same three passages, on a real socket.
+"""A simulated retriever with random latency that always returns the same three passages, on a real socket.
 
-`python -m benchmarks.rollout.latency_search SCRIPT PORT`. A query says which draw is its own: "SEED TRAJECTORY TURN". A
-request with many queries (the turn-barrier loop sends one a turn) takes one draw, that of its lowest trajectory: a
-batched index answers them together, and this is the kindest reading of it.
+`python -m benchmarks.rollout.latency_search SCRIPT PORT`. A query selects its draw: "SEED TRAJECTORY TURN". A request
+with many queries (the turn-barrier loop sends one per turn) uses one draw, that of its lowest trajectory: a batched
+index answers them together, which favours the baseline.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from aiohttp import web
 from benchmarks.rollout.script import Script
 
 PASSAGES, PASSAGE_WORDS = 3, 100
-"""As many and as long as Search-R1's."""
+"""Number and length of the passages, as in Search-R1."""
 
 
 def hits() -> bytes:
-    """Return one query's hits as JSON, in the wire's shape (`protocol.search`): made once, so that it costs nothing."""
+    """Return the hits of one query as JSON (`protocol.search`): made once, to cost no time per request."""
     body = " ".join("abcdefgh"[i % 8] for i in range(PASSAGE_WORDS))
     documents = [{"id": f"p{i}", "contents": f'"a b"\n{body}'} for i in range(PASSAGES)]
     return json.dumps([{"document": document, "score": 1.0} for document in documents]).encode()
@@ -35,7 +35,7 @@ class LatencySearch:
         self._draws, self._hits = script.draws, hits()
 
     def app(self) -> web.Application:
-        """Return the routes."""
+        """Return the application."""
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/retrieve", self._retrieve)
         app.router.add_get("/health", self._ok)

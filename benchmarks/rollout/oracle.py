@@ -1,9 +1,9 @@
-"""What a scheduler could reach that knows everything beforehand, and what none can. Pure: virtual time.
+"""A schedule with complete knowledge, and a lower bound for any schedule. Pure: virtual time.
 
-`bound_s` is a proof: the longest trajectory on the fastest engine, or all work at all engines' best rate, whichever
-takes longer. `oracle_s` is a schedule: turns wait in one queue, the trajectory with most work left goes first, always
-to the engine that is fastest at its present load, through the same model of an engine. It knows every length, speed
-and fault, and pays for no prefill but of tokens that no engine has computed yet and of turns that a fault ended.
+`bound_s` is a lower bound: the longest trajectory on the fastest engine, or all work at the best rate of all engines,
+whichever takes longer. `oracle_s` is a schedule: turns wait in one queue, the trajectory with most work left goes
+first, to the engine that is fastest at its present load, with the same model of an engine. It knows every length,
+speed and fault, and pays for prefill only of tokens that no engine has computed yet and of turns that a fault ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_FAULTS = Faults()
 def bound_s(
     draws: Draws, seed: int, speeds: Sequence[Speed], observation_tokens: int, faults: Faults = NO_FAULTS
 ) -> float:
-    """Return seconds that no scheduler can beat."""
+    """Return a lower bound in seconds for any schedule."""
     alone = min(speed.alone_s for speed in speeds)
     longest, tokens = 0.0, 0
     for trajectory in range(draws.trajectories):
@@ -30,7 +30,7 @@ def bound_s(
         searches = sum(draws.search_s(seed, trajectory, turn) for turn in range(draws.turns - 1))
         longest, tokens = max(longest, own * alone + searches), tokens + own
     observed = draws.trajectories * (draws.turns - 1) * observation_tokens
-    # engine seconds at slowness 1, and engines of slowness 1 that all together are worth
+    # engine seconds at slowness 1, and the equivalent number of engines with slowness 1
     work = tokens * speeds[0].token_s / speeds[0].slowness + observed * speeds[0].prefill_s
     rate = sum(1 / speed.slowness for speed in speeds)
     lost = sum(faults.lost_s(i) / speed.slowness for i, speed in enumerate(speeds))
@@ -43,9 +43,9 @@ class _Turn:
     turn: int = 0
     written: int = 0
     context: int = 0
-    """Tokens before what is to be written."""
+    """Number of tokens before the output."""
     fresh: int = 1
-    """Those of them that are to be computed."""
+    """Number of those that must be computed."""
 
 
 class _ScheduledTurn(Decoding):
@@ -55,7 +55,7 @@ class _ScheduledTurn(Decoding):
 
 
 class _Engine(BatchingEngine):
-    """An engine of the schedule: `life` grows when it dies, `until` is the end of the time it is away."""
+    """An engine of the schedule: `life` increases when it dies, `until` is the end of its downtime."""
 
     def __init__(self, speed: Speed) -> None:
         super().__init__(speed, BlockCache(0))
@@ -71,7 +71,7 @@ def oracle_s(
     *,
     question_tokens: int = 8,
 ) -> float:
-    """Return seconds of the schedule (see the module)."""
+    """Return the duration of the schedule in seconds (see the module)."""
     return _Schedule(draws, seed, speeds, observation_tokens, faults, question_tokens).seconds()
 
 
@@ -151,7 +151,7 @@ class _Schedule:
             assert isinstance(request, _ScheduledTurn)
             engine.drop(request)
             turn = request.turn
-            # what a step that did not end has written was never seen: tokens count when `_stepped` sees them
+            # tokens of an unfinished step do not count: they count when `_stepped` sees them
             seen = self._tokens(turn.trajectory, turn.turn) - self._open_tokens(turn)
             whole = turn.context + seen
             self._ready.append(_Turn(turn.trajectory, turn.turn, seen, turn.context, max(1, whole)))

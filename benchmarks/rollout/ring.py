@@ -1,7 +1,7 @@
-"""The processes of the rollout benchmark: Redis, engines and a search that take their time, and real rollout servers.
+"""The processes of the rollout benchmark: Redis, simulated engines, a simulated retriever, and real rollout servers.
 
-This process acts as the learner (it holds the lease, issues the tasks and reads the groups through the learner's own
-client of Redis) and as the nodes (it reports each engine's load, updates its version and notices when it is away).
+This process acts as the learner (it holds the lease, issues tasks and reads groups with the learner's Redis client) and
+as the nodes (it reports each engine's load, updates its version and detects when it is down).
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from protocol.settings import REDIS_URL_VARIABLE
 
 RUN = "bench"
 LEASE_MS = 86_400_000
-"""The lease is not renewed: it outlives the benchmark."""
+"""TTL of the lease: longer than the benchmark, so it is not renewed."""
 READY_S, SHUTDOWN_S = 120.0, 10.0
 HEARTBEAT_S, SNAPSHOT_S = 0.5, 1.5
-"""Between two reports of an engine; until the last counters of a rollout server are in Redis."""
+"""Seconds between two reports of an engine, and until the last counters of a rollout server are in Redis."""
 MAX_LAG = 1000
-"""Versions: routing is measured, and a trajectory that is too old would end early."""
+"""Maximum lag, large: the benchmark measures routing, and trajectories that are too old would end early."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """What one seed came to.
+    """Figures of one play.
 
-    seconds     of the clock, from the first task to the last group
-    cpu_s       that the rollout server used meanwhile; `world_cpu_s`: that engines, search and Redis took
-    loop_lag_s  the latest that the server's event loop was, by its own measurement each second
-    failovers   further requests that turns needed
+    seconds     wall-clock time from the first task to the last group
+    cpu_s       CPU time of the rollout server; `world_cpu_s`: of engines, search and Redis
+    loop_lag_s  maximum delay of the server's event loop, which it measures each second
+    failovers   additional requests for turns
     """
 
     seconds: float
@@ -61,7 +61,7 @@ class Played:
 class RolloutRing:
     """The running processes. `engines` and `search` are URLs.
 
-    groups  that a rollout server works on at a time
+    groups  concurrent groups per rollout server
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class RolloutRing:
         self._nodes = Nodes(redis_url, self.store, engines)
 
     def play(self, script: Script, seed: int, policy: str, faults: Faults, *, timeout_s: float) -> Played:
-        """Issue one task a question, all at once, and wait for the last group, under a rollout server that routes by
-        `policy`. Raises ForayError when a group fails or does not come in time.
+        """Issue one task per question and wait for the last group, with a rollout server that routes by `policy`.
+
+        Raises ForayError if a group fails or does not arrive in time.
         """
         name = f"rollout-{self.next_play()}"
         count = script.draws.trajectories // script.group_size
@@ -94,7 +95,7 @@ class RolloutRing:
             self._supervisor.stop([name])
 
     def next_play(self) -> int:
-        """Number of the play that begins: tells repetitions on the same draws apart."""
+        """Return the number of the next play, which distinguishes repetitions of the same draws."""
         self._plays += 1
         return self._plays
 
@@ -107,7 +108,7 @@ class RolloutRing:
         while len(bodies) < len(tasks):
             now = time.monotonic() - begun
             if now > timeout_s:
-                raise ForayError(f"only {len(bodies)} of {len(tasks)} groups came within {timeout_s:g} s")
+                raise ForayError(f"only {len(bodies)} of {len(tasks)} groups arrived within {timeout_s:g} s")
             while events and events[0].at_s <= now:
                 events.pop(0).act()
             self._nodes.report()
@@ -122,11 +123,11 @@ class RolloutRing:
         failovers = self._values(name).get("failovers", 0.0)
         groups = [message for message in map(decode, bodies) if isinstance(message, TrajectoryGroup)]
         if len(groups) < len(tasks):
-            raise ForayError(f"{len(tasks) - len(groups)} groups failed; the log of {name} says why")
+            raise ForayError(f"{len(tasks) - len(groups)} groups failed; see the log of {name}")
         return Played(seconds, used.pop(name), sum(used.values()), lag, failovers, groups)
 
     def _serve(self, name: str, script: Script, policy: str) -> None:
-        """Start the rollout server; whatever is not named here is as in every run."""
+        """Start the rollout server, with default settings except those below."""
         port = free_port()
         overrides: dict[str, Any] = {
             "run.id": RUN,
@@ -160,14 +161,14 @@ class RolloutRing:
 
 @dataclass(frozen=True)
 class ScheduledEvent:
-    """Something that `act` does, `at_s` seconds after the start of a play."""
+    """A call of `act`, `at_s` seconds after the start of a play."""
 
     at_s: float
     act: Callable[[], None]
 
 
 class Nodes:
-    """What the nodes of all engines would do: report the load, update weights, notice that an engine is away."""
+    """The role of all nodes: report the load, update weights, detect that an engine is down."""
 
     def __init__(self, redis_url: str, store: RunStore, urls: Sequence[str]) -> None:
         self._redis_url, self._store, self._urls = redis_url, store, urls
@@ -177,7 +178,7 @@ class Nodes:
         self._reported = 0.0
 
     def report(self) -> None:
-        """One heartbeat of every engine, at most each HEARTBEAT_S."""
+        """Send a heartbeat of every engine, at most every HEARTBEAT_S."""
         now = time.monotonic()
         if now - self._reported < HEARTBEAT_S:
             return
@@ -189,7 +190,7 @@ class Nodes:
                 client.zadd(self._store.keys.engines, {info.id: time.time() + LEASE_MS / 1000})
 
     def events(self, faults: Faults) -> list[ScheduledEvent]:
-        """Return what `faults` asks for, in the order of time."""
+        """Return the events of `faults`, in order of time."""
         found = []
         if faults.down >= 0:
             found.append(
@@ -246,15 +247,16 @@ class Nodes:
     def _ask(self, index: int, what: str, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
         request = urllib.request.Request(f"{self._urls[index]}/bench/{what}", data=data)
-        # an engine that is away misses its update, as it would with a real node: the new process loads the newest
+        # an engine that is down misses its update, as with a real node: the new process loads the newest version
         with suppress(OSError), urllib.request.urlopen(request, timeout=5):
             pass
 
 
 @contextmanager
 def running(directory: Path, script: Script, *, groups: int, say: Say) -> Iterator[RolloutRing]:
-    """All processes but rollout servers for the time of the block, logs in `directory`. Raises ProcessFailed when one
-    does not start.
+    """Run all processes except rollout servers while the block runs, with logs in `directory`.
+
+    Raises ProcessFailed if one does not start.
     """
     script_file = directory / "script.json"
     script.save(script_file)

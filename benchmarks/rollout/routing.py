@@ -1,9 +1,9 @@
-"""Routing policies to compare ours with, and a rollout server that routes by one of them.
+"""Baseline routing policies, and a rollout server that uses one of them.
 
-`python -m benchmarks.rollout.routing POLICY key=value ...` is `python -m rollout_server` with the choice of an engine
-replaced. All policies see the same candidates, and leave an engine that failed this turn for last; what differs is
-which engine they take. Baselines have no window of requests for each engine (`rollout.adaptive: false`), as their
-originals have none.
+`python -m benchmarks.rollout.routing POLICY key=value ...` is `python -m rollout_server` with another choice of the
+engine. All policies see the same candidates and prefer engines that have not failed this turn; they differ in the
+engine they choose. Baselines have no adaptive request limit per engine (`rollout.adaptive: false`), like their
+originals.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Policy = Callable[[Sequence[Candidate], Sequence[str], int], str]
 
 
 def sound(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return those that failed this turn least often."""
+    """Return the candidates with the fewest failures in this turn."""
     fewest = min(c.failures for c in candidates)
     return sorted((c for c in candidates if c.failures == fewest), key=lambda c: c.id)
 
 
 def at_random() -> Policy:
-    """Any engine, for every turn."""
+    """Return a policy that chooses a random engine for every turn."""
     draw = random.Random(0)
     return lambda candidates, usual, size: draw.choice(sound(candidates)).id
 
 
 def round_robin() -> Policy:
-    """Return one engine after the other, for every turn (prime-rl's and AReaL's default)."""
+    """Return a policy that takes the engines in turn (prime-rl's and AReaL's default)."""
     numbers = count()
 
     def policy(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> str:
@@ -43,12 +43,12 @@ def round_robin() -> Policy:
 
 
 def least_loaded() -> Policy:
-    """Return the engine with the fewest tokens in flight, for every turn."""
+    """Return a policy that chooses the engine with the fewest tokens in flight for every turn."""
     return lambda candidates, usual, size: min(sound(candidates), key=lambda c: (c.load, c.busy, c.id)).id
 
 
 def sticky() -> Policy:
-    """Return the least loaded engine for the first turn of a trajectory, which then stays there (verl)."""
+    """Return a policy that chooses the least loaded engine for a trajectory's first turn and keeps it (verl)."""
 
     def policy(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> str:
         choices = sound(candidates)
@@ -60,7 +60,7 @@ def sticky() -> Policy:
 
 
 def only_one() -> Policy:
-    """Everything to the first engine that can be asked: what a broken router would do."""
+    """Return a policy that always chooses the first available engine, like a broken router."""
     return lambda candidates, usual, size: sound(candidates)[0].id
 
 
@@ -77,7 +77,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a rollout server; its exit status."""
+    """Run a rollout server and return its exit status."""
     from rollout_server.cli import main as serve
 
     setattr(router, "pick_engine", POLICIES[argv[0]]())  # noqa: B010  # the one name that the policies differ in

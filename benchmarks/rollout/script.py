@@ -1,12 +1,12 @@
-"""What the scripted policy writes, and how an engine finds out from the ids alone where it is. Pure but for `claim`.
+"""The text of the scripted policy, and the position of a request in it, from its ids. Pure except `_claim`.
 
-    question : PLAY SEED GROUP ?                        the prompt: one question a group
-    T <think> a b c ... </think> <search> SEED T U </search>   turn U of trajectory T, as long as was drawn
-    <information> ... </information>                    what the environment answers
+    question : PLAY SEED GROUP ?                        the prompt: one question per group
+    T <think> a b c ... </think> <search> SEED T U </search>   turn U of trajectory T, of random length
+    <information> ... </information>                    the environment's answer
     T <think> a b c ... </think> <answer> T </answer>   the last turn
 
-The trajectories of a group have one prompt, so the first turn gives each its number; from then on it stands in its
-own ids. Any engine that continues a turn from the ids so far writes exactly what is missing.
+The trajectories of a group share a prompt, so the first turn assigns each its number, which its ids contain from then
+on. Any engine that continues a turn from the ids so far writes exactly the rest.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from benchmarks.rollout.batching import Speed
 
 @dataclass(frozen=True)
 class Draws:
-    """Lognormal lengths and latencies. `scale` multiplies every time, also that of engines (`scaled`).
+    """Lognormal lengths and latencies. `scale` multiplies all times, including those of engines (`scaled`).
 
     trajectories  numbered from 0
-    turns         of each: all but the last end in a search
-    turn_tokens   median of a turn's tokens
+    turns         turns per trajectory; all but the last end in a search
+    turn_tokens   median tokens per turn
     """
 
     trajectories: int
@@ -44,26 +44,26 @@ class Draws:
     search_sigma: float = 1.0
 
     def tokens(self, seed: int, trajectory: int, turn: int) -> int:
-        """Return tokens of this turn."""
+        """Return the number of tokens of this turn."""
         drawn = self._draw("tokens", seed, trajectory, turn, self.turn_tokens, self.tokens_sigma)
         return min(max(round(drawn), self.least_tokens), self.most_tokens)
 
     def search_s(self, seed: int, trajectory: int, turn: int) -> float:
-        """Return seconds that the search at the end of this turn takes."""
+        """Return the duration of the search at the end of this turn, in seconds."""
         return self.scale * self._draw("search", seed, trajectory, turn, self.search_median_s, self.search_sigma)
 
     def _draw(self, what: str, seed: int, trajectory: int, turn: int, median: float, sigma: float) -> float:
-        # a text as seed is hashed by sha512: the same on every machine and in every process
+        # a text as a seed is hashed with sha512: the same on every machine and in every process
         normal = random.Random(f"{what}/{seed}/{trajectory}/{turn}").gauss(0.0, 1.0)
         return median * math.exp(sigma * normal)
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What happens to the engines during a play, in seconds since its start. Pauses go round: one engine at a time.
+    """Faults of the engines during a play, in seconds since its start. Only one engine pauses at a time.
 
-    down     engine that is away from `down_s` for `away_s`, and loses its requests and its cache; -1: none
-    swaps_s  begins of the weight updates; each engine pauses for `pause_s` and loses its cache
+    down     engine that is down from `down_s` for `away_s`, and loses its requests and its cache; -1: none
+    swaps_s  start times of the weight updates; each engine pauses for `pause_s` and loses its cache
     """
 
     down: int = -1
@@ -73,18 +73,18 @@ class Faults:
     pause_s: float = 0.0
 
     def pauses(self, engine: int) -> list[tuple[float, float]]:
-        """(begin, end) of each pause of `engine`."""
+        """Return (begin, end) of each pause of `engine`."""
         begins = (swap + engine * self.pause_s for swap in self.swaps_s)
         return [(begin, begin + self.pause_s) for begin in begins]
 
     def lost_s(self, engine: int) -> float:
-        """Return seconds in which `engine` computes nothing."""
+        """Return the seconds in which `engine` computes nothing."""
         return self.pause_s * len(self.swaps_s) + (self.away_s if engine == self.down else 0.0)
 
 
 @dataclass(frozen=True)
 class ScriptPosition:
-    """Where a request is: `written` tokens of turn `turn` of trajectory `trajectory` are in its ids already."""
+    """The position of a request: its ids contain `written` tokens of turn `turn` of trajectory `trajectory`."""
 
     play: int
     seed: int
@@ -94,13 +94,13 @@ class ScriptPosition:
 
     @property
     def first(self) -> bool:
-        """Whether its ids hold the question alone: the number of the trajectory has just been claimed."""
+        """Return whether its ids contain only the question: the trajectory's number has just been claimed."""
         return self.turn == 0 and self.written == 0
 
 
 @dataclass(frozen=True)
 class Script:
-    """One benchmark's policy. `directory` holds the model's tokenizer, and `claims`; `speeds`: one of each engine."""
+    """The policy of one benchmark. `directory` holds the tokenizer and `claims`; `speeds`: one per engine."""
 
     directory: Path
     draws: Draws
@@ -110,7 +110,7 @@ class Script:
 
     @classmethod
     def load(cls, path: Path) -> Script:
-        """Return what `save` wrote."""
+        """Return the script that `save` wrote."""
         given = json.loads(path.read_text())
         return cls(
             Path(given["directory"]),
@@ -121,7 +121,7 @@ class Script:
         )
 
     def save(self, path: Path) -> None:
-        """For the processes that play parts in it."""
+        """Write the script for the other processes."""
         given: dict[str, Any] = {
             "directory": str(self.directory),
             "draws": vars(self.draws),
@@ -133,15 +133,15 @@ class Script:
 
     @property
     def words(self) -> list[str]:
-        """Numbers that the tokenizer must know as words."""
+        """Return the numbers that must be words of the tokenizer."""
         return [str(n) for n in sorted({*range(max(self.draws.trajectories, 100)), *self.seeds})]
 
     def question(self, play: int, seed: int, group: int) -> str:
-        """Return the text of a question. `play` tells repetitions on the same draws apart."""
+        """Return the text of a question. `play` distinguishes repetitions of the same draws."""
         return f"{play} {seed} {group} ?"
 
     def turn(self, place: ScriptPosition) -> list[str]:
-        """Return the words of a whole turn."""
+        """Return the words of a complete turn."""
         number = str(place.trajectory)
         if place.turn == self.draws.turns - 1:
             end = ["<answer>", number, "</answer>"]
@@ -152,12 +152,12 @@ class Script:
         return [number, "<think>", *("abcdefgh"[i % 8] for i in range(thought)), "</think>", *end]
 
     def rest(self, ids: Sequence[int]) -> tuple[ScriptPosition, list[int]]:
-        """Where `ids` are, and the ids that are still missing in this turn. Raises ValueError for any other ids."""
-        asked, told = self.ids["?"], self.ids["</information>"]
-        start = list(ids).index(asked)
+        """Return the position of `ids` and the remaining ids of this turn. Raises ValueError for any other ids."""
+        question_mark, observed = self.ids["?"], self.ids["</information>"]
+        start = list(ids).index(question_mark)
         play, seed, group = (int(self._words[i]) for i in ids[start - 3 : start])
-        turn = list(ids).count(told)
-        begun = len(ids) if turn == 0 else len(ids) - list(reversed(ids)).index(told)
+        turn = list(ids).count(observed)
+        begun = len(ids) if turn == 0 else len(ids) - list(reversed(ids)).index(observed)
         written = len(ids) - (start + 1 if turn == 0 else begun)
         if len(ids) > start + 1:
             trajectory = int(self._words[ids[start + 1]])
@@ -174,17 +174,17 @@ class Script:
             except FileExistsError:
                 continue
             return member
-        raise ValueError(f"group {group} has {self.group_size} trajectories, and one more asks for its first turn")
+        raise ValueError(f"group {group} has only {self.group_size} trajectories, but another first turn was requested")
 
     def release(self, place: ScriptPosition) -> None:
-        """Give the number of a first turn back, of which no client has seen a token."""
+        """Release the number of a first turn from which no client has received a token."""
         group, member = divmod(place.trajectory, self.group_size)
         for claim in (self.directory / "claims").glob(f"{place.play}-{place.seed}-{group}-{member}"):
             claim.unlink()
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Word -> id, of the tokenizer in `directory`."""
+        """Return word -> id of the tokenizer in `directory`."""
         spec = json.loads((self.directory / "tokenizer.json").read_text())
         table: dict[str, int] = dict(spec["model"]["vocab"])
         return table | {token["content"]: int(token["id"]) for token in spec.get("added_tokens") or []}

@@ -1,1 +1,1 @@
-"""The transport benchmark: groups through Redis against the same bytes without guarantees."""
+"""The transport benchmark: groups through Redis against the same bytes without delivery guarantees."""

@@ -1,10 +1,10 @@
 """`foray bench transport`: groups from a rollout server's memory into the learner's, through one Redis.
 
-chain    encode + publish (the function that also acknowledges the task) + read + decode and check, a group at a time;
-         beside it the same bytes by plain XADD and XREADGROUP, in turn, so that both see the same machine
+chain    encode + publish (the function that also acknowledges the task) + read + decode and check, one group at a time;
+         alternating with the same bytes through plain XADD and XREADGROUP, so that both run under the same conditions
 load     64 rollout clients in separate processes. First nothing reads, until Redis refuses (back-pressure); then
-         the learner's side reads, decodes and acknowledges for as long as `minutes` says, while memory and event loops
-         are watched. Every seq must arrive exactly once.
+         the learner's side reads, decodes and acknowledges for `minutes`, while memory and event loops are monitored.
+         Every seq must arrive exactly once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 READ, STALL_S, FILL_S, DRAIN_S = 16, 2.0, 120.0, 120.0
 SETTLE = 0.2
-"""Share of the load that may pass before memory is compared: caches fill, the append-only file is rewritten first."""
+"""Share of the load before memory is compared: first caches fill, and the append-only file is rewritten."""
 
 
 @dataclass
 class Pump:
-    """The learner's side without a policy: issues as clients finish, reads, decodes, acknowledges, counts."""
+    """The learner's side without a policy: issue tasks as clients finish, read, decode, acknowledge, count."""
 
     made: TransportRing
     group_size: int
@@ -47,13 +47,13 @@ class Pump:
     twice: int = 0
 
     def issue(self, upto: int) -> None:
-        """Tasks up to seq `upto`."""
+        """Issue tasks up to seq `upto`."""
         new = range(self.issued + 1, upto + 1)
         self.made.store.issue(0, [(seq, a_task(seq, self.group_size)) for seq in new])
         self.issued = max(self.issued, upto)
 
     def turn(self) -> int:
-        """Reads what is there (for half a second at most); returns how many groups arrived."""
+        """Read available groups (for at most half a second) and return their number."""
         from learner.delivery.entry import read_entry
 
         entries = self.made.store.read(READ)
@@ -69,12 +69,12 @@ class Pump:
 
     @property
     def open(self) -> int:
-        """Groups that are issued and have not arrived."""
+        """Return the number of issued groups that have not arrived."""
         return self.issued - self.ledger.settled
 
 
 def load(settings: TransportBench, directory: Path, say: Say) -> dict[str, Any]:
-    """Return the figures of both phases. Raises ForayError when a group was lost or arrived twice."""
+    """Return the figures of both phases. Raises ForayError if a group was lost or arrived twice."""
     with ring(directory, settings.maxmemory_mb, say) as made:
         pump, client = Pump(made, settings.group_size), connect(made.url)
         try:
@@ -82,18 +82,18 @@ def load(settings: TransportBench, directory: Path, say: Say) -> dict[str, Any]:
             filled = _fill(settings, pump, client, say)
             held = _hold(settings, pump, client, children, say)
             _drain(pump)
-            told = [_end(child, directory) for child in children]
+            report = [_end(child, directory) for child in children]
         finally:
             client.close()
     if pump.twice or pump.open:
-        raise ForayError(f"{pump.issued} issued, {pump.ledger.settled} arrived, {pump.twice} came twice")
+        raise ForayError(f"{pump.issued} issued, {pump.ledger.settled} arrived, {pump.twice} arrived twice")
     return {
         "groups": pump.issued,
         "lost": pump.open,
         "twice": pump.twice,
         "until_back_pressure": filled,
         "held": held,
-        "clients": told,
+        "clients": report,
     }
 
 
@@ -110,7 +110,7 @@ def _clients(settings: TransportBench, made: TransportRing, directory: Path) -> 
 
 
 def _fill(settings: TransportBench, pump: Pump, client: redis.Redis, say: Say) -> dict[str, Any]:
-    """Nothing reads: groups pile up until Redis refuses, and the clients keep them."""
+    """Fill Redis without a reader until it refuses groups, which the clients then keep."""
     traj = Keys(RUN).traj
     most = settings.maxmemory_mb * (1 << 20) // (settings.group_size * settings.tokens * 4) + 4 * settings.clients
     pump.issue(most)
@@ -144,7 +144,7 @@ def _fill(settings: TransportBench, pump: Pump, client: redis.Redis, say: Say) -
 def _hold(
     settings: TransportBench, pump: Pump, client: redis.Redis, children: list[ManagedProcess], say: Say
 ) -> dict[str, Any]:
-    """Reader and clients at full speed; memory of every process is looked at each second."""
+    """Run reader and clients at full speed; read the memory of every process each second."""
     begun, piled = time.monotonic(), pump.issued
     end, look, arrived, peak = begun + 60 * settings.minutes, begun, 0, 0.0
     pids = {"redis": pump.made.redis.pid, "learner": os.getpid(), **{c.spec.name: c.pid for c in children}}
@@ -184,10 +184,10 @@ def _end(child: ManagedProcess, directory: Path) -> dict[str, Any]:
     child.terminate()
     child.wait(20)
     last = (directory / f"{child.spec.name}.log").read_text().strip().splitlines()[-1]
-    told: dict[str, Any] = json.loads(last)
-    if told.pop("broken"):
+    report: dict[str, Any] = json.loads(last)
+    if report.pop("broken"):
         raise ForayError(f"{child.spec.name} broke: {last[-1000:]}")
-    return told
+    return report
 
 
 def _refused(client: redis.Redis) -> int:
@@ -207,7 +207,7 @@ def _rss_mib(pid: int) -> float:
 
 
 def measure(bench: TransportBench, say: Say) -> BenchResult:
-    """Return the chain, then the load, each on its own Redis."""
+    """Run the chain, then the load, each on its own Redis."""
     from benchmarks.transport.chain import chain
 
     with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:

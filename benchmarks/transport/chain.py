@@ -1,4 +1,4 @@
-"""One group after the other from object to object, and the same bytes without any of our guarantees."""
+"""Groups one after another from object to object, and the same bytes without delivery guarantees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEASE_MS = 86_400_000
 
 @dataclass
 class TransportRing:
-    """A Redis for the time of a block, and a run in it whose learner is this process."""
+    """A Redis, and a run in it whose learner is this process."""
 
     url: str
     redis: ManagedProcess
@@ -39,7 +39,7 @@ class TransportRing:
 
 @contextmanager
 def ring(directory: Path, maxmemory_mb: int, say: Say) -> Iterator[TransportRing]:
-    """Redis as the launcher starts it (append-only file, noeviction), the run's functions, streams and lease."""
+    """Start Redis like the launcher (append-only file, noeviction), with the run's functions, streams and lease."""
     from learner.delivery.store import RunStore
 
     url = child_url(directory)
@@ -62,7 +62,7 @@ def ring(directory: Path, maxmemory_mb: int, say: Say) -> Iterator[TransportRing
 
 
 def a_group(group_size: int, tokens: int) -> TrajectoryGroup:
-    """A group of trajectories of `tokens` tokens, about half of them sampled, the rest prompt and observation."""
+    """Return a group of trajectories of `tokens` tokens, about half sampled, the rest prompt and observation."""
     from tests.support.messages import make_group, make_trajectory
 
     half, quarter = tokens // 2, tokens // 4
@@ -85,11 +85,11 @@ def a_task(seq: int, group_size: int) -> bytes:
 
 
 BLOCK = 10
-"""Groups of ours and of the baseline's in turn: what else the machine does hits both."""
+"""Groups per turn, alternating with the baseline, so that other load affects both."""
 
 
 def chain(settings: TransportBench, directory: Path, say: Say) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(figures of ours, figures of the baseline)."""
+    """Return (figures of Foray, figures of the baseline)."""
     with ring(directory, settings.maxmemory_mb, say) as made:
         return asyncio.run(_chain(settings, made, say))
 
@@ -134,7 +134,7 @@ async def _ours(made: TransportRing, sink: Any, entry: str, message: Any, spent:
     from protocol.header import seal
 
     t0 = time.perf_counter()
-    seal(message)  # `publish` does it once more: its share is taken out below
+    seal(message)  # `publish` repeats this: its time is subtracted below
     t1 = time.perf_counter()
     assert await sink.publish(entry, message)
     t2 = time.perf_counter()

@@ -1,7 +1,7 @@
 """Rollout clients without engines: `python -m benchmarks.transport.client URL CLIENTS GROUP_SIZE TOKENS FIRST`.
 
-Each leases a task, seals a group for it and publishes it, with the rollout server's own client and sink, until SIGTERM;
-then one line of JSON: what was published, how late the event loop was, and what the process weighed.
+Each leases a task, encodes a group for it and publishes it with the rollout server's client and publisher, until
+SIGTERM. Then it prints one line of JSON: groups published, delay of the event loop, and memory of the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TICK_S, BIN_S, BINS = 0.01, 0.0001, 100_000
 
 
 async def client(url: str, number: int, message: Any, stats: Stats) -> None:
-    """Consumes tasks; produces groups; waits for credit, and for a Redis that has room; ended by cancellation."""
+    """Lease tasks and publish groups until cancelled; wait for credit, and for free memory in Redis."""
     keys = Keys(RUN)
     redis = RedisClient(url, keys)
     sink = GroupPublisher(redis, stats)
@@ -38,14 +38,14 @@ async def client(url: str, number: int, message: Any, stats: Stats) -> None:
 
 
 class Lateness:
-    """How late a sleeper is woken, counted in bins of BIN_S: hours of it take no more room than a minute."""
+    """Distribution of the event loop's delay in bins of BIN_S, so that its size does not grow with time."""
 
     def __init__(self) -> None:
         self._bins: Counter[int] = Counter()
         self.most_s = 0.0
 
     async def watch(self) -> None:
-        """Looks every TICK_S; ended by cancellation."""
+        """Measure every TICK_S until cancelled."""
         while True:
             due = time.perf_counter() + TICK_S
             await asyncio.sleep(TICK_S)
@@ -54,7 +54,7 @@ class Lateness:
             self.most_s = max(self.most_s, late)
 
     def quantile(self, share: float) -> float:
-        """Return seconds that `share` of the looks were not later than, to a bin."""
+        """Return the delay in seconds that `share` of the measurements do not exceed, to the precision of a bin."""
         left = share * self._bins.total()
         for number in sorted(self._bins):
             left -= self._bins[number]
@@ -76,7 +76,7 @@ async def main(url: str, clients: int, group_size: int, tokens: int, first: int)
         task.cancel()
     ended = await asyncio.gather(*running, return_exceptions=True)
     broken = [repr(error) for error in ended if not isinstance(error, asyncio.CancelledError)]
-    told = {
+    report = {
         "published": stats.counts["groups_published"],
         "duplicates": stats.counts["duplicates"],
         "waited_for_redis_s": stats.waits.seconds().get("redis", 0.0),
@@ -86,7 +86,7 @@ async def main(url: str, clients: int, group_size: int, tokens: int, first: int)
         "rss_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "broken": broken,
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

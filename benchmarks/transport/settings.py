@@ -10,7 +10,7 @@ from benchmarks.base import BenchSettings, Target
 
 
 class TransportBench(BenchSettings):
-    """The groups, and how many clients push them for how long."""
+    """Settings of `foray bench transport`."""
 
     help: ClassVar[str] = "groups/s through encode, publish, read, decode, against raw XADD and XREADGROUP"
     quick: ClassVar[dict[str, Any]] = {
@@ -28,18 +28,18 @@ class TransportBench(BenchSettings):
     )
 
     group_size: int = Field(default=8, ge=1)
-    """Trajectories in a group."""
+    """Trajectories per group."""
     tokens: int = Field(default=2048, ge=8)
-    """Tokens of a trajectory, half of them sampled."""
+    """Tokens per trajectory, half of them sampled."""
     groups: int = Field(default=400, ge=10)
-    """Groups of the chain, ours and the baseline's."""
+    """Groups in the chain, for Foray and for the baseline."""
     clients: int = Field(default=64, ge=1)
-    """Rollout clients of the load, each with its own connections."""
+    """Rollout clients in the load phase, each with its own connections."""
     processes: int = Field(default=2, ge=1)
-    """Processes among which the clients are divided."""
+    """Processes for the clients."""
     minutes: float = Field(default=1.0, gt=0)
-    """How long the load is held after the back-pressure was seen."""
+    """Duration of the load after back-pressure occurred, in minutes."""
     rate: float = Field(default=0.0, ge=0)
-    """Most groups a second of the held load; 0: as many as go through."""
+    """Maximum groups/s of the load; 0: no limit."""
     maxmemory_mb: int = Field(default=256, ge=16)
-    """Memory limit of the Redis (MiB)."""
+    """Memory limit of Redis, in MiB."""

@@ -177,9 +177,9 @@ def _purge(args: argparse.Namespace, found: Located, client: redis.Redis, wanted
             "the learner is running and may be writing its file", todo="stop it first, or purge without --files"
         )
     held = sum("redis" in letter.kept for letter in letters), sum("file" in letter.kept for letter in letters)
-    told = f"{held[0]} dead letters in Redis" + (f" and {held[1]} in {found.directory}" if args.files else "")
+    entry = f"{held[0]} dead letters in Redis" + (f" and {held[1]} in {found.directory}" if args.files else "")
     if not args.yes and any(held):
-        _confirm(f"delete {told}? The ledger is not changed. [yes/no] ")
+        _confirm(f"delete {entry}? The ledger is not changed. [yes/no] ")
     removed = purge_stream(client, found.run.id, letters)
     lines = purge_file(found.directory, letters) if args.files else 0
     _tell(client, found, "purged", f"{removed} dead letters in Redis, {lines} in the learner's file")
@@ -197,8 +197,8 @@ def _tell(client: redis.Redis, found: Located, kind: str, text: str) -> None:
     from protocol import events
     from protocol.keys import Keys
 
-    told: Any = events.fields("operator", f"{os.environ.get('USER', os.getuid())}@{gethostname()}", kind, text)
-    client.xadd(Keys(found.run.id).events, told, maxlen=events.MOST, approximate=True)
+    entry: Any = events.fields("operator", f"{os.environ.get('USER', os.getuid())}@{gethostname()}", kind, text)
+    client.xadd(Keys(found.run.id).events, entry, maxlen=events.MOST, approximate=True)
 
 
 def _confirm(question: str) -> None:
@@ -208,9 +208,9 @@ def _confirm(question: str) -> None:
         raise UserError("nothing was purged")
 
 
-def _json(told: dict[str, Any]) -> str:
+def _json(entry: dict[str, Any]) -> str:
     """Return one line of printable ASCII: json escapes all control characters except DEL."""
-    return json.dumps(told).replace("\x7f", "\\u007f")
+    return json.dumps(entry).replace("\x7f", "\\u007f")
 
 
 _READING = {"list": _list, "show": _show}

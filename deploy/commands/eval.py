@@ -145,11 +145,11 @@ def _report(score: EvalScore, what: dict[str, Any], how: dict[str, Any], *, as_j
             if name != ("version" if mixed else "versions"):
                 print(f"{name:<12} {f'{value:.4f}' if isinstance(value, float) else value}")
     if mixed:
-        told = "error: the score mixes several policy versions and is valid for none of them"
-        print(f"{told}: evaluate again without --resume", file=sys.stderr)
+        message = "error: the score mixes several policy versions and is valid for none of them"
+        print(f"{message}: evaluate again without --resume", file=sys.stderr)
     if score.too_long:
-        told = f"warning: {score.too_long} episodes were skipped because their prompts are too long"
-        print(f"{told}: raise rollout.episode.max_context of the run to score them", file=sys.stderr)
+        message = f"warning: {score.too_long} episodes were skipped because their prompts are too long"
+        print(f"{message}: raise rollout.episode.max_context of the run to score them", file=sys.stderr)
     return 1 if score.failed or mixed else 0
 
 

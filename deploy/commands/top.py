@@ -75,7 +75,7 @@ def _live(frames: Iterator[Frame]) -> None:
             text = Text(last.fitted(*live.console.size))
             text.highlight_regex(r"^run .*", "bold")
             text.highlight_regex(r"(?m)^  problem: .*", "bold red")
-            text.highlight_regex(r"(?m)^  (engine +state|who waits for whom).*", "bold")
+            text.highlight_regex(r"(?m)^  (engine +state|time spent waiting).*", "bold")
             live.update(text, refresh=True)
     if last is not None:
         print(last.plain())

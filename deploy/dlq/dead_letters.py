@@ -225,9 +225,9 @@ def choose(seen: RunSnapshot, fates: Fates, seqs: Sequence[int], *, reason: str 
     else:
         chosen = list(seqs)
         if wrong := [seq for seq in chosen if seq not in lost]:
-            told = ", ".join(f"{seq} is {fates.of(seq)}" for seq in wrong[:SHOWN])
+            states = ", ".join(f"{seq} is {fates.of(seq)}" for seq in wrong[:SHOWN])
             raise UserError(
-                f"only seqs that are dead or stale in the last checkpoint can be requeued: {told}",
+                f"only seqs that are dead or stale in the last checkpoint can be requeued: {states}",
                 why="an open seq is in progress, and a trained one must not be trained twice",
                 todo="`foray dlq list` shows the dead ones; the next checkpoint records seqs that have just failed",
             )

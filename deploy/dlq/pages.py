@@ -94,7 +94,7 @@ def as_json(
     run: str, letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "", bodies: bool = False
 ) -> dict[str, Any]:
     """Return the dead letters as JSON values: bytes in base64, text unchanged (JSON escapes it)."""
-    told = []
+    shown = []
     for letter in letters:
         row: dict[str, Any] = {
             **{"id": letter.id, "seq": letter.seq, "reason": letter.reason, "detail": letter.detail},
@@ -104,9 +104,9 @@ def as_json(
             facts, said = read_facts(letter)
             row |= {"header": facts, "said": said}
             row |= {"h": base64.b64encode(letter.header).decode(), "b": base64.b64encode(letter.body).decode()}
-        told.append(row)
+        shown.append(row)
     dead = [{"seq": s, "reason": why, "fate": fates.of(s)} for s, why in fates.dead.items() if reason in ("", why)]
-    return {"run": run, "letters": told, "dead": dead, "requeued": sorted(fates.requeued)}
+    return {"run": run, "letters": shown, "dead": dead, "requeued": sorted(fates.requeued)}
 
 
 def _silent(letters: Sequence[DeadLetter], fates: Fates, reason: str) -> dict[int, str]:

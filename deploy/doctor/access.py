@@ -29,7 +29,7 @@ def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterato
             found.append(Finding(f"{role} tokens", "fail", f"{error.what}: {error.why}", error.todo))
             continue
         if access.open and not is_loopback(host):
-            detail = f"{setting} = {host} exposes the {role} to the network without a token: it would refuse to start"
+            detail = f"{setting} = {host} exposes the service to the network without a token: it would refuse to start"
             todo = f"foray init run.yaml --secure (then launch.secrets), or {setting}=127.0.0.1"
             todo += ", or disable it: learner.metrics_port=null" if role == "learner" else ""
             found.append(Finding("access", "fail", detail, todo))

@@ -141,7 +141,7 @@ def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]
     wanted = f"{cli(url)} ACL SETUSER {name} {rules(run, named or 'learner')}"
     if missing:
         words = ", ".join(" ".join(command[:2]) for command in missing[:4]) + (" ..." if len(missing) > 4 else "")
-        detail = f"lacks permissions that {named or 'the processes'} need: {words}"
+        detail = f"lacks permissions for {named or 'all processes'}: {words}"
         yield Finding(f"redis user {name}", "fail", detail, wanted)
     elif beyond and not (name == "default" and parse_redis_url(url).is_loopback):
         words = ", ".join(" ".join(command[:2]) for command in beyond)

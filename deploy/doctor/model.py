@@ -32,9 +32,9 @@ def tokenizer(config: RunConfig) -> Iterator[Finding]:
         spec = json.loads((model / "tokenizer.json").read_bytes())
         largest = _largest_id(spec)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        told = getattr(error, "strerror", None) or f"not a valid tokenizer: {type(error).__name__}"
+        cause = getattr(error, "strerror", None) or f"not a valid tokenizer: {type(error).__name__}"
         todo = "copy the complete model directory: config.json, model.safetensors, tokenizer.json"
-        yield Finding("tokenizer", "fail", f"{model / 'tokenizer.json'}: {told}", todo)
+        yield Finding("tokenizer", "fail", f"{model / 'tokenizer.json'}: {cause}", todo)
         return
     size = _vocabulary(model)
     if size is not None and largest >= size:

@@ -174,7 +174,7 @@ def _away(url: str, error: Exception) -> Finding:
     """Return the reason why Redis cannot be used: stopped, not running, or access denied."""
     import redis
 
-    where, told = parse_redis_url(url), f"{type(error).__name__}: {error}"
+    where, cause = parse_redis_url(url), f"{type(error).__name__}: {error}"
     found: PortOwner | None = None
     if where.kind == "socket":
         found = unix_socket_owner(where.path)
@@ -185,14 +185,14 @@ def _away(url: str, error: Exception) -> Finding:
         detail = f"{redacted(url)} does not answer: {process} is stopped (SIGSTOP)"
         return Finding("redis", "fail", detail, f"kill -CONT {found.pid}")
     if isinstance(error, redis.exceptions.NoPermissionError):
-        return Finding("redis", "fail", f"{redacted(url)}: {told}", "give this user +ping +time (foray init --secure)")
+        return Finding("redis", "fail", f"{redacted(url)}: {cause}", "give this user +ping +time (foray init --secure)")
     if isinstance(error, redis.AuthenticationError):
         todo = "set -a; . secrets/learner.env (of `foray init --secure`), or put user and password into FORAY_REDIS_URL"
-        return Finding("redis", "fail", f"{redacted(url)} refuses the login: {told}", todo)
+        return Finding("redis", "fail", f"{redacted(url)} refuses the login: {cause}", todo)
     if isinstance(error, redis.TimeoutError):
         detail = f"{redacted(url)} accepts connections but does not answer within {ANSWER_S:g} s: stopped, or very busy"
         todo = f"kill -CONT {found.pid}, or start it again" if found else "on its host: kill -CONT its process"
         return Finding("redis", "fail", detail, todo)
     start = "start it (redis-server secrets/redis.conf, or foray redis --dir DIR)"
     todo = f"{start}, correct run.redis_url or FORAY_REDIS_URL, or leave both empty"
-    return Finding("redis", "fail", f"no Redis answers at {redacted(url)}: {told}", todo)
+    return Finding("redis", "fail", f"no Redis answers at {redacted(url)}: {cause}", todo)

@@ -244,7 +244,9 @@ def _look(client: redis.Redis, url: str, run: str, totals: LedgerTotals | None) 
     unreadable: list[str] = []
     processes = _read_all(MetricsSnapshot, names, answers[: len(names)], unreadable)
     engines = _read_all(EngineInfo, engine_ids, answers[len(names) : len(names) + len(engine_ids)], unreadable)
-    target, epoch, lease, issued, dead_letters, letters, told, tokens, memory = answers[len(names) + len(engine_ids) :]
+    target, epoch, lease, issued, dead_letters, letters, newest, tokens, memory = answers[
+        len(names) + len(engine_ids) :
+    ]
     updates = _read_all(WeightUpdate, ["target"], [target.get(b"b")], unreadable)
     tasks, traj = _stream(client, keys.tasks, TASK_GROUP), _stream(client, keys.traj, TRAJ_GROUP)
     return RunSnapshot(
@@ -262,7 +264,7 @@ def _look(client: redis.Redis, url: str, run: str, totals: LedgerTotals | None) 
         traj=traj or Stream(),
         dead_letters=int(dead_letters),
         letters=tuple((_time(id_), raw.get(b"reason", b"").decode("utf-8", "replace")) for id_, raw in letters),
-        events=tuple(RunEvent(_time(id_), **events.parse(raw)) for id_, raw in reversed(told)),
+        events=tuple(RunEvent(_time(id_), **events.parse(raw)) for id_, raw in reversed(newest)),
         tokens={name.decode(): number_of(number) for name, number in tokens.items() if number.isdigit()},
         memory=int(memory.get("used_memory", 0)),
         max_memory=int(memory.get("maxmemory", 0)),

@@ -87,9 +87,9 @@ def letters_line(seen: RunSnapshot) -> str:
     if not seen.letters:
         return str(seen.dead_letters)
     reasons = Counter(reason for _, reason in seen.letters)
-    told = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in reasons.most_common())
+    listed = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in reasons.most_common())
     some = f"of the last {len(seen.letters)}: " if len(seen.letters) < seen.dead_letters else ""
-    return f"{seen.dead_letters} ({some}{told})"
+    return f"{seen.dead_letters} ({some}{listed})"
 
 
 def event_lines(seen: RunSnapshot) -> list[str]:
@@ -121,10 +121,10 @@ def _of_letters(seen: RunSnapshot) -> list[Problem]:
     fresh = [reason for at, reason in seen.letters if seen.now - at < WINDOW_S]
     if len(fresh) < GROWING:
         return []
-    told = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in Counter(fresh).most_common())
+    listed = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in Counter(fresh).most_common())
     return [
         Problem(
-            f"new dead letters: {told} within the last minute",
+            f"new dead letters: {listed} within the last minute",
             "inspect them with `foray dlq list`, then `foray dlq show SEQ`",
         )
     ]
@@ -476,8 +476,8 @@ def _weights_line(v: Mapping[str, float]) -> str:
     """Return the phases of the last weight transfer, and the transfers since the learner's start."""
     phases = ("gather", "prepare", "transfer", "verify", "commit", "disk")
     seconds = {phase: v.get(f"publish_{phase}_s", 0.0) for phase in phases}
-    told = ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items() if s) or "nothing yet"
-    line = f"weights   {v['publish_bytes'] / 1e6:.1f} MB, last version in {sum(seconds.values()):.2f} s ({told})"
+    listed = ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items() if s) or "nothing yet"
+    line = f"weights   {v['publish_bytes'] / 1e6:.1f} MB, last version in {sum(seconds.values()):.2f} s ({listed})"
     if "publish_distributed" in v:
         sent, files, fallbacks = (v.get(f"publish_{name}", 0.0) for name in ("distributed", "disk", "fallbacks"))
         line += f"; {sent:.0f} versions sent, {files:.0f} by files ({fallbacks:.0f} after a failed transfer)"

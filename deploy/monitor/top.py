@@ -62,7 +62,7 @@ class Frame:
         parts = {
             "problems": [f"  problem: {text}" for text in self.problems],
             "figures": [f"  {name:<{width}}  {text}" for name, text in self.facts],
-            "waits": ["  who waits for whom", *(f"    {line}" for line in self.waits)] if self.waits else [],
+            "waits": ["  time spent waiting", *(f"    {line}" for line in self.waits)] if self.waits else [],
             "engines": table(ENGINE_COLUMNS, self.engines) if self.engines else [],
         }
         rows = [("", self.title)]
@@ -134,8 +134,8 @@ def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, 
             )
         )
     facts.append(("ledger", conservation(seen).line()))
-    if law := token_balance(seen):
-        facts.append(("tokens", law.line()))
+    if balance := token_balance(seen):
+        facts.append(("tokens", balance.line()))
     facts.append(("dead letters", letters_line(seen)))
     if rollouts:
         facts.append(("search", _search_line(rollouts, searches)))

@@ -1,4 +1,4 @@
-"""A training algorithm: PPO's clipped loss on rewards against the median of their group, which one outlier cannot move.
+"""A training algorithm: PPO's clipped loss with the group's median reward as the baseline, which is robust to outliers.
 
 Its line in `learner.config.algorithm.REGISTRY`: `MedianSettings: "examples.extensions.algorithm:Median"`
 """
@@ -14,13 +14,13 @@ from learner.config.policy import PolicySettings
 
 
 class MedianSettings(PolicySettings):
-    """The reward against its group's median."""
+    """Reward minus the median reward of the group."""
 
     type: Literal["median"] = "median"
 
     @property
     def group_baseline(self) -> bool:
-        """The others of its group are the baseline."""
+        """Return True: the baseline is computed from the group."""
         return True
 
 
@@ -28,7 +28,7 @@ class Median(PolicyAlgorithm):
     """Clipped policy gradient; loss, divergence and corrections are those of `PolicyAlgorithm`."""
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """Return [n] float64; 0 where the whole group has the same reward."""
+        """Return [n] float64; 0 if all trajectories of a group have the same reward."""
         found = np.zeros(len(outcomes.rewards))
         for members in contested(outcomes):
             found[members] = outcomes.rewards[members] - np.median(outcomes.rewards[members])

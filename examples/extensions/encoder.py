@@ -1,4 +1,4 @@
-"""An encoder: counts of character pairs, in any script and without a vocabulary.
+"""An encoder: counts of character pairs, for any script and without a vocabulary.
 
 Its line in `retriever.encoder.config.REGISTRY`: `PairsSettings: "examples.extensions.encoder:PairsEncoder"`
 """
@@ -17,7 +17,7 @@ from retriever.encoder.config import EncoderBase
 class PairsSettings(EncoderBase):
     type: Literal["pairs"] = "pairs"
     dim: int = Field(default=512, ge=8)
-    """Width of a vector."""
+    """Dimension of a vector."""
 
 
 class PairsEncoder:

@@ -1,4 +1,4 @@
-"""An index: passages by the number of words that they share with the query.
+"""An index: ranks passages by the number of words that they share with the query.
 
 Its line in `retriever.index.config.REGISTRY`: `OverlapSettings: "examples.extensions.index:OverlapIndex"`
 """

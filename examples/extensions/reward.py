@@ -12,11 +12,11 @@ from rollout_server.rewards.base import RewardInput, RewardSettingsBase
 
 
 class NumberSettings(RewardSettingsBase):
-    """Answers that are numbers, compared as such: 1,000 is 1e3."""
+    """Compare answers as numbers: 1,000 equals 1e3."""
 
     type: Literal["number"] = "number"
     tolerance: float = Field(default=0.01, ge=0)
-    """Largest relative difference to a gold answer."""
+    """Maximum relative difference to a gold answer."""
 
 
 class NumberMatch:
@@ -34,4 +34,4 @@ def _number(text: str) -> float:
     try:
         return float(text.replace(",", ""))
     except ValueError:
-        return math.nan  # close to nothing
+        return math.nan  # not close to any number

@@ -1,4 +1,4 @@
-"""Every kind of fault, by name."""
+"""All kinds of faults, by name."""
 
 from __future__ import annotations
 

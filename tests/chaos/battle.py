@@ -1,4 +1,4 @@
-"""Faults against a ring, by a schedule: injected, witnessed, healed; each is written down as it happened."""
+"""Run a schedule of faults against a ring: inject, witness, heal and record each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from schedule import Planned
 
 Say = Callable[[str], None]
 LATE_S = 4.0
-"""A fault that cannot be done for so long (its victim is down, or in another fault's hands) is left out."""
+"""Seconds after which a fault is skipped that cannot be injected (its target is down, or in another fault)."""
 TICK_S = 0.02
 
 
 @dataclass
 class Injected:
-    """A fault that was done."""
+    """An injected fault."""
 
     planned: Planned
     fault: Fault
@@ -38,7 +38,7 @@ class Injected:
 
 @dataclass
 class Battle:
-    """Carries a schedule out. `injected` and `left_out` are its record; `run` returns when the last fault is healed."""
+    """Runs a schedule. `injected` and `left_out` are its record; `run` returns when the last fault is healed."""
 
     ring: Ring
     say: Say
@@ -62,7 +62,7 @@ class Battle:
             time.sleep(TICK_S)
 
     def settle(self, seconds: float) -> None:
-        """Gives evidence that is slow to show (an exit status, a line in a log) time to do so."""
+        """Wait for slow evidence (an exit status, a line in a log)."""
         self.ring.until(lambda: self._look() or all(i.evidence for i in self.injected if i.fault.patience_s), seconds)
 
     def _try(self, item: Planned) -> bool:

@@ -1,7 +1,7 @@
-"""The judge: was any seq trained twice, is any missing, do the books close? From the files of the run alone.
+"""Check a run from its files alone: no seq trained twice, none missing, accounting consistent.
 
-It reads the manifest of the checkpoint in force and the journal's frames with a parser of its own, and shares no code
-with the learner: a mistake in the books must not be in the judge as well. What it knows of the formats:
+It reads the manifest of the current checkpoint and the journal's frames with its own parser, and shares no code with
+the learner, so that it does not share a bug in the accounting. The formats:
 
     checkpoints/CURRENT          the name of a folder; its manifest.json has `lineage` [[epoch, first step], ...],
                                  `step`, `ledger` {watermark, above, counts, notes [[seq, outcome, reason], ...]},
@@ -9,7 +9,7 @@ with the learner: a mistake in the books must not be in the judge as well. What 
     journal/groups-NNNNN.bin     frames: u32 length, u32 CRC-32, msgpack {step, epoch, h: msgpack {seq, sampled, ...}}
 
 A journalled step survives when its epoch is in the lineage and no later learner began below it.
-`python checker.py RUN_DIR [--issued N] [--json]`; exit status 1 when the books do not close.
+`python checker.py RUN_DIR [--issued N] [--json]`; exit status 1 if the run is not consistent.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SHOWN = 12
 
 @dataclass
 class Verdict:
-    """What the files say. Every list must be empty for `ok`.
+    """Findings in the files. Every list must be empty for `ok`.
 
     twice       seqs trained twice in the lineage that survives
     missing     seqs up to `issued` that were neither trained nor recorded with a reason
     unbooked    seqs in the surviving journal that the ledger does not have as trained, and the other way round
-    problems    what else does not fit, in words
+    problems    other inconsistencies, as text
     """
 
     step: int = 0
@@ -59,11 +59,11 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Nothing lost, nothing twice, books closed, every checkpoint readable."""
+        """Return whether nothing is lost or duplicated, accounting is consistent, and every checkpoint is readable."""
         return not (self.twice or self.missing or self.unbooked or self.problems)
 
     def render(self) -> str:
-        """A table for people."""
+        """Return a table."""
         rows = [
             ("optimiser steps", f"{self.step}, by {self.epochs} learner starts in the surviving lineage"),
             ("seqs issued", self.issued),
@@ -77,7 +77,7 @@ class Verdict:
             *((f"tokens {name}", count) for name, count in self.tokens.items()),
             *((f"checkpoint {name}", state) for name, state in self.checkpoints.items()),
             ("journal files that a crash cut short", _listed(self.torn_files)),
-            ("books", "closed" if self.ok else "; ".join(self.problems) or "NOT CLOSED"),
+            ("accounting", "consistent" if self.ok else "; ".join(self.problems) or "INCONSISTENT"),
         ]
         width = max(len(name) for name, _ in rows) + 2
         return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
@@ -99,7 +99,7 @@ class Frame:
 
 
 def check(run_dir: Path, *, issued: int = 0, spoiled: Collection[str] = ()) -> Verdict:
-    """Judges a run. issued: highest seq known to be issued; spoiled: checkpoints that were damaged on purpose."""
+    """Check a run. issued: highest seq known to be issued; spoiled: checkpoints that a fault damaged."""
     verdict = Verdict()
     folder = run_dir / "checkpoints"
     try:
@@ -123,7 +123,7 @@ def check(run_dir: Path, *, issued: int = 0, spoiled: Collection[str] = ()) -> V
 
 
 def survives(epoch: int, step: int, lineage: Sequence[tuple[int, int]], last: int) -> bool:
-    """Whether step `step` of the learner of `epoch` is part of the weights in the checkpoint of step `last`."""
+    """Return whether step `step` of the learner of `epoch` is part of the weights in the checkpoint of step `last`."""
     began = dict(lineage)
     ends = [first for later, first in lineage if later > epoch]
     return epoch in began and began[epoch] < step <= min([*ends, last])
@@ -153,18 +153,18 @@ def _books(ledger: dict[str, Any], trained: set[int], issued: int, verdict: Verd
 def _tokens(manifest: dict[str, Any], living: Sequence[Frame], verdict: Verdict) -> None:
     sampled = sum(frame.sampled for frame in living)
     booked = int(manifest.get("tally", {}).get("tokens_sampled", sampled))
-    verdict.tokens = {"in trained groups, by the journal": sampled, "in trained groups, by the books": booked}
+    verdict.tokens = {"in trained groups, by the journal": sampled, "in trained groups, by the manifest": booked}
     if sampled != booked:
-        verdict.problems.append(f"tokens: the journal has {sampled}, the books {booked}")
+        verdict.problems.append(f"tokens: the journal has {sampled}, the manifest {booked}")
     law = manifest.get("tokens")
     if law is not None:
         ended = {str(name): int(tokens) for name, tokens in law["buckets"].items()}
-        verdict.tokens |= {"that arrived, by the books": int(law["generated"]), **ended}
+        verdict.tokens |= {"that arrived, by the manifest": int(law["generated"]), **ended}
         if sum(ended.values()) != int(law["generated"]):
             verdict.problems.append(f"tokens: {law['generated']} arrived, {sum(ended.values())} ended somewhere")
         if ended["trained"] + ended["masked"] != sampled:
             both = f"{ended['trained']} trained + {ended['masked']} masked"
-            verdict.problems.append(f"tokens: {both} by the books, {sampled} by the journal")
+            verdict.problems.append(f"tokens: {both} by the manifest, {sampled} by the journal")
 
 
 def _checkpoints(folder: Path, current: str, spoiled: Collection[str], verdict: Verdict) -> None:
@@ -177,12 +177,12 @@ def _checkpoints(folder: Path, current: str, spoiled: Collection[str], verdict: 
 
 
 def _readable(path: Path) -> str:
-    """ "" when every file is what the manifest says."""
+    """Return "" if every file matches the manifest, else the error."""
     try:
         files = json.loads((path / "manifest.json").read_text())["files"]
-        for name, told in files.items():
+        for name, entry in files.items():
             raw = (path / name).read_bytes()
-            if len(raw) != told["bytes"] or hashlib.sha256(raw).hexdigest() != told["sha256"]:
+            if len(raw) != entry["bytes"] or hashlib.sha256(raw).hexdigest() != entry["sha256"]:
                 return f"{name} is not what the manifest says"
     except (OSError, ValueError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
@@ -190,7 +190,7 @@ def _readable(path: Path) -> str:
 
 
 def journal(folder: Path, torn: list[str]) -> Iterator[Frame]:
-    """Every whole frame, in order of the files. Files that end in the middle of one go to `torn`."""
+    """Yield every complete frame, in order of the files. Add files that end within a frame to `torn`."""
     for path in sorted(folder.glob("groups-*.bin")):
         raw, at = path.read_bytes(), 0
         while at < len(raw):

@@ -1,4 +1,4 @@
-"""The chaos suite's modules are beside its tests: they are programs too."""
+"""Put the folder on the path: the modules of the chaos suite are also programs."""
 
 import sys
 from pathlib import Path

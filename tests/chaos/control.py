@@ -1,7 +1,7 @@
-"""The control: a ring without the delivery rules, built into the zygote's children only. The checker must fail it.
+"""The control: a ring without the delivery rules, patched into the zygote's children only. The checker must fail it.
 
-ack_on_receive  the learner acknowledges what it reads, at once; no_ledger  it trains whatever arrives
-no_reconciler   what is lost stays lost; plain_publish  XADD, then XACK, and one group in twenty twice
+ack_on_receive  the learner acknowledges entries when it reads them; no_ledger  it trains everything that arrives
+no_reconciler   lost seqs are not reissued; plain_publish  XADD, then XACK, and one group in twenty twice
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 EVERYTHING = ("ack_on_receive", "no_ledger", "no_reconciler", "plain_publish")
 TWICE_EVERY = 20
-"""One publication in so many is made twice."""
+"""One in this many publications is made twice."""
 
 
 def install(wrong: Sequence[str]) -> None:
-    """Breaks this process in the ways named."""
+    """Patch this process with the named bugs."""
     for name in wrong:
         {
             "ack_on_receive": ack_on_receive,

@@ -1,10 +1,11 @@
 """`python driver.py --minutes 10 --seed 1 --persistence aof|none [--control] [--json]`: faults, recovery, judgement.
 
-    a ring of real processes -> faults for so many minutes -> everything healed -> every seq that was ever issued must
-    be settled -> the learner is told to end, started again with a last step, and must end with status 0 -> checker
+    a ring of real processes -> faults for some minutes -> everything healed -> every issued seq must be settled
+    -> the learner is stopped, started again with a last step, and must exit with status 0 -> checker
 
-Exit status 0: nothing lost, nothing twice, books closed, every fault kind witnessed, every path of recovery taken, no
-process ended without a fault. With --control the ring has no delivery rules, and 0 means that the checker failed it.
+Exit status 0: nothing lost, nothing twice, accounting consistent, every fault kind witnessed, every recovery path
+taken, no process ended without a fault. With --control the ring has no delivery rules, and 0 means that the checker
+failed it.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from schedule import Planned, make_schedule, render
 LAST_STEPS = 8
 """Steps of the learner that ends the run."""
 HOLES_S, END_S = 150.0, 120.0
-"""How long recovery and the end of the run may take, on a busy machine."""
+"""Timeouts of recovery and of the end of the run, for a busy machine."""
 BEGIN_S = 150.0
 LOOSE = re.compile(r".*(?:was never retrieved|was never awaited|Unclosed ).*")
-"""Words of asyncio for what somebody forgot."""
+"""Warnings of asyncio about forgotten tasks and exceptions."""
 
 
 @dataclass
 class Result:
-    """Everything that a run of the driver found."""
+    """The findings of a run of the driver."""
 
     seed: int
     seconds: float
@@ -59,13 +60,13 @@ class Result:
     recovered_s: float = 0.0
     maxmemory_mb: int = MAXMEMORY_MB
     refused: int = 0
-    """Commands that Redis refused for want of memory."""
+    """Commands that Redis refused for lack of memory."""
     failures: list[str] = field(default_factory=list)
     """Of the run or of the harness, beside the checker's."""
 
     @property
     def ok(self) -> bool:
-        """What the exit status says."""
+        """Return whether the run passed, the exit status."""
         seen = bool(self.verdict.twice) and bool(self.verdict.missing)
         return seen if self.control else self.verdict.ok and not self.failures
 
@@ -113,9 +114,9 @@ def fight(
     late_s: float = LATE_S,
     say: Say = print,
 ) -> Result:
-    """A ring, the schedule, recovery, the end of the run, and what the checker says of it.
+    """Run a ring with a schedule of faults, wait for recovery and the end of the run, and run the checker.
 
-    late_s  how long a fault may wait for its victim before it is left out
+    late_s  seconds that a fault may wait for its target before it is skipped
     """
     result = _fight(directory, model, planned, seed, seconds, persistence, control, maxmemory_mb, late_s, say)
     if left := engines_of(directory):
@@ -172,7 +173,7 @@ def _fight(
 
 
 def recover(ring: Ring, observer: Observer, holes_s: float, say: Say) -> list[str]:
-    """Everything runs: each seq that was ever issued must be settled, by itself. What is wrong, if anything."""
+    """With everything running, each issued seq must be settled without help. Return the problems."""
     issued = observer.issued
     if not ring.until(lambda: all(ward.alive for ward in ring.wards.values()), 30):
         return [f"not running: {[name for name, ward in ring.wards.items() if not ward.alive]}"]
@@ -186,17 +187,17 @@ def recover(ring: Ring, observer: Observer, holes_s: float, say: Say) -> list[st
 
 
 def end_run(ring: Ring, say: Say, *, restart: bool) -> list[str]:
-    """The learner ends in order and is started with a last step: it must close the books and exit with 0.
+    """Stop the learner and start it with a last step: its accounting must be consistent, and it must exit with 0.
 
-    restart: off for the control, whose learner would wait for ever for what is lost
+    restart: off for the control, whose learner would wait forever for lost seqs
     """
     ward = ring.wards["learner"]
     ward.wanted, ward.life.doomed = False, "the end"
     ward.life.send(signal.SIGTERM)
     if not ring.until(lambda: not ward.alive, END_S):
-        return ["the learner does not end when it is told to"]
+        return ["the learner does not stop on SIGTERM"]
     if ward.life.status != 0:
-        return [f"the learner ended with {ward.life.status} when it was told to: {ward.life.text[-400:]}"]
+        return [f"the learner exited with {ward.life.status} on SIGTERM: {ward.life.text[-400:]}"]
     if not restart:
         return []
     ring.learner_overrides = (f"run.steps={int(ring.manifest()['step']) + LAST_STEPS}",)
@@ -214,7 +215,7 @@ def _last_word(text: str) -> str:
 
 
 def tracebacks(ring: Ring) -> list[str]:
-    """Errors that no code was written for, each once, with where they came up."""
+    """Return unexpected errors, each once, with their location."""
     found: Counter[str] = Counter()
     for path in sorted(ring.logs.glob("*.log")):
         if path.name.startswith("redis"):
@@ -228,7 +229,7 @@ def tracebacks(ring: Ring) -> list[str]:
 
 
 def engines_of(directory: Path) -> list[int]:
-    """Living processes whose command line names this run's folder: engines, whoever started them."""
+    """Return living processes whose command line names this run's folder: engines, with any parent."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -240,7 +241,7 @@ def engines_of(directory: Path) -> list[int]:
 
 
 def a_model(directory: Path, given: Path | None, say: Say) -> Path:
-    """A warm-started tiny model: the one that is given, that of FORAY_TEST_MODEL, or one that is made once."""
+    """Return a warm-started tiny model: the given one, that of FORAY_TEST_MODEL, or a new one."""
     named = given or (Path(os.environ["FORAY_TEST_MODEL"]) if os.environ.get("FORAY_TEST_MODEL") else None)
     if named is not None:
         return named.absolute()

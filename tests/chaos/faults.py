@@ -1,11 +1,11 @@
-"""What a fault is. Each kind is a small class in faults_*.py; `KINDS` (attacks.py) lists them.
+"""Base of the faults. Each kind is a small class in faults_*.py; `KINDS` (attacks.py) lists them.
 
-inject    makes it happen; False: it cannot be done at this moment (nothing was changed)
-tick      called until it is over, for faults that have stages
-heal      undoes it, where it does not end by itself
-happened  evidence that it did happen, from outside the driver: an exit status, a state in /proc, a counter of the
-          proxy or of Redis, a line in a log; "" while there is none. A kind that is never witnessed fails the harness.
-recovery  paths (recoveries.py) of which at least one must have been taken once such a fault was witnessed
+inject    cause the fault; False: not possible at this moment (nothing was changed)
+tick      called until it is over, for faults with stages
+heal      undo it, if it does not end by itself
+happened  evidence from outside the driver that it happened: an exit status, a state in /proc, a counter of the proxy
+          or of Redis, a line in a log; "" while there is none. A kind that is never witnessed fails the harness.
+recovery  paths (recoveries.py), at least one of which must be taken after such a fault was witnessed
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ring import Ring
 
 @dataclass
 class Fault(ABC):
-    """One fault to be. `rng` decides its details, and was seeded by the schedule; `seconds`: how long it lasts."""
+    """One fault. `rng`, seeded by the schedule, decides its details; `seconds`: its duration."""
 
     ring: Ring
     target: str
@@ -34,11 +34,11 @@ class Fault(ABC):
     lasts: ClassVar[tuple[float, float]] = (0.0, 0.0)
     recovery: ClassVar[Sequence[str]] = ()
     patience_s: ClassVar[float] = 20.0
-    """How long after its end the evidence may take to show."""
+    """Time after its end for the evidence to appear, in seconds."""
 
     @property
     def held(self) -> frozenset[str]:
-        """What no other fault may have meanwhile."""
+        """Targets that no other fault may use meanwhile."""
         return frozenset({self.target})
 
     @abstractmethod
@@ -49,7 +49,7 @@ class Fault(ABC):
 
     @property
     def over(self) -> bool:
-        """Whether it may be healed before its time."""
+        """Whether it may be healed early."""
         return False
 
     def heal(self) -> None:  # noqa: B027 - most end by themselves

@@ -1,4 +1,4 @@
-"""Faults of what is on the wire and on the disk: garbage, flipped bits, publications made twice."""
+"""Faults of data on the wire and on disk: garbage, flipped bits, duplicate publications."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CorruptGroup(Fault):
 
     @property
     def held(self) -> frozenset[str]:
-        return frozenset({"redis"})  # a Redis that is wiped meanwhile takes the garbage with it
+        return frozenset({"redis"})  # a wiped Redis removes the garbage too
 
     @property
     def over(self) -> bool:
@@ -56,7 +56,9 @@ class CorruptGroup(Fault):
             fields = {b"seq": seq, b"h": self.rng.randbytes(90), b"b": self.rng.randbytes(500)}
         if self.target == "no seq":
             del fields[b"seq"]
-        fields.pop(b"t", None)  # Redis did not count these tokens as published, and the learner's cross-check knows
+        fields.pop(
+            b"t", None
+        )  # Redis did not count these tokens as published, and the learner's cross-check detects it
         self.entry = db(lambda c: c.xadd(keys.traj, fields, nomkstream=True)) or b""
         return bool(self.entry)
 
@@ -97,12 +99,12 @@ class CorruptTask(Fault):
         return bool(self.entry)
 
     def happened(self) -> str:
-        told = f"task {self.entry.decode()} "
-        return next(("a rollout server buried it" for life in self.ring.lives("rollout") if told in life.text), "")
+        message = f"task {self.entry.decode()} "
+        return next(("a rollout server buried it" for life in self.ring.lives("rollout") if message in life.text), "")
 
 
 class CorruptWeights(Fault):
-    """Each version that is published has a flipped bit before a node reads it, until one was refused for it."""
+    """Flip a bit of each published version before a node reads it, until a node has refused one."""
 
     name = "corrupt weights"
     weight = 1.5
@@ -138,14 +140,14 @@ class CorruptWeights(Fault):
 
     def happened(self) -> str:
         for version in self.flipped:
-            told = f"{version} cannot be verified"
-            if any(told in life.text for life in self.ring.lives("engine")):
+            message = f"{version} cannot be verified"
+            if any(message in life.text for life in self.ring.lives("engine")):
                 return f"a node refused {version}"
         return ""
 
 
 class CorruptCheckpoint(Fault):
-    """A bit of a checkpoint that is not in force: nobody needs it, and nobody may stumble over it."""
+    """Flip a bit of a checkpoint that is not current: no process needs it, and none may fail because of it."""
 
     name = "corrupt checkpoint"
     weight = 0.7
@@ -174,7 +176,7 @@ class CorruptCheckpoint(Fault):
 
 
 class PublishTwice(Fault):
-    """The bytes of a publication that went by are sent once more, as a server would that did not know."""
+    """Send the bytes of an earlier publication again, like a server that missed the reply."""
 
     name = "publish twice"
     weight = 3.0
@@ -190,7 +192,7 @@ class PublishTwice(Fault):
         command = self.ring.links.last_publish(self.target)
         if not command:
             return False
-        time.sleep(0.05)  # its own reply may be on the way
+        time.sleep(0.05)  # its own reply may still be on the way
         try:
             with socket.create_connection(("127.0.0.1", self.ring.redis_port), timeout=3) as redis:
                 redis.settimeout(3)

@@ -1,4 +1,4 @@
-"""Faults of the learner's own: a full disk, another learner, a stop from which it wakes into another one's run."""
+"""Faults of the learner: a full disk, a second learner, a pause during which another learner takes over."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from processes import Life
 
 
 class DiskFull(Fault):
-    """No file of the learner may grow beyond a size (RLIMIT_FSIZE of the running process): its writes fail. Small, and
-    weights and journal fail too, so that it stops and says so; larger, and only checkpoints fail.
+    """Limit the size of the learner's files (RLIMIT_FSIZE of the running process), so that writes fail. With a small
+    limit weights and journal fail too, and it stops with an error; with a larger one only checkpoints fail.
     """
 
     name = "disk full"
@@ -50,13 +50,13 @@ class DiskFull(Fault):
 
 
 class _Rival(Fault):
-    """Another learner, and what becomes of the two."""
+    """A second learner, and the outcome for both."""
 
     recovery = ("fenced",)
     lasts = (12.0, 12.0)
 
     def launch(self, *arguments: str) -> Life | None:
-        """Starts it in the ward of the learner, whose present process is looked after until it ends."""
+        """Start it in the ward of the learner, whose present process is supervised until it ends."""
         ward = self.ring.wards["learner"]
         if not ward.alive or "begins at step" not in ward.life.text:
             return None
@@ -67,7 +67,7 @@ class _Rival(Fault):
 
 
 class SecondLearner(_Rival):
-    """A learner is started where one runs: it must refuse, and say who holds the run."""
+    """Start a learner where one runs: it must refuse, and name the holder of the run."""
 
     name = "second learner"
     weight = 2.0
@@ -76,7 +76,7 @@ class SecondLearner(_Rival):
 
     @property
     def held(self) -> frozenset[str]:
-        # while the first cannot renew its lease, the second may rightly take it
+        # while the first cannot renew its lease, the second may take it
         return frozenset({"learner", "link learner", "redis"})
 
     def inject(self) -> bool:
@@ -98,7 +98,7 @@ class SecondLearner(_Rival):
         return self.status is not None
 
     def heal(self) -> None:
-        # it found a moment without a holder (a wiped Redis) and is the learner now: two are too many in the end
+        # it acquired a free lease (a wiped Redis) and is the learner now: only one may remain in the end
         if self.ring.zygote.ended(self.pid) is None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.handle, signal.SIGKILL)
@@ -110,7 +110,7 @@ class SecondLearner(_Rival):
 
 
 class Takeover(_Rival):
-    """A learner is started with --takeover: the one before it is fenced, and ends with 75."""
+    """Start a learner with --takeover: the previous one is fenced, and exits with 75."""
 
     name = "takeover"
     weight = 1.5
@@ -136,7 +136,7 @@ class Takeover(_Rival):
 
 
 class Woken(_Rival):
-    """The learner is stopped, its lease lapses, another one begins; then the first wakes: it must end with 75."""
+    """Pause the learner until its lease expires and another one starts; then resume it: it must exit with 75."""
 
     name = "woken learner"
     weight = 1.5

@@ -14,7 +14,7 @@ TO_SEARCH = ("rollout-1.search", "rollout-2.search")
 
 
 class _OfLink(Fault):
-    """Bad weather on a link. `signs`: counters of the link that only this weather moves."""
+    """A fault of a link. `signs`: counters of the link that only this fault increments."""
 
     targets = (*TO_REDIS, *TO_SEARCH)
     signs: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class _OfLink(Fault):
 
 
 class Partition(_OfLink):
-    """Nothing passes, nobody is told: for less than the leases or for longer."""
+    """Drop all traffic silently, for less or more time than the leases."""
 
     name = "partition"
     weight = 4.0
@@ -56,7 +56,7 @@ class Partition(_OfLink):
 
 
 class Down(_OfLink):
-    """Connections are reset and refused."""
+    """Reset and refuse connections."""
 
     name = "down"
     weight = 3.0
@@ -69,7 +69,7 @@ class Down(_OfLink):
 
 
 class Slow(_OfLink):
-    """Latency and little bandwidth."""
+    """Add latency and limit the bandwidth."""
 
     name = "slow"
     weight = 2.0
@@ -83,7 +83,7 @@ class Slow(_OfLink):
 
 
 class CutReply(_OfLink):
-    """A command goes through and its reply is lost: the sender cannot know."""
+    """Execute a command and lose its reply."""
 
     name = "cut reply"
     weight = 5.0
@@ -105,7 +105,7 @@ class CutReply(_OfLink):
 
 
 class CutInTheMiddle(_OfLink):
-    """The connection breaks in the middle of what is being sent."""
+    """Break the connection in the middle of a transmission."""
 
     name = "cut in the middle"
     weight = 2.0

@@ -1,4 +1,4 @@
-"""Faults of processes: killed, stopped for longer than its leases, told to end."""
+"""Faults of processes: SIGKILL, SIGSTOP for longer than the leases, SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ring import send
 
 EVERY = ("learner", "rollout-1", "rollout-2", "engine-1", "engine-2", "retriever", "redis")
 HANG_S = 45.0
-"""A process that was told to end and has not done so by then hangs."""
+"""Seconds after SIGTERM; a process that still runs then hangs."""
 
 
 class _OfProcess(Fault):
-    """A fault of a process that lives now."""
+    """A fault of a running process."""
 
     targets = EVERY
     life: Life
 
     def ready(self) -> bool:
-        """Takes the present life for its victim; False when there is none."""
+        """Take the present life as the target; False if there is none."""
         ward = self.ring.wards.get(self.target)
         if ward is None or not ward.alive:
             return False
@@ -44,7 +44,7 @@ class Kill(_OfProcess):
         self.part = self.rng.choice(("process", "engine", "both")) if len(tree) > 2 else "process"
         if self.part == "engine":
             self.victim = tree[-1]
-            # killed in a node's very first launch it looks like an engine that cannot start: a person's to mend
+            # killed in a node's first launch it looks like an engine that cannot start, which the user must fix
             self.ring.excuse(self.life.name, self.name, 10)
             send(self.victim, signal.SIGKILL)
             return True
@@ -61,8 +61,8 @@ class Kill(_OfProcess):
 
 
 class Stop(_OfProcess):
-    """SIGSTOP, then SIGCONT: the process stands still, for less than its leases or for longer. Of a node: its tree,
-    or its engine alone, which is what hangs.
+    """SIGSTOP, then SIGCONT: pause the process for less or more time than its leases. For a node: its tree, or its
+    engine alone, which then hangs.
     """
 
     name = "stop"
@@ -94,7 +94,7 @@ class Stop(_OfProcess):
 
 
 class Term(_OfProcess):
-    """SIGTERM: an orderly end. A process that does not come to it within HANG_S is a finding."""
+    """SIGTERM: an orderly shutdown. A process that takes longer than HANG_S is a finding."""
 
     name = "term"
     weight = 4.0

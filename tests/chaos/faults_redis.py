@@ -1,4 +1,4 @@
-"""Faults of Redis itself, beyond its process: full, emptied by a person."""
+"""Faults of Redis itself: full, or emptied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from faults import Fault
 
 
 class RedisFull(Fault):
-    """maxmemory below what is used: whatever adds is refused, for a while."""
+    """Set maxmemory below the memory in use: Redis refuses new data for a while."""
 
     name = "redis full"
     weight = 2.0
@@ -34,7 +34,7 @@ class RedisFull(Fault):
 
 
 class Wipe(Fault):
-    """SIGKILL, and its files are lost with it: what comes back is an empty Redis."""
+    """SIGKILL and delete its files: it restarts empty."""
 
     name = "wipe redis"
     weight = 1.5
@@ -57,7 +57,7 @@ class Wipe(Fault):
 
 
 class Flush(Fault):
-    """FLUSHALL and, half the time, the functions too: what a person at the wrong prompt does."""
+    """FLUSHALL and, half the time, FUNCTION FLUSH too: a user at the wrong prompt."""
 
     name = "flushall"
     weight = 2.0

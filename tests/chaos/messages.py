@@ -1,9 +1,9 @@
-"""What a person reads when something has gone wrong: `python tests/chaos/messages.py [SITUATION ...]`.
+"""Print the messages that users see after faults: `python tests/chaos/messages.py [SITUATION ...]`.
 
-Each situation is made with real processes (the learner's own `main`, the node's, `foray status`; a real Redis; a disk
-that is really full) on a model of four numbers and a scripted engine, and what they print is printed here, with their
-exit codes. Nothing is invented: a line without a `$` was written by the process of the line above it. Times of day are
-cut from log lines. Exit code: 1 when a process ended otherwise than it should have.
+Each situation uses real processes (the learner's `main`, the node's, `foray status`; a real Redis; a disk that is
+really full) with a model of four numbers and a scripted engine, and prints their output and exit codes. A line without
+a `$` was written by the process of the line above it. Times of day are removed from log lines. Exit code 1 if a process
+ended otherwise than expected.
 
 Processes are forked from this one, which has imported everything and has no threads.
 """
@@ -38,7 +38,7 @@ LEARN = "python -m learner --config run.yaml"
 
 
 def two_learners(stage: Stage) -> None:
-    """Somebody starts a second learner while the first one trains; then means it."""
+    """A user starts a second learner while the first one trains; then with --takeover."""
     stage.player()
     first = stage.learner()
     stage.reaches(2)
@@ -54,7 +54,7 @@ def two_learners(stage: Stage) -> None:
 
 
 def woken(stage: Stage) -> None:
-    """A learner is stopped for longer than its lease lives; a successor takes its place; the first one wakes up."""
+    """A learner is paused for longer than its lease; a successor takes over; the first one resumes."""
     stage.player()
     first = stage.learner()
     stage.reaches(3)
@@ -103,7 +103,7 @@ def half_loaded_engine(stage: Stage) -> None:
 
 
 def poisoned_group(stage: Stage) -> None:
-    """One trajectory group kills the learner each time it reads it, as a fault in a decoder would."""
+    """One trajectory group kills the learner each time it reads it, like a bug in a decoder."""
     whole = learner.delivery.consumer.read_entry
 
     def deadly(id_: bytes, fields: dict[bytes, bytes], run: str) -> StreamEntry:
@@ -153,7 +153,7 @@ def nan_step(stage: Stage) -> None:
 
 
 def redis_full(stage: Stage) -> None:
-    """Redis reaches maxmemory: nothing is lost, and everybody waits until there is room."""
+    """Redis reaches maxmemory: nothing is lost, and all processes wait for free memory."""
     stage.player()
     trains = stage.learner()
     stage.reaches(2)
@@ -169,7 +169,7 @@ def redis_full(stage: Stage) -> None:
 
 
 def disk_full(stage: Stage) -> None:
-    """No room for checkpoints: training goes on, then no more tasks are issued. No room for weights: it stops."""
+    """No disk space for checkpoints: training continues, then no more tasks are issued. None for weights: it stops."""
     with small_disk(stage.run_dir / "checkpoints") as fill:
         stage.player()
         trains = stage.learner("learner.checkpoint_every=1", prepare=heavy, before=lambda n: n != 3 or fill())
@@ -205,7 +205,7 @@ SITUATIONS: dict[str, Callable[[Stage], None]] = {
 
 
 def play(names: list[str]) -> int:
-    """The situations, one after the other; 1 when one of them went otherwise."""
+    """Run the situations in order. Return 1 if one of them ended otherwise than expected."""
     home, failures = Path.cwd(), []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="foray-")))

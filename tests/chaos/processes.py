@@ -1,4 +1,4 @@
-"""The lives of one process: each start is a life with a log of its own."""
+"""The lives of one process: each start is a life with its own log."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Life:
     status: int | None = None
     ended: float = 0.0
     doomed: str = ""
-    """The fault that may end it: an end without one is a finding."""
+    """The fault that may end it; an end without one is a finding."""
 
     def send(self, number: signal.Signals) -> bool:
-        """Sends a signal to this very process; False when it has ended."""
+        """Send a signal to this process; False if it has ended."""
         if self.status is not None:
             return False
         try:
@@ -50,7 +50,7 @@ class Life:
 
 @dataclass
 class Ward:
-    """A process that is kept running: `start` begins a life, `look` notices its end and begins the next one.
+    """A supervised process: `start` begins a life, `look` detects its end and begins the next one.
 
     wanted   False: held down by a fault
     lives    all of them, oldest first
@@ -86,13 +86,13 @@ class Ward:
         return self.adopt(self.begin(), log)
 
     def adopt(self, pid: int, log: Path) -> Life:
-        """A process that runs already takes the place of the present one, which is looked after until it ends."""
+        """Replace the present process by a running one; supervise the old one until it ends."""
         life = Life(self.name, len(self.lives) + 1, pid, os.pidfd_open(pid), log, time.time())
         self.lives.append(life)
         return life
 
     def look(self) -> list[Life]:
-        """The lives that have just ended; starts the next one when it is due."""
+        """Return the lives that have just ended; start the next one when it is due."""
         ended = []
         for life in self.lives:
             if life.status is None and (status := self.end_of(life.pid)) is not None:
@@ -107,5 +107,5 @@ class Ward:
 
 
 def die_with_parent() -> None:
-    """For `preexec_fn`: the child is killed when the driver ends, however that happens."""
+    """For `preexec_fn`: the kernel kills the child when the driver ends for any reason."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,10 +1,10 @@
-"""A TCP link that can be broken in every way a network can: what stands between a process and Redis (or an engine).
+"""A TCP proxy with network faults, between a process and Redis (or an engine).
 
     client ==> Link (listens on a port of its own) ==> server
                  ^ `weather`: what happens to what passes
 
-All links live in one event loop in one thread (`Links`); the driver sets their weather from outside. Each kind of
-weather counts what it did (`Link.counts`): the witness that the fault was there, and not only asked for.
+All links run in one event loop in one thread (`Links`); the driver sets their weather from outside. Each kind of
+weather counts its effects (`Link.counts`), as evidence that the fault happened.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Weather:
-    """What a link does to the bytes that pass.
+    """The faults of a link.
 
     down         connections are cut and new ones are reset
-    hole         nothing passes either way and nobody is told; when it ends, what was held goes on, as TCP would have it
-    latency_s    every piece comes so much later
-    bytes_per_s  a slow link; 0: as fast as it goes
-    cut_reply    the reply to the next command with this word in it is dropped and the connection reset: the command
-                 went through and nobody was told. b"" for none
-    limit        a connection is reset after so many bytes from the client, in the middle of whatever that was; 0: never
+    hole         traffic is held in both directions without an error; afterwards it is delivered, as in TCP
+    latency_s    delay of every chunk
+    bytes_per_s  bandwidth; 0: unlimited
+    cut_reply    drop the reply to the next command that contains this word, and reset the connection: the command was
+                 executed, but the client does not know. b"" for none
+    limit        reset a connection after this many bytes from the client, also within a command; 0: never
     """
 
     down: bool = False
@@ -58,7 +58,7 @@ class Link:
         self.weather = FAIR
         self.counts: Counter[str] = Counter()
         self.last_publish = b""
-        """The last whole `foray_publish` that went by, as bytes: what a server that publishes twice would send."""
+        """The bytes of the last complete `foray_publish`, which a server would send again to publish twice."""
         self._open: set[asyncio.StreamWriter] = set()
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -85,7 +85,7 @@ class Link:
             self.reset()
 
     def reset(self) -> int:
-        """Cuts every connection now, with RST; how many there were."""
+        """Reset all connections now, and return their number."""
         cut = len(self._open)
         for writer in tuple(self._open):
             _abort(writer)
@@ -100,7 +100,7 @@ class Link:
         try:
             await self._carry(reader, writer)
         except asyncio.CancelledError:
-            _abort(writer)  # the end of the links: nobody waits for this connection
+            _abort(writer)  # the links are closing: do not wait for this connection
         finally:
             self._tasks.discard(task)
 
@@ -185,7 +185,7 @@ class Link:
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """Closes with RST and without a word, as a machine that is gone does."""
+    """Close with RST, like a machine that has disappeared."""
     end = writer.get_extra_info("socket")
     if end is not None:
         with contextlib.suppress(OSError):
@@ -209,7 +209,7 @@ class Links:
         return link
 
     def set(self, name: str, weather: Weather) -> None:
-        """Changes a link's weather; it holds when this returns."""
+        """Change a link's weather; it is in effect when this returns."""
         self._do(_soon(lambda: self.links[name].set(weather)))
 
     def reset(self, name: str) -> int:

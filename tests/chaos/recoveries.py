@@ -1,7 +1,7 @@
-"""How often each path of recovery was taken: from the logs of every life, and from the counters of the processes.
+"""Count how often each recovery path was taken, from the logs of every life and the counters of the processes.
 
-A path is the product's own word that it did something about a fault. Together with the faults' own witnesses this
-says that a run without losses was one in which something happened.
+A path is a log line or counter of the product that shows its reaction to a fault. Together with the evidence of the
+faults it shows that a run without losses had faults to recover from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.messages import MetricsSnapshot
 
 @dataclass(frozen=True)
 class Said:
-    """A path that a log tells of: by whom, and in what words (a group 1 counts as that number)."""
+    """A path that a log shows: kind of process and pattern (group 1, if any, is the number of times)."""
 
     kind: str
     words: str
@@ -63,7 +63,7 @@ LEARNER_COUNTERS = {"duplicates": "duplicate groups refused", "redelivered": "gr
 
 
 def from_logs(ring: Ring) -> Counter[str]:
-    """Paths that the logs tell of."""
+    """Paths shown by logs."""
     found: Counter[str] = Counter()
     for path in sorted(ring.logs.glob("*.log")):
         text = path.read_text(errors="replace")
@@ -72,22 +72,22 @@ def from_logs(ring: Ring) -> Counter[str]:
                 if path.name.startswith(said.kind):
                     for match in re.finditer(said.words, text, re.MULTILINE):
                         found[name] += int(match[1]) if match.groups() and match[1] else 1
-    found["lease taken again"] = max(0, found["lease taken again"] - found["fenced"])  # it tries, and finds another
+    found["lease taken again"] = max(0, found["lease taken again"] - found["fenced"])  # it retries, and finds another
     found["restarted"] = sum(max(0, len(ward.lives) - 1) for ward in ring.wards.values())
     return found
 
 
 @dataclass
 class Observer:
-    """Reads the processes' counters from Redis twice a second, in a thread, and adds up what they grow by; also the
-    highest seq that was ever issued, which a wiped Redis forgets. `with Observer(ring)`.
+    """Read the processes' counters from Redis twice a second, in a thread, and add up their increments; also the
+    highest seq ever issued, which a wiped Redis loses. `with Observer(ring)`.
     """
 
     ring: Ring
     counts: Counter[str] = field(default_factory=Counter)
     issued: int = 0
     refused: int = 0
-    """Commands that Redis refused for want of memory, in all of its lives."""
+    """Commands that Redis refused for lack of memory, in all of its lives."""
     _refused: int = 0
     _before: dict[tuple[str, str], float] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ class Observer:
             return
         for counter, path in (COUNTERS if kind == "rollout" else LEARNER_COUNTERS).items():
             now, before = float(values.get(counter, 0)), self._before.get((name, counter), 0.0)
-            # less than before: another life, which began with nothing (or with its checkpoint's count)
+            # less than before: another life, which started at 0 (or with its checkpoint's count)
             self.counts[path] += int(now - before if now >= before else (now if kind == "rollout" else 0))
             self._before[name, counter] = now
 

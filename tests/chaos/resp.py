@@ -1,10 +1,10 @@
-"""Redis commands cut out of a stream of bytes: what the proxy must see to lose the reply to a certain command."""
+"""Parse Redis commands from a byte stream, so that the proxy can lose the reply to a certain command."""
 
 from __future__ import annotations
 
 
 class Commands:
-    """Feed it what a client sends; it gives back whole commands, each as the bytes that it was."""
+    """Feed it bytes from a client; it returns complete commands as bytes."""
 
     def __init__(self) -> None:
         self._held = bytearray()
@@ -20,7 +20,7 @@ class Commands:
 
 
 def command_size(held: bytes | bytearray) -> int:
-    """Bytes of the first command in `held`; 0 while it is not whole. Raises ValueError for anything but an array."""
+    """Return the length of the first command in `held`, 0 while incomplete. Raises ValueError if it is not an array."""
     if not held:
         return 0
     if held[:1] != b"*":

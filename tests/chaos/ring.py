@@ -1,7 +1,7 @@
-"""The whole ring under attack: real Redis, retriever, nodes with engines, rollout servers and learner, kept running.
+"""The whole ring under faults: real Redis, retriever, nodes with engines, rollout servers and learner, supervised.
 
-Each process reaches Redis by a link of its own (proxy.py), and the rollout servers the retriever too. What ends is
-started again, as an operator's supervisor would; ends that no fault explains are kept as findings.
+Each process has its own link to Redis (proxy.py), and rollout servers also to the retriever. Processes that end are
+restarted, as by a supervisor; ends without a fault are recorded as findings.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ SMALL = (
     *("rollout.search.probe_s=1", "engine.hang_s=4", "engine.probe_s=0.5", "engine.probe_timeout_s=3"),
     *("engine.lease_s=4", "engine.heartbeat_s=1", "engine.drain_s=1", "engine.kind.max_running=16"),
 )
-"""Short leases, so that stops outlast them; small groups, so that much happens in a minute."""
+"""Short leases, so that pauses exceed them; small groups, so that much happens in a minute."""
 SCARCE = ("learner.checkpoint_every=1000", "learner.checkpoint_s=60")
-"""With little memory: it is the learner that is short of groups that must see when a checkpoint is due."""
+"""With little memory: a learner that is short of groups must detect that a checkpoint is due."""
 ROOM = 1 << 20
-"""Bytes that a neighbour in a Redis with little memory leaves to the run, for what Redis itself needs for it, too."""
+"""Bytes that other data in a Redis with little memory leave to the run, including Redis' overhead."""
 RESTART_S = {"learner": 0.5, "redis": 0.5}
 
 
 @dataclass
 class Finding:
-    """Something that must not be: an end without a fault, a traceback."""
+    """An unexpected event: an end without a fault, a traceback."""
 
     at: float
     what: str
@@ -78,7 +78,7 @@ class Ring:
     lose_redis: bool = False
     """Its files are removed before it is started the next time."""
     spoiled: set[str] = field(default_factory=set)
-    """Checkpoints that a fault has damaged: the checker must not mind them."""
+    """Checkpoints that a fault has damaged: the checker ignores them."""
 
     _neighbour_due: float = 0.0
 
@@ -173,7 +173,7 @@ class Ring:
         return self._redis[pid].poll()
 
     def supervise(self) -> None:
-        """Notices what has ended and starts it again; to be called often."""
+        """Detect processes that have ended, and restart them. Call it often."""
         if self.maxmemory_mb < MAXMEMORY_MB and time.monotonic() > self._neighbour_due:
             self._neighbour_due = time.monotonic() + 1.0
             self.ask(self._settle_neighbour)
@@ -183,7 +183,7 @@ class Ring:
                     self.finding(f"{ended.name} ended with {ended.status}, and no fault explains it", ended.log)
 
     def _settle_neighbour(self, db: redis.Redis) -> None:
-        """Another user's data takes what is more than ROOM, in each life of Redis that the run has begun to use."""
+        """Fill memory beyond ROOM with other data, in each life of Redis that the run uses."""
         if not db.exists("neighbour") and db.exists(self.keys.traj):
             left = (self.maxmemory_mb << 20) - int(db.info("memory")["used_memory"]) - ROOM
             db.set("neighbour", b"x" * max(0, left))
@@ -197,11 +197,11 @@ class Ring:
         return bool(life.doomed)
 
     def excuse(self, name: str, why: str, seconds: float) -> None:
-        """For so long an end of `name` is to be expected."""
+        """Expect an end of `name` for this time."""
         self.excuses[name] = (time.time() + seconds, why)
 
     def finding(self, what: str, log: Path | None = None) -> None:
-        """Keeps something that must not be."""
+        """Record an unexpected event."""
         self.findings.append(Finding(self.now, what, log))
 
     def tree(self, life: Life) -> list[int]:
@@ -217,7 +217,7 @@ class Ring:
     # --- what an observer from outside sees ---
 
     def ask(self, call: Callable[[redis.Redis], Any], default: Any = None) -> Any:
-        """Asks Redis directly, by no link; `default` while it cannot be asked."""
+        """Query Redis directly, without a link; return `default` while it does not answer."""
         try:
             return call(self.db)
         except (redis.RedisError, OSError):

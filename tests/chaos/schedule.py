@@ -1,6 +1,6 @@
-"""What will happen when: a pure function of the seed. The same seed is the same faults, targets, times and details.
+"""The schedule of faults, a pure function of the seed: faults, targets, times and details.
 
-What comes of it is not the same every time (processes race), so a failure is looked for with its seed more than once.
+The results vary (processes race), so to reproduce a failure run its seed several times.
 """
 
 from __future__ import annotations

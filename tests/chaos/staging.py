@@ -1,4 +1,4 @@
-"""The stage of `messages.py`: processes that are forked from this one, a run's directory, a Redis, a disk to fill.
+"""Support for `messages.py`: processes forked from this one, a run directory, a Redis, a disk to fill.
 
 This process has imported everything and has no threads, so that a learner starts in milliseconds.
 """
@@ -44,7 +44,7 @@ _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", re.M)
 
 @dataclass
 class Process:
-    """A fork that runs `call` and ends with what it returns; `log`: what it prints."""
+    """A fork that runs `call` and exits with its result; `log`: its output."""
 
     call: Callable[[], int | None]
     log: Path
@@ -83,7 +83,7 @@ class Process:
         return self.status
 
     def wait(self) -> int:
-        """Until it ends; fails loudly when it does not."""
+        """Wait until it ends; fail if it does not."""
         wait_until(lambda: self.poll() is not None, f"the end of {self.log.name}:\n{self.text}")
         assert self.status is not None
         return self.status
@@ -151,7 +151,7 @@ class Stage:
     # --- what is printed ---
 
     def tell(self, command: str, text: str, status: int | None = None, expected: int | None = None) -> None:
-        """The command, what its process said, and how it ended."""
+        """Print the command, the output of its process, and how it ended."""
         print(f"$ {command}\n{_STAMP.sub('', text).rstrip()}")
         if status is not None:
             print(f"[exit code {status}]")
@@ -178,10 +178,10 @@ def last_words(text: str, *words: str) -> str:
     """The warnings, errors and final message of a log; only lines with one of `words`, where any are given."""
     lines = text.splitlines()
     end = next((i for i, line in enumerate(lines) if line.startswith("error:")), len(lines))
-    told = [line for line in lines[:end] if re.search(r" (WARNING|ERROR) ", line)]
+    kept = [line for line in lines[:end] if re.search(r" (WARNING|ERROR) ", line)]
     if words:
-        told = [line for line in told if any(word in line for word in words)]
-    return "\n".join([*dict.fromkeys(told), *lines[end:]])
+        kept = [line for line in kept if any(word in line for word in words)]
+    return "\n".join([*dict.fromkeys(kept), *lines[end:]])
 
 
 PADDING = 300_000
@@ -204,7 +204,7 @@ def heavy() -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Callable[[], None]]:
-    """A file system of its own for `folder`, and what fills it; where none may be mounted, a limit on files."""
+    """A separate file system for `folder`, filled up; a limit on file sizes if mounting is not permitted."""
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: scripted faults against real processes, and the control that shows that it sees."""
+"""A short `make chaos`: scripted faults against real processes, and the control, which the checker must fail."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ DRAWN = tuple(replace(item, at=item.at + 11.5) for item in make_schedule(2, 4.0,
 """And some by a seed."""
 SECONDS = 18.0
 PATIENCE_S = 60.0
-"""A victim may take its time to come back on a busy machine."""
+"""Seconds for a target to come back on a busy machine."""
 
 
-def fought(result: Result, told: list[str]) -> str:
-    return "\n".join([*told, result.render()])
+def fought(result: Result, lines: list[str]) -> str:
+    return "\n".join([*lines, result.render()])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.fault(1, 3, 7, 13, 23, 24, 28, 29, 30, 32)
 def test_nothing_is_lost_and_nothing_trained_twice_under_scripted_faults(warm_model: Path, tmp_path: Path) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     faults = (*SCRIPT, *DRAWN)
     result = fight(
-        *(tmp_path, warm_model, faults), seed=2, seconds=SECONDS, persistence=True, late_s=PATIENCE_S, say=told.append
+        *(tmp_path, warm_model, faults), seed=2, seconds=SECONDS, persistence=True, late_s=PATIENCE_S, say=lines.append
     )
-    assert result.ok, fought(result, told)
+    assert result.ok, fought(result, lines)
     assert result.verdict.twice == [] and result.verdict.missing == []
-    assert result.left_out == 0 and set(result.witnessed) == {item.kind for item in faults}, fought(result, told)
+    assert result.left_out == 0 and set(result.witnessed) == {item.kind for item in faults}, fought(result, lines)
     assert result.verdict.epochs >= 3, "the learner was killed, and another one took over"
     taken = result.recoveries
-    assert taken["tasks reclaimed"] + taken["leases lost"] > 0, fought(result, told)
-    assert taken["duplicate publications refused"] > 0 and taken["dead letters"] > 0, fought(result, told)
-    assert taken["fenced"] > 0 and taken["state made again"] > 0, fought(result, told)
-    print(fought(result, told))
+    assert taken["tasks reclaimed"] + taken["leases lost"] > 0, fought(result, lines)
+    assert taken["duplicate publications refused"] > 0 and taken["dead letters"] > 0, fought(result, lines)
+    assert taken["fenced"] > 0 and taken["state made again"] > 0, fought(result, lines)
+    print(fought(result, lines))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The judge sees what it is there to see: doctored books and journals are told from sound ones."""
+"""The checker detects modified manifests and journals, and accepts correct ones."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def lose_tokens(manifest: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("doctor", [break_counts, book_the_masked, note_the_trained, lose_tokens])
-def test_books_that_do_not_close_are_seen(run_dir: Path, doctor: Callable[[dict[str, Any]], None]) -> None:
+def test_inconsistent_accounting_is_detected(run_dir: Path, doctor: Callable[[dict[str, Any]], None]) -> None:
     path = run_dir / "checkpoints" / "step_8.e2" / "manifest.json"
     manifest = json.loads(path.read_text())
     doctor(manifest)

@@ -1,4 +1,4 @@
-"""What a person reads when something goes wrong, by the processes that say it (`messages.py` makes each situation)."""
+"""The messages that users see after faults, from real processes (`messages.py` makes each situation)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_second_learner_is_refused_and_with_takeover_the_first_one_is(said: di
 
 
 @pytest.mark.fault(11)
-def test_a_woken_learner_is_told_who_took_over_and_when(said: dict[str, str]) -> None:
+def test_a_resumed_learner_reports_who_took_over_and_when(said: dict[str, str]) -> None:
     in_order(
         said["woken"],
         r"^\$ .*stopped for longer than learner.lease_s",

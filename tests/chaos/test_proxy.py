@@ -1,4 +1,4 @@
-"""Each kind of bad weather does what it says, and leaves its witness."""
+"""Each kind of bad weather has its effect, and counts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seed decides everything about the faults, and a run of some length has all kinds of them."""
+"""The seed determines all faults, and a long enough run has all kinds of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session's Redis as a run finds it, and children that are killed when a test ends."""
+"""The session's Redis as a run sees it, and child processes that are killed when a test ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def redis_url(redis_socket: str) -> str:
 
 @pytest.fixture
 def client(redis_url: str) -> Iterator[redis.Redis]:
-    """An empty Redis with our functions loaded, and the streams and groups of run `test`."""
+    """An empty Redis with Foray's functions, and the streams and groups of run `test`."""
     client, keys = connect(redis_url), Keys("test")
     client.flushall()
     client.config_set("maxmemory", 64 << 20)

@@ -1,4 +1,4 @@
-"""`foray bench` as a script meets it: one JSON object, settings that are checked, a baseline beside every figure."""
+"""`foray bench` in a script: one JSON object, validated settings, a baseline with every figure."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def sheep(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_is_one_object_with_the_figure_its_baseline_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sheep", "--json"]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert (told["name"], told["value"], told["unit"], told["ratio"]) == ("sheep", 2.333, "sheep/s", 2.333)
-    assert told["baseline"] == {"name": "goats", "value": 1.0} and told["settings"] == {"count": 7}
-    assert told["machine"]["cores"] >= 1 and {"load_1m", "load_1m_end", "run_s"} <= told["machine"].keys()
+    report = json.loads(out)
+    assert (report["name"], report["value"], report["unit"], report["ratio"]) == ("sheep", 2.333, "sheep/s", 2.333)
+    assert report["baseline"] == {"name": "goats", "value": 1.0} and report["settings"] == {"count": 7}
+    assert report["machine"]["cores"] >= 1 and {"load_1m", "load_1m_end", "run_s"} <= report["machine"].keys()
     assert err == "[sheep] counting\n", "progress is not part of the answer"
 
 
@@ -86,7 +86,7 @@ def test_without_json_it_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["sheep", "--count", "0"], "sheep.count = '0'"),
         (["sheep", "--trajectories", "8"], "unrecognized arguments: --trajectories"),
-        (["rollout", "--trajectories", "9"], "9 trajectories are no whole groups of 8"),
+        (["rollout", "--trajectories", "9"], "trajectories = 9 is not a multiple of group_size = 8"),
         (["rollout", "--seeds", "0,x"], "rollout.seeds.1 = 'x'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`foray bench async`: its arithmetic on a simulated ring, runs that are kept, and that a ring without lag fails it."""
+"""`foray bench async`: its arithmetic on a simulated ring, saved results, and a ring without lag, which must fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def simulated(generate_s: float, train_s: float, lag: int, steps: int = 40) -> l
 
 
 def row(lag: int, *, ring_lag: int | None = None, generate_s: float = 3.0, train_s: float = 2.0) -> dict[str, Any]:
-    """Of a ring that is asked for `lag` and works at `ring_lag`."""
+    """Records of a ring that is configured with `lag` and runs at `ring_lag`."""
     records = simulated(generate_s, train_s, lag if ring_lag is None else ring_lag)
     samples = CpuSamples({record["step"]: 4.0 * record["step"] for record in records})
     return {"seed": 0, "max_lag": lag, "groups_discarded": 2, **figures(records, MeasuredSteps(5, 35), samples)}
@@ -145,9 +145,9 @@ def test_a_real_ring_that_is_forced_to_lag_0_misses_the_target(
     monkeypatch.setattr(async_ring, "play", once)
     argv = ["--lags", "0,1", "--seeds", "0", "--steps", "8", "--skip", "2", "--groups-per-step", "4"]
     assert main(["bench", "async", "--json", *argv, "--model", str(warm_model), "--dir", str(tmp_path)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    (target,) = told["targets"]
-    assert told["ratio"] == 1.0 and told["of_bound"] == pytest.approx(1 / told["bound"], abs=1e-3)
+    result = json.loads(capsys.readouterr().out)
+    (target,) = result["targets"]
+    assert result["ratio"] == 1.0 and result["of_bound"] == pytest.approx(1 / result["bound"], abs=1e-3)
     assert target["met"] is False, "waiting and training take turns, each a tenth of a step or more"
-    assert [r["lag_max"] for r in told["by_lag"]] == [0, 0], "the ring never trained on anything older"
-    assert all(r["tokens_per_cpu_s"] > 0 and r["train_s"] > 0 and r["wait_s"] > 0 for r in told["by_lag"])
+    assert [r["lag_max"] for r in result["by_lag"]] == [0, 0], "the ring never trained on anything older"
+    assert all(r["tokens_per_cpu_s"] > 0 and r["train_s"] > 0 and r["wait_s"] > 0 for r in result["by_lag"])

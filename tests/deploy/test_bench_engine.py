@@ -1,4 +1,4 @@
-"""`foray bench engine`: a small run of all three, and what happens when one of them cannot."""
+"""`foray bench engine`: a small run of all three engines, and errors when one of them fails."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from protocol.errors import ForayError
 @pytest.mark.slow
 def test_a_small_run_has_all_figures_of_the_engine_and_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "--quick", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["value"] == told["streaming"]["tokens_per_s"] > 0 and told["whole"]["tokens_per_s"] > 0
-    assert told["ratio"] == pytest.approx(told["value"] / told["baseline"]["tokens_per_s"], rel=1e-2)
-    assert told["baseline"]["cpu_ms_per_token"] > 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["value"] == report["streaming"]["tokens_per_s"] > 0 and report["whole"]["tokens_per_s"] > 0
+    assert report["ratio"] == pytest.approx(report["value"] / report["baseline"]["tokens_per_s"], rel=1e-2)
+    assert report["baseline"]["cpu_ms_per_token"] > 0
 
 
 @pytest.mark.slow

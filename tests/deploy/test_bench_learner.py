@@ -1,4 +1,4 @@
-"""`foray bench learner`: a small run of ours beside the padded loop, and what happens when one cannot take part."""
+"""`foray bench learner`: a small run of Foray and the padded loop, and contenders that cannot run."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ def test_a_small_run_is_of_the_same_step_and_says_who_was_left_out(
     capsys: pytest.CaptureFixture[str], no_trl: None
 ) -> None:
     assert main(["bench", "learner", "--quick", "--json", "--only", "padded"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ours"]["grad_norm"] == pytest.approx(told["baseline"]["grad_norm"], rel=1e-3) != 0
-    assert told["ours"]["loss"] == pytest.approx(told["baseline"]["loss"], abs=1e-4) != 0
-    assert told["ratio"] == pytest.approx(told["value"] / told["baseline"]["tokens_per_s"], rel=1e-2)
-    assert told["cpu_ratio"]["padded"] > 0 and told["trajectories_each"] * told["micro_batches"] >= told["trajectories"]
-    assert 0 < told["ours"]["mfu"] < 1.5 and told["ours"]["step_mib"] > 0
-    assert told["packing_efficiency"] > 0.9
-    assert set(told["absent"]) == {"unfused", "padded_sorted", "trl"} and TRL_VARIABLE in told["absent"]["trl"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["ours"]["grad_norm"] == pytest.approx(result["baseline"]["grad_norm"], rel=1e-3) != 0
+    assert result["ours"]["loss"] == pytest.approx(result["baseline"]["loss"], abs=1e-4) != 0
+    assert result["ratio"] == pytest.approx(result["value"] / result["baseline"]["tokens_per_s"], rel=1e-2)
+    assert (
+        result["cpu_ratio"]["padded"] > 0
+        and result["trajectories_each"] * result["micro_batches"] >= result["trajectories"]
+    )
+    assert 0 < result["ours"]["mfu"] < 1.5 and result["ours"]["step_mib"] > 0
+    assert result["packing_efficiency"] > 0.9
+    assert set(result["absent"]) == {"unfused", "padded_sorted", "trl"} and TRL_VARIABLE in result["absent"]["trl"]
 
 
 @pytest.mark.slow
@@ -58,7 +61,7 @@ def test_the_batch_on_disk_is_what_was_drawn(tmp_path: Path) -> None:
 def test_steps_that_are_not_the_same_are_not_compared() -> None:
     figures = {"loss": 0.1, "grad_norm": 1.0}
     refuse_other_work(LearnerBench(), {"ours": figures, "padded": figures | {"grad_norm": 1.0002}})
-    with pytest.raises(ForayError, match="not the same work"):
+    with pytest.raises(ForayError, match="the contenders disagree"):
         refuse_other_work(LearnerBench(), {"ours": figures, "padded": figures | {"grad_norm": 1.1}})
 
 
@@ -92,7 +95,7 @@ def names(settings: LearnerBench, absent: dict[str, str]) -> list[str]:
     return [c.name for c in contenders_of(settings, LearnerWorkload(Path("spec.json"), {}), absent)]
 
 
-def test_an_environment_without_trl_and_a_misspelt_contender_are_told_apart(no_trl: None) -> None:
+def test_an_environment_without_trl_differs_from_a_misspelt_contender(no_trl: None) -> None:
     absent: dict[str, str] = {}
     assert names(LearnerBench(trl_python=sys.executable), absent) == ["ours", "unfused", "padded", "padded_sorted"]
     assert absent == {"trl": f"{sys.executable} has no TRL"}
@@ -111,5 +114,5 @@ def test_a_contender_that_dies_says_why(tmp_path: Path) -> None:
 @pytest.mark.skipif(TRL_VARIABLE not in os.environ, reason=f"{TRL_VARIABLE} names no interpreter with TRL")
 def test_trl_makes_the_same_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "learner", "--quick", "--json", "--only", "trl"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["trl"]["grad_norm"] == pytest.approx(told["ours"]["grad_norm"], rel=1e-3)
+    result = json.loads(capsys.readouterr().out)
+    assert result["trl"]["grad_norm"] == pytest.approx(result["ours"]["grad_norm"], rel=1e-3)

@@ -41,7 +41,7 @@ def script(tmp_path: Path) -> Script:
     return script
 
 
-def test_draws_follow_from_seed_trajectory_and_turn_and_have_the_distribution_asked_for() -> None:
+def test_draws_follow_from_seed_trajectory_and_turn_and_have_the_right_distribution() -> None:
     draws = Draws(trajectories=2000, turns=2)
     tokens = [draws.tokens(3, t, u) for t in range(2000) for u in range(2)]
     assert tokens == [draws.tokens(3, t, u) for t in range(2000) for u in range(2)] and len(set(tokens)) > 150
@@ -168,11 +168,11 @@ def test_the_ids_alone_say_where_a_request_is_and_what_is_missing(script: Script
     assert last[0] == ScriptPosition(0, 9, 2, 2, 0) and tokens.decode(last[1]).endswith("<answer> 2 </answer>")
 
 
-def test_each_first_turn_of_a_group_gets_a_number_of_its_own(script: Script) -> None:
+def test_each_first_turn_of_a_group_gets_a_unique_number(script: Script) -> None:
     tokens = load_tokenizer(script.directory)
     prompt = tokens.encode_trusted("question : " + script.question(0, 0, 1))
     assert [script.rest(prompt)[0].trajectory for _ in range(2)] == [2, 3]
-    with pytest.raises(ValueError, match="one more asks"):
+    with pytest.raises(ValueError, match="another first turn was requested"):
         script.rest(prompt)
     again = tokens.encode_trusted("question : " + script.question(1, 0, 1))
     assert script.rest(again)[0].trajectory == 2, "another play on the same draws starts its own count"
@@ -232,7 +232,7 @@ async def test_a_swap_pauses_and_names_the_version_of_each_token(script: Script)
         await runner.cleanup()
 
 
-async def test_an_engine_that_is_away_ends_its_streams_and_answers_nobody(script: Script) -> None:
+async def test_an_engine_that_is_down_ends_its_streams_and_refuses_requests(script: Script) -> None:
     text = "question : " + script.question(0, 0, 0)
     runner, url = await served(LatencyEngine(script, 1).app())
     try:
@@ -278,13 +278,13 @@ def test_a_small_run_under_faults(broken: bool, capsys: pytest.CaptureFixture[st
     """Every trajectory arrives under every policy; one engine for everything is at most half of the figure."""
     given = ["--trajectories", "128", "--slowness", "1,1,1", "--seeds", "0", "--scale", "0.2"]
     assert main(["bench", "rollout", *given, "--broken", str(broken), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    plays = {play["policy"]: play for play in told["by_play"]}
+    report = json.loads(capsys.readouterr().out)
+    plays = {play["policy"]: play for play in report["by_play"]}
     assert list(plays) == ["foray", "random", "round_robin", "least_loaded", "sticky", "turn_barrier"]
     assert plays["random"]["failovers"] > 0, "an engine was away"
     assert all(play["seconds"] >= play["bound_s"] for name, play in plays.items() if name != "turn_barrier")
     oracle = plays["foray"]["oracle_s"]
     if broken:
-        assert told["value"] <= 0.5 * max(oracle / plays[name]["seconds"] for name in ("random", "least_loaded"))
+        assert report["value"] <= 0.5 * max(oracle / plays[name]["seconds"] for name in ("random", "least_loaded"))
     else:
         assert plays["foray"]["engines_a_trajectory"] < plays["random"]["engines_a_trajectory"]

@@ -13,10 +13,10 @@ from deploy.cli import main
 @pytest.mark.slow
 def test_clients_push_until_redis_refuses_and_no_group_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "transport", "--quick", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    chain, load = told["chain"], told["load"]
-    assert told["ratio"] == pytest.approx(told["value"] / told["baseline"]["groups_per_s"], rel=1e-2)
-    assert chain["bytes_per_group"] == told["baseline"]["bytes_per_group"] > 8 * 256 * 4
+    report = json.loads(capsys.readouterr().out)
+    chain, load = report["chain"], report["load"]
+    assert report["ratio"] == pytest.approx(report["value"] / report["baseline"]["groups_per_s"], rel=1e-2)
+    assert chain["bytes_per_group"] == report["baseline"]["bytes_per_group"] > 8 * 256 * 4
     assert load["until_back_pressure"]["refused_writes"] > 0, "the witness: Redis said OOM"
     assert (load["lost"], load["twice"]) == (0, 0)
     assert sum(c["published"] for c in load["clients"]) == load["groups"] > load["until_back_pressure"]["groups"]

@@ -1,4 +1,4 @@
-"""The `foray` command as a person and as a script meet it."""
+"""The `foray` command, used by a user and by a script."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_a_dry_run_prints_settings_and_processes_without_a_framework(tmp_path: P
     assert code == 0, err
     assert "steps: 7" in out and "engine-2: " in out and out.splitlines()[-1] == "LOADED"
     assert not (tmp_path / "none").exists(), "a dry run leaves nothing behind"
-    told = json.loads(foray("up", str(config), "--dry-run", "--json")[1].splitlines()[0])
-    assert [p["name"] for p in told["processes"]] == ["redis", "retriever-1", "engine-1", "rollout-1", "learner"]
+    report = json.loads(foray("up", str(config), "--dry-run", "--json")[1].splitlines()[0])
+    assert [p["name"] for p in report["processes"]] == ["redis", "retriever-1", "engine-1", "rollout-1", "learner"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_init_writes_a_file_that_up_reads(tmp_path: Path, capsys: pytest.Capture
     assert "steps: 3" in capsys.readouterr().out
 
 
-def test_init_gives_a_run_an_id_and_a_directory_of_its_own_unless_they_are_chosen(tmp_path: Path) -> None:
+def test_init_gives_a_run_a_unique_id_and_directory_unless_they_are_set(tmp_path: Path) -> None:
     made = []
     for name, given in (("a", []), ("b", []), ("c", ["run.id=mine"]), ("d", ["--preset", "ema_pg", "run.dir=/x"])):
         path = tmp_path / f"{name}.yaml"
@@ -124,8 +124,8 @@ def test_index_build_makes_what_the_retriever_of_that_configuration_looks_for(
 
 def test_version_can_be_read_by_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["foray"] and told["python"].startswith("3.")
+    report = json.loads(capsys.readouterr().out)
+    assert report["foray"] and report["python"].startswith("3.")
 
 
 def test_a_process_verb_is_that_process(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Variants of the demo: their file, and what is said of them."""
+"""Variants of the demo: their file, and the table of results."""
 
 from __future__ import annotations
 

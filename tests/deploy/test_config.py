@@ -81,7 +81,7 @@ def test_the_explained_file_says_every_setting_and_changes_none(tmp_path: Path) 
     path = tmp_path / "run.yaml"
     path.write_text(text)
     assert load_config(path).model_dump() == config.model_dump()
-    # with every comment of a setting taken away it still reads, so every name in it is real
+    # it can be read with every setting uncommented, so every name in it is valid
     bare = "\n".join(
         line[1:] if line.startswith("# ") is False and line.startswith("#") else line for line in text.split("\n")
     )

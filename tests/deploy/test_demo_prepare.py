@@ -1,4 +1,4 @@
-"""What the demo prepares, and what it must never remove."""
+"""What the demo prepares, and what it must never delete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor finds, and that each finding says how to mend it."""
+"""The findings of the doctor, each with a fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def findings(tmp_path: Path, *overrides: str) -> dict[str, Finding]:
     files = (f"run.model={tmp_path}/model", f"retriever.corpus={tmp_path}/corpus.jsonl", f"run.dir={tmp_path}/run")
     config = load_config(None, [*files, f"learner.questions={tmp_path}/questions.jsonl", *overrides])
     found = examine(config)
-    assert all(f.fix for f in found if f.verdict != "ok"), "what is not in order can be mended"
+    assert all(f.fix for f in found if f.verdict != "ok"), "a finding has a fix"
     return {f.check: f for f in found}
 
 
@@ -76,7 +76,7 @@ def test_parts_that_no_reward_brings_are_refused(run_files: Path) -> None:
 
 
 def test_a_teacher_has_the_ids_of_the_policy_or_more(run_files: Path, tmp_path: Path) -> None:
-    teacher, told = (
+    teacher, extra = (
         tmp_path / "teacher",
         ("learner.algorithm.type=distill", f"learner.reference.model={tmp_path}/teacher"),
     )
@@ -85,14 +85,14 @@ def test_a_teacher_has_the_ids_of_the_policy_or_more(run_files: Path, tmp_path: 
     size = facts["vocab_size"]
     for ids, verdict in ((size, None), (size + 128, None), (size - 1, "fail")):
         (teacher / "config.json").write_text(json.dumps(facts | {"vocab_size": ids}))
-        found = findings(run_files, *told).get("learner.reference.model")
+        found = findings(run_files, *extra).get("learner.reference.model")
         assert (found and found.verdict) == verdict, found
     (teacher / "config.json").write_text(json.dumps(facts))
     first, second, *_ = spec["model"]["vocab"]
     words = spec["model"]["vocab"]
     words[first], words[second] = words[second], words[first]
     (teacher / "tokenizer.json").write_text(json.dumps(spec))
-    assert "2 tokens of" in findings(run_files, *told)["learner.reference.model"].detail
+    assert "2 tokens of" in findings(run_files, *extra)["learner.reference.model"].detail
     assert "learner.reference.model" not in findings(run_files, f"learner.reference.model={teacher}"), (
         "none is asked for"
     )
@@ -101,9 +101,9 @@ def test_a_teacher_has_the_ids_of_the_policy_or_more(run_files: Path, tmp_path: 
 def test_engine_and_learner_round_their_logits_alike(run_files: Path) -> None:
     bfloat16 = ("learner.model.dtype=bfloat16", "learner.engine.zero_stage=1")
     for here, there in ((True, True), (True, False), (False, True), (False, False)):
-        told = (f"learner.model.fp32_lm_head={here}", f"engine.kind={{type: sglang, fp32_lm_head: {there}}}")
-        assert ("fp32_lm_head" in findings(run_files, *bfloat16, *told)) == (here != there)
-        assert "fp32_lm_head" not in findings(run_files, *told), "a float32 learner rounds nothing"
+        extra = (f"learner.model.fp32_lm_head={here}", f"engine.kind={{type: sglang, fp32_lm_head: {there}}}")
+        assert ("fp32_lm_head" in findings(run_files, *bfloat16, *extra)) == (here != there)
+        assert "fp32_lm_head" not in findings(run_files, *extra), "a float32 learner rounds nothing"
 
 
 def test_an_mlflow_without_what_its_files_need_is_found_before_the_start(
@@ -142,10 +142,12 @@ def test_a_redis_that_is_away_is_a_finding(run_files: Path) -> None:
     assert findings(run_files, "run.redis_url=redis://127.0.0.1:1/0")["redis"].verdict == "fail"
 
 
-def test_the_command_prints_json_and_its_exit_code_tells(run_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_json_and_its_exit_code_is_the_verdict(
+    run_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.run(argparse.Namespace(given=[], config=None, json=True)) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["healthy"] is True and {"check", "verdict", "detail", "fix", "why"} == told["findings"][0].keys()
+    page = json.loads(capsys.readouterr().out)
+    assert page["healthy"] is True and {"check", "verdict", "detail", "fix", "why"} == page["findings"][0].keys()
     config = run_files / "c.yaml"
     config.write_text("run: {model: /nowhere}\n")
     assert command.run(argparse.Namespace(given=[], config=config, json=False)) == 1

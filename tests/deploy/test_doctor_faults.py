@@ -1,4 +1,4 @@
-"""Every fault that `foray doctor` promises to find, made for real; mends that are commands are carried out."""
+"""Every fault that `foray doctor` must find, caused for real; fixes that are commands are executed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RUN = "test"
 
 @dataclass
 class World:
-    """A healthy run: its files, a Redis of its own, and what the doctor is told. A fault changes one thing of it."""
+    """A healthy run: its files, its own Redis, and the doctor's arguments. A fault changes one thing of it."""
 
     directory: Path
     url: str
@@ -68,11 +68,11 @@ class World:
 
     def findings(self) -> list[Finding]:
         found = examine(self.config, environ=self.environ, clock=self.clock)
-        assert all(f.fix for f in found if f.verdict != "ok"), "what is not in order can be mended"
+        assert all(f.fix for f in found if f.verdict != "ok"), "a finding has a fix"
         return found
 
     def of(self, check: str) -> Finding:
-        """The finding of that name; of several the first that is not in order."""
+        """The finding of that name; of several the first that is not ok."""
         found = [f for f in self.findings() if f.check == check]
         assert found, [f.check for f in self.findings()]
         return next((f for f in found if f.verdict != "ok"), found[0])
@@ -123,7 +123,7 @@ def setting(name: str, value: str) -> Fault:
     return change
 
 
-def told(*overrides: str, **environ: str) -> Fault:
+def configured(*overrides: str, **environ: str) -> Fault:
     @contextmanager
     def change(world: World) -> Iterator[None]:
         world.overrides += overrides
@@ -174,7 +174,7 @@ def replica(world: World) -> Iterator[None]:
 
 @contextmanager
 def taken(world: World) -> Iterator[None]:
-    """By a process of its own, so that the mend may end it."""
+    """Use a separate process, so that the fix may end it."""
     script = (
         "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); "
         "print(s.getsockname()[1], flush=True); sys.stdin.read()"
@@ -274,7 +274,7 @@ def password_in_file(world: World) -> Iterator[None]:
 
 
 def run_mend(world: World, fix: str) -> None:
-    """Carries a mend out that is a command: `redis-cli ...` over a client, the rest by a shell."""
+    """Execute a fix that is a command: `redis-cli ...` with a client, the others in a shell."""
     if fix.startswith("redis-cli"):
         words = shlex.split(fix)
         start = next(i for i, word in enumerate(words) if word in ("CONFIG", "ACL"))
@@ -291,11 +291,11 @@ WITH_CODE = '{"auto_map": {"AutoModel": "x.Y"}}'
 METRICS = ("learner.metrics_host=0.0.0.0", "learner.metrics_port=9100")
 
 FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
-    # what is wrong: how it is made, name of the finding, verdict, words, whether the mend is carried out
+    # fault: how it is caused, name of the finding, verdict, words, whether the fix is executed
     "evicting policy": (setting("maxmemory-policy", "allkeys-lru"), "redis policy", "fail", "delete work", True),
     "leases evicted": (setting("maxmemory-policy", "volatile-ttl"), "redis policy", "fail", "delete leases", True),
     "no memory limit": (setting("maxmemory", "0"), "redis memory", "warn", "maxmemory is not set", True),
-    "limit too small": (told("run.groups_per_step=512"), "redis memory", "warn", "the limit is 64 MiB", False),
+    "limit too small": (configured("run.groups_per_step=512"), "redis memory", "warn", "the limit is 64 MiB", False),
     "no persistence": (setting("appendonly", "no"), "redis persistence", "warn", "appendonly is off", True),
     "stopped": (stopped, "redis", "fail", "is stopped (SIGSTOP)", True),
     "not there": (nobody_there, "redis", "fail", "no Redis answers", False),
@@ -313,13 +313,13 @@ FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
     "an engine's tokenizer": (registered(tokenizer="a" * 64), "engine tokenizer", "fail", "e1 has aaaa", False),
     "the learner's tokenizer": (other_learner, "run tokenizer", "fail", "has cccccccccccc", False),
     "another run": (other_run, "run.id", "fail", "lineage dddddddd, host far, run.dir /runs/theirs", False),
-    "remote code": (told(TRUSTING), "remote code", "warn", "runs on every engine", False),
+    "remote code": (configured(TRUSTING), "remote code", "warn", "runs on every engine", False),
     "code in the model": (written("model/config.json", WITH_CODE), "remote code", "fail", "auto_map", False),
-    "open rollout server": (told("rollout.host=0.0.0.0"), "access", "fail", "rollout.host = 0.0.0.0", False),
-    "open retriever": (told("retriever.host=0.0.0.0"), "access", "fail", "retriever.host", False),
-    "open engine": (told("engine.host=10.0.0.5"), "access", "fail", "engine.host", False),
-    "open metrics": (told(*METRICS), "access", "fail", "learner.metrics_host", False),
-    "weak token": (told(FORAY_NODE_TOKEN="short"), "rollout tokens", "fail", "too weak", False),
+    "open rollout server": (configured("rollout.host=0.0.0.0"), "access", "fail", "rollout.host = 0.0.0.0", False),
+    "open retriever": (configured("retriever.host=0.0.0.0"), "access", "fail", "retriever.host", False),
+    "open engine": (configured("engine.host=10.0.0.5"), "access", "fail", "engine.host", False),
+    "open metrics": (configured(*METRICS), "access", "fail", "learner.metrics_host", False),
+    "weak token": (configured(FORAY_NODE_TOKEN="short"), "rollout tokens", "fail", "too weak", False),
     "secrets in the open": (open_secrets, "secrets", "fail", "other users can read", True),
     "password in the file": (password_in_file, "redis password", "warn", "contains a password", False),
 }  # fmt: skip
@@ -327,15 +327,15 @@ FAULTS: Mapping[str, tuple[Fault, str, str, str, bool]] = {
 
 @pytest.mark.fault(25, 44, 47)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_and_its_mend_mends(world: World, name: str) -> None:
-    fault, check, verdict, words, mends = FAULTS[name]
+def test_a_fault_is_found_and_its_fix_works(world: World, name: str) -> None:
+    fault, check, verdict, words, fixable = FAULTS[name]
     before = {f.check for f in world.findings() if f.verdict != "ok"}
     assert not before, "nothing was wrong before"
     with fault(world):
         found = world.of(check)
         assert found.verdict == verdict and words in found.detail + found.why and found.fix, found
         assert "geheim" not in f"{found}"
-        if mends:
+        if fixable:
             run_mend(world, found.fix)
             deadline = time.monotonic() + 10
             while world.of(check).verdict != "ok":
@@ -430,9 +430,9 @@ def test_the_holder_of_a_port_is_named(healthy: tuple[str, ManagedProcess]) -> N
     url, child = healthy
     found = port_owner(int(url.rpartition(":")[2].split("/")[0]))
     assert found is not None and found.pid == child.pid and "server" in found.name and not found.stopped
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        assert port_owner(nobody.getsockname()[1]) is None, "bound, and nobody listens"
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        assert port_owner(bound.getsockname()[1]) is None, "bound, but not listening"
 
 
 def test_the_command_says_all_of_it_as_json(

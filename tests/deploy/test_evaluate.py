@@ -1,4 +1,4 @@
-"""Asking questions over HTTP: what is sent, how scores add up, and what happens when nobody answers."""
+"""Evaluation over HTTP: requests, scores, and errors when no server answers."""
 
 from __future__ import annotations
 
@@ -160,13 +160,13 @@ def test_two_questions_of_one_id_are_refused(server: tuple[str, type[Answers]]) 
         evaluate(server[0], [QUESTIONS[0], QUESTIONS[0]])
 
 
-def test_a_refusal_is_told_with_what_the_server_said(server: tuple[str, type[Answers]]) -> None:
+def test_a_refusal_is_reported_with_the_servers_message(server: tuple[str, type[Answers]]) -> None:
     server[1].status = 503
     with pytest.raises(ForayError, match=r"answered 503: .*full"):
         evaluate(server[0], [make_question(1)])
 
 
-def test_nobody_there_is_a_users_error() -> None:
+def test_a_missing_server_is_a_user_error() -> None:
     with pytest.raises(UserError, match="no rollout server answers"):
         evaluate("http://127.0.0.1:1", [make_question(1)])
 
@@ -194,9 +194,9 @@ def test_the_command_finds_the_server_of_a_run_directory_and_names_the_version(
 ) -> None:
     out = tmp_path / "out.jsonl"
     assert command_run(server[0], tmp_path, limit=1, n=2, out=out) == 1, "an episode failed"
-    told = json.loads(capsys.readouterr().out)
-    assert told["questions"] == 1 and told["em"] == 1.0 and told["failed"] == 1
-    assert told["version"] == "1.5" and told["versions"] == {"1.5": 1}
+    report = json.loads(capsys.readouterr().out)
+    assert report["questions"] == 1 and report["em"] == 1.0 and report["failed"] == 1
+    assert report["version"] == "1.5" and report["versions"] == {"1.5": 1}
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(e["index"], e["version"], e["temperature"], e["top_p"]) for e in lines] == [
         (0, "1.5", 1.0, 1.0),
@@ -211,9 +211,9 @@ def test_a_mixture_of_versions_is_called_one_and_is_no_success(
 ) -> None:
     server[1].script += [("1.5", "cut"), ("1.6", "summary")]
     assert command_run(server[0], tmp_path, json=False) == 1
-    told = capsys.readouterr()
-    assert "versions     1.5 (1 episodes), 1.6 (2 episodes)" in told.out and "\nversion " not in told.out
-    assert "mixes several policy versions" in told.err
+    report = capsys.readouterr()
+    assert "versions     1.5 (1 episodes), 1.6 (2 episodes)" in report.out and "\nversion " not in report.out
+    assert "mixes several policy versions" in report.err
 
 
 def test_resume_asks_what_the_file_does_not_answer(

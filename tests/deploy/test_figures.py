@@ -1,4 +1,4 @@
-"""`make figures`: what is made again and what is kept, and the page that follows from the files."""
+"""`make figures`: which figures are made again, and the page generated from the files."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_figure_is_made_by_its_command_and_kept_with_its_circumstances(tmp_pat
 
 @pytest.mark.parametrize(
     ("argv", "timeout_s", "words"),
-    [(("version", "--nonsense"), 60, "ended with code 2"), (("version", "--json"), 0.01, "took more than 0.01 s"),
+    [(("version", "--nonsense"), 60, "exited with code 2"), (("version", "--json"), 0.01, "took more than 0.01 s"),
      (("version",), 60, "printed no report")],
 )  # fmt: skip
 def test_a_command_that_fails_makes_no_figure(

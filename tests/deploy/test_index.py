@@ -1,4 +1,4 @@
-"""`foray index` as a person and as a script meet it."""
+"""`foray index`, used by a user and by a script."""
 
 from __future__ import annotations
 

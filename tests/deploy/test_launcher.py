@@ -1,6 +1,6 @@
 """The launcher with a real Redis and stand-ins for the four services: order, failure, stop, run directory.
 
-The stand-ins are started by the very command lines of the plan: a script takes the place of the interpreter.
+The stand-ins are started with the command lines of the plan: a script replaces the interpreter.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_the_directory_has_a_lineage_id_from_the_start_where_the_learner_runs(ru
 
 
 @pytest.mark.slow
-def test_every_process_has_a_log_and_the_resolved_file_serves_by_hand(run_files: Path) -> None:
+def test_every_process_has_a_log_and_the_resolved_file_works_manually(run_files: Path) -> None:
     with launcher(configured(run_files, "wait"), run_files) as started:
         started.start("redis", "retriever")
         resolved = yaml.safe_load((run_files / "run" / "resolved.yaml").read_text())
@@ -199,7 +199,7 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(run_files: Path
 
 @pytest.mark.slow
 def test_a_learner_that_is_killed_while_the_run_waits_for_it_comes_back_and_finishes(run_files: Path) -> None:
-    # killed at the very moment between two looks: the death of a learner must never be taken for the end of the run
+    # killed between two checks: the death of a learner must not be taken for the end of the run
     said: list[str] = []
     with launcher(configured(run_files, "second", "launch.restart_learner=1"), run_files, said) as started:
         started.start()

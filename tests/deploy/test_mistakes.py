@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong: each mistake is answered with the way out, never with a traceback."""
+"""Common mistakes: each gets an error with a fix, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/observability.md says what the tables say, and every row of theirs is as Prometheus wants it."""
+"""docs/observability.md matches the metrics tables, and every row follows the conventions of Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run directory means the same from any working directory, and after it was moved or copied."""
+"""A run directory works from any working directory, and after it was moved or copied."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeyp
         ],
     )
     settled = settle(given, Addresses("redis://127.0.0.1:1/0", None, (), ()))
-    told = yaml.safe_load(settled.to_yaml())
-    assert told["run"]["dir"] == f"{tmp_path}/runs/x" and told["run"]["model"] == f"{tmp_path}/runs/x/model"
-    assert told["learner"]["questions"] == f"{tmp_path}/data/q.jsonl"
-    retriever = told["retriever"]
+    report = yaml.safe_load(settled.to_yaml())
+    assert report["run"]["dir"] == f"{tmp_path}/runs/x" and report["run"]["model"] == f"{tmp_path}/runs/x/model"
+    assert report["learner"]["questions"] == f"{tmp_path}/data/q.jsonl"
+    retriever = report["retriever"]
     assert (retriever["corpus"], retriever["index_dir"]) == (f"{tmp_path}/data/c.jsonl", f"{tmp_path}/data/index")
     assert retriever["index"]["file"] == f"{tmp_path}/e5.index"
     assert retriever["index"]["encoder"]["model"] == f"{tmp_path}/e5"
-    assert told["engine"]["kind"]["launcher"] == "requirements/sglang_cpu_launch.py", (
+    assert report["engine"]["kind"]["launcher"] == "requirements/sglang_cpu_launch.py", (
         "nodes find it in Foray's checkout"
     )
     assert settled.retriever.model_fields_set == given.retriever.model_fields_set, "defaults stay defaults"
@@ -79,7 +79,7 @@ def test_export_names_its_own_flag_where_the_model_is_gone(tmp_path: Path, capsy
     assert "--model DIR" in capsys.readouterr().err
 
 
-def test_a_run_by_hand_is_found_by_its_directory(
+def test_a_manually_started_run_is_found_by_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -87,8 +87,8 @@ def test_a_run_by_hand_is_found_by_its_directory(
     hand.mkdir(parents=True)
     (hand / "demo.yaml").write_text("run: {id: hand, dir: runs/hand, redis_url: 'redis://127.0.0.1:1/0'}\n")
     code = main(["status", "runs/hand", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert code == 1 and told["run"] == "hand" and told["state"] == "down"
+    report = json.loads(capsys.readouterr().out)
+    assert code == 1 and report["run"] == "hand" and report["state"] == "down"
     assert main(["status", "runs/hand/demo.yaml", "--json", "run.id=other"]) == 1
     assert json.loads(capsys.readouterr().out)["run"] == "other"
 

@@ -1,4 +1,4 @@
-"""Which processes a configuration means."""
+"""The processes of a configuration."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_only_what_may_be_lost_is_restarted() -> None:
     assert named(planned("launch.restart_learner=2"), "learner").restarts == 2
 
 
-def test_a_drain_that_was_asked_for_is_kept() -> None:
+def test_a_configured_drain_is_kept() -> None:
     assert "rollout.drain_s=2" in named(planned(), "rollout-1").argv
     assert not [a for a in named(planned("rollout.drain_s=9"), "rollout-1").argv if "drain_s" in a]
 
 
-def test_ports_are_fixed_before_the_start_and_told_to_the_others(tmp_path: Path) -> None:
+def test_ports_are_fixed_before_the_start_and_passed_to_the_others(tmp_path: Path) -> None:
     config = load_config(
         None, [f"run.dir={tmp_path}", "launch.retrievers=2", "retriever.port=7001", "launch.rollouts=2"]
     )
@@ -138,7 +138,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts_and_its_holder_n
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
-def test_a_port_may_be_asked_for_on_any_kind_of_address(host: str) -> None:
+def test_a_port_may_be_configured_on_any_kind_of_address(host: str) -> None:
     try:
         socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError:

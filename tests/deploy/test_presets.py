@@ -1,4 +1,4 @@
-"""The shipped recipes say what their sources say, value by value, or why not: deploy/reference/preset_sources.yaml."""
+"""The presets have the values of their sources, or a reason why not: deploy/reference/preset_sources.yaml."""
 
 from __future__ import annotations
 

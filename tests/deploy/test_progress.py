@@ -1,4 +1,4 @@
-"""The launcher's line a step, from a file that a learner may be killed over."""
+"""The launcher's step lines, from a file whose writer may be killed."""
 
 from __future__ import annotations
 

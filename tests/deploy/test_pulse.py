@@ -1,4 +1,4 @@
-"""No long silence: what a command waits for is said every few seconds."""
+"""No long silence: commands report every few seconds what they wait for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a journal back: what was trained on, what was not, and texts that would drive a terminal."""
+"""Reading a journal: what was trained, what was not, and texts with terminal control codes."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_with_colours_only_the_policys_words_are_bold(run_dir: Path, tokens: Tra
 
 
 def test_the_json_holds_texts_masks_and_lags(run_dir: Path, tokens: TrajectoryTokenizer) -> None:
-    told = json.loads(json.dumps(to_json(choose(read_journal(run_dir / "journal"), show=1)[0], tokens)))
-    assert [s["trained"] for s in told["segments"]] == [False, True, False, True]
-    assert told["segments"][1]["lags"] == [3, 1] and told["segments"][2]["query"] == "emma"
+    report = json.loads(json.dumps(to_json(choose(read_journal(run_dir / "journal"), show=1)[0], tokens)))
+    assert [s["trained"] for s in report["segments"]] == [False, True, False, True]
+    assert report["segments"][1]["lags"] == [3, 1] and report["segments"][2]["query"] == "emma"
 
 
 def test_control_and_format_characters_cannot_reach_the_terminal() -> None:

@@ -1,4 +1,4 @@
-"""Every knob is documented: a field of any settings class, members of unions included, says what it does."""
+"""Every field of every settings class, including members of unions, has a description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `foray status` and `foray top` say of a run, from a real Redis filled as the processes fill it."""
+"""`foray status` and `foray top` of a run, from a real Redis with data as the processes write it."""
 
 from __future__ import annotations
 
@@ -102,15 +102,17 @@ def test_a_run_that_goes_well_is_healthy_and_its_parts_are_counted(look: Callabl
 
 
 def test_the_json_says_the_same(look: Callable[[], RunSnapshot]) -> None:
-    told = json.loads(json.dumps(to_json(look(), max_lag=2)))
-    assert told["healthy"] is True and told["state"] == "training" and told["target"]["version"] == "1.12"
-    assert told["streams"] == {
+    page_json = json.loads(json.dumps(to_json(look(), max_lag=2)))
+    assert (
+        page_json["healthy"] is True and page_json["state"] == "training" and page_json["target"]["version"] == "1.12"
+    )
+    assert page_json["streams"] == {
         "tasks_waiting": 2, "tasks_leased": 1, "traj_ready": 1, "traj_unacked": 1, "dead_letters": 0,
     }  # fmt: skip
-    assert told["ledger"]["closes"] is True and told["engines"][0]["state"] == "ready"
+    assert page_json["ledger"]["closes"] is True and page_json["engines"][0]["state"] == "ready"
 
 
-def test_books_that_do_not_add_up_are_shown_as_such(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
+def test_a_ledger_that_does_not_add_up_is_shown_as_such(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     report(client, "learner", "l", values=LEARNER | {"in_flight": 2.0})
     totals = conservation(look())
     assert not totals.closes and totals.line().startswith("issued 20 != ")
@@ -165,7 +167,7 @@ def test_a_run_that_a_person_stopped_is_stopped_and_not_ill(tmp_path: Path) -> N
         assert "run test: stopped, healthy" in page and f"resume from the checkpoint with {again}" in page
 
 
-def test_without_a_learner_the_checkpoint_keeps_the_books(
+def test_without_a_learner_the_ledger_is_the_checkpoints(
     client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], RunSnapshot]
 ) -> None:
     ledger = Ledger()
@@ -179,19 +181,19 @@ def test_without_a_learner_the_checkpoint_keeps_the_books(
     assert (totals.issued, totals.trained, totals.dead, totals.in_flight) == (20, 3, 1, 16)
 
 
-def test_without_a_learner_the_law_by_token_is_the_checkpoints(
+def test_without_a_learner_the_token_balance_is_the_checkpoints(
     client: redis.Redis, redis_url: str, tmp_path: Path, look: Callable[[], RunSnapshot]
 ) -> None:
     write_checkpoint(tmp_path, Ledger())
     path = tmp_path / "checkpoints" / "step_9.e1" / "manifest.json"
-    law = {"generated": 30, "received": 30, "buckets": {"trained": 20, "stale": 10}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": law}))
+    counted = {"generated": 30, "received": 30, "buckets": {"trained": 20, "stale": 10}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": counted}))
     client.zrem(KEYS.processes, "learner:l")
     client.hset(KEYS.target, "state", "done")
     line = "generated 30 = trained 20 + masked 0 + filtered 0 + stale 10 + failed 0 + duplicate 0 + in flight 0"
     assert f"{line} (consistent)" in render(look(), max_lag=2)
-    law["buckets"]["stale"] = 11
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": law}))
+    counted["buckets"]["stale"] = 11
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": counted}))
     assert any("token accounting failed" in p.what and "1 too many" in p.what for p in problems(look(), max_lag=2))
 
 
@@ -245,9 +247,7 @@ def bury(client: redis.Redis, *reasons: str) -> None:
         client.xadd(KEYS.dlq, {"id": "1-1", "seq": 1, "reason": reason, "from": "learner", "h": b"", "b": b"\xff"})
 
 
-def test_the_law_by_token_dead_letters_and_events_are_shown(
-    client: redis.Redis, look: Callable[[], RunSnapshot]
-) -> None:
+def test_token_balance_dead_letters_and_events_are_shown(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     report(client, "learner", "l", values=LEARNER | LAW)
     client.hset(KEYS.tokens, mapping={"published": 100, "rejected": 12, "generation": "26153ed52e87"})
     bury(client, "corrupt", "\x1b[2J")
@@ -264,10 +264,10 @@ def test_the_law_by_token_dead_letters_and_events_are_shown(
     assert r"dead letters 2 (1 \x1b[2J, 1 corrupt)" in page and "\x1b" not in page
     lines = [line for line in page.splitlines() if line.startswith("event ")]
     assert len(lines) == 5 and lines[-1].endswith(r"rollout r1  left: number 6 \x1b[2J")
-    told = json.loads(json.dumps(to_json(seen, max_lag=2)))
-    assert told["tokens"]["closes"] is True and told["tokens"]["rejected"] == 12
-    assert [e["text"][:8] for e in told["events"]] == [f"number {n}" for n in range(2, 7)]
-    assert [letter["reason"] for letter in told["letters"]] == ["\x1b[2J", "corrupt"]
+    page_json = json.loads(json.dumps(to_json(seen, max_lag=2)))
+    assert page_json["tokens"]["closes"] is True and page_json["tokens"]["rejected"] == 12
+    assert [e["text"][:8] for e in page_json["events"]] == [f"number {n}" for n in range(2, 7)]
+    assert [letter["reason"] for letter in page_json["letters"]] == ["\x1b[2J", "corrupt"]
     assert "+ in flight 10 (consistent)" in frame(seen, None, {}, max_lag=2).plain()
 
 

@@ -1,4 +1,4 @@
-"""`foray top` and `foray status` at every moment of a run: what they call it, what they measure, what fits."""
+"""`foray top` and `foray status` in every state of a run: the state's name, the values, the layout."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_a_long_step_is_booked_as_it_passes_and_never_above_100_percent(clock: C
             clock.now += 0.5
     clock.now += 0.5
     looks.append(meter.snapshot("learner"))
-    told = shares(looks)
-    assert [lines[0][:4] for lines in told] == ["100%", "100%", "100%", " 50%"]
+    result = shares(looks)
+    assert [lines[0][:4] for lines in result] == ["100%", "100%", "100%", " 50%"]
     assert meter.seconds()["compute"] == 3.5
 
 
@@ -213,9 +213,9 @@ def test_a_history_is_of_one_epoch_and_survives_a_line_that_was_cut(tmp_path: Pa
 def test_a_run_is_called_what_it_is(
     seen: RunSnapshot, record: dict[str, Any], alive: bool, word: str, wrong: str
 ) -> None:
-    told = with_record(seen, record, alive=alive)
-    found = [p.what for p in problems(told, max_lag=2)]
-    assert state(told) == word
+    result = with_record(seen, record, alive=alive)
+    found = [p.what for p in problems(result, max_lag=2)]
+    assert state(result) == word
     assert wrong in found[0] if wrong else found == []
 
 

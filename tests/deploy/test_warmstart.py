@@ -1,4 +1,4 @@
-"""The warm start: what it writes, that it learns, that its gate can fail."""
+"""The warm start: its files, that the model learns, and that the gate can fail."""
 
 from __future__ import annotations
 

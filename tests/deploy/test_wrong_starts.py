@@ -1,6 +1,6 @@
-"""Wrong starts: what `foray up` and `foray doctor` say, before any process of the run is started.
+"""Wrong starts: the errors of `foray up` and `foray doctor` before any process of the run is started.
 
-Each case is one thing that is wrong with a run that could start otherwise. The real commands run in this process.
+Each case is one error in a run that could start otherwise. The real commands run in this process.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def start(run_files: Path, redis_url: str, client: redis.Redis, monkeypatch: pyt
     client.config_set("maxmemory-policy", "noeviction")
 
 
-def told(*overrides: str) -> Callable[[Start], None]:
+def configured(*overrides: str) -> Callable[[Start], None]:
     return lambda start: start.overrides.extend(overrides)
 
 
@@ -168,7 +168,7 @@ def half_a_model(start: Start) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
-    # what is wrong: how it is made, what the first error says, word by word
+    # error: how it is caused, texts in the first error message
     "parquet questions": (parquet, ["is a Parquet file", "question, golden_answers", "pyarrow.parquet"]),
     "a JSON array of questions": (
         holds("questions.jsonl", [SEARCH_R1]),
@@ -184,7 +184,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "an empty corpus": (holds("corpus.jsonl", b""), ["retriever.corpus", "has no passages"]),
     "a corpus too large to index at the start": (
-        told("retriever.build_limit_mb=0"),
+        configured("retriever.build_limit_mb=0"),
         ["no index found at", "build_limit_mb = 0", "foray index build"],
     ),
     "a 3B model on the CPU engine": (
@@ -213,7 +213,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "weights that are cut off": (half_a_model, ["not a complete safetensors file", "copy it again"]),
     "max_context over the model's": (
-        told("rollout.episode.max_context=8192"),
+        configured("rollout.episode.max_context=8192"),
         ["max_context = 8192 exceeds the 4096 positions", "rollout.episode.max_context=4096"],
     ),
     "a tracker that is not installed": (
@@ -221,11 +221,14 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         ["wandb cannot be used", "not installed: wandb", "pip install wandb"],
     ),
     "an evicting Redis": (evicting, ["evicts keys", "delete work in flight", "maxmemory-policy noeviction"]),
-    "no Redis there": (told("run.redis_url=redis://127.0.0.1:1/0"), ["no Redis answers at redis://127.0.0.1:1/0"]),
+    "no Redis there": (
+        configured("run.redis_url=redis://127.0.0.1:1/0"),
+        ["no Redis answers at redis://127.0.0.1:1/0"],
+    ),
     "a run.dir below a file": (no_directory, ["run.dir", "file is not a directory", "run.dir=DIR"]),
-    "a run.dir where nothing can be written": (told("run.dir=/proc/foray"), ["run.dir", "/proc", "run.dir=DIR"]),
+    "a run.dir where nothing can be written": (configured("run.dir=/proc/foray"), ["run.dir", "/proc", "run.dir=DIR"]),
     "no interpreter of the engine": (
-        told("engine.kind={type: sglang, python: /nowhere/python}"),
+        configured("engine.kind={type: sglang, python: /nowhere/python}"),
         ["there is no interpreter at /nowhere/python", "it is set in engine.kind.python", "make sglang-env"],
     ),
     "an interpreter without SGLang": (
@@ -233,7 +236,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         ["SGLang is not installed", "cannot import the package sglang", "make sglang-env"],
     ),
     "nccl to a CPU engine": (
-        told("learner.publish={type: distributed, backend: nccl}"),
+        configured("learner.publish={type: distributed, backend: nccl}"),
         ["backend is nccl", "only gloo", "learner.publish.backend=gloo"],
     ),
     "nccl without CUDA": (
@@ -245,7 +248,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         ["already holds another run named 'wrong'", "lineage ffffffff", "host elsewhere", "run.id"],
     ),
     "groups of one for a group's baseline": (
-        told("run.group_size=1"),
+        configured("run.group_size=1"),
         ["run.group_size = 1", "type grpo compares a trajectory with its group", "group_size of 2 or more", "ppo"],
     ),
     "a full Redis": (full, ["Redis is full", "refuse the tasks of a new run", "CONFIG SET maxmemory"]),
@@ -369,7 +372,7 @@ def settings_of(start: Start) -> tuple[RunSettings, LearnerSettings]:
     return config.run.model_copy(update={"redis_url": start.redis_url}), questions
 
 
-def test_a_learner_started_by_hand_refuses_an_evicting_redis(start: Start) -> None:
+def test_a_manually_started_learner_refuses_an_evicting_redis(start: Start) -> None:
     def engine(*_: object) -> TrainEngine:
         raise Spawned("train engine")
 
@@ -384,7 +387,7 @@ def test_a_learner_started_by_hand_refuses_an_evicting_redis(start: Start) -> No
     assert set(start.admin.keys("*")) == before, "no lease was taken"
 
 
-async def test_a_rollout_server_started_by_hand_refuses_an_evicting_redis(start: Start) -> None:
+async def test_a_manually_started_rollout_server_refuses_an_evicting_redis(start: Start) -> None:
     start.admin.config_set("maxmemory-policy", "allkeys-lru")
     run, _ = settings_of(start)
     write_tokenizer(start.directory / "model", "words")

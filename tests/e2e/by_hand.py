@@ -1,4 +1,4 @@
-"""The processes of a run, each started by its own command line, as from shells of their own."""
+"""The processes of a run, each started manually with its command line, as from separate shells."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protocol.runtime.net import free_port
 
 
 class Shells:
-    """Starts processes and ends what it started, by pid."""
+    """Start processes, and end those that it started, by pid."""
 
     def __init__(self, directory: Path, config: Path) -> None:
         self.directory, self.config = directory, config

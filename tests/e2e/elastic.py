@@ -1,4 +1,4 @@
-"""A fleet seen from outside: registrations as they change, where requests went, and whether that was right."""
+"""Observe a fleet from outside: registrations, destinations of requests, and whether those were correct."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollout_server.node.guard import descendants
 
 LOOK_S = 0.03
 NOTICE_S = 3.0
-"""How long after a state change a rollout server may still act on the one before: its poll, and a slow machine."""
+"""Seconds for which a rollout server may act on an earlier state: its poll interval, and a slow machine."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Seen:
 
 
 class Watcher:
-    """Looks at Redis all the time, in a thread, independently of any rollout server. `with Watcher(shells, keys)`."""
+    """Poll Redis in a thread, independently of the rollout servers. `with Watcher(shells, keys)`."""
 
     def __init__(self, shells: Shells, keys: Keys) -> None:
         self._shells, self._keys = shells, keys
@@ -86,12 +86,12 @@ class Watcher:
 
 
 def read_routes(path: Path) -> list[dict[str, Any]]:
-    """The rollout server's own word for where its requests went."""
+    """Return the destinations of requests, as the rollout server reports them."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def wrong_routes(routes: list[dict[str, Any]], watcher: Watcher, max_lag: int) -> list[str]:
-    """What is wrong with each request that should not have gone where it went; empty in a sound run.
+    """Return the requests that went to a wrong engine, with the reason; empty in a correct run.
 
     By the router's own knowledge: READY, of the target's epoch, at most max_lag behind. By the watcher's: that very
     incarnation was registered READY at that version, which a node does for verified weights only (or before and after
@@ -123,7 +123,7 @@ def rollout_values(shells: Shells, keys: Keys, name: str) -> Counter[str]:
 
 
 def wait_until_busy(shells: Shells, keys: Keys, name: str, *, running: int, timeout_s: float = 60.0) -> int:
-    """Waits until the engine itself says that so many requests run in it; the number. Asks the engine, not Redis."""
+    """Wait until the engine reports at least this many running requests; return the number. Queries the engine."""
     deadline = time.monotonic() + timeout_s
     most = 0
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Each process from its own shell; engines come and go, an engine and the learner are killed, and the books close."""
+"""Manually started processes: engines join and leave, an engine and the learner are killed, nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring, whole: `foray demo` as a person runs it, with a fixed seed and fewer steps."""
+"""The whole ring: `foray demo` as a user runs it, with a fixed seed and fewer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines come, are killed, hang and leave while they generate: nothing is lost, and nobody else is restarted."""
+"""Engines join, are killed, hang and leave while they generate: nothing is lost, no other process is restarted."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, t
             note("a is ready again, restarted by its node")
             running = wait_until_busy(shells, keys, "c", running=4)
             send([shells.children["c"].pid], signal.SIGTERM)
-            note(f"c is told to leave, with {running} requests running")
+            note(f"c is stopped with {running} requests running")
             wait_until(lambda: shells.children["c"].poll() is not None, "c leaves", 40)
             assert shells.children["c"].returncode == 0, shells.log("c")[-3000:]
             note("c has left")
@@ -86,7 +86,7 @@ def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, t
             values = rollout_values(shells, keys, "r")
             assert learner.returncode == 0, shells.log("learner")[-3000:]
             alive = {name: shells.children[name].poll() for name in ("redis", "retriever", "rollout", "a")}
-            assert alive == dict.fromkeys(alive), "nobody else has ended"
+            assert alive == dict.fromkeys(alive), "no other process has ended"
             assert {name: shells.children[name].pid for name in others} == others
         logs = {name: shells.log(name) for name in ("rollout", "learner", "a", "b", "c")}
 
@@ -94,7 +94,7 @@ def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, t
     assert checkpoint is not None and checkpoint.facts["step"] == STEPS and len(checkpoint.lineage) == 1
     ledger = Ledger.from_state(checkpoint.facts["ledger"])
     counts = {str(outcome): number for outcome, number in ledger.counts.items()}
-    # issued = trained + filtered + stale, by seq, without a gap; a trajectory of an engine that died is none the worse
+    # issued = trained + filtered + stale, by seq, without a gap; trajectories survive the death of an engine
     assert counts["trained"] == STEPS * GROUPS and counts["dead"] == 0
     assert ledger.watermark == sum(counts.values()) and not ledger.above
     entries = list(read_journal(run_dir / "journal", lineage=checkpoint.lineage))

@@ -1,4 +1,4 @@
-"""`foray eval` beside a run that trains, and of a model that nobody trains: with all their processes."""
+"""`foray eval` during training, and of a model that is only served, with all processes."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
         evaluating = [(state, wrong) for state, evaluations, wrong in seen if evaluations]
         assert evaluating and {state for state, _ in evaluating} == {"training"}
         assert not any("no engine is ready" in what for _, wrong in evaluating for what in wrong)
-        told = json.loads(done.stdout)
+        report = json.loads(done.stdout)
         episodes = [json.loads(line) for line in out.read_text().splitlines()]
-        assert {e["version"] for e in episodes} == {told["version"]} and len(episodes) == QUESTIONS
-        assert told["versions"] == {told["version"]: QUESTIONS} and told["failed"] == 0
-        evaluated = int(told["version"].partition(".")[2])
+        assert {e["version"] for e in episodes} == {report["version"]} and len(episodes) == QUESTIONS
+        assert report["versions"] == {report["version"]: QUESTIONS} and report["failed"] == 0
+        evaluated = int(report["version"].partition(".")[2])
         assert after >= before + 3, "the policy was updated several times meanwhile"
         wait_until(
             lambda: any(e.step > max(evaluated, before) for e in look(run_dir).engines), "engines load again after it"
@@ -103,7 +103,7 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_model_that_nobody_trains_is_served_evaluated_and_healthy(
+def test_a_model_without_a_learner_is_served_evaluated_and_healthy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(tmp_path, *SMALL, "launch.learner=false") as run_dir:

@@ -1,4 +1,4 @@
-"""The ring, small: every process of a run, three steps with a model that has learned nothing, and the books."""
+"""A small ring: every process of a run, three steps with an untrained model, and the accounting."""
 
 from __future__ import annotations
 

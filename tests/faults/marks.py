@@ -1,4 +1,4 @@
-"""Which tests prove which rows of the fault table: read from the sources, without running or importing them."""
+"""The tests of each row of the fault table, read from the sources without importing them."""
 
 from __future__ import annotations
 

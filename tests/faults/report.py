@@ -1,4 +1,4 @@
-"""`python tests/faults/report.py`: runs every test of the fault table and writes the table into docs/reliability.md.
+"""`python tests/faults/report.py`: run every test of the fault table and write the table into docs/reliability.md.
 
 The page is written only from a clean checkout and only when every test passed, so each cell says what ran at the commit
 that the page names. Arguments are passed to pytest. Exit status: that of the tests; 1 when a row has no test, when a
@@ -47,7 +47,7 @@ def result(results: list[str]) -> str:
 
 
 def problems(found: dict[str, list[str]]) -> list[str]:
-    """Why the page must not be written: rows without a test, tests that failed, were skipped whole or did not run."""
+    """Return why the page must not be written: rows without a test, tests that failed, were skipped or did not run."""
     tests = marked()
     lines = [f"row {number} has no test" for number, row in ROWS.items() if not tests.get(number) and not row.lacking]
     for name in sorted({name for names in tests.values() for name in names}):

@@ -1,4 +1,4 @@
-"""The fault table: who fails how, what then happens, and where a person sees it. Tests name its rows with
+"""The fault table: component, fault, reaction, and where users see it. Tests name its rows with
 `@pytest.mark.fault(row, ...)`; `make reliability` runs them and writes the table into docs/reliability.md.
 
 R rollout server, L learner, E engine and its node, S retriever, Q Redis, D dashboards and trackers.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One fault. `seen` names the metric, event or message that tells; `lacking` why no test can run here."""
+    """One fault. `seen`: the metric, event or message that shows it; `lacking`: why no test can run here."""
 
     fault: str
     behaviour: str

@@ -1,4 +1,4 @@
-"""Coverage-guided inputs for the decoders of the wire, by atheris: in a process of its own, where alone it instruments.
+"""Coverage-guided inputs for the wire decoders with atheris, in a separate process because it instruments modules.
 
 Messages, headers and stream entries, with the golden files as the first inputs. libFuzzer ends the process at the first
 error that is not documented, and leaves the input in `keep`.
@@ -29,7 +29,7 @@ RSS_MB = 1024
 
 @dataclass(frozen=True)
 class Coverage:
-    """What libFuzzer said. edges: of the instrumented modules that were reached."""
+    """The report of libFuzzer. edges: number reached in the instrumented modules."""
 
     name: str
     inputs: int
@@ -44,7 +44,7 @@ def available() -> bool:
 
 
 def cover(name: str, inputs: int, seed: int, keep: Path) -> Coverage:
-    """Feeds one decoder so many inputs that libFuzzer makes."""
+    """Feed one decoder with this many inputs from libFuzzer."""
     with tempfile.TemporaryDirectory(prefix="foray-fuzz-") as corpus:
         argv = [sys.executable, __file__, name, corpus, f"-runs={inputs}", f"-seed={seed + 1}", f"-max_len={MAX_BYTES}"]
         argv += [f"-rss_limit_mb={RSS_MB}", "-print_final_stats=1", f"-artifact_prefix={keep}/{name}-", "-timeout=20"]

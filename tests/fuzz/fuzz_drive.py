@@ -1,11 +1,11 @@
-"""Feeds decoders in a process of its own and watches it: crashes, hangs, processor time and memory of every input.
+"""Feed decoders in a child process and measure it: crashes, hangs, CPU time and memory of every input.
 
     parent: run_decoders -- one child for each part --> child: inputs in turn, each noted in a slot before it is fed
                          <-- one JSON line a decoder --
 
-A child that dies (a segmentation fault, the limit on its memory) leaves the input that did it in its slot: the parent
-books a crash and starts another child with the decoders that are left. Anything but a decoder's documented errors is a
-crash; so is an input that takes longer or more memory than its decoder may.
+A child that dies (a segmentation fault, the limit on its memory) leaves the input in its slot: the parent records a
+crash and starts another child with the remaining decoders. Any exception except a decoder's documented errors is a
+crash; so is an input that takes more time or memory than its decoder may.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from fuzz_targets import PARTS, Decoder, load
 
 SLOT_BYTES = 1 << 16
 HANG_S = 30
-"""Wall-clock seconds after which an input is given up: many times what the processor time of any may be."""
+"""Timeout per input in wall-clock seconds: many times the CPU time that any may take."""
 MEMORY_BYTES = 4 << 30
-"""Address space beyond what a child holds once everything is imported: an input that asks for more is a crash."""
+"""Address space beyond that of a child after its imports: an input that needs more is a crash."""
 MOST_CRASHES = 5
 """Of one decoder that are kept; the rest is counted."""
 
 
 @dataclass
 class Result:
-    """What became of one decoder's inputs. cpu_s: of the slowest input; rss_mb: growth of the child's peak."""
+    """Results of one decoder. cpu_s: of the slowest input; rss_mb: growth of the child's peak."""
 
     name: str
     inputs: int = 0
@@ -166,7 +166,7 @@ def feed(decoder: Decoder, count: int, seed: int, keep: Path, slot: mmap.mmap) -
 
 
 def _one(decoder: Decoder, raw: bytes, refused: Counter[str]) -> tuple[str, float]:
-    """What is wrong with how the decoder took `raw` ("" nothing), and its processor time in seconds."""
+    """Return the error of the decoder for `raw` ("" for none), and its CPU time in seconds."""
     problem = ""
     signal.setitimer(signal.ITIMER_REAL, HANG_S)
     start = time.thread_time()

@@ -1,5 +1,5 @@
-"""Thousands of wrong requests to each of our services; afterwards it must answer, hold no more than before, and have
-logged no traceback."""
+"""Thousands of malformed requests to each service; afterwards it must answer, hold no more resources than before, and
+have logged no traceback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARES = {"retriever": 0.4, "rollout": 0.2, "engine": 0.4}
 DRAWN = 0.25
 """Share of the requests that schemathesis draws: what it makes takes ten times as long."""
 WARM = 150
-"""Requests before the first look: pools fill, caches are made, modules are imported."""
+"""Requests before the first measurement: pools fill, caches are made, modules are imported."""
 GROWTH_MB = 64.0
 """What a service may hold more in the end, in memory."""
 THREADS = 8
@@ -29,7 +29,7 @@ THREADS = 8
 
 @dataclass
 class Campaign:
-    """What came of one service. `wrong` is empty where everything is as it must be."""
+    """Results of one service. `wrong` is empty if there is no finding."""
 
     kind: str
     raw: int = 0
@@ -84,7 +84,7 @@ def _leaks(before: Held, after: Held) -> list[str]:
 
 
 async def _raw(service: Service, document: dict[str, object], seed: int, count: int) -> Tally:
-    """Raw requests, while somebody lets a paused engine go on: it may be asked to pause, and would then be silent."""
+    """Send raw requests, and resume the engine meanwhile: a request may pause it, and it would not answer."""
     going = asyncio.create_task(_going_on(service))
     try:
         return await send_all(

@@ -1,4 +1,4 @@
-"""Malformed input out of valid examples: bytes that are hurt, trees that hold what nobody expects, and bombs.
+"""Malformed input from valid examples: mutated bytes, mutated trees, and bombs.
 
 Everything is drawn from one `random.Random`, so a seed and a number name an input.
 """

@@ -1,4 +1,4 @@
-"""HTTP requests that no client library would send: drawn from a service's description, then hurt in every layer.
+"""HTTP requests that no client library would send: drawn from a service's description, then mutated in every layer.
 
 Bodies (trees, bytes, deep nesting, NaN, huge numbers, doubled keys, wrong encodings), heads (methods, paths, types,
 lengths, huge or broken headers), framing (chunked nonsense, truncation, pipelining) and pace (piece by piece, gone too
@@ -19,7 +19,7 @@ from typing import Any
 from fuzz_mutate import CONTROLS, NUMBERS, TEXTS, Mutator
 
 ANSWER_S = 5.0
-"""Longest wait for an answer to a whole request."""
+"""Timeout for the answer to a complete request."""
 PATIENCE_S = 0.2
 """The same for one whose framing is wrong: the server may well wait for more."""
 FINE = {("engine", b"/health_generate", 503), ("engine", b"/ready", 503), ("rollout", b"/ready", 503)}
@@ -121,7 +121,7 @@ STATUS = re.compile(rb"^HTTP/1\.[01] (\d{3}) ", re.MULTILINE)
 
 @dataclass
 class Tally:
-    """What came of the requests. `bad`: [what, request] of answers that are bugs."""
+    """Results of the requests. `bad`: [finding, request] of answers that are bugs."""
 
     sent: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
@@ -165,7 +165,7 @@ class Requests:
         # what takes a body has more to get wrong
         path, method = rng.choice([r for r in self._routes if r[1] != "get"] if rng.random() < 0.8 else self._routes)
         body = self._body(path) if method != "get" or rng.random() < 0.1 else b""
-        if rng.random() < 0.7:  # framed as it should be, so that the body is what is looked at
+        if rng.random() < 0.7:  # framed correctly, so that the body is parsed
             return Draw([self._plain(path, method, body, close=True)], gone=rng.random() < 0.02)
         raw = self._framed(self._line(path, method), self._headers(), body)
         if rng.random() < 0.15:
@@ -258,7 +258,7 @@ def _hurt(rng: random.Random, raw: bytes) -> bytes:
 
 
 async def send_all(kind: str, port: int, requests: Requests, count: int, lanes: int = 12) -> Tally:
-    """Sends `count` requests, so many connections at once."""
+    """Send `count` requests over several concurrent connections."""
     tally = Tally()
 
     async def lane() -> None:
@@ -277,7 +277,7 @@ async def send_all(kind: str, port: int, requests: Requests, count: int, lanes: 
 
 
 async def _one(port: int, draw: Draw) -> list[str]:
-    """Status of each answer, or what came in place of one."""
+    """Return the status of each answer, or what was received instead."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)
     try:
         for piece in draw.pieces:

@@ -1,4 +1,4 @@
-"""`make fuzz INPUTS=1000000 REQUESTS=20000 SEED=0`: what reads strangers' bytes is fed with bytes that they might send.
+"""`make fuzz INPUTS=1000000 REQUESTS=20000 SEED=0`: fuzz all code that reads untrusted bytes.
 
 Exit code 1 where anything was found; the inputs that did it are in the folder that is printed.
 """

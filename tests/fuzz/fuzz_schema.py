@@ -1,4 +1,4 @@
-"""Requests that schemathesis draws from our OpenAPI descriptions, valid ones and ones that break the description.
+"""Requests that schemathesis draws from the OpenAPI descriptions, valid and invalid ones.
 
 Every answer is held against the description: no server error, a status, a media type and a body that it knows.
 """
@@ -38,7 +38,7 @@ def send_drawn(kind: str, url: str, document: dict[str, Any], count: int, seed: 
     with requests.Session() as session:
         for operation in operations:
             number = max(2, round(each * weights[operation.method, operation.path]))
-            # an operation without parameters cannot be asked wrongly
+            # an operation without parameters has no invalid requests
             modes = (
                 [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
                 if operation.body or list(operation.iter_parameters())
@@ -94,11 +94,11 @@ def _send(
 
 def _one(kind: str, url: str, operation: Any, case: Any, session: Any, tally: Tally) -> None:
     tally.sent += 1
-    told = f"{operation.method.upper()} {operation.path}".encode()
+    request = f"{operation.method.upper()} {operation.path}".encode()
     try:
         response = case.call(base_url=url, session=session, timeout=TIMEOUT_S)
     except requests.Timeout:
-        tally.bad.append(("no answer in time", told + b" " + repr(case.body).encode("utf-8", "replace")[:1000]))
+        tally.bad.append(("no answer in time", request + b" " + repr(case.body).encode("utf-8", "replace")[:1000]))
         return
     except (requests.RequestException, UnicodeError) as error:
         tally.statuses[f"({type(error).__name__})"] += 1
@@ -112,5 +112,5 @@ def _one(kind: str, url: str, operation: Any, case: Any, session: Any, tally: Ta
     except FailureGroup as failures:
         for failure in failures.exceptions:
             detail = str(failure).splitlines()[0:3]
-            raw = told + b" " + repr(case.body).encode("utf-8", "replace")[:500] + b" -> " + response.content[:300]
+            raw = request + b" " + repr(case.body).encode("utf-8", "replace")[:500] + b" -> " + response.content[:300]
             tally.bad.append((" ".join([type(failure).__name__, *detail])[:200], raw))

@@ -1,4 +1,4 @@
-"""One of our HTTP services in a process of its own, as its command starts it, with somebody who counts what it holds.
+"""Run an HTTP service in a separate process, as its command starts it, and report its resources on request.
 
     stdin "look" --> stdout {"rss_mb", "fds", "tasks", "threads"}        end of stdin --> SIGTERM to itself --> exit
 
@@ -39,7 +39,7 @@ Running = tuple[Awaitable[None], Callable[[], int]]
 
 
 def look() -> dict[str, float]:
-    """What this process holds, after everything that can go is gone."""
+    """Return the resources of this process after garbage collection."""
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Every decoder that reads bytes or text from outside of its process, with the errors that it is allowed to raise."""
+"""Every decoder of bytes or text from other processes, with the errors that it may raise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Decoder:
     run             decodes; returns or raises
     raises          its documented errors
     seeds           valid examples
-    seal            mends checksums, so that what is behind them is reached: half of the inputs go through it
+    seal            corrects checksums, to reach the code behind them: applied to half of the inputs
     share           weight in sharing out the inputs
     cpu_s           processor time that one input may take, plus so much a byte
     rss_mb          memory that one input may add to the peak, plus 50 times its size
@@ -49,7 +49,7 @@ def load(part: str) -> tuple[Decoder, ...]:
 
 
 def scratch() -> Path:
-    """A folder for as long as the process lives."""
+    """A folder for the life of the process."""
     folder = tempfile.TemporaryDirectory(prefix="foray-fuzz-", ignore_cleanup_errors=True)
     atexit.register(folder.cleanup)
     return Path(folder.name)

@@ -1,4 +1,4 @@
-"""Decoders that misbehave on `x`, each in its own way: whoever feeds decoders must notice. No part of the campaign."""
+"""Decoders that misbehave on `x`, each in its own way, to test the fuzzer. Not part of the campaign."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders of the learner: stream entries, what ranks tell each other, journal, checkpoint, questions."""
+"""Decoders of the learner: stream entries, messages between ranks, journal, checkpoint, questions."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _questions(folder: Path) -> Any:
 
 
 def _model_config(folder: Path) -> Any:
-    """What doctor and `foray up` read of a model that somebody else wrote: any text gives findings."""
+    """The config.json of a foreign model, as read by doctor and `foray up`: any text yields findings."""
     model = folder / "model"
     model.mkdir()
     config = load_config(None, [f"run.model={model}", "learner.batch.row_tokens=64"])

@@ -47,7 +47,7 @@ def _faiss(path: Path) -> Callable[[bytes], object]:
 
 
 class Dies(Exception):
-    """FAISS died of the file: what `check_readable` finds out before the retriever reads it."""
+    """FAISS crashed on the file: `check_readable` detects that before the retriever reads it."""
 
 
 def _ending(work: Callable[[], object]) -> int:

@@ -1,4 +1,4 @@
-"""Decoders of `protocol`: the wire, headers, versions, books, settings, and lines of a run's history."""
+"""Decoders of `protocol`: the wire, headers, versions, ledger, settings, and events."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _reply(vocab: int | None) -> Any:
 
 
 def _segment(received: ReceivedTokens) -> Segment:
-    """What is taken from an engine must be able to travel."""
+    """A result accepted from an engine must be encodable."""
     spans = tuple(VersionSpan(epoch=v.epoch, step=v.step, start=a, end=b) for v, a, b in received.spans())
     sure = spans[-1].end if spans else 0
     ids: Any = received.ids[:sure]

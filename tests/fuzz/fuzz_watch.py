@@ -1,4 +1,4 @@
-"""The other side of `fuzz_services`: starts one, asks it what it holds, and reads what it logged."""
+"""The client of `fuzz_services`: start a service, query its resources, and read its log."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Any, Self
 
 SERVICES = Path(__file__).with_name("fuzz_services.py")
 SETTLE_S = 30.0
-"""How long what a service holds may take to come down to what it was."""
+"""Timeout for a service's resources to fall back to their earlier values."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds: resident memory, open files, asyncio tasks, threads."""
+    """Resources of a process: resident memory, open files, asyncio tasks, threads."""
 
     rss_mb: float
     fds: int

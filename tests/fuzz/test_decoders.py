@@ -1,4 +1,4 @@
-"""A few thousand malformed inputs over every decoder, and proof that whoever counts crashes sees them.
+"""A few thousand malformed inputs for every decoder, and proof that crashes are counted.
 
 `make fuzz INPUTS=1000000` is the long form.
 """
@@ -30,14 +30,14 @@ def test_no_decoder_raises_anything_but_its_documented_errors(tmp_path: Path) ->
 
 def test_decoders_that_misbehave_are_found_with_the_input_that_did_it(tmp_path: Path) -> None:
     found = {r.name: r for r in run_decoders(50, 0, parts=["broken"], keep=tmp_path)}
-    told = {name: result.kept[0]["error"] for name, result in found.items() if result.crashes}
-    assert set(told) == {"slow", "greedy", "wrong", "dies"}, "and the one that is well is not among them"
-    assert "processor time" in told["slow"] and "more memory" in told["greedy"]
-    assert "KeyError at" in told["wrong"] and "ended with -11" in told["dies"]
-    assert all(Path(found[name].kept[0]["input"]).read_bytes() == b"x" for name in told)
+    errors = {name: result.kept[0]["error"] for name, result in found.items() if result.crashes}
+    assert set(errors) == {"slow", "greedy", "wrong", "dies"}, "and the correct one is not among them"
+    assert "processor time" in errors["slow"] and "more memory" in errors["greedy"]
+    assert "KeyError at" in errors["wrong"] and "ended with -11" in errors["dies"]
+    assert all(Path(found[name].kept[0]["input"]).read_bytes() == b"x" for name in errors)
     assert found["well"].inputs == 10 and found["well"].refused["ValueError"] > 0
 
 
-def test_every_decoder_has_a_name_of_its_own() -> None:
+def test_every_decoder_has_a_unique_name() -> None:
     names = [d.name for part in PARTS if part != "native" for d in fuzz_targets.load(part)]
     assert len(names) == len(set(names)) >= 50

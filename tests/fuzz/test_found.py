@@ -1,4 +1,4 @@
-"""What fuzzing has found, input by input: each of these once ended a process, hung it, or was answered with a 500."""
+"""Regression tests of fuzzing: each input once ended a process, hung it, or was answered with a 500."""
 
 from __future__ import annotations
 
@@ -226,8 +226,8 @@ def test_the_first_complete_action_is_the_one_that_the_plain_pattern_finds(piece
         assert found == InvalidAction("no_action")
     else:
         inside = plain[2] if plain[1] == "fetch" else plain[2].strip()
-        told = getattr(found, {"search": "query", "answer": "text", "fetch": "argument"}[plain[1]], None)
-        assert told == inside or (isinstance(found, InvalidAction) and not inside.strip())
+        value = getattr(found, {"search": "query", "answer": "text", "fetch": "argument"}[plain[1]], None)
+        assert value == inside or (isinstance(found, InvalidAction) and not inside.strip())
 
 
 def test_an_array_of_many_small_records_is_read_in_linear_time(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_question_may_hold_unicode_line_separators(tmp_path: Path) -> None:
     assert load_questions(path).questions[0].text == "who\u2028was\x85it ?"
 
 
-def test_more_episodes_than_the_limit_are_refused_however_they_are_asked_for() -> None:
+def test_more_episodes_than_the_limit_are_refused_in_any_form() -> None:
     many = [{"id": "q", "question": "a ?"}] * 1000
     EpisodesRequest.model_validate({"questions": many, "n": 100})
     with pytest.raises(ValueError, match="more than 100000 episodes"):

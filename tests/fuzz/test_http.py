@@ -1,4 +1,4 @@
-"""A few hundred wrong requests to each of our real services; `make fuzz REQUESTS=20000` is the long form."""
+"""A few hundred malformed requests to each real service; `make fuzz REQUESTS=20000` is the long form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind(kind: str) -> None:
     assert found.raw >= REQUESTS and found.statuses.get("400", 0) > 20 and found.statuses.get("200", 0) > 5
 
 
-def test_what_is_left_behind_is_told() -> None:
+def test_leftover_resources_are_reported() -> None:
     before = Held(rss_mb=100, fds=10, tasks=3, threads=2)
     assert fuzz_http._leaks(before, Held(rss_mb=150, fds=10, tasks=3, threads=4)) == []
     assert fuzz_http._leaks(before, Held(rss_mb=200, fds=10, tasks=3, threads=2)) == ["100 MB more in memory"]

@@ -1,4 +1,4 @@
-"""The descriptions of our HTTP services say what their routers have."""
+"""The OpenAPI descriptions of the HTTP services match their routers."""
 
 from __future__ import annotations
 

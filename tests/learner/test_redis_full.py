@@ -197,7 +197,7 @@ def test_sigterm_while_a_step_waits_for_a_redis_that_is_away_keeps_the_step(
         with tiny_learner.Player(address, run.id):
             assert serve(away, settings, before=cut) == 0
             assert committed(run).get("step") == 5, "the step that waited for Redis was lost"
-            link.mend()
+            link.restore()
             assert serve(run, settings) == 0
     assert_whole(run)
     assert [version[1] for version in committed(run)["lineage"]] == [0, 5]

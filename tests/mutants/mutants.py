@@ -1,7 +1,7 @@
-"""Known faults to build into the product, each with the test files that must notice it.
+"""Known bugs to build into the product, each with the test files that must detect it.
 
-`old` stands in the file exactly once; it is replaced by `new`. `tests` are files or folders below tests/: the ones that
-a change of that line would be expected to break, so that a run of `make mutants` takes minutes and not days.
+`old` occurs in the file exactly once; it is replaced by `new`. `tests` are files or folders below tests/ that should
+fail with the change, so that `make mutants` takes minutes and not days.
 """
 
 from __future__ import annotations

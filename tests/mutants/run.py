@@ -1,4 +1,4 @@
-"""`python tests/mutants/run.py [WORD ...]`: builds each known fault into a copy of the checkout and runs its tests.
+"""`python tests/mutants/run.py [WORD ...]`: build each known bug into a copy of the checkout and run its tests.
 
 A mutant is killed when a test of the fast tier (`-m "not slow"`) among its `tests` fails. WORD: only mutants whose name
 or path contains it. Exit status: 1 when one survives, or cannot be built in any more.

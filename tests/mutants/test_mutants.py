@@ -1,4 +1,4 @@
-"""Every known fault can still be built in: a line that was rewritten or moved takes its mutant with it."""
+"""Every known bug can still be built in: update its mutant when a line is rewritten or moved."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_every_kind_survives_the_round_trip(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_bytes_are_those_of_the_golden_file(kind: str) -> None:
-    # A change here means that running processes of the last release can no longer be talked to: see messages.py.
+    # A change here breaks compatibility with running processes of the last release: see messages.py.
     frozen = (GOLDEN / f"v1.4-{kind}.msgpack").read_bytes()
     assert codec.encode(codec.decode(frozen)) == codec.encode(EXAMPLES[kind])
     assert frozen == codec.encode(EXAMPLES[kind])

@@ -1,4 +1,4 @@
-"""Limits of what a message may hold: what a hostile one costs, and that the largest honest ones pass."""
+"""Limits of messages: the cost of hostile ones, and that the largest valid ones pass."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_small_kind_is_refused_before_it_is_unpacked(kind: str, monkeypatch: p
         codec.decode_as(codec.KINDS[kind], bytes(MIB + 1))
 
 
-def test_a_message_of_another_kind_has_the_limit_of_its_own() -> None:
+def test_a_message_of_another_kind_has_its_own_limit() -> None:
     envelope = {"v": [1, 0], "kind": "task", "body": {"x": bytes(MIB)}}
     with pytest.raises(MessageTooLarge, match="a task of"):
         codec.decode_as(TrajectoryGroup, msgpack.packb(envelope))

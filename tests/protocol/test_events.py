@@ -1,4 +1,4 @@
-"""Events are small, and read back whatever wrote them."""
+"""Events are small, and can be read back whatever wrote them."""
 
 from __future__ import annotations
 

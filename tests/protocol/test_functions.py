@@ -1,4 +1,4 @@
-"""The server-side functions, against a real server: atomic, fenced, and alive when memory is full."""
+"""The server-side functions, on a real server: atomic, fenced, and usable when memory is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger keeps its law under any order of settling."""
+"""The ledger stays consistent for any order of settling."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_reason_of_what_was_not_trained_is_kept() -> None:
 @pytest.mark.parametrize(
     "change", [{"watermark": 7}, {"above": [1]}, {"counts": {"trained": 9}}, {"reopened": [9]}, {"reopened": [1]}]
 )
-def test_books_that_do_not_close_are_refused(change: dict[str, object]) -> None:
+def test_an_inconsistent_ledger_is_refused(change: dict[str, object]) -> None:
     ledger = Ledger()
     for seq in (1, 2, 5):
         ledger.settle(seq, Outcome.TRAINED)

@@ -1,4 +1,4 @@
-"""One table of Redis errors for both clients: each answer, as either library raises it, is one error of ours."""
+"""One table of Redis errors for both clients: each answer, from either library, becomes one error of Foray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def raised(error: Exception, *, wait_if_refused: bool = False) -> Exception:
 
 @pytest.mark.parametrize("wait_if_refused", [False, True])
 @pytest.mark.parametrize(("word", "kind"), ERRORS.items())
-def test_a_word_means_the_same_to_both_sides_wherever_it_stands(
+def test_a_word_means_the_same_to_both_clients_anywhere_in_the_answer(
     word: str, kind: type[ForayError], wait_if_refused: bool
 ) -> None:
     for text in (word, f"{word} and more", f"{PIPELINE}{word} and more", f"{PIPELINE}('{word} and more',)"):

@@ -24,7 +24,7 @@ def test_each_form_says_where_redis_is() -> None:
     assert (sentinel.username, sentinel.password, sentinel.sentinel_password) == ("me", "pw", "other")
 
 
-def test_tls_verifies_unless_it_is_told_not_to() -> None:
+def test_tls_verifies_unless_disabled() -> None:
     plain, tls = (
         parse_redis_url("redis://db"),
         parse_redis_url("rediss://db?ssl_ca_certs=/ca.pem&ssl_certfile=/c&ssl_keyfile=/k"),

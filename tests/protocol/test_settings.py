@@ -1,4 +1,4 @@
-"""Settings: overrides, suggestions, and errors that a person can act on."""
+"""Settings: overrides, suggestions, and actionable errors."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_the_text_inside_a_union_too_and_no_other_field() -> None:
         section(read_tree(None, ["demo.inner.type=left", "demo.inner.speed=query: "]), "demo", Outer)
 
 
-def test_the_bare_name_of_a_kind_stands_for_it() -> None:
+def test_the_bare_name_of_a_type_selects_it() -> None:
     tree = read_tree(None, ["demo.sides=[left, {type: right, height: 5}]"])
     assert section(tree, "demo", Wide).sides == (Left(), Right(height=5))
     assert section(read_tree(None, ["demo.side=right"]), "demo", Nested).side == Right()
@@ -155,7 +155,7 @@ def test_the_bare_name_of_a_kind_stands_for_it() -> None:
         ("run.id=qwen2.5", "an id has at most 63 lower-case letters, digits and hyphens"),
     ],
 )
-def test_common_mistakes_are_told_in_words_of_yaml(override: str, expected: str) -> None:
+def test_common_mistakes_are_explained_in_terms_of_yaml(override: str, expected: str) -> None:
     tree = read_tree(None, [override])
     with pytest.raises(UserError) as caught:
         section(tree, override.split(".")[0], RunSettings if override.startswith("run") else Wide)

@@ -1,4 +1,4 @@
-"""Our HTTP services, each in a process of its own: `fuzz_services` starts them as their commands do."""
+"""The HTTP services, each in a separate process: `fuzz_services` starts them as their commands do."""
 
 from __future__ import annotations
 

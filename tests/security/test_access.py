@@ -1,4 +1,4 @@
-"""The decision that every service asks for: roles, tokens, where a service may listen."""
+"""Access control of every service: roles, tokens, where a service may listen."""
 
 from __future__ import annotations
 

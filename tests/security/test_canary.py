@@ -1,4 +1,4 @@
-"""Secrets are planted wherever a run may hold some; then everything that it shows, writes or says is searched for them.
+"""Put canary secrets wherever a run may have some, then search all of its output and files for them.
 
 A whole run as `foray init --secure` makes it: tokens, Redis users, a run key. Beside it a provider's key in the
 environment. The search is known to see: it finds the canaries where they belong, in the environment of the processes.
@@ -41,7 +41,7 @@ DEADLINE_S = 90.0
 
 @dataclass(frozen=True)
 class Run:
-    """A run that goes on: its directory, its launcher, and every secret it was given by name."""
+    """A run in progress: its directory, its launcher, and all of its secrets by name."""
 
     directory: Path
     launcher: subprocess.Popen[str]
@@ -109,9 +109,9 @@ def test_engines_of_a_run_with_tokens_answer_only_to_their_own_keys(run: Run) ->
     ask = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
     statuses = {
         name: _ask(f"{engine.url}/generate", {"Authorization": f"Bearer {value}"} if value else {}, ask)[0]
-        for name, value in {"nobody": "", "the token itself": token, "another's": key[::-1], "its key": key}.items()
+        for name, value in {"no token": "", "the token itself": token, "another's": key[::-1], "its key": key}.items()
     }
-    assert statuses == {"nobody": 401, "the token itself": 401, "another's": 401, "its key": 200}
+    assert statuses == {"no token": 401, "the token itself": 401, "another's": 401, "its key": 200}
     control = _ask(f"{engine.url}/pause_generation", {"Authorization": f"Bearer {key}"}, {"mode": "retract"})
     assert control[0] == 401, "only the node that launched it may pause it or change its weights"
 

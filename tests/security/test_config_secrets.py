@@ -1,4 +1,4 @@
-"""Secrets that somebody wrote into a configuration: refused where they do not belong, and copied nowhere."""
+"""Secrets in a configuration: refused where they do not belong, and copied nowhere."""
 
 from __future__ import annotations
 

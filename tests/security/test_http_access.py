@@ -1,4 +1,4 @@
-"""The services with tokens, over real HTTP: who gets in where, and that none starts open to the network."""
+"""The services with tokens, over real HTTP: access by role, and that none starts open to the network."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def _rollout(settings: RolloutSettings) -> AsyncIterator[str]:
 
 
 SERVED_BY_NOBODY = TypeAdapter(object).validate_python(object())
-"""What the handlers would look at: they are replaced, only their routes and the guard before them are tested here."""
+"""Replacements of the handlers: only their routes and the access check are tested here."""
 
 
 async def test_the_rollout_server_asks_for_the_right_role(locked: None) -> None:

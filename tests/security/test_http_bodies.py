@@ -1,4 +1,4 @@
-"""Bodies of requests cost a service neither time nor memory beyond their own bytes: none is inflated, none drips."""
+"""Request bodies cost a service no more time or memory than their bytes: none is decompressed, none may be slow."""
 
 from __future__ import annotations
 

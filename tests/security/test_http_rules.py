@@ -1,4 +1,4 @@
-"""The decision on requests by itself: what is asked beside tokens."""
+"""The rules for requests other than tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_a_call_without_a_body_needs_no_type() -> None:
         assert check_request(RequestHead("/flush_cache", evil), is_open=True).status == 403
 
 
-def test_with_a_key_none_of_it_is_asked() -> None:
+def test_with_a_key_none_of_these_rules_apply() -> None:
     strange = {"Host": "gpu7", "Origin": "http://x.example", "Content-Type": "text/plain", "Content-Length": "2"}
     assert check_request(RequestHead("/x", strange), is_open=False) == PASS
     packed = strange | {"Content-Encoding": "gzip"}

@@ -1,4 +1,4 @@
-"""Sizes, depths and times are bounded before anything is decoded; names and paths lead nowhere else."""
+"""Sizes, depths and times are bounded before decoding; names and paths cannot escape."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_a_body_beyond_the_limit_is_refused_by_its_length_alone(retriever:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(_head("/retrieve", 9999999999999))
     async with asyncio.timeout(10):
-        assert b" 413 " in await reader.readline(), "nobody waits for it, and it takes nobody's room"
+        assert b" 413 " in await reader.readline(), "it is not awaited, and takes no slot"
     writer.close()
     await _well(retriever)
 
@@ -104,7 +104,7 @@ async def test_a_body_that_drips_in_is_left(retriever: str, monkeypatch: pytest.
 async def test_the_rollout_server_leaves_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_app, "BODY_S", 0.1)
     app = web.Application()
-    served = rollout_app.build_app(object(), Access())  # type: ignore[arg-type]  # never looked at: the body comes first
+    served = rollout_app.build_app(object(), Access())  # type: ignore[arg-type]  # not used: the body is checked first
     app.add_subapp("/r", served)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -153,7 +153,7 @@ async def test_the_engines_control_routes_take_no_deep_nesting() -> None:
         await runner.cleanup()
 
 
-async def test_nothing_that_is_asked_makes_a_new_series_of_metrics(retriever: str) -> None:
+async def test_no_request_makes_a_new_series_of_metrics(retriever: str) -> None:
     async def series() -> set[str]:
         async with aiohttp.ClientSession() as session, session.get(retriever + "/metrics") as response:
             return {line.rpartition(" ")[0] for line in (await response.text()).splitlines() if line[:1] != "#"}
@@ -173,7 +173,7 @@ async def test_nothing_that_is_asked_makes_a_new_series_of_metrics(retriever: st
 
 
 async def test_no_answer_is_a_page(retriever: str) -> None:
-    """Texts of strangers come back as JSON only: a browser that is led here has nothing to run."""
+    """Untrusted text is returned as JSON only, so that a browser cannot execute it."""
     async with aiohttp.ClientSession() as session:
         for method in ("GET", "POST"):
             for path in ("/", "/info", "/metrics", "/passages/1", "/retrieve", "/<script>alert(1)</script>", "/health"):

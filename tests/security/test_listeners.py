@@ -1,4 +1,4 @@
-"""Who listens where: nothing that asks nobody for a token can be reached from another machine."""
+"""Listening addresses: a service without tokens cannot be reached from another machine."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_learners_metrics_beyond_loopback_need_a_token(
     port = serve("0.0.0.0")
     assert _get(port)[0] == 401 and _get(port, Authorization=f"Bearer {TOKEN}x")[0] == 401
     assert _get(port, Authorization=f"Bearer {TOKEN}")[0] == 200
-    with socket.create_connection(("127.0.0.1", port)):  # a client that says nothing holds nobody up
+    with socket.create_connection(("127.0.0.1", port)):  # a silent client does not delay others
         assert _get(port, "/health")[0] == 200
     assert any(thread.name == "metrics" and thread.daemon for thread in threading.enumerate())
 

@@ -1,4 +1,4 @@
-"""Nothing that reads bytes can run them: a walk over the syntax of all packages, and what loaders do with traps.
+"""No reader can execute its input: a check of the syntax of all packages, and loaders with malicious files.
 
 `ALLOWED` names each exception with its reason; a line that is not there fails, and so does a name that is not needed.
 """
@@ -164,7 +164,7 @@ class _Trap:
 
 
 def test_pickles_in_the_place_of_every_file_and_message_run_nothing(tmp_path: Path) -> None:
-    """Witness first: the trap works. Then every reader of ours is given it in place of what it expects."""
+    """First show that the trap works. Then give it to every reader in place of its input."""
     import bm25s
     import faiss
     import numpy as np

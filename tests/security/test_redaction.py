@@ -1,4 +1,4 @@
-"""No text that a process shows holds a secret: its logs, its tracebacks, the messages for people."""
+"""No output of a process contains a secret: logs, tracebacks, error messages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_logs_hold_no_secret_in_arguments_or_tracebacks() -> None:
     assert CANARY not in line and line.count(SHOWN) == 3 and "ValueError" in line
 
 
-def test_an_exception_that_nobody_catches_is_printed_without_secrets() -> None:
+def test_an_uncaught_exception_is_printed_without_secrets() -> None:
     program = """
 import os
 from protocol.runtime.log import start_logging

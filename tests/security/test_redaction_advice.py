@@ -1,4 +1,4 @@
-"""Advice survives redaction: what a person is to paste is printed as it was written."""
+"""Advice survives redaction: commands to paste are printed unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_offered_command_can_be_pasted() -> None:
         "export SEARCH_API_KEY=...",
     ],
 )
-def test_what_stands_in_for_a_secret_is_kept(text: str) -> None:
+def test_placeholders_for_secrets_are_kept(text: str) -> None:
     assert redact(text) == text
 
 

@@ -1,4 +1,4 @@
-"""SECURITY.md says what is so: every test it names exists, every threat has one, every role and variable is real."""
+"""SECURITY.md is accurate: every test it names exists, every threat has one, every role and variable exists."""
 
 from __future__ import annotations
 

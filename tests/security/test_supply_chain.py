@@ -1,4 +1,4 @@
-"""The lock, the bill of materials made from it, the constraints and pyproject.toml say the same."""
+"""The lock, its bill of materials, the constraints and pyproject.toml agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder `sim` beside this file is on the path."""
+"""Put the folder on the path, for the package `sim`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`python tests/simulation/run.py --seconds 60 --seed 0`: as many schedules as fit, on every core, and what came of it.
+"""`python tests/simulation/run.py --seconds 60 --seed 0`: run schedules on every core until the time is over.
 
-A seed that fails is played again, aloud: its log is printed, and the command that prints it once more. Exit code 1.
+A seed that fails is run again with its log, and the command that repeats it is printed. Exit code 1.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def schedules(first: int, stride: int, seconds: float) -> dict[str, Any]:
-    """Every `stride`-th seed from `first` on, until the time is over or one has failed."""
+    """Run every `stride`-th seed from `first` on, until the time is over or one has failed."""
     from sim.install import installed
     from sim.world import play
 
-    if hasattr(os, "sched_setaffinity"):  # threads that hand over to each other do so faster on one core
+    if hasattr(os, "sched_setaffinity"):  # switching between threads is faster on one core
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[first % stride % len(cores)]})
     sums: dict[str, Any] = {"schedules": 0, "moves": 0, "virtual_s": 0.0, "failed": []}
@@ -61,7 +61,7 @@ def aloud(seed: int) -> int:
     with installed():
         result = play(seed, aloud=True)
     print("\n".join(result.lines))
-    print(f"seed {seed}: {result.problem or 'every law held'} ({result.moves} moves, {result.virtual_s:.1f} s)")
+    print(f"seed {seed}: {result.problem or 'every invariant held'} ({result.moves} moves, {result.virtual_s:.1f} s)")
     return int(bool(result.problem))
 
 

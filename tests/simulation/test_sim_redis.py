@@ -37,7 +37,7 @@ Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Entry(int):
-    """The n-th id that was seen, as an argument."""
+    """The n-th id so far, as an argument."""
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def compare(real: redis.Redis, calls: list[Call]) -> None:
 
 
 def spoilt(key: str) -> st.SearchStrategy[Call]:
-    """`key` becomes one of another type, goes, or a number that is none or too large."""
+    """Replace `key` by another type, delete it, or set an invalid or too large number."""
     return st.sampled_from(
         [call("delete", key), call("set", key, "abc"), call("set", key, "9" * 16), call("sadd", key, "x")]
     )

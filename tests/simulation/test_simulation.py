@@ -1,6 +1,6 @@
-"""Hundreds of schedules in virtual time, the product whole, every law asked at every move.
+"""Hundreds of schedules in virtual time with the whole product; every invariant is checked at every move.
 
-The same schedules with the product broken on purpose: each mistake is found, so the zeros mean something.
+The same schedules find every mutation of the product, so a result without findings is meaningful.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ PATIENT = (
     *("acquire refused when full", "target refused when full"),
 )
 """Mutations that take many schedules to be found, and some of those that resemble another one."""
-LAWS = 10
+INVARIANTS = 10
 
 
 def failure(result: Result) -> str:
-    """What a failed schedule says, and how to see it again."""
+    """Return the problem of a failed schedule, and the command that repeats it."""
     log = "\n".join(play(result.seed, aloud=True).lines)
     again = f"again: python tests/simulation/run.py --only --seed {result.seed}"
     return f"seed {result.seed}: {result.problem}\n{log}\n{again}"
 
 
 def play_all(schedules: int) -> Result:
-    """What all of them met, together; fails at the first law that is broken."""
+    """Run all schedules and return the totals; fail at the first broken invariant."""
     faults, checks, endings = Counter[str](), Counter[str](), Counter[str]()
     with installed():
         for seed in range(schedules):
@@ -42,11 +42,11 @@ def play_all(schedules: int) -> Result:
             assert not result.problem, failure(result)
             faults, checks, endings = faults + result.faults, checks + result.checks, endings + result.endings
     assert endings["done"] >= schedules and endings["fenced"] and endings["killed"]
-    assert len(checks) >= LAWS, "a law that was never asked was not tested"
+    assert len(checks) >= INVARIANTS, "an invariant that was never checked was not tested"
     return replace(result, faults=faults, checks=checks, endings=endings)
 
 
-def test_every_law_holds_in_the_first_schedules() -> None:
+def test_every_invariant_holds_in_the_first_schedules() -> None:
     seen = play_all(QUICK)
     assert len(seen.faults) > len(KINDS) / 2 and seen.faults["refused at the limit"]
 
@@ -54,7 +54,7 @@ def test_every_law_holds_in_the_first_schedules() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.fault(1, 3, 7, 8, 9, 10, 11, 13, 14, 23, 24, 25, 27, 28, 29, 30, 32, 33, 41, 44, 45)
-def test_every_law_holds_in_every_schedule() -> None:
+def test_every_invariant_holds_in_every_schedule() -> None:
     seen = play_all(SCHEDULES)
     assert seen.endings["refused"]
     assert not [kind for kind in KINDS if not seen.faults[kind]], "a fault that never happened was not tested"
@@ -72,7 +72,7 @@ def test_a_product_that_is_broken_on_purpose_is_found_out(name: str) -> None:
             if result.problem:
                 break
     assert result.problem, f"{MUTANT_SCHEDULES} schedules show nothing of it"
-    assert any(word in result.problem for word in mutation.laws), f"found by another law: {result.problem}"
+    assert any(word in result.problem for word in mutation.invariants), f"found by another invariant: {result.problem}"
 
 
 def test_a_seed_is_the_same_schedule_again() -> None:

@@ -1,5 +1,5 @@
-"""A scripted engine: says what it is told, after the time and with the faults that it is told. For tests, benchmarks
-of the rollout loop and dry runs without a model."""
+"""A scripted engine: answers with given tokens, latencies and faults. For tests, benchmarks of the rollout loop and dry
+runs without a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST = PolicyVersion(1, 0)
 
 @dataclass(frozen=True)
 class Play:
-    """One turn as it shall be.
+    """One scripted turn.
 
     ids            what is sampled; cut to the request's limit, and then the turn ends by "length"
     logprobs       one an id; empty: -0.5 each
@@ -91,8 +91,8 @@ def _cut(spans: tuple[VersionSpan, ...], count: int) -> tuple[VersionSpan, ...]:
 
 # A scripted engine behind a real socket: the routes of SGLang that we use, with faults on demand. For tests.
 #
-# What it says is a pure function of what it is given (`next_ids`), so whoever continues a trajectory, this engine or
-# another, in the middle of a turn or between two, must arrive at the same tokens: a lost or doubled one shows.
+# Its output is a pure function of its input (`next_ids`). So any engine that continues a trajectory, within a turn or
+# between two, must produce the same tokens: a lost or duplicate token shows.
 
 VOCAB = 1000
 
@@ -118,7 +118,7 @@ class Fault:
     """What a route does instead: hang for ever, drop the connection, answer `status`, or `body` (`raw`: its bytes, of
     `content_type`); -1 times: always.
 
-    after  /generate, streamed: after so many tokens that are as they should be. Then `raw` is sent between events,
+    after  /generate, streamed: after this many correct tokens. Then `raw` is sent between events,
            and `spoil` changes what every further chunk says.
     """
 
@@ -150,7 +150,7 @@ class Generation:
     labels: list[str] = field(default_factory=list)
 
     def chunk(self, label: str, *, start: int = 0, exact: bool) -> dict[str, Any]:
-        """What SGLang says of the tokens from `start` on. exact: with the version spans, as in the last chunk."""
+        """Return SGLang's meta_info for the tokens from `start`. exact: with version spans, as in the last chunk."""
         n = len(self.labels)
         whole = n == len(self.ids)
         stopped = n < self.body["sampling_params"]["max_new_tokens"]

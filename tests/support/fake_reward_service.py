@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible service with scripted faults: what the rewards that ask somebody are tested against.
+"""A small OpenAI-compatible service with scripted faults, for tests of rewards that call a service.
 
 Embeddings are bags of words, so texts with the same words have cosine 1 and texts without a common one about 0. Its
 judge finds an answer right when it equals an accepted one, whatever its case.

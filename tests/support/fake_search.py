@@ -1,4 +1,4 @@
-"""Doubles of the search: one in this process, and a retriever behind a real socket that misbehaves as scripted.
+"""Fakes of the search: one in this process, and a retriever on a real socket with scripted faults.
 
 The retriever's good answers repeat the query: passage `i` of `q` has the id `q#i`, so a mixed-up answer shows.
 """
@@ -74,7 +74,7 @@ Script = Callable[[str], Fault | None]
 class FakeRetriever(ScriptedServer):
     """`async with FakeRetriever() as retriever: retriever.url ...`
 
-    script   may be set anew at any time; `then` sets one that fails the next requests and then behaves
+    script   may be replaced at any time; `then` sets one that fails the next requests and then answers
     ready    what `/ready` says; None: there is no such path, nor `/health`, as in Search-R1's server
     asked    the body of every request for passages, in order; `queries` the query of each
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 from protocol.runtime.net import free_port
 
 START_S = 120.0
-"""How long the imports may take on a busy machine."""
+"""Timeout of the imports on a busy machine, in seconds."""
 RANKS_S = 300.0
 CONTROL = Path(__file__).parents[1] / "chaos"
 

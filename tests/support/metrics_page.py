@@ -1,4 +1,4 @@
-"""What every `/metrics` page owes its reader: sentences, types and units."""
+"""Checks of every `/metrics` page: help texts, types and units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learner with the real trainer that dies where it is told to, and its successors, each a process of its own.
+"""A learner with the real trainer that dies at a given point, and its successors, each in a separate process.
 
 `python -m tests.support.mortal FILE...`: each FILE is JSON {"argv": [...], "fault": "place:step"}; for each, a process
 runs `python -m learner` with these arguments, and kills itself (SIGKILL) at the fault. Prints one line of JSON, the
@@ -36,12 +36,12 @@ from learner.engine.deepspeed import import_deepspeed
 
 
 def die() -> None:
-    """The end, as of a process whose machine lost power."""
+    """End like a process whose machine lost power."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def after(owner: Any, name: str, fatal: Callable[..., bool]) -> None:
-    """Makes the call of `owner.name` after which `fatal` (of its arguments) is true the last one."""
+    """End the process after the call of `owner.name` for whose arguments `fatal` is true."""
     real = getattr(owner, name)
 
     def call(*args: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether this machine must run programs in a sandbox, asked without the product: a broken sandbox must not skip."""
+"""Whether this machine can run sandboxes, checked without the product: a broken sandbox must not skip its tests."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class ScriptedServer(ABC):
 
     @abstractmethod
     def _app(self) -> web.Application:
-        """What is served; made anew at every start."""
+        """The application; created again at every start."""
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -1,6 +1,6 @@
 """The demo's warm start, made once and kept in `.cache/` under the hash of everything that makes it.
 
-Only a complete one is ever seen: it is made beside its place and renamed, under a lock that workers wait for.
+It appears atomically: it is made in a temporary folder and renamed, under a lock that workers wait for.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def cached_warm_start(cache: Path = CACHE) -> WarmStart:
         place.touch()
         for old in sorted(cache.glob("warm-*/"), key=lambda one: one.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old)
-    told = json.loads((place / "warm_start.json").read_text())
-    return WarmStart(place / "model", told["report"], told["lines"])
+    saved = json.loads((place / "warm_start.json").read_text())
+    return WarmStart(place / "model", saved["report"], saved["lines"])
 
 
 def _make(place: Path) -> None:

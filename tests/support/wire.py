@@ -1,4 +1,4 @@
-"""A wire to Redis that can be cut: a TCP port in front of its socket. Only who uses the port is cut off."""
+"""A TCP proxy to Redis that can be cut. Only clients of its port are cut off."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 class Wire:
-    """`with Wire(socket) as wire`: `wire.port` leads to the Redis at the unix socket; `cut` and `mend` do what they
-    say; `refused` counts the connections that were tried meanwhile.
+    """`with Wire(socket) as wire`: `wire.port` forwards to the Redis at the unix socket; `cut` and `restore` the
+    connection; `refused` counts the connections attempted meanwhile.
     """
 
     def __init__(self, socket: str) -> None:
@@ -36,7 +36,7 @@ class Wire:
         """Every connection breaks, and new ones do at once."""
         self._do(self._cut())
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """New connections pass again."""
         self._down = False
 

@@ -98,7 +98,7 @@ def become(order: dict[str, Any], parent: int) -> None:
 
 
 def reap(say: Any) -> None:
-    """Tells of the children that have ended."""
+    """Report the children that have ended."""
     while True:
         try:
             pid, raw = os.waitpid(-1, os.WNOHANG)

@@ -165,7 +165,7 @@ def unusable(key: str, why: str) -> UserError:
 
 
 class BestEffort:
-    """Calls whose failure may be ignored, such as events. The first UserError is logged, the others are not."""
+    """Calls whose failure may be ignored, such as events. Each different UserError is logged once."""
 
     def __init__(self) -> None:
         self._logged = set[str]()

@@ -38,7 +38,7 @@ class Server:
 
 @contextmanager
 def serve(folder: Path, *options: str, port: int = 0, program: Path | None = None, **login: Any) -> Iterator[Server]:
-    """A server on a loopback port; `options` are its own; it is killed in the end."""
+    """A server on a loopback port with `options`; it is killed at the end."""
     port = port or free_port()
     folder.mkdir(parents=True, exist_ok=True)
     argv = [str(program or find_server().path), *(o for o in options if o.endswith(".conf"))]
@@ -100,8 +100,8 @@ def learn() -> Callable[..., int]:
     return call
 
 
-class Books:
-    """What must hold of a finished run: every step trained a batch, no seq twice, nothing in flight."""
+class RunFiles:
+    """Files of a finished run, checked: every step trained a batch, no seq twice, nothing in flight."""
 
     def __init__(self, run: RunSettings) -> None:
         from learner.checkpoint.checkpoint import Checkpoints
@@ -123,6 +123,6 @@ class Books:
 
 
 @pytest.fixture
-def books_of() -> Callable[[RunSettings], Books]:
-    """Checks a finished run and gives its books."""
-    return lambda run: Books(run)
+def files_of() -> Callable[[RunSettings], RunFiles]:
+    """Check a finished run and return its files."""
+    return lambda run: RunFiles(run)

@@ -1,4 +1,4 @@
-"""Users of Redis by role: what each must do works under its own user, what it must not do is refused."""
+"""Redis users by role: each may do what its role needs, and nothing else."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RolloutHalf:
         tasks = LeasePool(redis, publisher, self.stats, consumer="r1", concurrency=4, idle_ms=2000)
 
         async def perform(lease: TaskLease) -> None:
-            while fleet.table.target is None:  # noqa: ASYNC110 - the fleet is looked at by its own clock
+            while fleet.table.target is None:  # noqa: ASYNC110 - the fleet polls by its own clock
                 await asyncio.sleep(0.02)
             rewards = (1.0, 0.0, 0.0, 1.0)[: lease.task.group_size]
             made = make_group(lease.task.seq, rewards, run=RUN, version=fleet.table.target)
@@ -120,18 +120,18 @@ def test_a_ring_runs_with_each_process_as_its_own_user(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    books_of: Callable[[RunSettings], Any],
+    files_of: Callable[[RunSettings], Any],
 ) -> None:
     run = run.model_copy(update={"redis_url": urls["learner"]})
     with RolloutHalf(urls["rollout"]) as rollouts:
         assert learn(run, settings) == 0
-    books_of(run)
+    files_of(run)
     assert rollouts.stats.counts["groups_published"] >= 12
     seen = take_snapshot(urls["viewer"], RUN, run.dir)
     assert not seen.error and seen.is_done and seen.learner is not None and seen.max_memory >= 0
     assert any(b"under its own user" in str(fields).encode() for _, fields in users["viewer"].xrange(KEYS.events))
     denied = [entry for entry in users["admin"].acl_log() if entry["username"] in ("learner", "rollout", "viewer")]
-    assert denied == [], "nobody asked for what it may not have"
+    assert denied == [], "no process used a command that it may not send"
 
 
 async def test_a_node_registers_follows_and_answers_as_its_own_user(
@@ -193,7 +193,7 @@ SERVER = [
 
 @pytest.mark.parametrize("role", EVERY)
 @pytest.mark.fault(29, 51)
-def test_nobody_in_a_run_may_touch_the_server_or_another_run(
+def test_no_role_of_a_run_may_change_the_server_or_another_run(
     users: dict[str, redis.Redis], urls: dict[str, str], role: str
 ) -> None:
     client, other = users[role], Keys("other")
@@ -297,7 +297,7 @@ async def test_a_rollout_user_that_uses_up_the_ids_stops_the_run_with_words_and_
 async def test_a_rollout_user_is_trusted_with_what_the_run_learns(
     urls: dict[str, str], users: dict[str, redis.Redis], source: StreamConsumer
 ) -> None:
-    """What SECURITY.md says of it: it can forge a group of any open seq, and suppress the true one."""
+    """As SECURITY.md says: it can forge a group of any open seq, and suppress the real one."""
     client = RedisClient(urls["rollout"], KEYS)
     entry = await leased(client, source, 5)
     header, body = seal(make_group(5, (1.0, 1.0, 1.0, 0.0), run=RUN))
@@ -333,7 +333,7 @@ def test_a_ring_goes_on_while_a_rollout_user_forges_tasks(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    books_of: Callable[[RunSettings], Any],
+    files_of: Callable[[RunSettings], Any],
 ) -> None:
     run = run.model_copy(update={"redis_url": urls["learner"]})
 
@@ -343,7 +343,7 @@ def test_a_ring_goes_on_while_a_rollout_user_forges_tasks(
 
     with RolloutHalf(urls["rollout"]):
         assert learn(run, settings, before=forge, pace_s=0.1) == 0
-    assert books_of(run).facts["ledger"]["counts"]["dead"] == 0
+    assert files_of(run).facts["ledger"]["counts"]["dead"] == 0
 
 
 def test_a_node_cannot_write_what_engines_must_load_or_publish_trajectories(users: dict[str, redis.Redis]) -> None:
@@ -384,7 +384,7 @@ def test_without_a_password_there_is_no_door(urls: dict[str, str]) -> None:
         client.close()
 
 
-def test_a_learner_with_a_viewers_password_is_told_so(urls: dict[str, str]) -> None:
+def test_a_learner_with_a_viewers_password_gets_an_error(urls: dict[str, str]) -> None:
     store = RunStore(urls["viewer"], RUN)
     with pytest.raises(UserError, match="rejected the user") as caught:
         store.prepare()

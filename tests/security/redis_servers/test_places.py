@@ -63,7 +63,7 @@ def test_when_the_primary_dies_the_one_that_sentinels_promote_is_found(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    books_of: Any,
+    files_of: Any,
 ) -> None:
     url, primary, replica, _ = watched
 
@@ -74,8 +74,8 @@ def test_when_the_primary_dies_the_one_that_sentinels_promote_is_found(
 
     with player(url, run.id):
         assert learn(run.model_copy(update={"redis_url": url}), settings, before=kill) == 0
-    books = books_of(run)
-    assert books.epochs == sorted(set(books.epochs)), "no epoch comes twice"
+    files = files_of(run)
+    assert files.epochs == sorted(set(files.epochs)), "no epoch comes twice"
     assert replica.admin.hget(Keys(run.id).target, "state") == b"done", "the run ended on the promoted one"
 
 
@@ -149,7 +149,7 @@ def test_a_failover_to_a_replica_that_lags_costs_rollouts_and_repeats_no_epoch(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    books_of: Any,
+    files_of: Any,
 ) -> None:
     keys = Keys(run.id)
     with ExitStack() as stack:
@@ -174,8 +174,8 @@ def test_a_failover_to_a_replica_that_lags_costs_rollouts_and_repeats_no_epoch(
                 learn(run.model_copy(update={"redis_url": url}), settings, before=fail_over)
             assert int(replica.admin.get(keys.epoch)) == 1, "the replica's epoch ran backwards"
             assert learn(run.model_copy(update={"redis_url": url}), settings) == 0
-        books = books_of(run)
-    assert books.epochs[0] == 1 and books.epochs == sorted(set(books.epochs)) and len(books.epochs) >= 2
+        files = files_of(run)
+    assert files.epochs[0] == 1 and files.epochs == sorted(set(files.epochs)) and len(files.epochs) >= 2
 
 
 async def test_a_demoted_primary_is_left_by_both_clients(watched: Any) -> None:
@@ -190,7 +190,7 @@ async def test_a_demoted_primary_is_left_by_both_clients(watched: Any) -> None:
     try:
         assert await blocked == []
     except RedisUnavailable:
-        pass  # told that the server became a replica, or cut off
+        pass  # the server became a replica, or the connection was cut
     deadline = time.monotonic() + 20
     while True:
         try:

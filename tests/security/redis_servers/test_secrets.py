@@ -1,4 +1,4 @@
-"""`foray init --secure`: what it writes and for whom; `launch.secrets`: each process gets its own and no more."""
+"""`foray init --secure`: its files and their readers; `launch.secrets`: each process gets only its own secrets."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def test_a_shell_reads_an_env_file_as_it_is(written: Path) -> None:
     script = (
         f"set -a; . {written}/learner.env; {sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
     )
-    told = json.loads(
+    shown = json.loads(
         subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=20).stdout
     )
-    assert {name: told[name] for name in read_env(written, "learner")} == read_env(written, "learner")
+    assert {name: shown[name] for name in read_env(written, "learner")} == read_env(written, "learner")
 
 
 def test_the_certificate_is_of_the_hosts_and_of_its_authority(written: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_configuration_of_the_server_is_safe(written: Path, tmp_path: Path) 
     assert "\nbind 127.0.0.1 -::1\n" in local and "\nport 6379\n" in local and "tls" not in local
 
 
-def test_nothing_is_overwritten_unless_it_is_asked_for(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_without_force(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, config = (written / "learner.env").read_text(), written.parent / "run.yaml"
     mine = config.read_text() + "# mine\n"
     config.write_text(mine)
@@ -139,10 +139,10 @@ def test_each_process_gets_its_own_and_nothing_is_written_down(written: Path) ->
         assert (own.path, own.username) == ("/r/redis.sock", role)
         assert own.password == parse_redis_url(read_env(written, role)["FORAY_REDIS_URL"]).password
     assert "FORAY_REDIS_URL" not in specs["retriever"].env and "FORAY_NODE_TOKEN" in specs["retriever"].env
-    told = json.dumps([spec.to_json() for spec in specs.values()]) + repr(list(specs.values()))
+    shown = json.dumps([spec.to_json() for spec in specs.values()]) + repr(list(specs.values()))
     for path in written.glob("*.env"):
         for secret in SECRETS.findall(path.read_text()):
-            assert secret not in told
+            assert secret not in shown
     assert settle(config, place).run.redis_url == ""
     assert preview(config, environ={}).server is not None
 

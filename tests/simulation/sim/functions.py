@@ -40,7 +40,7 @@ def lost(stream: str) -> Exception:
 
 
 def trim(r: SimRedis, stream: str, group: str) -> None:
-    """Everything below the floor has been delivered and acknowledged."""
+    """Trim below the floor: entries there have been delivered and acknowledged."""
     _, facts = r.group(stream, group)
     ids = facts.ids()
     last = (facts.last[0], facts.last[1] + (facts.last[1] < 10**15))
@@ -48,7 +48,7 @@ def trim(r: SimRedis, stream: str, group: str) -> None:
 
 
 def acknowledge(r: SimRedis, stream: str, group: str, id_: bytes) -> int:
-    """What is acknowledged is gone at once."""
+    """Acknowledge and delete an entry."""
     done = r.xack(stream, group, id_)
     if done:
         r.xdel(stream, id_)
@@ -56,7 +56,7 @@ def acknowledge(r: SimRedis, stream: str, group: str, id_: bytes) -> int:
 
 
 def number_at(r: SimRedis, key: str) -> int:
-    """The whole number at `key`, 0 where there is none."""
+    """Return the integer at `key`, 0 if it is missing."""
     text = r.get(key) or b"0"
     if len(text) > 15 or not text.isdigit():
         raise key_fault(key, "it holds no count")
@@ -82,7 +82,7 @@ def acquire(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
 
 
 def replace(r: SimRedis, key: str, a: list[bytes]) -> None:
-    """The hash is what the arguments say."""
+    """Replace the hash by the arguments."""
     r.delete(key)
     if len(a) > 2:
         r.hset(key, mapping=dict(zip(a[2::2], a[3::2], strict=True)))
@@ -157,14 +157,14 @@ def beat(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
 
 
 def count(r: SimRedis, keys: list[str], place: int, field: str, args: list[bytes], number: int) -> None:
-    """Tokens of an attempt that ended. A statistic stops no delivery."""
+    """Count tokens of a finished attempt. It is a statistic: an error does not stop delivery."""
     if len(keys) > place and len(args) > number and int(args[number]) > 0:
         with suppress(exceptions.RedisError):
             r.hincrby(keys[place], field, int(args[number]))
 
 
 def leased(r: SimRedis, tasks: str, id_: bytes) -> bool:
-    """Whether the task is leased, by anyone. Without the group nothing is."""
+    """Return whether any consumer has leased the task. Without the group none has."""
     stream = r.stream(tasks)
     return bool(stream and b"rollout" in stream.groups and r.xpending_range(tasks, "rollout", id_, id_, 1))
 

@@ -1,6 +1,6 @@
-"""Product code in the simulation: its modules get virtual time, threads, connections and a disk with crash points.
+"""Run product code in the simulation: give its modules virtual time, threads, connections and a disk with crash points.
 
-What is replaced is named here, all of it. Everything else is the product's own code, unchanged.
+All replacements are listed here. Everything else is unchanged product code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class World(Protocol):
 
 
 class _Quiet:
-    """In place of metrics.jsonl, of the trackers and of the lines on the terminal."""
+    """Replaces metrics.jsonl, the trackers and the terminal output."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
     def append(self, *_: object, **__: object) -> None: ...
@@ -60,15 +60,15 @@ world: Any = None
 
 def _books(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **more: Any) -> Any:
-        books = make(*args, lock=RLock(world.clock), **more)
-        world.clock.current.books = books
-        return books
+        made = make(*args, lock=RLock(world.clock), **more)
+        world.clock.current.state = made
+        return made
 
     return made
 
 
 def _atomic_write(path: Path, text: str, *, durable: bool) -> None:
-    """protocol.runtime.files.atomic_write: a crash comes before or after it, never in between: rename is atomic."""
+    """protocol.runtime.files.atomic_write: a crash happens before or after it, because rename is atomic."""
     part = path.with_name(f".{path.name}.{random.getrandbits(40):x}.tmp")
     world.disk(path)
     part.write_text(text)
@@ -86,7 +86,7 @@ def _fsync_tree(folder: Path) -> None:
 
 
 class _Disk:
-    """In place of shutil: the dead tidy nothing up."""
+    """Replaces shutil: dead processes delete nothing."""
 
     def rmtree(self, path: Path, ignore_errors: bool = False) -> None:
         if world.clock.current.alive:
@@ -108,7 +108,7 @@ def _reconciler_turn(turn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def replacements() -> dict[str, Any]:
-    """module.name[.name] -> what stands there during a simulation."""
+    """module.name[.name] -> its replacement during a simulation."""
     from learner.delivery.reconciler import MissingSeqReconciler
     from learner.delivery.state import DeliveryState
 
@@ -135,7 +135,7 @@ def replacements() -> dict[str, Any]:
 
 @contextmanager
 def installed(more: dict[str, Any] | None = None) -> Iterator[None]:
-    """Everything replaced for the time of the block. more: mutations, applied first, as `replacements` are."""
+    """Apply all replacements while the block runs. more: mutations, applied first."""
     undo: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, name: str, value: Any) -> None:

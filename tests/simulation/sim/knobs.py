@@ -1,4 +1,4 @@
-"""What a schedule is: sizes, paces, and which faults befall it. All drawn from its seed."""
+"""The parameters of a schedule: sizes, speeds and faults, all drawn from its seed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sim.network import Trouble
 KINDS = (
     "learner killed",
     "learner killed at the disk",
-    "learner told to stop",
+    "learner asked to stop",
     "learner stopped and woken",
     "second learner",
     "second learner takes over",
     "rollouts killed",
     "rollouts stopped and woken",
-    "rollouts told to stop",
+    "rollouts asked to stop",
     "partition",
     "redis away",
     "redis wiped",
@@ -35,7 +35,7 @@ KINDS = (
 class Knobs:
     """One schedule. Seconds are virtual.
 
-    memory  0, or the groups that a Redis with a limit can hold when no rollout waits for room: one batch at least
+    memory  0, or the number of groups that a Redis with a limit can hold without blocking rollouts: at least one batch
     faults  kind -> how many, at random moments of the first `storm_s` seconds
     """
 
@@ -101,8 +101,8 @@ def draw(seed: int) -> Knobs:
     for kind in rng.choices(KINDS, k=rng.choice((0, 1, 2, 3, 4, 6))):
         knobs.faults[kind] = knobs.faults.get(kind, 0) + 1
     if "clock back" in knobs.faults:
-        # Entries that are lost, then a clock that stands before them: Redis gives their ids to other entries. The
-        # learner cannot tell them apart; what it misses is generated again, and the books by token say so.
+        # Entries are lost, then the clock is set back before them: Redis gives their ids to other entries. The
+        # learner cannot tell them apart; what it misses is generated again, and the token accounting shows it.
         knobs.faults.pop("redis rolled back", None)
         knobs.faults.pop("redis wiped", None)
     if rng.random() < 0.3:

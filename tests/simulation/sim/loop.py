@@ -1,4 +1,4 @@
-"""An asyncio event loop in virtual time. It never sleeps: the scheduler runs one round of it when one is due."""
+"""An asyncio event loop in virtual time. It never sleeps: the scheduler runs one iteration when one is due."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             clock.current = None
 
     def shut(self) -> None:
-        """The process is dead: every task unwinds. Its calls to Redis go nowhere by now."""
+        """The process is dead: every task unwinds. Its calls to Redis have no effect."""
         for _ in range(50):
             left = [t for t in asyncio.all_tasks(self) if not t.done()]
             if not left:

@@ -1,6 +1,6 @@
-"""The product, broken in known ways: each must be found by some schedule, or the laws are blind.
+"""The product, broken in known ways: some schedule must find each, or the invariants are too weak.
 
-A mutation replaces names as `install.replacements` does. They are the classic mistakes of such a system, one each.
+A mutation replaces names like `install.replacements`. Each is a classic bug of such a system.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from protocol.ledger import Ledger
 
 @dataclass(frozen=True)
 class Mutation:
-    """name.of.what -> what stands there instead; `laws`: words of which the finding must contain one.
+    """name.of.what -> replacement; `invariants`: the finding must contain one of these texts.
 
-    faults  befall every schedule besides its own, so that the mistake is met soon
+    faults  added to every schedule, so that the bug is triggered soon
     tight   Redis holds little more than one batch in all of them
     fixed   knobs that have these values in every schedule
     """
 
     replaced: Callable[[], dict[str, Any]]
-    laws: tuple[str, ...]
+    invariants: tuple[str, ...]
     faults: dict[str, int] = field(default_factory=dict)
     tight: bool = False
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Mutation:
 
 
 def ack_before_commit() -> dict[str, Any]:
-    """Entries are acknowledged when their step is done, not when a checkpoint has it."""
+    """Acknowledge entries after their step, not after the checkpoint that contains it."""
     step = TrainingLoop.step
 
     def broken(self: TrainingLoop, entries: list[Any]) -> bool:
@@ -57,7 +57,7 @@ def ack_before_commit() -> dict[str, Any]:
 
 
 def ack_before_the_disk() -> dict[str, Any]:
-    """The checkpoint is acknowledged first and written then."""
+    """Acknowledge first, then write the checkpoint."""
     checkpoint = TrainingLoop.checkpoint
 
     def broken(self: TrainingLoop) -> bool:
@@ -69,14 +69,14 @@ def ack_before_the_disk() -> dict[str, Any]:
 
 
 class _Forgetful(Ledger):
-    """A ledger that says of every seq that it is new, and books it again."""
+    """A ledger that reports every seq as new, and records it again."""
 
     def __contains__(self, seq: int) -> bool:
         return False
 
 
 def no_ledger_check() -> dict[str, Any]:
-    """What was trained is trained again when it comes again: nobody asks the ledger, coming or booking."""
+    """Train a group again if it arrives again: skip the ledger checks on arrival and on settling."""
     admit, settle = StreamConsumer._admit, DeliveryState.settle
 
     def admits(self: StreamConsumer, *rest: Any) -> None:
@@ -97,12 +97,12 @@ def no_ledger_check() -> dict[str, Any]:
 
 
 def not_fenced() -> dict[str, Any]:
-    """Redis asks nobody for the lease any more."""
+    """Do not check the lease in Redis."""
     return {"sim.functions.own": lambda *_: True}
 
 
 def one_look() -> dict[str, Any]:
-    """The reconciler issues again what it missed once."""
+    """Reissue a seq that the reconciler missed only once."""
     turn = MissingSeqReconciler.tick
 
     def broken(self: MissingSeqReconciler) -> list[int]:
@@ -113,12 +113,12 @@ def one_look() -> dict[str, Any]:
 
 
 def no_reconciler() -> dict[str, Any]:
-    """Nobody looks for what is found nowhere."""
+    """Never reissue missing seqs."""
     return {"learner.delivery.reconciler.MissingSeqReconciler.tick": lambda self: []}
 
 
 def unguarded_publish() -> dict[str, Any]:
-    """A group is added whether or not its task was still to be done."""
+    """Add a group even if its task is no longer leased."""
 
     def publish(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
         r.xack(k[0], "rollout", a[0])
@@ -129,7 +129,7 @@ def unguarded_publish() -> dict[str, Any]:
 
 
 def gate_without_watermark() -> dict[str, Any]:
-    """Credit looks at what is settled only: one straggler, and the rest runs away from it."""
+    """Compute credit from settled seqs only, so that others run far ahead of a straggler."""
 
     def limit(*, settled: int, watermark: int, max_lag: int, groups_per_step: int) -> int:
         return settled + (max_lag + 1) * groups_per_step
@@ -138,7 +138,7 @@ def gate_without_watermark() -> dict[str, Any]:
 
 
 def stuck_gate() -> dict[str, Any]:
-    """The credit gate as it was before the simulation found that it can lock itself."""
+    """The earlier credit gate, which could deadlock, as the simulation found."""
 
     def limit(*, settled: int, watermark: int, max_lag: int, groups_per_step: int) -> int:
         window = (max_lag + 1) * groups_per_step
@@ -148,12 +148,12 @@ def stuck_gate() -> dict[str, Any]:
 
 
 def nothing_taken_over() -> dict[str, Any]:
-    """A learner does not ask for what its predecessor was given."""
+    """Do not read entries that were delivered to the previous learner."""
     return {"learner.delivery.store.RunStore.claim": lambda self: []}
 
 
 def no_reclaim() -> dict[str, Any]:
-    """A rollout server leaves the tasks of the dead where they are."""
+    """Do not reclaim the tasks of dead rollout servers."""
 
     async def broken(self: Any) -> list[Any]:
         return []
@@ -162,7 +162,7 @@ def no_reclaim() -> dict[str, Any]:
 
 
 def begun_twice() -> dict[str, Any]:
-    """A rollout server begins what it is handed, though it works on it already."""
+    """Start a task even if this rollout server already works on it."""
     from rollout_server.dispatch.leases import LeasePool
 
     start = LeasePool._start
@@ -180,12 +180,12 @@ def begun_twice() -> dict[str, Any]:
 
 
 def no_checkpoint_while_starving() -> dict[str, Any]:
-    """A learner without a batch waits for one, whatever fills Redis."""
+    """Wait for a batch without a checkpoint, even if Redis is full."""
     return {"learner.loop.TrainingLoop._make_room_in_redis": lambda self: None}
 
 
 def one_checkpoint_a_step() -> dict[str, Any]:
-    """What is decided between two steps waits for the next one."""
+    """Delay decisions between two steps until the next step."""
     checkpoint = TrainingLoop.checkpoint
 
     def broken(self: TrainingLoop) -> bool:
@@ -200,7 +200,7 @@ def refused_when_full(name: str) -> Callable[[], dict[str, Any]]:
 
 
 def prepared_blindly() -> dict[str, Any]:
-    """A learner that starts loads its functions, whether they are there or not."""
+    """Always load the functions at start, even if they are present."""
     return {"learner.delivery.redis_setup._has_functions": lambda db: False}
 
 
@@ -229,7 +229,7 @@ LOCKED = (*ENDLESS, "is full")
 MUTATIONS: dict[str, Mutation] = {
     "ack before commit": Mutation(ack_before_commit, ("acknowledged is durable",)),
     "ack before the disk": Mutation(ack_before_the_disk, ("acknowledged is durable",)),
-    "no ledger check": Mutation(no_ledger_check, ("trained once", "books are true"), {"learner killed": 3}),
+    "no ledger check": Mutation(no_ledger_check, ("trained once", "the ledger is true"), {"learner killed": 3}),
     "not fenced": Mutation(not_fenced, ("fenced",)),
     "reissue after one look": Mutation(one_look, ("missing twice",), {"redis stopped": 3}),
     "no reconciler": Mutation(no_reconciler, ENDLESS, {"task deleted": 3}),

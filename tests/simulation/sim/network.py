@@ -1,7 +1,7 @@
-"""The way of a command to Redis and of its reply back: it takes time, and either may be lost, late, or cut off.
+"""The network between processes and Redis: commands and replies take time, and may be lost, late or cut off.
 
-A command that was sent may be done after its sender has given up, or has died: that is how a reply that never came
-differs from a command that was never done, and nobody can tell them apart.
+A command may be executed after its sender has given up or died. So a missing reply does not show whether the command
+was executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Travel = Generator[float, None, Any]
 
 @dataclass
 class Trouble:
-    """Chances for each command while faults go on."""
+    """Probabilities per command during faults."""
 
     lost_request: float = 0.0
     lost_reply: float = 0.0
@@ -51,7 +51,7 @@ class Network:
             yield 0.05 if rng.random() < 0.7 else timeout
             raise exceptions.ConnectionError("Connection refused")
         if clock.now < self.stopped_until:
-            # Redis is stopped: the command lies in its socket, and is done when it goes on
+            # Redis is stopped: the command waits in its socket, and is executed when it resumes
             if self.stopped_until >= deadline:
                 self.faults["done after the time-out"] += 1
                 clock.at(self.stopped_until, self._done_unseen(execute))
@@ -85,13 +85,13 @@ class Network:
             try:
                 execute()
             except exceptions.RedisError:
-                pass  # nobody is there to be told
+                pass  # the sender is dead
 
         return act
 
 
 class Pipe:
-    """Commands that are sent together; done in one piece."""
+    """Commands sent together, executed atomically."""
 
     def __init__(self, redis: SimRedis) -> None:
         self._redis = redis

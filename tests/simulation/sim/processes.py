@@ -1,4 +1,4 @@
-"""The simulated processes: a learner is `learner.main` whole, a rollout server its tasks, sink, work and fleet."""
+"""The simulated processes: a learner is the whole `learner.main`, a rollout server its tasks, publisher and fleet."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ URL = "redis://127.0.0.1:1/0"
 
 
 class SimShutdown:
-    """protocol.runtime.lifecycle.DeferredShutdown, told by the fault plan."""
+    """protocol.runtime.lifecycle.DeferredShutdown, set by the fault plan."""
 
     def __init__(self) -> None:
-        self.deferred = self.told = False
+        self.deferred = self.requested = False
 
     def is_set(self) -> bool:
-        return self.told
+        return self.requested
 
 
 class Learner(Process):
@@ -44,19 +44,19 @@ class Learner(Process):
         super().__init__(name, **clocks)
         self.clock, self.stop = clock, SimShutdown()
         self.outcome = ""
-        self.books: Any = None
+        self.state: Any = None
         self.token = ""
 
     def start(
         self, run: RunSettings, settings: LearnerSettings, make_engine: Callable[[], SimEngine], *, takeover: bool
     ) -> None:
-        """Begins; the first move is the scheduler's."""
+        """Start; the scheduler makes the first move."""
         import learner.main as service
 
         def live() -> None:
             try:
                 code = service.serve(run, settings, takeover=takeover, make_engine=lambda *_: make_engine())  # type: ignore[arg-type,return-value]
-                self.outcome = "stopped" if self.stop.told else "done" if code == 0 else f"code {code}"
+                self.outcome = "stopped" if self.stop.requested else "done" if code == 0 else f"code {code}"
             except Fenced as error:
                 self.outcome = f"fenced: {error}"
             except UserError as error:
@@ -76,7 +76,7 @@ Roll = Callable[[Task, Fleet], Any]
 
 
 class Rollouts(Process):
-    """One life of a rollout server, on an event loop of its own."""
+    """One life of a rollout server, on its own event loop."""
 
     def __init__(self, clock: Clock, name: str, run: RunSettings, roll: Roll, idle_ms: int, **clocks: float) -> None:
         super().__init__(name, **clocks)
@@ -131,10 +131,10 @@ class Rollouts(Process):
             try:
                 await tasks.deregister()
             except (RedisUnavailable, ForayError):
-                pass  # as server.py does: its consumer's name stays behind
+                pass  # as server.py does: the name of its consumer remains
 
     def problem(self) -> str:
-        """What broke in it, if anything."""
+        """The error that ended it, if any."""
         if self._main.done() and not self._main.cancelled() and self._main.exception() is not None:
             return repr(self._main.exception())
         return "; ".join(str(c.get("exception") or c.get("message")) for c in self.loop.errors)

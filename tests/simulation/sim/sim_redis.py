@@ -1,7 +1,7 @@
 """A model of Redis 7.0: the commands that Foray uses, with redis-py's names, arguments and replies.
 
 `test_sim_redis.py` makes random sequences of the same calls on this and on a real Redis and compares every reply.
-The clock is given: it may jump. A full Redis (made so, or one that holds more than `limit`) refuses what may grow.
+The clock is a parameter and may jump. A full Redis (set so, or with more than `limit`) refuses commands that add data.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SimRedis(Values):
         return self.made_full or (bool(self.limit) and self.used() > self.limit)
 
     def guard(self, command: str) -> None:
-        """Raises what a full Redis answers."""
+        """Raise the error of a full Redis."""
         if command in DENIED_WHEN_FULL and self.full:
             self._refuse()
 
@@ -148,7 +148,7 @@ class SimRedis(Values):
         self, groupname: Any, consumername: Any, streams: Mapping[Any, Any], count: int | None = None,
         block: int | None = None,
     ) -> list[Any]:  # fmt: skip
-        """`block` is the caller's affair: this looks once."""
+        """Read once; the caller implements `block`."""
         out = []
         for key, after in streams.items():
             assert after == ">", "history is not modelled"

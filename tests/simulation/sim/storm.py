@@ -1,11 +1,11 @@
-"""The faults of a schedule: what each does to the world, and for how long. Each leaves a trace in `faults`."""
+"""The faults of a schedule: their effect and duration. Each is recorded in `faults`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sim.laws import STRANGE
+from sim.invariants import STRANGE
 from sim.processes import Learner, Rollouts
 
 if TYPE_CHECKING:
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class Storm:
-    """Draws moments for the faults in the knobs, and does them."""
+    """Draw times for the faults in the knobs, and inject them."""
 
     def __init__(self, world: World) -> None:
         self.w = world
         self.acts: dict[str, Callable[[], bool]] = {
             "learner killed": self.learner_killed,
             "learner killed at the disk": self.killed_at_the_disk,
-            "learner told to stop": self.learner_told,
+            "learner asked to stop": self.learner_signalled,
             "learner stopped and woken": self.learner_stopped,
             "second learner": lambda: self.second(takeover=False),
             "second learner takes over": lambda: self.second(takeover=True),
             "rollouts killed": self.rollouts_killed,
             "rollouts stopped and woken": self.rollouts_stopped,
-            "rollouts told to stop": self.rollouts_told,
+            "rollouts asked to stop": self.rollouts_signalled,
             "partition": self.partition,
             "redis away": lambda: self.redis_away(0.0),
             "redis wiped": self.redis_wiped,
@@ -70,11 +70,11 @@ class Storm:
         self.w.dies_at_disk = self.w.rng.randint(1, 9)
         return True
 
-    def learner_told(self) -> bool:
+    def learner_signalled(self) -> bool:
         learner = self._learner()
         if learner is None or not learner.stop.deferred:
             return False
-        learner.stop.told = True
+        learner.stop.requested = True
         return True
 
     def learner_stopped(self) -> bool:
@@ -85,7 +85,7 @@ class Storm:
         return True
 
     def second(self, *, takeover: bool) -> bool:
-        """Somebody starts the learner once more."""
+        """Start a second learner."""
         if len(self.w.live_learners()) > 1:
             return False
         self.w.start_learner(takeover=takeover)
@@ -107,7 +107,7 @@ class Storm:
         server.stopped_until = self.w.clock.now + self.w.rng.uniform(0.5, 3.0) * self.w.knobs.idle_s
         return True
 
-    def rollouts_told(self) -> bool:
+    def rollouts_signalled(self) -> bool:
         server = self._server()
         if server is not None:
             server.ask()
@@ -171,7 +171,7 @@ class Storm:
         return True
 
     def stranger(self) -> bool:
-        """An entry that no task of this run asked for."""
+        """Add an entry without a task of this run."""
         if self.w.redis.stream(self.w.keys.traj) is None:
             return False
         header, body = self.w.sealed(STRANGE + self.w.rng.randrange(9), self.w.rng.choice((self.w.run.id, "other")))
@@ -180,7 +180,7 @@ class Storm:
         return True
 
     def task_deleted(self) -> bool:
-        """A person removes a task by hand."""
+        """A user deletes a task manually."""
         stream = self.w.redis.stream(self.w.keys.tasks)
         if stream is None or not stream.entries:
             return False
@@ -188,6 +188,6 @@ class Storm:
         return True
 
     def asked_again(self) -> bool:
-        """A person wants seqs tried again: some that are dead or stale, some that are not, and one that is none."""
+        """A user requeues seqs: some dead or stale ones, some others, and an invalid one."""
         wanted = [*self.w.rng.sample(range(1, 12), 4), "x"]
         return bool(self.w.redis.sadd(self.w.keys.requeue, *wanted))

@@ -1,7 +1,6 @@
-"""What product code gets in place of the modules `threading`, `time` and `random`: the same names, in virtual time.
+"""Replacements of the modules `threading`, `time` and `random` for product code, in virtual time.
 
-A lock is where threads meet, so each may hand over to another one there: interleavings that Redis calls alone would
-never show.
+A thread may hand over to another one at each lock, which adds interleavings that Redis calls alone would not show.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from sim.clock import Clock, Fiber
 
 SWITCH = 0.03
-"""Chance that a thread hands over where it takes a lock."""
+"""Probability that a thread hands over when it takes a lock."""
 
 
 class RLock:

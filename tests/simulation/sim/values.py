@@ -15,7 +15,7 @@ def raw(value: Any) -> bytes:
 
 
 def size_of(value: Any) -> int:
-    """Bytes of a value, without what Redis needs to manage them."""
+    """Return the bytes of a value, without Redis' overhead."""
     if isinstance(value, bytes):
         return len(value)
     if isinstance(value, dict):
@@ -30,7 +30,7 @@ def name_of(key: Any) -> str:
 
 
 def key_fault(key: Any, text: str) -> exceptions.ResponseError:
-    """The answer to a command that this key cannot serve; functions name the key."""
+    """The error of a command for a key of another type; functions name the key."""
     error = exceptions.ResponseError(text)
     error.key = name_of(key)
     return error
@@ -39,7 +39,7 @@ def key_fault(key: Any, text: str) -> exceptions.ResponseError:
 class Values:
     """Keys and when they expire, in milliseconds by this Redis' clock.
 
-    lives  restarts of the server so far; refused: commands refused for want of memory
+    lives  restarts of the server so far; refused: commands refused for lack of memory
     """
 
     data: dict[str, Any]
@@ -58,7 +58,7 @@ class Values:
         return self.data.get(name)
 
     def of_kind(self, key: Any, kind: type) -> Any:
-        """What `key` holds, None where there is nothing. (Hashes and sorted sets are not told apart.)"""
+        """Return the value of `key`, None if it is missing. (Does not distinguish hashes and sorted sets.)"""
         found = self.find(key)
         if found is not None and not isinstance(found, kind):
             raise key_fault(key, "WRONGTYPE Operation against a key holding the wrong kind of value")

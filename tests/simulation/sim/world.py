@@ -1,6 +1,6 @@
 """One schedule: two rollout servers, a learner that is restarted, sometimes a second one, one Redis, and a storm.
 
-The storm lasts `storm_s`; then nothing fails any more, and the run must come to its end, every law kept on the way.
+The storm lasts `storm_s`; then nothing fails any more, and the run must finish without breaking an invariant.
 The same seed gives the same schedule, move by move.
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 from sim import install
 from sim.clock import Clock, Killed, Process, Stuck
 from sim.engine import SimEngine, SimPublish
+from sim.invariants import Invariants
 from sim.knobs import Knobs, draw
-from sim.laws import Laws
 from sim.network import AsyncClient, Network, SyncClient
 from sim.processes import URL, Learner, Rollouts
 from sim.sim_redis import SimRedis
@@ -42,7 +42,7 @@ from tests.support.messages import make_question, make_trajectory
 PATIENCE_S = 300.0
 """Virtual seconds after the storm in which the run must end."""
 EXPECTED = ("is held by", "cannot reach Redis", "could not be written", "were not trained")
-"""Refusals that a learner may end with; whoever started it starts it again."""
+"""Refusals that may end a learner; the supervisor restarts it."""
 SMALL_KEYS, TASK, GROUP = 3000, 200, 2000
 """Bytes, a little more than they are here."""
 WAITABLE = ("RedisUnavailable", "StateLost")
@@ -50,7 +50,7 @@ WAITABLE = ("RedisUnavailable", "StateLost")
 
 @dataclass
 class Result:
-    """What became of a schedule. problem: "" when every law held and the run came to its end."""
+    """The result of a schedule. problem: "" if every invariant held and the run finished."""
 
     seed: int
     problem: str
@@ -68,7 +68,7 @@ def _trajectory(reward: float, version: PolicyVersion) -> Trajectory:
 
 
 def _bytes(knobs: Knobs) -> int:
-    """The limit in which so many groups have their place, beside the tasks in flight and the small keys of a run."""
+    """Return the memory limit for this many groups, the tasks in flight and the small keys of a run."""
     window = (knobs.max_lag + 1) * knobs.groups_per_step
     return knobs.memory and SMALL_KEYS + 4 * window * TASK + knobs.memory * GROUP
 
@@ -96,7 +96,7 @@ class World:
         )
         self.keys = Keys(self.run.id)
         self.settings = LearnerSettings(
-            metrics_port=None,  # a real server would wait for real clients, and no virtual time ends that
+            metrics_port=None,  # a real server would wait for real clients, which never ends in virtual time
             checkpoint_every=self.knobs.checkpoint_every,
             lease_s=self.knobs.lease_s,
             reconcile_s=self.knobs.reconcile_s,
@@ -104,7 +104,7 @@ class World:
             journal=False,
             filter=FilterSettings(metric="reward" if self.knobs.filter else ""),
         ).model_copy(update={"publish": SimPublish()})
-        self.laws = Laws(self.clock, self.redis, self.run)
+        self.invariants = Invariants(self.clock, self.redis, self.run)
         self.faults: Counter[str] = Counter()
         self.endings: Counter[str] = Counter()
         self.learners: list[Learner] = []
@@ -125,7 +125,7 @@ class World:
         return AsyncClient(self.network, self.clock.current)
 
     def disk(self, path: Path) -> None:
-        """A moment at which the learner may die, the disk be full, or somebody else go first."""
+        """A point at which the learner may die, the disk be full, or another mover run."""
         process, clock = self.clock.current, self.clock
         assert process is not None
         if self.dies_at_disk:
@@ -141,14 +141,14 @@ class World:
         clock.wait(clock.now + (self.rng.uniform(0, 0.02) if self.rng.random() < 0.9 else self.rng.uniform(0, 3.0)))
 
     def committed(self, process: Process, folder: Path) -> None:
-        self.laws.committed(process, folder)
+        self.invariants.committed(process, folder)
 
     def reissues(self, again: list[int]) -> None:
-        self.laws.reissues(again)
+        self.invariants.reissues(again)
 
     def is_dead(self, token: str) -> bool:
         """Whether the holder of the lease is known to have ended: only on its own host."""
-        owner = self.laws.owners.get(token.encode())
+        owner = self.invariants.owners.get(token.encode())
         return self.knobs.same_host and owner is not None and not owner.alive
 
     def seal(self, message: Any) -> tuple[bytes, bytes]:
@@ -161,7 +161,7 @@ class World:
         return header, body
 
     def sealed(self, seq: int, run: str) -> tuple[bytes, bytes]:
-        """A sound group of somebody else."""
+        """Return a valid group of another run."""
         return seal(
             self._group(Task(seq=seq, attempt=1, question=make_question(1), group_size=2), PolicyVersion(1, 0), run)
         )
@@ -196,7 +196,7 @@ class World:
         self.servers.append(Rollouts(self.clock, self._name("R"), self.run, self._roll, idle_ms, **self._clocks()))
 
     def kill_server(self, server: Rollouts) -> None:
-        """As SIGKILL does: nothing it still does reaches anybody."""
+        """Kill like SIGKILL: later actions have no effect."""
         server.alive = False
         self.servers.remove(server)
         self.clock.movers.remove(server.loop)
@@ -232,7 +232,7 @@ class World:
     # --- the schedule ---
 
     def tend(self) -> None:
-        """What a supervisor does: starts again what has ended, until the run is done."""
+        """Restart ended processes, like a supervisor, until the run is done."""
         for learner in [p for p in self.learners if p.outcome or not p.alive]:
             self.learners.remove(learner)
             self._judge(learner)
@@ -264,7 +264,7 @@ class World:
         self.clock.tell(f"{learner} has ended: {how}")
         if how == "done":
             self.finished = True
-            self.laws.ended()
+            self.invariants.ended()
         elif kind == "refused" and not any(text in how for text in EXPECTED):
             self.clock.violated(f"learner {learner} refused to go on: {how}")
         elif kind.startswith("failed") and not any(word in kind for word in WAITABLE):
@@ -283,7 +283,7 @@ class World:
         self.clock.tell("the storm is over")
 
     def play(self) -> Result:
-        """The whole schedule; never raises but for bugs of the simulation."""
+        """Run the schedule. Raises only for bugs of the simulation."""
         install.world = self
         for module in (install.TIME, install.THREADING, install.RANDOM):
             module.clock = self.clock
@@ -309,24 +309,25 @@ class World:
             self.clock.moves,
             self.clock.now,
             self.faults + self.network.faults,
-            self.laws.checks,
+            self.invariants.checks,
             self.endings,
             list(self.clock.lines),
         )
 
     def _state(self) -> str:
-        books = next((p.books for p in self.learners if p.books), None)
-        words = f"durable step {self.laws.step} of {self.run.steps}, learners {self.learners}, servers {self.servers}"
-        if books is not None:
+        state = next((p.state for p in self.learners if p.state), None)
+        words = (
+            f"durable step {self.invariants.step} of {self.run.steps}, learners {self.learners}, servers {self.servers}"
+        )
+        if state is not None:
             words += (
-                f", step {books.step}, issued {books.issued}, pending {sorted(books.pending)}, due {sorted(books.due)}"
+                f", step {state.step}, issued {state.issued}, pending {sorted(state.pending)}, due {sorted(state.due)}"
             )
-            words += f", in flight {books.in_flight()}"
+            words += f", in flight {state.in_flight()}"
         tasks = self.redis.stream(self.keys.tasks)
         if tasks is not None:
-            words += (
-                f", tasks {[decode_as(Task, f[b'b']).seq for f in tasks.entries.values()]}, placed {self.laws.placed()}"
-            )
+            words += f", tasks {[decode_as(Task, f[b'b']).seq for f in tasks.entries.values()]}"
+            words += f", placed {self.invariants.placed()}"
         return words
 
     def _clear(self) -> None:

@@ -1,7 +1,7 @@
-"""What must hold at every moment of every schedule, judged from outside the product.
+"""The invariants of every schedule, checked at every move from outside the product.
 
-The laws know only what Redis is told to do, what the disk holds, and what the policy was trained on. Each counts how
-often it was asked, so that silence can be told from blindness.
+They depend only on the commands to Redis, the files on disk, and the seqs that the policy was trained on. Each counts
+its checks, which shows that it was tested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.ledger import Ledger, Outcome
 from protocol.settings import RunSettings
 
 STRANGE = 1_000_000
-"""Seqs from here on were never issued: somebody else's entries carry them."""
+"""Seqs from this one on are never issued: they occur in foreign entries."""
 FENCED = {
     "foray_issue": 0,
     "foray_reissue": 0,
@@ -33,8 +33,8 @@ FENCED = {
 """Functions that only the holder of the lease may call with effect."""
 
 
-class Laws:
-    """The observer of the model of Redis, and of commits."""
+class Invariants:
+    """Observer of the simulated Redis and of commits."""
 
     def __init__(self, clock: Clock, redis: SimRedis, run: RunSettings) -> None:
         self._clock, self._redis, self._run = clock, redis, run
@@ -45,7 +45,7 @@ class Laws:
         """Seqs in the policy of the durable checkpoint, in order of training."""
         self.step = self.epoch = 0
         self._decided: set[bytes] = set()
-        """Entries of which the durable checkpoint says what became of them: unusable ones, whose seq is due again."""
+        """Entries whose outcome is in the durable checkpoint: unusable ones, whose seq is due again."""
         self.owners: dict[bytes, Process] = {}
         """token of a learner -> its process"""
         self._paid = self._added = 0
@@ -54,12 +54,12 @@ class Laws:
         self._looks: dict[Process, list[set[int]]] = {}
         redis.observer = self
 
-    def _must(self, law: str, holds: bool, text: str) -> None:
-        self.checks[law] += 1
+    def _must(self, invariant: str, holds: bool, text: str) -> None:
+        self.checks[invariant] += 1
         if not holds:
-            self._clock.violated(f"{law}: {text}")
+            self._clock.violated(f"{invariant}: {text}")
 
-    # --- what Redis is told ---
+    # --- commands to Redis ---
 
     def called(self, function: str, keys: list[str], args: list[bytes]) -> None:
         self._function, self._paid, self._added = function, 0, 0
@@ -82,13 +82,13 @@ class Laws:
         self._function = ""
 
     def _issued(self, args: list[bytes]) -> None:
-        books = getattr(self.owners.get(args[1]), "books", None)
-        if books is None or len(args) < 6:
+        state = getattr(self.owners.get(args[1]), "state", None)
+        if state is None or len(args) < 6:
             return
         batch = self._run.groups_per_step
         window = (self._run.max_lag + 1) * batch
-        settled, watermark = books.ledger.settled, books.ledger.watermark
-        rest = settled + max(0, self._run.steps - books.step) * batch
+        settled, watermark = state.ledger.settled, state.ledger.watermark
+        rest = settled + max(0, self._run.steps - state.step) * batch
         limit = min(settled + window, max(watermark + 4 * window, settled + batch), rest)
         highest = int(args[-2])
         self._must("credit", highest <= limit, f"seq {highest} issued: {settled} settled up to {watermark}, {limit=}")
@@ -107,7 +107,7 @@ class Laws:
             self._must("acknowledged is durable", known, f"seq {seq} acknowledged, the checkpoint knows nothing of it")
 
     def placed(self) -> set[int]:
-        """Seqs with a task in Redis that waits or is leased, or an entry that no learner was given yet."""
+        """Seqs with a waiting or leased task in Redis, or an entry that was not delivered to a learner."""
         seqs = set()
         for key, group in ((self._keys.tasks, b"rollout"), (self._keys.traj, b"learner")):
             stream = self._redis.stream(key)
@@ -123,7 +123,7 @@ class Laws:
     # --- the reconciler ---
 
     def looked(self) -> None:
-        """A learner looks where seqs are."""
+        """A learner checks where seqs are."""
         if self._clock.current is not None:
             self._looks.setdefault(self._clock.current, []).append(self.placed())
 
@@ -137,7 +137,7 @@ class Laws:
     # --- the disk ---
 
     def committed(self, process: Process, folder: Path) -> None:
-        """CURRENT names this checkpoint now."""
+        """Check a commit: CURRENT now names this checkpoint."""
         facts = json.loads((folder / "manifest.json").read_text())
         history = json.loads((folder / "state" / "history.json").read_text())
         epoch, step = int(facts["epoch"]), int(facts["step"])
@@ -146,7 +146,7 @@ class Laws:
         try:
             ledger = Ledger.from_state(facts["ledger"])
         except ForayError as error:
-            self._clock.violated(f"books close: {error}")
+            self._clock.violated(f"accounting is consistent: {error}")
             return
         self.durable, self.trained, self.epoch, self.step = ledger, history, epoch, step
         self._decided = {name.encode() for name in facts.get("entries", ())}
@@ -154,13 +154,17 @@ class Laws:
         self._must("trained once", not twice, f"seqs {twice} are trained twice in the surviving lineage")
         noted = {seq for seq, *_ in ledger.notes}
         both = [seq for seq in history if seq not in ledger or seq in noted]
-        self._must("books are true", not both, f"seqs {both} were trained, the ledger says otherwise")
+        self._must("the ledger is true", not both, f"seqs {both} were trained, the ledger says otherwise")
         count = ledger.counts[Outcome.TRAINED]
-        self._must("books close", ledger.closes() and count == len(history), f"{count} trained, {len(history)} in fact")
+        self._must(
+            "accounting is consistent",
+            ledger.closes() and count == len(history),
+            f"{count} trained, {len(history)} in fact",
+        )
         self._must("whole steps", len(history) == step * self._run.groups_per_step, f"{len(history)} at step {step}")
 
     def ended(self) -> None:
-        """A learner says that the run is over."""
+        """Check the state when a learner reports the end of the run."""
         steps, ledger = self._run.steps, self.durable
         self._must("the end is durable", self.step == steps, f"the run ends at step {steps}, the disk has {self.step}")
         self._must(
