@@ -101,7 +101,6 @@ reference: setup
 
 # Build the documentation site in site/, with all links checked. ARGS=--serve serves it at http://127.0.0.1:8000.
 docs: setup
-	@$(BIN)/python -c 'import mkdocs, material' 2>/dev/null || $(BIN)/python -m pip install --quiet -c requirements/cpu.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --strict)
 
 # Real processes under random faults for MINUTES. CONTROL=1: without the delivery rules, which the checker must detect.
