@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-"""The values of Foray's GRPO."""
+from benchmarks.learner.settings import CLIP_HIGH, CLIP_LOW
 
 
 class PaddedBatch(NamedTuple):

@@ -8,9 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
+
+from benchmarks.learner.settings import CLIP_HIGH, CLIP_LOW, LearnerBench
+
+if TYPE_CHECKING:
+    from learner.config.learner import TrainerSettings
 
 
 def own_stdout() -> IO[str]:
@@ -48,34 +53,38 @@ def peak_mib() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
+def trainer_settings(settings: LearnerBench, *, logit_chunk_mib: int) -> TrainerSettings:
+    """Return the settings of the step that the other contenders make: their loss has no dual clip."""
+    from learner.config.learner import TrainerSettings
+
+    return TrainerSettings.model_validate(
+        {
+            "algorithm": {"type": "grpo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "dual_clip": 0},
+            "optim": {"lr": settings.lr},
+            "batch": {"row_tokens": settings.row_tokens, "micro_batch_tokens": settings.micro_batch_tokens},
+            "model": {
+                "dtype": settings.dtype,
+                "gradient_checkpointing": settings.gradient_checkpointing,
+                "logit_chunk_bytes": logit_chunk_mib << 20,
+            },
+            # plain DeepSpeed keeps no float32 weights beside bfloat16 ones
+            "engine": {"zero_stage": 0 if settings.dtype == "float32" else 1, "threads": settings.threads},
+        }
+    )
+
+
 def main(argv: Sequence[str]) -> None:
     """Serve until the input ends."""
     pipe = own_stdout()
-    from benchmarks.learner.settings import LearnerBench
     from benchmarks.learner.workload import our_batch, utilisation
-    from learner.config.learner import TrainerSettings
     from learner.trainer.trainer import Trainer
     from protocol.settings import RunSettings
 
     spec = json.loads(Path(argv[0]).read_text())
     settings = LearnerBench.model_validate(spec["settings"])
     batch = our_batch(settings, settings.row_tokens, settings.micro_batch_tokens)
-    trainer = Trainer(
-        RunSettings(model=Path(spec["model"]), steps=settings.rounds + 1),
-        TrainerSettings.model_validate(
-            {
-                "optim": {"lr": settings.lr},
-                "batch": {"row_tokens": settings.row_tokens, "micro_batch_tokens": settings.micro_batch_tokens},
-                "model": {
-                    "dtype": settings.dtype,
-                    "gradient_checkpointing": settings.gradient_checkpointing,
-                    "logit_chunk_bytes": int(argv[1]) << 20,
-                },
-                # plain DeepSpeed keeps no float32 weights in addition to bfloat16 ones
-                "engine": {"zero_stage": 0 if settings.dtype == "float32" else 1, "threads": settings.threads},
-            }
-        ),
-    )
+    run = RunSettings(model=Path(spec["model"]), steps=settings.rounds + 1)
+    trainer = Trainer(run, trainer_settings(settings, logit_chunk_mib=int(argv[1])))
     measured = utilisation(settings, Path(spec["model"]), batch)
 
     def step() -> dict[str, float]:

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from benchmarks.base import BenchSettings, Target
 
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+"""Clip range of the ratio, of every contender."""
 TRL_VARIABLE = "FORAY_TRL_PYTHON"
 
 

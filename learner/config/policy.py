@@ -171,7 +171,7 @@ class PolicySettings(Settings):
     token_level_rewards: ClassVar[bool] = False
     """Whether advantages are computed per token, from the rewards of tokens."""
 
-    type: str
+    type: str = ""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The ratio is clipped at 1 - clip_low."""
     clip_high: float = Field(default=0.28, ge=0)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.learner.bench import ORDER, Contender, contenders_of, refuse_other_work
-from benchmarks.learner.settings import TRL_VARIABLE, LearnerBench
+from benchmarks.learner.ours import trainer_settings
+from benchmarks.learner.settings import CLIP_HIGH, CLIP_LOW, TRL_VARIABLE, LearnerBench
 from benchmarks.learner.workload import SHAPES, LearnerWorkload, head_share, skewed_groups, write_work
 from benchmarks.report import judged
 from deploy.cli import main
@@ -56,6 +57,12 @@ def test_the_batch_on_disk_is_what_was_drawn(tmp_path: Path) -> None:
             assert (data["mask"][start : start + length] == trajectory.mask[:length]).all()
             assert not trajectory.mask[length:].any(), "what is left off must not be trained"
         assert data["mask"].sum() == work.facts["tokens_trained"]
+
+
+def test_the_loss_of_ours_is_that_of_the_others() -> None:
+    algorithm = trainer_settings(LearnerBench(), logit_chunk_mib=64).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (CLIP_LOW, CLIP_HIGH, 0)
+    assert not algorithm.kl.coefficient and not algorithm.entropy_coefficient
 
 
 def test_steps_that_are_not_the_same_are_not_compared() -> None:
