@@ -74,11 +74,11 @@ class RunSettings(Settings):
     group_size: int = Field(default=8, ge=1, le=512)
     """Trajectories per question (G)."""
     groups_per_step: int = Field(default=16, ge=1)
-    """Trajectory groups in one optimiser step (B)."""
+    """Trajectory groups per step (B)."""
     max_lag: int = Field(default=2, ge=0)
     """Maximum lag, in steps, between the version that sampled a token and the version that trains on it."""
     steps: int = Field(default=100, ge=1)
-    """Optimiser steps in the whole run."""
+    """Steps of the whole run. Each trains one batch, with one optimiser update or more (minibatches, epochs)."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training rollouts. The learner divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)

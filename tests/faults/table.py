@@ -24,19 +24,35 @@ ROWS: dict[int, Row] = {
     2: Row("R SIGTERM", "leases nothing more, finishes or releases within `drain_s`, exit 0", "log: releasing"),
     3: Row("R suspended, then resumed", "its tasks are taken over; its late publish is refused as DUP", "duplicates"),
     4: Row(
-        "R cut off from Q", "groups in flight continue up to a bound and are published after the reconnect", "spooled_groups, wait redis"
+        "R cut off from Q",
+        "groups in flight continue up to a bound and are published after the reconnect",
+        "spooled_groups, wait redis",
     ),
     5: Row("R cut off from E, or E dead", "the turn continues at another engine with the tokens received", "failovers"),
     6: Row("E slow", "a timeout per turn; a window bounds the requests in flight", "strikes, wait backlog"),
-    7: Row("L killed before a checkpoint", "a new epoch takes over the pending entries; no seq is trained twice", "redelivered"),
-    8: Row("L killed between checkpoint and ack", "redelivered entries are in the ledger: they are only acknowledged", "duplicates"),
+    7: Row(
+        "L killed before a checkpoint",
+        "a new epoch takes over the pending entries; no seq is trained twice",
+        "redelivered",
+    ),
+    8: Row(
+        "L killed between checkpoint and ack",
+        "redelivered entries are in the ledger: they are only acknowledged",
+        "duplicates",
+    ),
     9: Row(
         "L killed while writing a checkpoint",
         "the unfinished one is ignored; the previous one is loaded",
         "log: resuming from",
     ),
-    10: Row("L SIGTERM", "finishes the step, writes a checkpoint, acknowledges, releases the lease, exit 0", "log: stopped at step"),
-    11: Row("L suspended for longer than its lease", "a successor takes over; the suspended one exits 75", "event: fenced"),
+    10: Row(
+        "L SIGTERM",
+        "finishes the step, writes a checkpoint, acknowledges, releases the lease, exit 0",
+        "log: stopped at step",
+    ),
+    11: Row(
+        "L suspended for longer than its lease", "a successor takes over; the suspended one exits 75", "event: fenced"
+    ),
     12: Row("a rank of L dies", "the whole learner exits non-zero; no version is announced", "exit code"),
     13: Row(
         "two learners",
@@ -58,23 +74,30 @@ ROWS: dict[int, Row] = {
         "the version is published as files; the broadcast group is created again without it",
         "publish_fallbacks",
     ),
-    17: Row("E restarts with old weights", "gets no request before it has loaded and verified the target", "state SYNCING"),
+    17: Row(
+        "E restarts with old weights", "gets no request before it has loaded and verified the target", "state SYNCING"
+    ),
     18: Row(
         "E joins in the middle of a transfer", "not in the view; loads the last announced version", "publish_snapshots"
     ),
     19: Row(
-        "E hangs with HTTP alive", "SUSPECT when a probe that must generate a token fails, then restarted", "hangs, restarts"
+        "E hangs with HTTP alive",
+        "SUSPECT when a probe that must generate a token fails, then restarted",
+        "hangs, restarts",
     ),
     20: Row("E answers 5xx or is out of memory", "strikes, smaller window, other engines", "strikes"),
     21: Row("E returns NaN, wrong lengths, nothing", "refused at R and generated elsewhere", "tokens_discarded"),
     22: Row("E of another tokenizer", "gets no request; both fingerprints are shown", "unroutable_reason"),
     23: Row("Q killed, with its file", "all processes reconnect; tasks of the lost second are reissued", "reissued"),
     24: Row(
-        "Q killed, without a file", "streams and functions are created again; tasks are reissued from the ledger", "event: state-lost"
+        "Q killed, without a file",
+        "streams and functions are created again; tasks are reissued from the ledger",
+        "event: state-lost",
     ),
     25: Row(
         "Q at maxmemory",
-        "publishing is refused before the task is acknowledged; leases are renewed; an L without groups writes a checkpoint and frees memory",
+        "publishing is refused before the task is acknowledged; leases are renewed; an L without groups writes a "
+        "checkpoint and frees memory",
         "wait redis, log: Redis is full",
     ),
     26: Row("Q's disk full", "all processes wait and retry", "wait redis"),
@@ -86,7 +109,9 @@ ROWS: dict[int, Row] = {
     32: Row("delivered or published twice", "DUP at publish, the ledger at consumption", "duplicates"),
     33: Row("delivered in another order", "batches by arrival; the ledger is a set", "-"),
     34: Row(
-        "huge trajectory or group", "limits on turns, tokens and bytes at R; then failed with the reason", "groups_failed"
+        "huge trajectory or group",
+        "limits on turns, tokens and bytes at R; then failed with the reason",
+        "groups_failed",
     ),
     35: Row(
         "a group that kills the learner", "dead letter by delivery count, before it is decoded", "dead letter: poison"
@@ -99,14 +124,18 @@ ROWS: dict[int, Row] = {
         "the step is skipped on all ranks, its seqs are settled as dead; 3 in a row end the run",
         "skipped_steps",
     ),
-    40: Row("weights not finite, or their norm jumps", "not published; the last good version stays", "exit code, message"),
+    40: Row(
+        "weights not finite, or their norm jumps", "not published; the last good version stays", "exit code, message"
+    ),
     41: Row(
         "checkpoint's disk full",
         "the old one stays; training continues; after 3 failures no more tasks are issued",
         "event: checkpoint-failed",
     ),
     42: Row(
-        "weights' disk full, or half a file", "renamed when complete; readers verify; no file in use is removed", "message"
+        "weights' disk full, or half a file",
+        "renamed when complete; readers verify; no file in use is removed",
+        "message",
     ),
     43: Row("weight file corrupted", "refused by its sha256, read again, then QUARANTINED", "state QUARANTINED"),
     44: Row("hosts' clocks differ", "no decision uses another host's clock", "foray doctor"),
@@ -117,7 +146,9 @@ ROWS: dict[int, Row] = {
     49: Row("L faster than rollouts", "waits without spinning and without a timeout", "wait data"),
     50: Row("end of the run", "nothing is in flight, no process waits for a further version", "state done"),
     51: Row(
-        "another run on the same Redis", "keys contain the run id; messages of another run are refused", "dead letter: foreign_run"
+        "another run on the same Redis",
+        "keys contain the run id; messages of another run are refused",
+        "dead letter: foreign_run",
     ),
     52: Row("R upgraded before L", "both can read messages of another minor version", "-"),
 }
