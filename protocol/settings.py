@@ -83,7 +83,7 @@ class RunSettings(Settings):
     """Sampling temperature of training rollouts. The learner divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of training rollouts: sample from the most likely tokens with this total probability. 1: all.
-    Log-probs are of the full distribution on both sides (docs/algorithms.md, "What the sampler leaves out")."""
+    Log-probs are of the full distribution on both sides (docs/algorithms.md, "Top-p and top-k sampling")."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample training rollouts from this many of the most likely tokens, at least 2. -1: all. See top_p."""
 

@@ -112,7 +112,7 @@ def _sampling(run: RunSettings) -> Iterator[Finding]:
     ]
     detail = f"{' and '.join(given)}: rollouts sample from a truncated distribution, the loss uses the full one"
     why = "importance ratios stay correct, but the gradient is biased and the policy's entropy falls"
-    todo = 'run.top_p=1 run.top_k=-1, unless a recipe needs it (docs/algorithms.md, "What the sampler leaves out")'
+    todo = 'run.top_p=1 run.top_k=-1, unless a recipe needs it (docs/algorithms.md, "Top-p and top-k sampling")'
     yield Finding("sampling", "warn", detail, todo, why)
 
 
