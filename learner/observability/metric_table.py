@@ -100,7 +100,7 @@ STEP: Table = {
     "publish_fallbacks": counter("Broadcasts that failed, after which files were written."),
     "publish_snapshots": counter("Versions also written as files for engines that missed the broadcast."),
     "groups_filtered_*": counter("Groups skipped by the filter, by reason.", "reason"),
-    "step": gauge("Steps done."),
+    "step": gauge("Steps that the learner has done."),
     "epoch": gauge("Number of the learner start: a step of a higher epoch replaces that of a lower one."),
     "step_s": gauge("Seconds of the step, from the end of the previous one."),
     "seconds/*": gauge(
@@ -135,7 +135,7 @@ RUN: Table = {
     "requeued": counter("Seqs reopened by `foray dlq requeue`."),
     "skipped_steps": counter("Batches skipped because a value was not finite."),
     "state_lost": counter("Times that Redis lost streams or functions of the run."),
-    "lease_lapsed": counter("Times that the learner's lease lapsed."),
+    "lease_lapsed": counter("Times that the learner's lease expired."),
     "tokens_generated_total": counter("Tokens of all entries that arrived.", name="tokens_arrived"),
     "token_accounting_*": counter("Tokens that arrived, by outcome.", "outcome", name="tokens_by_outcome"),
     "token_accounting_in_flight": gauge("Tokens of groups that have arrived and are not settled."),
