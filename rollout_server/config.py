@@ -61,6 +61,6 @@ class RolloutSettings(Settings):
     fleet_poll_s: float = Field(default=0.5, gt=0)
     """Interval in seconds at which the engine table and the target version are read."""
     episode: EnvironmentSettings = EnvironmentSettings()
-    """The multi-turn episode: template, limits, rewards."""
+    """Multi-turn trajectories: template, limits, rewards, tools."""
     search: SearchSettings = DEFAULT_SEARCH
     """The search service."""

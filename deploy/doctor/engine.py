@@ -173,7 +173,7 @@ def _sglang(kind: SglangEngine) -> Finding:
 
 
 def _context(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Check that the longest episode fits into the model's maximum context."""
+    """Check that the longest trajectory fits into the model's maximum context."""
     scaled = not isinstance(config.engine.kind, CpuEngine)
     wanted, limit = config.rollout.episode.max_context, _positions(facts, scaled=scaled)
     if limit and wanted > limit:
