@@ -66,7 +66,9 @@ class LearnerLease:
             if not already_logged:
                 already_logged, deadline = True, time.monotonic() + answer.ttl_s + 1.0
                 log.warning(
-                    "the run is held by %s; waiting up to %.0f s for its lease to expire", describe(answer), answer.ttl_s
+                    "the run is held by %s; waiting up to %.0f s for its lease to expire",
+                    describe(answer),
+                    answer.ttl_s,
                 )
             if time.monotonic() > deadline:
                 raise UserError(
