@@ -432,7 +432,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
     with tiny_learner.Player(address, run.id), caplog.at_level(logging.ERROR):
         serve(run, settings.model_copy(update={"checkpoint_every": 2}))
     assert tries == [2, 4, 5, 6, 7, 8]
-    assert "step 2 remains current" in caplog.text and "no more tasks are issued" in caplog.text
+    assert "step 2 remains current" in caplog.text and "issuing tasks is paused" in caplog.text
     assert_exactly_once(run)
 
 
