@@ -527,7 +527,7 @@ def test_a_learner_killed_at_any_moment_goes_on_with_the_same_command(
         wait_for_step(process, 14)
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
-        assert process.returncode == 0 and "the same command goes on" in log, log
+        assert process.returncode == 0 and "run the same command to continue" in log, log
         stopped_at = manifest(run)["step"]
         assert stopped_at >= 14, "SIGTERM writes a checkpoint"
         process = launch(20)
