@@ -113,7 +113,10 @@ def of_tokens(seen: RunSnapshot) -> list[Problem]:
     if balance is None or balance.closes:
         return []
     return [
-        Problem(f"token accounting failed: {balance.line()}", "this is a bug: keep the run directory and report it")
+        Problem(
+            f"the token accounting is not consistent: {balance.line()}",
+            "this is a bug: keep the run directory and report it",
+        )
     ]
 
 

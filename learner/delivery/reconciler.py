@@ -1,7 +1,7 @@
 """Reissue seqs: those that are lost, and those requested by users.
 
 Lost seqs are the cases that no other rule covers: a task deleted manually, a Redis that lost its last second, an entry
-delivered to a learner that died. A wrong guess costs one rollout, never a second training: the ledger prevents that.
+delivered to a learner that crashed. A wrong guess costs one rollout, never a second training: the ledger prevents that.
 """
 
 from __future__ import annotations
