@@ -176,11 +176,15 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "a question without an answer": (
         holds("questions.jsonl", b'{"question": "who ?", "answer": "Ada"}\n\n{"question": "who ?"}\n'),
-        ["line 3 of the questions", "no answer: none of answers, golden_answers, answer", '"answers": ["..."]'],
+        [
+            "line 3 of the questions",
+            "no answer: none of the fields answers, golden_answers, answer",
+            '"answers": ["..."]',
+        ],
     ),
     "a bad corpus": (
         holds("corpus.jsonl", b'{"id": "1", "contents": "x"}\n{"id": "2", "passage": "y"}\n'),
-        ["retriever.corpus", "line 2 of", "no contents", '"id" and "contents"'],
+        ["retriever.corpus", "line 2 of", "missing contents", '"id" and "contents"'],
     ),
     "an empty corpus": (holds("corpus.jsonl", b""), ["retriever.corpus", "has no passages"]),
     "a corpus too large to index at the start": (
@@ -209,7 +213,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "rows that cannot be packed": (
         served_elsewhere(LINEAR, "learner.batch.row_tokens=512"),
-        ["cannot be packed", "linear_attention", "learner.batch.row_tokens to 0"],
+        ["several trajectories in one row", "linear_attention", "learner.batch.row_tokens to 0"],
     ),
     "capped attention under sdpa": (
         served_elsewhere(CAPPED),
@@ -253,7 +257,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "groups of one for a group's baseline": (
         configured("run.group_size=1"),
-        ["run.group_size = 1", "type grpo compares a trajectory with its group", "group_size of 2 or more", "ppo"],
+        ["run.group_size is 1", "type grpo compares a trajectory with its group", "group_size to 2 or more", "ppo"],
     ),
     "a full Redis": (full, ["Redis is full", "refuse the tasks of a new run", "CONFIG SET maxmemory"]),
 }
