@@ -8,15 +8,18 @@ STAMP := $(VENV)/.installed
 # SGLang and the learner need different versions of packages, so SGLang has a separate environment.
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
-SGLANG_VERSION := 0.5.21
+SGLANG_VERSION := 0.5.23
 # Third-party clients, in a separate environment because of their dependencies.
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
-# uv and cyclonedx-py, for `make lock` only.
+# The two environments of a machine with NVIDIA GPUs.
+GPU_VENV := .venv-gpu
+ENGINE_VENV := .venv-engine
+# uv and cyclonedx-py, for locks and `make gpu-env`.
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
-.PHONY: setup demo test test-slow test-all sglang-env test-sglang test-peers mutants reliability figures page reference docs lint format lock sbom clean chaos simulate fuzz
+.PHONY: setup demo test test-slow test-all sglang-env test-sglang test-peers mutants reliability figures page reference docs lint format lock gpu-lock gpu-env sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -141,6 +144,22 @@ lock: $(LOCK_STAMP)
 	  --custom-compile-command "make lock" $(UV_ARGS) -o requirements/cpu.lock
 	$(MAKE) sbom
 
+# Lock the environments of a machine with NVIDIA GPUs: SGLang, the rest of Foray, a retriever by itself. What they share
+# has one version, because NCCL refuses a group of different NCCL versions.
+GPU_LOCK = $(LOCK_VENV)/bin/uv pip compile --quiet pyproject.toml --python-version 3.12 \
+  --python-platform x86_64-manylinux_2_35 --generate-hashes --no-annotate --custom-compile-command "make gpu-lock" $(UV_ARGS)
+gpu-lock: $(LOCK_STAMP)
+	$(GPU_LOCK) --extra engine -o requirements/engine.lock
+	$(GPU_LOCK) --extra gpu --extra secure --extra redis-server -c requirements/engine.lock -o requirements/gpu.lock
+	$(GPU_LOCK) --extra retriever-gpu --extra encoder -c requirements/engine.lock -o requirements/retriever-gpu.lock
+
+# Install both: activate .venv-gpu, and set engine.kind.python to .venv-engine/bin/python. UV_ARGS=--dry-run only resolves.
+gpu-env: $(LOCK_STAMP)
+	for venv in $(GPU_VENV):gpu $(ENGINE_VENV):engine; do \
+	  test -x $${venv%:*}/bin/python || $(LOCK_VENV)/bin/uv venv --quiet --python 3.12 $${venv%:*} || exit 1; \
+	  $(LOCK_VENV)/bin/uv pip sync --python $${venv%:*}/bin/python --require-hashes $(UV_ARGS) requirements/$${venv#*:}.lock || exit 1; done
+	$(LOCK_VENV)/bin/uv pip install --python $(GPU_VENV)/bin/python --no-deps --quiet $(UV_ARGS) -e .
+
 sbom: $(LOCK_STAMP)
 	$(LOCK_VENV)/bin/cyclonedx-py requirements requirements/cpu.lock --pyproject pyproject.toml --mc-type application \
 	  --output-reproducible --spec-version 1.6 -o requirements/foray.cdx.json
@@ -151,4 +170,4 @@ $(LOCK_STAMP): requirements/lock-tools.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(LOCK_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis site
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(LOCK_VENV) $(GPU_VENV) $(ENGINE_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis site

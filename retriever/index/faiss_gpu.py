@@ -162,7 +162,7 @@ def choose_devices(requested: Sequence[int], *, supported: bool, visible: int) -
         raise UserError(
             "the installed FAISS does not support GPUs",
             why="it is the faiss-cpu wheel",
-            todo=f"install faiss-gpu-cu12 instead (extra `retriever-gpu`), {on_cpu}",
+            todo=f"install faiss-gpu instead (extra `retriever-gpu`), {on_cpu}",
         )
     if not visible:
         raise UserError(
