@@ -74,6 +74,25 @@ class FaissGpuSettings(FileBase):
     """Extra candidates beyond k, because float16 (relative error 2**-11) may misplace the k-th."""
 
 
+class TorchFlatSettings(FileBase):
+    """Exact scan of all vectors with torch, on GPUs or the CPU. Needs no FAISS, except to read `file`."""
+
+    SEARCH_TIME: ClassVar[frozenset[str]] = frozenset({"precision", "spare"})
+    PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file", "devices", "temp_mb"})
+
+    type: Literal["torch_flat"] = "torch_flat"
+    devices: tuple[int, ...] = ()
+    """CUDA ordinals of the GPUs that share the vectors, in this order. Empty: all visible ones, or the CPU if there are
+    none."""
+    temp_mb: float = Field(default=512.0, gt=0)
+    """Scratch memory per device, in MiB."""
+    precision: Literal["float16", "float32"] = "float16"
+    """Dtype on the devices. Hits are exact with both, because candidates are rescored from the stored vectors. float16
+    halves the memory; on a CPU it is several times slower than float32."""
+    spare: int = Field(default=128, ge=0)
+    """Extra candidates beyond k. If the last one is within the error bound of the k-th, more are searched."""
+
+
 class FaissHnswSettings(ApproximateBase):
     """A navigable graph (Malkov and Yashunin 2018, arXiv 1603.09320): the fastest on CPUs, all vectors in memory."""
 
@@ -177,6 +196,7 @@ REGISTRY: dict[type[IndexBase], str] = {
     FaissIvfSettings: "retriever.index.faiss_ivf:FaissIvfIndex",
     FaissIvfPqSettings: "retriever.index.faiss_ivf:FaissIvfIndex",
     MemoryIndexSettings: "retriever.index.exact:ExactIndex",
+    TorchFlatSettings: "retriever.index.torch_flat:TorchFlatIndex",
 }
 """Settings class -> index class (`base.BuildableIndex`), imported on demand."""
 

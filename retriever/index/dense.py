@@ -86,13 +86,18 @@ def search_candidates(
     queries: Vectors,
     k: int,
     spare: int,
+    *,
+    margin: float | None = None,
 ) -> Hits:
     """Search exactly, using an approximate search that returns (scores, rows) [n, c], best first, for c candidates.
+
+    `margin` bounds the error of the difference of two approximate scores; default: that of float32 products.
 
     If the last candidate is too close to the k-th to rule out further ties, the query is repeated with more candidates,
     and finally in full: rare in real text, but blank or duplicated passages cause it.
     """
     ntotal, dim = vectors.shape
+    margin = tolerance(dim) if margin is None else margin
     k = min(k, ntotal)
     count = min(ntotal, k + spare)
     rough_scores, candidates = rough_search(queries, count)
@@ -101,12 +106,12 @@ def search_candidates(
         return hits
     blank = ~queries.any(axis=1)
     hits.rows[blank], hits.scores[blank] = np.arange(k), 0.0  # they tie with everything
-    unsure = np.flatnonzero((rough_scores[:, -1] >= rough_scores[:, k - 1] - tolerance(dim)) & ~blank)
+    unsure = np.flatnonzero((rough_scores[:, -1] >= rough_scores[:, k - 1] - margin) & ~blank)
     if len(unsure):
         again = queries[unsure]
         wider = max(1, spare) * _WIDEN
         found = (
-            search_candidates(rough_search, vectors, again, k, wider)
+            search_candidates(rough_search, vectors, again, k, wider, margin=margin)
             if wider <= _WIDEST
             else exact_search(vectors, again, k)
         )

@@ -8,9 +8,9 @@ device has one resource object with bounded scratch memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import faiss
 import numpy as np
@@ -22,6 +22,7 @@ from retriever.index import store
 from retriever.index.base import Rows, Scores
 from retriever.index.config import FaissGpuSettings, IvfSettings
 from retriever.index.dense import ApproximateVectors, DenseIndex, StoredVectors
+from retriever.index.devices import ON_CPU, GpuShard, choose_devices, plan_shards
 from retriever.index.faiss_flat import FaissFlatIndex, open_flat_file
 
 NORM_BYTES = 4
@@ -50,7 +51,7 @@ def open_gpu(settings: FaissGpuSettings, directory: Path) -> ApproximateVectors:
     known = {device: free for device in devices if (free := free_bytes(device)) is not None}
     shards = plan_shards(
         *vectors.shape,
-        itemsize=2 if settings.precision == "float16" else 4,
+        row_bytes=vectors.shape[1] * (2 if settings.precision == "float16" else 4) + NORM_BYTES,
         devices=devices,
         temp_bytes=int(settings.temp_mb * 2**20),
         free_bytes=known,
@@ -110,80 +111,15 @@ class GpuInvertedLists:
         return scores, rows
 
 
-class GpuShard(NamedTuple):
-    """Rows start .. stop-1 go to `device`, where they take `num_bytes` with FAISS's scratch memory."""
-
-    device: int
-    start: int
-    stop: int
-    num_bytes: int
-
-
-def plan_shards(
-    ntotal: int,
-    dim: int,
-    *,
-    itemsize: int,
-    devices: Sequence[int],
-    temp_bytes: int,
-    free_bytes: Mapping[int, int],
-) -> list[GpuShard]:
-    """Return even, contiguous shards in the order of `devices`. Raises UserError naming devices whose share does not
-    fit.
-
-    Args:
-        itemsize: bytes of a number on the GPU.
-        free_bytes: free memory per device; devices not in it are not checked.
-    """
-    row_bytes = dim * itemsize + NORM_BYTES
-    bounds = [ntotal * i // len(devices) for i in range(len(devices) + 1)]
-    shards = [
-        GpuShard(device, start, stop, (stop - start) * row_bytes + temp_bytes)
-        for device, start, stop in zip(devices, bounds, bounds[1:], strict=False)
-    ]
-    short = [share for share in shards if share.num_bytes > free_bytes.get(share.device, share.num_bytes)]
-    if short:
-        raise UserError(
-            f"{ntotal:,} vectors of {dim} numbers do not fit on GPU {', '.join(str(share.device) for share in short)}",
-            why="; ".join(
-                f"GPU {share.device} needs {_gib(share.num_bytes)} and has {_gib(free_bytes[share.device])} free"
-                for share in short
-            ),
-            todo="add GPUs to index.devices, set index.precision=float16, free their memory, "
-            "or use faiss_ivfpq, which needs a tenth",
-        )
-    return [share for share in shards if share.stop > share.start]
-
-
-def choose_devices(requested: Sequence[int], *, supported: bool, visible: int) -> tuple[int, ...]:
-    """Return the CUDA ordinals to use: the requested ones, or all. Raises UserError if that is not possible."""
-    on_cpu = "or search on the CPU: set index.type=faiss_flat, or remove index.devices"
-    if not supported:
+def visible_devices(requested: Sequence[int]) -> tuple[int, ...]:
+    """Return the requested GPUs, or all. Raises UserError if this FAISS or this machine has none."""
+    if not hasattr(faiss, "StandardGpuResources"):
         raise UserError(
             "the installed FAISS does not support GPUs",
             why="it is the faiss-cpu wheel",
-            todo=f"install faiss-gpu instead (extra `retriever-gpu`), {on_cpu}",
+            todo=f"install faiss-gpu instead (extra `retriever-gpu`), use torch_flat, {ON_CPU}",
         )
-    if not visible:
-        raise UserError(
-            "no GPU is visible", why="CUDA finds none", todo=f"check nvidia-smi and CUDA_VISIBLE_DEVICES, {on_cpu}"
-        )
-    devices = tuple(requested) or tuple(range(visible))
-    if len(set(devices)) < len(devices):
-        raise UserError(f"index.devices names a GPU twice: {list(devices)}")
-    if wrong := [device for device in devices if not 0 <= device < visible]:
-        raise UserError(
-            f"GPU {', '.join(map(str, wrong))} does not exist",
-            why=f"{visible} visible, counted from 0",
-            todo="correct index.devices",
-        )
-    return devices
-
-
-def visible_devices(requested: Sequence[int]) -> tuple[int, ...]:
-    """Return the requested GPUs, or all. Raises UserError if this FAISS or this machine has none."""
-    supported = hasattr(faiss, "StandardGpuResources")
-    return choose_devices(requested, supported=supported, visible=faiss.get_num_gpus() if supported else 0)
+    return choose_devices(requested, visible=faiss.get_num_gpus())
 
 
 def free_bytes(device: int) -> int | None:
@@ -209,10 +145,6 @@ def resources(temp_mb: float) -> Any:
     made = faiss.StandardGpuResources()
     made.setTempMemory(int(temp_mb * 2**20))
     return made
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _pieces(vectors: StoredVectors, share: GpuShard) -> Any:

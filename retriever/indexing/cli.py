@@ -20,7 +20,7 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", help="file or directory of passages (JSON lines, JSON, parquet, TSV; also gzip) "
                         "or of HotpotQA, 2Wiki, MuSiQue questions; or synthetic:N:SEED")  # fmt: skip
     parser.add_argument("--index", metavar="TYPE", help="bm25 (default), memory, faiss_flat, faiss_hnsw, faiss_ivf, "
-                        "faiss_ivfpq, faiss_gpu or hybrid")  # fmt: skip
+                        "faiss_ivfpq, faiss_gpu, torch_flat or hybrid")  # fmt: skip
     parser.add_argument("--format", help="corpus format: contents, title_text, hotpotqa or musique (default: detect)")
     parser.add_argument("--words", type=int, help="split documents into passages of this many words")
 

@@ -182,6 +182,7 @@ STRUCTURES: dict[str, Callable[[Any, CorpusStats, int], ResourceEstimate]] = {
     "memory": _flat,
     "faiss_flat": _flat,
     "faiss_gpu": _gpu,
+    "torch_flat": _gpu,
     "faiss_hnsw": _hnsw,
     "faiss_ivf": _ivf,
     "faiss_ivfpq": _ivfpq,
@@ -195,7 +196,7 @@ def structure(settings: IndexSettings, facts: CorpusStats, dim: int) -> Resource
     file = getattr(settings, "file", None)
     if file is not None:
         size = file.stat().st_size if file.is_file() else 0
-        return ResourceEstimate(serve=size, gpu=size if settings.type == "faiss_gpu" else 0)
+        return ResourceEstimate(serve=size, gpu=size if settings.type in ("faiss_gpu", "torch_flat") else 0)
     return STRUCTURES[settings.type](settings, facts, dim)
 
 

@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "memory": {"dtype": "float16"},
     "faiss_flat": {},
     "faiss_gpu": {},  # built without a GPU
+    "torch_flat": {"dtype": "float16"},
     "faiss_hnsw": {"exact_below": 0, "m": 8, "build_threads": 1},
     "faiss_ivf": {"exact_below": 0, "dtype": "float16"},
     "faiss_ivfpq": {"exact_below": 0, "nlist": 8, "pq_bits": 4},

@@ -12,18 +12,20 @@ import pytest
 from protocol.errors import UserError
 from retriever.index import open_index, write_index
 from retriever.index.config import FaissGpuSettings, FaissIvfSettings
-from retriever.index.faiss_gpu import choose_devices, plan_shards
+from retriever.index.devices import choose_devices, plan_shards
+from retriever.index.faiss_gpu import NORM_BYTES, visible_devices
 from tests.support.small_retriever import TextSource
 
 GIB = 2**30
 WIKI = 21_015_324
+HALF = 2 * 768 + NORM_BYTES
 
 needs_no_gpu = pytest.mark.skipif(faiss.get_num_gpus() > 0, reason="a GPU is visible")
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_every_row_goes_to_one_gpu(count: int) -> None:
-    shares = plan_shards(WIKI, 768, itemsize=2, devices=range(count), temp_bytes=0, free_bytes={})
+    shares = plan_shards(WIKI, 768, row_bytes=HALF, devices=range(count), temp_bytes=0, free_bytes={})
     assert [share.device for share in shares] == list(range(count))
     assert shares[0].start == 0
     assert shares[-1].stop == WIKI
@@ -33,12 +35,12 @@ def test_every_row_goes_to_one_gpu(count: int) -> None:
 
 
 def test_bytes_are_numbers_norms_and_scratch_memory() -> None:
-    (share,) = plan_shards(1000, 768, itemsize=2, devices=[5], temp_bytes=77, free_bytes={})
-    assert share.num_bytes == 1000 * (768 * 2 + 4) + 77
+    (share,) = plan_shards(1000, 768, row_bytes=HALF, devices=[5], temp_bytes=77, free_bytes={})
+    assert share.num_bytes == 1000 * HALF + 77
 
 
 def test_gpus_without_a_row_get_none() -> None:
-    assert [share[:3] for share in plan_shards(2, 8, itemsize=4, devices=[0, 1, 2], temp_bytes=0, free_bytes={})] == [
+    assert [share[:3] for share in plan_shards(2, 8, row_bytes=36, devices=[0, 1, 2], temp_bytes=0, free_bytes={})] == [
         (1, 0, 1),
         (2, 1, 2),
     ]
@@ -46,34 +48,42 @@ def test_gpus_without_a_row_get_none() -> None:
 
 def test_wikipedia_fits_one_80_gb_gpu_as_float16_and_not_as_float32() -> None:
     free = {0: 79 * GIB}
-    assert plan_shards(WIKI, 768, itemsize=2, devices=[0], temp_bytes=GIB // 2, free_bytes=free)[0].num_bytes < 31 * GIB
+    assert (
+        plan_shards(WIKI, 768, row_bytes=HALF, devices=[0], temp_bytes=GIB // 2, free_bytes=free)[0].num_bytes
+        < 31 * GIB
+    )
     with pytest.raises(UserError, match="do not fit on GPU 0") as refused:
-        plan_shards(WIKI, 768, itemsize=4, devices=[0], temp_bytes=20 * GIB, free_bytes=free)
+        plan_shards(WIKI, 768, row_bytes=4 * 768 + NORM_BYTES, devices=[0], temp_bytes=20 * GIB, free_bytes=free)
     assert "needs 80.2 GiB and has 79.0 GiB free" in refused.value.render()
 
 
 def test_only_the_gpu_that_is_full_is_named() -> None:
     with pytest.raises(UserError, match=r"on GPU 1$"):
-        plan_shards(WIKI, 768, itemsize=2, devices=[0, 1], temp_bytes=0, free_bytes={0: 40 * GIB, 1: 2 * GIB})
+        plan_shards(WIKI, 768, row_bytes=HALF, devices=[0, 1], temp_bytes=0, free_bytes={0: 40 * GIB, 1: 2 * GIB})
 
 
 def test_all_visible_gpus_are_taken_unless_some_are_named() -> None:
-    assert choose_devices((), supported=True, visible=2) == (0, 1)
-    assert choose_devices((1, 0), supported=True, visible=2) == (1, 0)
+    assert choose_devices((), visible=2) == (0, 1)
+    assert choose_devices((1, 0), visible=2) == (1, 0)
 
 
 @pytest.mark.parametrize(
-    ("asked", "supported", "visible", "says"),
+    ("asked", "visible", "says"),
     [
-        ((), False, 0, "does not support GPUs"),
-        ((), True, 0, "no GPU is visible"),
-        ((0, 2, 3), True, 2, "GPU 2, 3 does not exist"),
-        ((0, 0), True, 2, "twice"),
+        ((), 0, "no GPU is visible"),
+        ((0, 2, 3), 2, "GPU 2, 3 does not exist"),
+        ((0, 0), 2, "twice"),
     ],
 )
-def test_gpus_that_are_not_there_are_refused(asked: tuple[int, ...], supported: bool, visible: int, says: str) -> None:
+def test_gpus_that_are_not_there_are_refused(asked: tuple[int, ...], visible: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        choose_devices(asked, supported=supported, visible=visible)
+        choose_devices(asked, visible=visible)
+
+
+@pytest.mark.skipif(hasattr(faiss, "StandardGpuResources"), reason="this FAISS supports GPUs")
+def test_a_faiss_without_gpus_is_refused() -> None:
+    with pytest.raises(UserError, match="does not support GPUs"):
+        visible_devices(())
 
 
 @needs_no_gpu
