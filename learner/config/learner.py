@@ -127,8 +127,8 @@ class DistributedPublishSettings(FilesSettings):
     """Transport."""
     address: str = "127.0.0.1"
     """Address of this host as the engines reach it; the ranks meet only there. Anyone who can connect could read the
-    weights: use loopback or a private network. On loopback gloo also stays on loopback; otherwise it uses the interface
-    in GLOO_SOCKET_IFNAME, or that of the host's name."""
+    weights: use loopback or a private network. gloo uses the interface of this address, unless GLOO_SOCKET_IFNAME is
+    set."""
     port: int = Field(default=0, ge=0, le=65535)
     """Rendezvous port of the ranks; 0: a free port for each new group."""
     backend: Literal["gloo", "nccl"] = "gloo"

@@ -8,6 +8,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, only not in __all__
 
+from protocol.runtime.torch_safety import gloo_at, interface_variables
+
 PATIENCE = timedelta(hours=1)
 """Timeout of a collective, long enough for other ranks to write files."""
 
@@ -20,7 +22,10 @@ def join_ranks() -> None:
     if "WORLD_SIZE" in os.environ:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        torch.distributed.init_process_group(backend, timeout=PATIENCE)
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        os.environ.update(interface_variables(master))
+        with gloo_at(master):
+            torch.distributed.init_process_group(backend, timeout=PATIENCE)
         return
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asserts that it is set
     torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Find free TCP ports, and the process that listens on a port.
+"""Find free TCP ports, the process that listens on a port, and the interface on the way to a host.
 
 A restarted process must listen on the same address, so its port is fixed for the whole run. Ports are chosen below the
 kernel's range for outgoing connections: one of those could take the port before it is bound.
@@ -6,15 +6,21 @@ kernel's range for outgoing connections: one of those could take the port before
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
 import random
 import socket
+import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import UserError
 
 LOWEST, DEFAULT_HIGHEST = 15000, 32767
+_SIOCGIFADDR = 0x8915
+"""Linux' request for the address of an interface, see netdevice(7)."""
 _TAKEN: set[int] = set()
 _DRAW = random.SystemRandom()
 """Not the shared generator: processes with the same seed would choose the same ports."""
@@ -54,6 +60,38 @@ def require_free(host: str, port: int, setting: str) -> None:
     raise UserError(f"{setting} = {port} is taken{by}", todo=f"{stop}, or choose another port (0: a free one)")
 
 
+def local_address(host: str) -> str:
+    """Return this machine's address on the route to `host`, a name or an address. Sends nothing. Raises OSError."""
+    family, kind, proto, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def interface_to(host: str) -> str:
+    """Return the name of the interface with `local_address(host)`, "" if unknown or not on Linux."""
+    try:
+        address = ipaddress.ip_address(local_address(host).partition("%")[0])
+    except (OSError, ValueError):
+        return ""
+    if address.is_loopback:
+        return "lo" if sys.platform.startswith("linux") else ""
+    if address.version == 6:
+        rows = ([words[-1], words[0]] for words in map(str.split, _lines("/proc/net/if_inet6")) if words)
+        return next((name for name, digits in rows if int(digits, 16) == int(address)), "")
+    return next((name for _, name in socket.if_nameindex() if _ipv4(name) == str(address)), "")
+
+
+def _ipv4(interface: str) -> str:
+    """Return the first IPv4 address of an interface, "" without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(found[20:24])
+
+
 def _highest() -> int:
     try:
         lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -91,8 +129,12 @@ def unix_socket_owner(path: str) -> PortOwner | None:
 
 
 def _rows(table: str) -> list[list[str]]:
+    return [line.split() for line in _lines(table)[1:]]
+
+
+def _lines(table: str) -> list[str]:
     try:
-        return [line.split() for line in Path(table).read_text().splitlines()[1:]]
+        return Path(table).read_text().splitlines()
     except OSError:
         return []
 

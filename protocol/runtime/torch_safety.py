@@ -1,30 +1,45 @@
-"""Two safety rules: gloo listens on loopback if possible, and pickled weights are refused. Does not import torch."""
+"""Safety rules: gloo and NCCL use one interface, and pickled weights are refused. Does not import torch."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from protocol.errors import UserError
 from protocol.runtime.http.auth import is_loopback
+from protocol.runtime.net import interface_to
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 @contextmanager
 def gloo_at(address: str) -> Iterator[None]:
-    """Make gloo groups in the block listen on loopback if `address` is loopback: gloo does not authenticate peers."""
-    if not is_loopback(address) or INTERFACE in os.environ or not sys.platform.startswith("linux"):
+    """Make gloo groups in the block use the interface on the route to `address`, unless GLOO_SOCKET_IFNAME is set.
+
+    By default gloo uses the address of the host's name, which may be loopback or the wrong network. If `address` is
+    loopback, so is the interface: gloo does not authenticate peers.
+    """
+    interface = "" if INTERFACE in os.environ else interface_to(address)
+    if not interface:
         yield
         return
-    os.environ[INTERFACE] = "lo"
+    os.environ[INTERFACE] = interface
     try:
         yield
     finally:
         os.environ.pop(INTERFACE, None)
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """Return the variables that make gloo and NCCL of another process use the interface on the route to `address`.
+
+    Those that are set already are left out, and so is loopback: a group may meet elsewhere.
+    """
+    interface = "" if is_loopback(address) else interface_to(address)
+    return {name: interface for name in (INTERFACE, NCCL_INTERFACE) if interface and name not in os.environ}
 
 
 _CONVERT = (

@@ -28,6 +28,8 @@ from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.redis.aio import Backoff, retry_until_available
+from protocol.runtime.redis.url import parse_redis_url
+from protocol.runtime.torch_safety import interface_variables
 from protocol.settings import RunSettings
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
@@ -203,7 +205,10 @@ class Agent:
             )
 
         log_path = (self._run.dir / "logs" / f"{status.id}.engine.log").resolve()
-        return await EngineProcess.start(argv, environment(kind, keys), log_path), model
+        hosts = parse_redis_url(self._run.redis_url).hosts
+        interface = interface_variables(hosts[0][0]) if hosts else {}
+        variables = {**interface, **environment(kind, keys)}
+        return await EngineProcess.start(argv, variables, log_path), model
 
     async def _read_target(self) -> WeightUpdate | None:
         """Return the target, unless its epoch is refused."""

@@ -67,7 +67,11 @@ class NodeSettings(Settings):
     kind: EngineKind = CpuEngine()
     """The engine: `engine.kind.type` is cpu, sglang or attach."""
     host: str = "127.0.0.1"
-    """Address that the engine listens on, and that rollout servers use (it is part of the registration)."""
+    """Address that the engine listens on."""
+    advertise: str = Field(default="", pattern=r"^[^/\s]*$")
+    """Address of the engine for rollout servers, HOST or HOST:PORT, if it differs from `host`: a name, another
+    interface, an address behind NAT. Empty: `host`, or if that is 0.0.0.0 or ::, this machine's address on the route to
+    Redis."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port that the engine listens on; 0 picks a free one."""
     role: Literal["rollout", "eval"] = "rollout"

@@ -19,9 +19,10 @@ from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.http.server import http_url
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
-from protocol.runtime.net import free_port
+from protocol.runtime.net import free_port, local_address
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.runtime.redis.url import parse_redis_url
 from protocol.settings import RunSettings
 from rollout_server.dispatch.fleet import RunCompatibility
 from rollout_server.environment.tokenizer import load_tokenizer
@@ -33,11 +34,14 @@ from rollout_server.node.status import EngineStatus
 
 log = logging.getLogger(__name__)
 
+EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that mean every interface, with the address that this machine itself uses."""
+
 
 async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSignal | None = None) -> None:
     """Run until SIGTERM or SIGINT (or `stop`). Raises UserError if the engine cannot be launched."""
     stop = stop or ShutdownSignal()
-    port, url = _address(settings)
+    port, local, url = addresses(settings, run.redis_url)
     engine_id = settings.id or f"engine-{socket.gethostname()}-{port}"
     # rollout servers compare it: an engine with a different tokenizer would read other text
     fingerprint = load_tokenizer(run.model).fingerprint
@@ -60,7 +64,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
     redis = RedisClient(run.redis_url, Keys(run.id))
     registry = Registry(redis, lease_s=settings.lease_s, compatibility=RunCompatibility(run))
     async with aiohttp.ClientSession() as session:
-        agent = Agent(run, settings, registry, stats, session, status, url=url, port=port)
+        agent = Agent(run, settings, registry, stats, session, status, url=local, port=port)
         try:
             with shutdown_on_signals(stop), unwrap_user_error():
                 log.info("node of %s at %s", engine_id, url)
@@ -81,17 +85,38 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
             await redis.aclose()
 
 
-def _address(settings: NodeSettings) -> tuple[int, str]:
-    """Return (port, base URL) of the engine."""
+def addresses(settings: NodeSettings, redis_url: str) -> tuple[int, str, str]:
+    """Return the engine's port, its base URL for this node, and its base URL for rollout servers."""
     if isinstance(settings.kind, AttachedEngine):
         parts = urlsplit(settings.kind.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(
                 f"engine.kind.url = {settings.kind.url!r} is not a URL", todo="set a base URL, e.g. http://host:30000"
             )
-        return parts.port or 80, settings.kind.url.rstrip("/")
+        url = settings.kind.url.rstrip("/")
+        return parts.port or 80, url, url
     port = settings.port or free_port(settings.host)
-    return port, http_url(settings.host, port)
+    local = http_url(EVERY_INTERFACE.get(settings.host, settings.host), port)
+    if settings.advertise:
+        return port, local, _advertised(settings.advertise, port)
+    place = parse_redis_url(redis_url)
+    if settings.host not in EVERY_INTERFACE or place.is_loopback:
+        return port, local, local
+    try:
+        return port, local, http_url(local_address(place.hosts[0][0]), port)
+    except OSError as error:
+        raise UserError(
+            f"cannot find the address of this host on the way to Redis at {place.hosts[0][0]}",
+            why=str(error),
+            todo="set engine.advertise to an address that rollout servers can reach",
+        ) from None
+
+
+def _advertised(place: str, port: int) -> str:
+    """Return the URL of `place`: HOST, HOST:PORT, an IPv6 address, or one in brackets with or without a port."""
+    if place.rpartition("]")[2].count(":") == 1:
+        return f"http://{place}"
+    return http_url(place.strip("[]"), port)
 
 
 async def _deregister(registry: Registry, redis: RedisClient, stats: Stats, engine_id: str) -> None:

@@ -20,13 +20,15 @@ import yaml
 
 from protocol.errors import UserError
 from protocol.runtime.http.auth import Access, engine_key
+from protocol.runtime.net import local_address
 from rollout_server.cpu_engine.config import parse
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.node import guard
 from rollout_server.node.capabilities import NO_OVERLAP, read_capabilities
-from rollout_server.node.config import CpuEngine, SglangEngine
+from rollout_server.node.config import CpuEngine, NodeSettings, SglangEngine
 from rollout_server.node.guard import descendants
 from rollout_server.node.process import EngineKeys, EngineProcess, check_host, command, environment, new_keys
+from rollout_server.node.server import addresses
 
 GIVEN = {"model": Path("/m"), "label": "1.2", "host": "127.0.0.1", "port": 31000}
 
@@ -42,6 +44,34 @@ print("forked", flush=True)
 time.sleep(float(sys.argv[1]))
 """
 """An engine as engines are: a tree, with a member that no signal to the first one or to its group reaches."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "local", "public"),
+    [
+        ({"host": "10.0.0.7"}, "10.0.0.7:31000", "10.0.0.7:31000"),
+        ({"host": "0.0.0.0", "advertise": "gpu-7"}, "127.0.0.1:31000", "gpu-7:31000"),
+        ({"host": "10.0.0.7", "advertise": "gate.example:8000"}, "10.0.0.7:31000", "gate.example:8000"),
+        ({"host": "::", "advertise": "fd00::7"}, "[::1]:31000", "[fd00::7]:31000"),
+        ({"host": "::1", "advertise": "[fd00::7]:8000"}, "[::1]:31000", "[fd00::7]:8000"),
+        # only this machine can reach a Redis on loopback, and so only it can be a rollout server
+        ({"host": "0.0.0.0"}, "127.0.0.1:31000", "127.0.0.1:31000"),
+    ],
+)
+def test_an_engine_may_be_reached_at_another_address(settings: dict[str, str], local: str, public: str) -> None:
+    node = NodeSettings(port=31000, **settings)
+    assert addresses(node, "redis://127.0.0.1:6379/0") == (31000, f"http://{local}", f"http://{public}")
+
+
+def test_an_engine_on_every_interface_has_the_address_of_the_route_to_redis() -> None:
+    try:
+        outside = local_address("192.0.2.1")  # TEST-NET-1 of RFC 5737: nothing is sent
+    except OSError:
+        pytest.skip("this machine has no route")
+    node = NodeSettings(port=31000, host="0.0.0.0")
+    assert addresses(node, "redis://192.0.2.1:6379/0") == (31000, "http://127.0.0.1:31000", f"http://{outside}:31000")
+    with pytest.raises(UserError, match="cannot find the address of this host"):
+        addresses(node, "redis://no.such.host.invalid:6379/0")
 
 
 def test_the_embedded_engine_gets_the_names_of_its_keys() -> None:

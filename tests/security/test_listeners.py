@@ -17,7 +17,8 @@ from learner.observability.metrics_server import metrics_page, serve_prometheus
 from learner.weights.process_group import BroadcastGroup
 from protocol.errors import UserError
 from protocol.messages import MetricsSnapshot
-from protocol.runtime.net import free_port
+from protocol.runtime.net import free_port, interface_to, local_address
+from protocol.runtime.torch_safety import gloo_at, interface_variables
 
 TOKEN = "v1ewer-0123456789-abcdefghijklmnop"
 
@@ -46,6 +47,40 @@ def test_the_update_group_meets_at_its_address_alone(monkeypatch: pytest.MonkeyP
         assert "GLOO_SOCKET_IFNAME" not in os.environ, "other groups of this process choose for themselves"
     finally:
         group.close()
+
+
+@pytest.fixture
+def outside() -> str:
+    """The address of this machine on the way to another one. TEST-NET-1 of RFC 5737: nothing is sent there."""
+    try:
+        return local_address("192.0.2.1")
+    except OSError:
+        pytest.skip("this machine has no route")
+
+
+def test_the_interface_is_that_of_the_route(outside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interface_to("127.0.0.1") == interface_to("localhost") == "lo"
+    name = interface_to("192.0.2.1")
+    assert name in {name for _, name in socket.if_nameindex()} - {"lo"}
+    assert interface_to(outside) == name
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert interface_variables(outside) == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
+    assert interface_variables(outside) == {"GLOO_SOCKET_IFNAME": name}
+    assert interface_variables("127.0.0.1") == {} == interface_variables("no.such.host.invalid")
+
+
+def test_gloo_listens_on_the_interface_of_the_address(outside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for address, wanted in (("127.0.0.1", "lo"), (outside, interface_to(outside))):
+        with gloo_at(address):
+            assert os.environ["GLOO_SOCKET_IFNAME"] == wanted
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    group = BroadcastGroup(
+        name="g", address=outside, port=free_port(outside), world_size=1, backend="gloo", timeout_s=20.0
+    )
+    group.close()
 
 
 def test_a_taken_meeting_port_is_an_error_and_no_second_listener() -> None:
