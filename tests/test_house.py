@@ -37,7 +37,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     # the benchmark compares with FAISS by itself
     "faiss": ("retriever/index/faiss_", "benchmarks/retriever/raw.py"),
     "bm25s": ("retriever/index/bm25",),
-    "torch": ("rollout_server/cpu_engine/", *MODELS),
+    "torch": ("rollout_server/cpu_engine/", "retriever/index/torch_flat.py", *MODELS),
     "transformers": MODELS,
     "sglang": (SGLANG_CPU,),
     "trl": ("benchmarks/learner/trl_baseline.py",),
@@ -70,7 +70,7 @@ UNUSED = {
         *("distance_compute_blas_threshold", "epilog", "pre_tokenizer", "__compatible_ops__", "see_memory_usage"),
         *("_global_grad_norm", "_disable_adapters", "__class__", "writeable", "excepthook", "exc_text", "maxother"),
         *("maxstring", "use_cache", "useFloat16", "efConstruction", "min_points_per_centroid", "own_fields"),
-        *("max_points_per_centroid", "niter"),
+        *("max_points_per_centroid", "niter", "allow_fp16_reduced_precision_reduction"),
     },
     "called by a library": {
         *("_generate_and_score_completions", "on_step_begin", "on_step_end", "on_log", "kwargs"),
