@@ -84,7 +84,8 @@ def pack(
     """Yield `weights` in the planned buckets, each as soon as its last tensor arrives.
 
     Takes from `weights` only what the next bucket needs. Raises LayoutMismatch if names, dtypes or shapes differ from
-    the plan's, and BadWeights for a tensor that fails the inspection (default: all values finite).
+    the plan's, and BadWeights for a tensor that fails the inspection (default: all values finite). A deferred one
+    raises that and PackingError after the last bucket.
     seen: receives each tensor as it arrives, which stays valid until its future is done.
     """
     inspection = inspection or WeightCheck({}, 0.0)
@@ -104,7 +105,10 @@ def pack(
             if flat is None:
                 flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=tensor.device)
             start, size = starts[name], tensor.numel() * tensor.element_size()
-            flat[start : start + size].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+            copy = flat[start : start + size].view(tensor.dtype)
+            copy.copy_(tensor.detach().reshape(-1))
+            if inspection.deferred:
+                inspection.compare(name, tensor, copy)
             if seeing:
                 seeing.result()
         if flat is not None:
