@@ -211,7 +211,7 @@ class DistributedPublisher:
             backend=s.backend,
             join_s=s.prepare_s,
             timeout_s=s.transfer_s,
-            stall_s=s.stall_s,
+            stall_s=2 * s.stall_s,  # the transfer itself notices first, and knows who is late
         )
 
     def _keep_copy(

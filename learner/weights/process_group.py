@@ -38,7 +38,7 @@ class Rendezvous:
 
     join_s     timeout for joining, and for the proof
     timeout_s  timeout of a broadcast that cannot be aborted
-    stall_s    a group that completes nothing for this long is aborted, if it can be
+    stall_s    a group that completes nothing for this long is aborted, if it can be, also while nobody waits for it
     """
 
     name: str

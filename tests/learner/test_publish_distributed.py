@@ -1,7 +1,11 @@
-"""Weights by broadcast: a real Redis, real gloo, real nodes with embedded engines in separate processes."""
+"""Weights by broadcast: a real Redis, real gloo, real nodes with embedded engines in separate processes.
+
+Every test runs twice: with gloo, and with a group that behaves as NCCL does (`tests.support.lazy_group`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,6 +35,7 @@ from protocol.messages import EngineInfo, NodeState, ViewAnswer, WeightBucket, W
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from tests.support.environments import write_tokenizer
+from tests.support.lazy_group import lazy_groups
 from tests.support.waiting import wait_until
 
 Weights = dict[str, torch.Tensor]
@@ -184,14 +189,15 @@ class Fleet:
         self.db.close()
 
 
-@pytest.fixture
-def fleet(engines: Fleet) -> Iterator[Fleet]:
+@pytest.fixture(params=["gloo", "lazy"])
+def fleet(engines: Fleet, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """`engines`, whatever the test before did to them."""
     for name in "ab":
         if name not in engines.nodes or engines.nodes[name].poll() is not None:
             engines.start(name)
-    yield engines
-    engines.forget()
+    with lazy_groups(monkeypatch) if request.param == "lazy" else contextlib.nullcontext():
+        yield engines
+        engines.forget()
 
 
 @pytest.fixture(scope="module")
@@ -500,7 +506,7 @@ def test_weights_that_are_no_policys_end_the_view(fleet: Fleet, wrong: str) -> N
     fleet.ready("a", "b", at=v0)
     bad = fleet.shifted(1e-3)
     list(bad.values())[-1].view(-1)[3] = float("nan") if wrong == "not finite" else 1e6
-    with pytest.raises(BadWeights, match=wrong if wrong == "not finite" else "the norm of all weights is at least"):
+    with pytest.raises(BadWeights, match="non-finite" if wrong == "not finite" else "the norm of all weights is at least"):
         publisher.publish(PolicyVersion(epoch, 1), bad.items())
     assert fleet.view().phase == "abort"
     fleet.ready("a", "b", at=v0)
