@@ -93,11 +93,11 @@ class DistributedPublisher:
         copy: list[KeptBucket] = []
         deferred, room = self._staging.deferred, self._staging.room()
         inspection = self._disk.sanity.inspection(deferred=deferred)
-        sums = SourceChecksums(self._hashing, (_dtype(e) for e in members))
-        # on a GPU the inspection compares each tensor with its bucket: hashing waits for every tensor
-        blind = not deferred and any(not _dtype(engine) for engine in members)
-        packed = pack(self._plan, named, inspection, None if deferred else sums.add)
-        packed = self._keep_copy(packed, copy, sums.check if blind else None)
+        # hashing waits for every tensor: on a GPU the inspection compares each with its bucket instead
+        sums = None if deferred else SourceChecksums(self._hashing, (_dtype(e) for e in members))
+        blind = any(not _dtype(engine) for engine in members)
+        packed = pack(self._plan, named, inspection, sums and sums.add)
+        packed = self._keep_copy(packed, copy, sums.check if sums and blind else None)
         transfer = self._begin(version, members, sums)
         try:
             s = self._settings
@@ -107,7 +107,7 @@ class DistributedPublisher:
             log.warning("publishing %s as files: %s", version.label, error)
             self._counts["publish_fallbacks"] += 1
             try:
-                return self._fall_back(version, packed, copy, None if deferred else sums, error)
+                return self._fall_back(version, packed, copy, sums, error)
             except PackingError as wrong:
                 if isinstance(weights, Iterator):
                     raise
@@ -159,7 +159,7 @@ class DistributedPublisher:
             return [], "first version of an epoch"
         return self._membership.of_next(last)
 
-    def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceChecksums) -> Transfer:
+    def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceChecksums | None) -> Transfer:
         members = tuple(member_of(e) for e in engines)
         self._number = self._number + 1 if self._epoch == version.epoch else 1
         self._epoch = version.epoch

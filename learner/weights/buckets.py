@@ -105,14 +105,13 @@ def pack(
             if flat is None:
                 flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=tensor.device)
             start, size = starts[name], tensor.numel() * tensor.element_size()
-            copy = flat[start : start + size].view(tensor.dtype)
-            copy.copy_(tensor.detach().reshape(-1))
-            if inspection.deferred:
-                inspection.compare(name, tensor, copy)
+            flat[start : start + size].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
             if seeing:
                 seeing.result()
         if flat is not None:
-            yield PackedBucket(bucket, flat)
+            packed = PackedBucket(bucket, flat)
+            inspection.compare(packed.tensors())
+            yield packed
     inspection.finish()
     if (extra := next(weights, None)) is not None:
         raise LayoutMismatch(f"tensor {extra[0]!r} is not in the plan")

@@ -12,6 +12,7 @@ them. On a GPU reading a value waits for all work before it, so a deferred check
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -36,6 +37,7 @@ class WeightCheck:
         self.norms: dict[str, float] = {}
         self.deferred = deferred
         self._norms: list[tuple[str, torch.Tensor]] = []
+        self._bits: dict[str, torch.Tensor] = {}
         self._differs: list[tuple[str, torch.Tensor]] = []
         self._last, self._max_jump = last, max_jump
         self._last_total = math.hypot(*last.values())
@@ -43,6 +45,8 @@ class WeightCheck:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Check the next tensor, of any shape and dtype; integers pass. Raises BadWeights with its name."""
+        if self.deferred:
+            self._bits[name] = _bits(tensor)
         if not tensor.is_floating_point() or not tensor.numel():
             return
         norm = _norm(tensor)
@@ -51,9 +55,13 @@ class WeightCheck:
         else:
             self._judge(name, float(norm))
 
-    def compare(self, name: str, tensor: torch.Tensor, packed: torch.Tensor) -> None:
-        """Note whether `tensor` and its copy in a bucket, both [n], differ in the sum of their bits. Deferred only."""
-        self._differs.append((name, _bits(tensor) != _bits(packed)))
+    def compare(self, packed: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Compare tensors, read from a bucket where an engine will read them, with those that were added. If deferred.
+
+        By the sums of their bits: an element-wise comparison takes as much memory as the tensor.
+        """
+        if self.deferred:
+            self._differs += [(name, _bits(tensor) != self._bits.pop(name)) for name, tensor in packed]
 
     def _judge(self, name: str, norm: float) -> None:
         if not math.isfinite(norm):
@@ -132,6 +140,6 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the elements' bits, read as integers: no copy, unlike an element-wise comparison."""
+    """Return the sum of the elements' bits, read as integers."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(integers[tensor.element_size()]).sum(dtype=torch.int64)

@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -116,3 +117,29 @@ def lazy_groups(patch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]  # a
             group.close()
             group.thread.join(30.0)  # torch crashes if it is in gloo at exit
     assert not LazyGroup.killed, "a watchdog would have ended the learner"
+
+
+class DeviceStaging:
+    """A `Staging` that behaves as the one on a GPU: values are read late, and copies take their time in a thread.
+
+    free  bytes that it has room for
+    """
+
+    deferred = True
+    free: ClassVar[int] = 1 << 40
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "copy weights")
+
+    def room(self) -> int:
+        return DeviceStaging.free
+
+    def copy(self, flat: torch.Tensor) -> Future[torch.Tensor]:
+        return self._pool.submit(self._copy, flat)
+
+    def _copy(self, flat: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return flat.clone()
+
+    def close(self) -> None:
+        self._pool.shutdown()
