@@ -47,9 +47,12 @@ class Member(FakeServer):
         super().__init__()
         self.bodies: dict[str, list[dict[str, Any]]] = {}
         self.sums: dict[str, Any] = {"per_engine_checksum": "c0ffee"}
+        self.facts: dict[str, Any] = {}
 
     @web.middleware
     async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/server_info" and self.facts:
+            return web.json_response(self.facts)
         if request.path not in WEIGHTS:
             return await super()._faulty(request, handler)  # type: ignore[no-any-return]
         body = await request.json()

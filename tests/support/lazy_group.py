@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -47,6 +47,8 @@ class LazyGroup:
     killed: ClassVar[list[str]] = []
     stuck: ClassVar[threading.Event] = threading.Event()
     """While it is set, no broadcast completes, whatever gloo does."""
+    alone: ClassVar[bool] = False
+    """The other ranks are scripted and do not join: every broadcast succeeds."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.name, self._rendezvous = rendezvous.name, rendezvous
@@ -87,8 +89,9 @@ class LazyGroup:
         self._work.put(None)
 
     def _run(self) -> None:
+        alone = replace(self._rendezvous, world_size=1)
         try:
-            group = BroadcastGroup(self._rendezvous)
+            group = BroadcastGroup(alone if LazyGroup.alone else self._rendezvous)
         except (RuntimeError, ValueError, OSError):
             return  # every broadcast hangs
         with contextlib.suppress(RuntimeError):  # a rank is gone: this broadcast and all further ones hang
