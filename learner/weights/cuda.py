@@ -48,8 +48,8 @@ class NcclGroup:
     lazy = True
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        # a new thread starts at device 0
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(self._device)  # a new thread starts at device 0
         self.name = rendezvous.name
         with unwatched():
             self._store, self._group = open_group(rendezvous, NO_TIMEOUT)
@@ -64,7 +64,7 @@ class NcclGroup:
         """Enqueue a broadcast; it connects the ranks if it is the first one."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
-            tensor = tensor.to("cuda")  # the proof comes from main memory
+            tensor = tensor.to(self._device)
             tensor.record_stream(self._stream)
             work = torch.distributed.broadcast(tensor, src=0, group=self._group, async_op=True)
             assert work is not None
