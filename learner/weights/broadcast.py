@@ -96,7 +96,7 @@ class DistributedPublisher:
         # hashing waits for every tensor: on a GPU the inspection compares each with its bucket instead
         sums = None if deferred else SourceChecksums(self._hashing, (_dtype(e) for e in members))
         blind = any(not _dtype(engine) for engine in members)
-        packed = pack(self._plan, named, inspection, sums and sums.add)
+        packed = pack(self._plan, named, inspection, sums.add if sums else None)
         packed = self._keep_copy(packed, copy, sums.check if sums and blind else None)
         transfer = self._begin(version, members, sums)
         try:

@@ -49,7 +49,7 @@ class WeightCheck:
             self._bits[name] = _bits(tensor)
         if not tensor.is_floating_point() or not tensor.numel():
             return
-        norm = _norm(tensor)
+        norm = norm_of(tensor)
         if self.deferred:
             self._norms.append((name, norm))
         else:
@@ -127,12 +127,8 @@ class WeightChecker:
             self._last = version, seen.norms
 
 
-def norm_of(tensor: torch.Tensor) -> float:
-    """Return the Euclidean norm; not finite if an element is not, or if its square overflows float32."""
-    return float(_norm(tensor))
-
-
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
+def norm_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the Euclidean norm, [] float64; not finite if an element is not, or if its square overflows float32."""
     flat = tensor.detach().reshape(-1)
     wide = torch.promote_types(flat.dtype, torch.float32)
     squares = [torch.linalg.vector_norm(part, dtype=wide).double() ** 2 for part in torch.split(flat, CHUNK)]
