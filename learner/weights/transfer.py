@@ -164,7 +164,7 @@ class Transfer:
         """Return the failure, blaming silent members and those behind the others; if all hang, it may be any of
         them."""
         silent = [member for member in self.view.members if member not in self.answers]
-        behind = silent or [m for m in self.view.members if self.answers[m].phase != "loaded"]
+        behind = silent or [m for m in self.view.members if not self._through(self.answers[m])]
         blamed = behind if silent or len(behind) < len(self.view.members) else []
         return TransferFailed(f"{phase} timed out, waiting for {', '.join(behind)}", blamed)
 
@@ -177,6 +177,10 @@ class Transfer:
                 raise TransferFailed(
                     f"{member} is not admitted to the group: its node has another {node} than the learner", [member]
                 )
+
+    def _through(self, answer: ViewAnswer) -> bool:
+        """Return whether a member has completed the phase; one that still joins answers with a detail."""
+        return answer.phase == "loaded" or (self.view.phase, answer.phase, answer.detail) == ("prepare", "prepared", "")
 
     def _listen(self) -> None:
         """Read the answers. Raises TransferFailed if a member reports a failure or is gone."""

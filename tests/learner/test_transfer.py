@@ -90,6 +90,24 @@ def right() -> str:
         return sums.total("float32", ())
 
 
+def test_a_member_that_does_not_connect_is_blamed_and_the_others_are_not() -> None:
+    class Joining(EngineLink):
+        def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
+            found = super().answers(epoch, number)
+            return found | {"e/2": ViewAnswer(member="e/2", number=number, phase="prepared", detail="joining")}
+
+    view = WeightView(
+        run="t", epoch=1, step=1, number=1, phase="prepare", members=("e/1", "e/2"), buckets=(layout(NAMED),),
+        rank_offsets=(1, 2), group="g", address="127.0.0.1", port=1, world_size=3,
+    )  # fmt: skip
+    link = cast(Any, Joining({member: {} for member in view.members}))
+    made = Transfer(link, cast(GroupSender, Sent()), view, None, dict.fromkeys(view.members, ""))
+    flat = torch.cat([tensor.view(torch.uint8) for _, tensor in NAMED])
+    with pytest.raises(TransferFailed, match="prepare timed out, waiting for e/2") as caught:
+        made.run(iter([PackedBucket(layout(NAMED), flat)]), prepare_s=0.05, transfer_s=30, stall_s=30)
+    assert caught.value.missing == ("e/2",)
+
+
 def test_members_that_hold_what_the_policy_has_are_committed() -> None:
     good = {"kind": "cpu", "checksum": "c", "tensors_sha256": right()}
     transfer({"e/1": good})
