@@ -20,6 +20,7 @@ from protocol.redaction import redact
 from protocol.runtime.config import SettingsTree, section
 from protocol.runtime.log import LOG_FORMAT
 from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, add_config_arguments, run_service
+from protocol.runtime.torch_safety import set_nccl_defaults
 from protocol.settings import RunSettings
 
 
@@ -74,6 +75,8 @@ def _train(args: argparse.Namespace, tree: SettingsTree) -> int:
     run = section(tree, "run", RunSettings)
     settings = section(tree, "learner", LearnerSettings)
     require_groups(run, settings)
+    if settings.publish.type == "distributed" and settings.publish.backend == "nccl":
+        set_nccl_defaults(os.environ)  # NCCL reads them once, for the learner's own groups too
     if ranks()[0]:
         return run_worker(run, settings)
     if args.replay is not None:

@@ -288,7 +288,8 @@ class WeightView(Message):
     phase     prepare: join `group` and answer; transfer: pause, receive every bucket, answer with the checksum;
               commit: set the version and resume (its WeightUpdate is now the target); abort: the view has ended,
               a member that has received a tensor holds weights of no version
-    members   "engine id/incarnation" of rank 1, 2, ... in order; `ranks_each` ranks per member (tensor parallel)
+    members   "engine id/incarnation" of rank 1, 2, ... in order
+    rank_offsets  first rank of each member, which has `EngineInfo.ranks` ranks (tensor parallel)
     deadline  seconds on the Redis clock; a member that has heard nothing by then treats the view as aborted
     """
 
@@ -307,6 +308,9 @@ class WeightView(Message):
     buckets: tuple[WeightBucket, ...] = Field(default=(), max_length=65536)
     flattened: bool = True
     deadline: Number = 0.0
+    proof: WeightBucket | None = None
+    """A bucket of one tensor that the members hold already: broadcast in a new group before they answer "prepared".
+    None: no proof of connection is needed, or a member cannot give it."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -317,6 +321,7 @@ class ViewAnswer(Message):
     """The state of one member of a view.
 
     phase     prepared: in the group; loaded: has every tensor, generation still paused; failed: see `detail`
+    kind      `EngineInfo.layout`, or `EngineInfo.kind` of a node that does not report a layout
     checksum  of all weights in the engine, comparable between engines of one `kind`; "" if the engine computes none
     tensors_sha256  `weight_sums.sum_of` the view's tensors except the `unused` ones (a tied head), as stored in the
               engine, for comparison with the learner's value; "" if the engine's layout is not Hugging Face's
@@ -336,6 +341,8 @@ class ViewAnswer(Message):
     verify_s: Number = 0.0
     touched: bool = False
     detail: Annotated[str, Field(max_length=2000)] = ""
+    token: Name = ""
+    """`protocol.runtime.http.auth.member_token` of the member and the group; "" without a node token."""
 
 
 class NodeState(StrEnum):
@@ -383,6 +390,13 @@ class EngineInfo(Message):
     """Requests retracted for lack of KV cache since its start: a sign of too much concurrency."""
     dtype: Name = ""
     """dtype of its weights, as torch names it; "" if it does not report tensors one by one."""
+    layout: Name = ""
+    """What its checksum depends on besides the weights, e.g. "sglang/tp2/pp1/dp1/ep1/bfloat16/none": engine, parallel
+    sizes, dtype, quantization. "": `kind` alone."""
+    versions: dict[Name, Name] = Field(default_factory=dict, max_length=16)
+    """Versions of "engine", "torch" and "nccl" in its environment, where known."""
+    proves: bool = False
+    """It can take part in the proof of a new group (`WeightView.proof`)."""
 
     @property
     def version(self) -> PolicyVersion:

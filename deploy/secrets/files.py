@@ -42,7 +42,7 @@ tls-auth-clients optional
 tls-replication yes
 """
 TOKENS_OF: Mapping[str, tuple[Role, ...]] = {
-    "learner": ("viewer",),
+    "learner": ("viewer", "node"),  # the token of `node` admits engines to weight-update groups
     "rollout": ("viewer", "node", "operator"),
     "node": ("viewer", "node"),
     "retriever": ("viewer", "node"),

@@ -132,17 +132,19 @@ class DistributedPublishSettings(FilesSettings):
     port: int = Field(default=0, ge=0, le=65535)
     """Rendezvous port of the ranks; 0: a free port for each new group."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """`gloo` sends from main memory over sockets; `nccl` from GPU to GPU (not tested yet)."""
+    """`gloo` sends from main memory over sockets; `nccl` from GPU to GPU (has not run on a GPU yet)."""
     bucket_mb: int = Field(default=256, ge=1)
     """Maximum size of one broadcast, in MiB: one is sent while the next is gathered. Small models use smaller ones."""
     flattened: bool = True
     """One broadcast per bucket; false: one per tensor."""
     prepare_s: float = Field(default=15.0, gt=0)
-    """Timeout for the engines to join the group, in seconds; an engine that misses it is excluded for a minute."""
+    """Timeout for the engines to join the group, in seconds; an engine that misses it is excluded for a minute. With
+    `nccl` it includes the connection of all ranks."""
     transfer_s: float = Field(default=120.0, gt=0)
     """Timeout for one version, in seconds, from its first byte to the checksums."""
     stall_s: float = Field(default=20.0, gt=0)
-    """Timeout for one bucket or the last checksum, in seconds: a hanging engine must not block training."""
+    """Timeout for one bucket or the last checksum, in seconds: a hanging engine must not block training. An NCCL group
+    is aborted then."""
     patience_s: float = Field(default=5.0, ge=0)
     """Seconds that a serving engine which missed a version waits for the next one before files are written for it."""
 

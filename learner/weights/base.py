@@ -22,6 +22,10 @@ class BadWeights(ForayError):
     """The weights are not finite or not plausible (`learner.weights.checks`): no engine receives them."""
 
 
+class PackingError(ForayError):
+    """A bucket does not contain the tensors that were packed into it."""
+
+
 class GatheredWeights:
     """The policy's tensors, gathered at each iteration; all ranks must iterate to the end."""
 

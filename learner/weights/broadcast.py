@@ -5,31 +5,36 @@ transfer (counted, and logged with its reason). An engine that is in no view get
 (`snapshots.py`). For these, and for a failed transfer, the learner keeps a copy of the weights in main memory: as many
 bytes as the model has, plus one bucket while the copy is renewed.
 
-With backend `nccl` the tensors stay on the learner's device, each bucket is sent from there and copied to main memory
-meanwhile. This has not been tested on a machine with two GPUs.
+With backend `nccl` the tensors stay on the learner's GPU: as many buckets as it has room for are gathered before the
+members pause, each is sent from there, and another stream copies it to main memory meanwhile (`cuda.py`, which has not
+run on a GPU; the tests run everything else with `tests.support.lazy_group`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from learner.config.learner import DistributedPublishSettings
-from learner.weights.base import Announcement, EngineLink
+from learner.weights.base import Announcement, EngineLink, PackingError
 from learner.weights.buckets import Named, PackedBucket, layout, num_bytes, pack, plan
-from learner.weights.checksums import PackingError, SourceChecksums
+from learner.weights.checksums import SourceChecksums
 from learner.weights.disk import DiskPublisher
-from learner.weights.process_group import GroupSender, Rendezvous
+from learner.weights.membership import Membership, Proof, member_of
+from learner.weights.process_group import GroupSender, Rendezvous, is_lazy
 from learner.weights.snapshots import SnapshotWriter
+from learner.weights.staging import KeptBucket, staging_for
 from learner.weights.transfer import Transfer, TransferFailed
-from protocol.messages import EngineInfo, NodeState, WeightBucket, WeightUpdate, WeightView
+from protocol.messages import EngineInfo, WeightBucket, WeightUpdate, WeightView
+from protocol.runtime.http.auth import read_access
 from protocol.runtime.net import free_port
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
@@ -37,13 +42,9 @@ from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-EXCLUDE_SLOW_MEMBER_S = 60.0
-"""Seconds for which a slow member is excluded."""
 PIECES, SMALLEST_BUCKET = 8, 8 << 20
 """Smaller models than eight buckets use smaller buckets, so that sending and gathering overlap; each call has a
 cost."""
-MAX_SKIPPED_VERSIONS = 32
-"""After consecutive failures 0, 1, 3, 7 ... versions use files before the group is retried, at most this many."""
 
 
 class DistributedPublisher:
@@ -56,6 +57,10 @@ class DistributedPublisher:
         self._disk = DiskPublisher(settings, run, model_files, link)
         self._announcement = Announcement(link)
         self._plan: tuple[WeightBucket, ...] = ()
+        self._staging = staging_for(settings.backend)
+        self._membership = Membership(link, settings.backend)
+        self._proof = Proof()
+        self._access = read_access(os.environ)
         self._sender: GroupSender | None = None
         self._closing: list[GroupSender] = []
         """Senders whose threads are still running."""
@@ -65,11 +70,9 @@ class DistributedPublisher:
         """A verified transfer that waits for its announcement."""
         self._epoch, self._number = 0, 0
         self._hashing = ThreadPoolExecutor(1, "hash weights")
-        self._failures, self._skip_versions = 0, 0
-        self._excluded: dict[str, float] = {}
         self._counts = dict.fromkeys(("publish_distributed", "publish_disk", "publish_fallbacks"), 0)
         self._last: dict[str, float] = {}
-        self._copy: tuple[PolicyVersion, list[PackedBucket]] | None = None
+        self._copy: tuple[PolicyVersion, list[KeptBucket]] | None = None
         self._copy_lock, self._writing = threading.Lock(), threading.Lock()
         self._snapshots = SnapshotWriter(link, self._announcement, self._snapshot, patience_s=settings.patience_s)
 
@@ -82,19 +85,23 @@ class DistributedPublisher:
 
     def publish(self, version: PolicyVersion, weights: Iterable[Named]) -> WeightUpdate:
         """Send `version` to the ready engines, or write it as files. Raises BadWeights, OSError, Fenced."""
-        named = iter(weights)
+        named = self._proof.noting(weights)
         self._last = {}
         members, why = self._members(version)
         if not members:
             return self._publish_by_disk(version, named, why)
-        copy: list[PackedBucket] = []
-        inspection, sums = self._disk.sanity.inspection(), SourceChecksums(self._hashing, (_dtype(e) for e in members))
+        copy: list[KeptBucket] = []
+        deferred, room = self._staging.deferred, self._staging.room()
+        inspection = self._disk.sanity.inspection(deferred=deferred)
+        # hashing waits for every tensor: on a GPU the inspection compares each with its bucket instead
+        sums = None if deferred else SourceChecksums(self._hashing, (_dtype(e) for e in members))
         blind = any(not _dtype(engine) for engine in members)
-        packed = self._keep_copy(pack(self._plan, named, inspection, sums.add), copy, sums.check if blind else None)
+        packed = pack(self._plan, named, inspection, sums.add if sums else None)
+        packed = self._keep_copy(packed, copy, sums.check if sums and blind else None)
         transfer = self._begin(version, members, sums)
         try:
             s = self._settings
-            transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s)
+            transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s, room=room)
         except (TransferFailed, PackingError, RedisUnavailable) as error:
             self._failed(transfer, error)
             log.warning("publishing %s as files: %s", version.label, error)
@@ -120,6 +127,7 @@ class DistributedPublisher:
         if state == "done" and not update.path and (written := self._snapshot(update)) is not None:
             update = written
         self._announcement.set(update, state)
+        self._proof.published(update.version)
         transfer, self._transfer = self._transfer, None
         if transfer is not None and transfer.view.version == update.version:
             transfer.commit()
@@ -137,6 +145,7 @@ class DistributedPublisher:
         """Stop the thread and close the group."""
         self._snapshots.close()
         self._hashing.shutdown()
+        self._staging.close()
         self._close_group()
         for sender in self._closing:
             sender.join()
@@ -148,43 +157,26 @@ class DistributedPublisher:
         last = self._announcement.update
         if last is None or last.epoch != version.epoch or not self._plan:
             return [], "first version of an epoch"
-        if self._skip_versions:
-            self._skip_versions -= 1
-            return [], "transfers have failed"
-        now = time.monotonic()
-        self._excluded = {member: until for member, until in self._excluded.items() if until > now}
-        try:
-            if self._link.evaluating():
-                return [], "an evaluation is running"
-            engines = self._link.engines()
-        except RedisUnavailable as error:
-            return [], f"Redis: {error}"
-        found = [e for e in engines if self._can_receive(e, last) and _member(e) not in self._excluded]
-        return sorted(found, key=_member), "no engine is ready to receive"
+        return self._membership.of_next(last)
 
-    @staticmethod
-    def _can_receive(engine: EngineInfo, last: WeightUpdate) -> bool:
-        """Return whether it can receive; an engine that is behind while there are files for it is probably reading
-        them."""
-        idle = engine.version == last.version or not last.path
-        ready = engine.state is NodeState.READY and engine.epoch == last.epoch
-        return ready and idle and "distributed" in engine.transports
-
-    def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceChecksums) -> Transfer:
-        members = tuple(_member(e) for e in engines)
+    def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceChecksums | None) -> Transfer:
+        members = tuple(member_of(e) for e in engines)
         self._number = self._number + 1 if self._epoch == version.epoch else 1
         self._epoch = version.epoch
         offsets = [1]
         for engine in engines:
             offsets.append(offsets[-1] + engine.ranks)
-        name = f"{self._run}-{version.epoch}-{self._number}"
+        proof = None
         if self._sender is None or self._group != members:
             self._close_group()
-            self._sender = GroupSender(self._rendezvous(name, offsets[-1]))
+            proof = self._proof.of(engines) if is_lazy(self._settings.backend) else None
+            # a stranger would need the random part to find the others in the rendezvous
+            name = f"{self._run}-{version.epoch}-{self._number}-{secrets.token_hex(8)}"
+            self._sender = GroupSender(self._rendezvous(name, offsets[-1]), proof.flat if proof else None)
             self._group = members
             if blind := [e.id for e in engines if not _dtype(e)]:
                 log.info(
-                    "checksums of %s can be compared only with engines of their kind, not with the policy",
+                    "checksums of %s can be compared only with engines of their layout, not with the policy",
                     ", ".join(blind),
                 )
         rendezvous = self._sender.rendezvous
@@ -203,8 +195,11 @@ class DistributedPublisher:
             backend=self._settings.backend,
             buckets=self._plan,
             flattened=self._settings.flattened,
+            proof=proof.bucket if proof else None,
         )
-        return Transfer(self._link, self._sender, view, sums, {_member(e): _dtype(e) for e in engines})
+        return Transfer(
+            self._link, self._sender, view, sums, {member_of(e): _dtype(e) for e in engines}, access=self._access
+        )
 
     def _rendezvous(self, name: str, world_size: int) -> Rendezvous:
         s = self._settings
@@ -216,10 +211,11 @@ class DistributedPublisher:
             backend=s.backend,
             join_s=s.prepare_s,
             timeout_s=s.transfer_s,
+            stall_s=2 * s.stall_s,  # the transfer itself notices first, and knows who is late
         )
 
     def _keep_copy(
-        self, packed: Iterator[PackedBucket], copy: list[PackedBucket], check: Callable[[PackedBucket], None] | None
+        self, packed: Iterator[PackedBucket], copy: list[KeptBucket], check: Callable[[PackedBucket], None] | None
     ) -> Iterator[PackedBucket]:
         """Yield the buckets, checked and copied; each replaces a bucket of the previous version's copy."""
         with self._copy_lock:
@@ -230,10 +226,10 @@ class DistributedPublisher:
             if check is not None:
                 check(one)
             yield one  # sent before it is copied
-            copy.append(replace(one, flat=one.flat.cpu()))  # the same tensor if it is on the CPU already
+            copy.append(KeptBucket(one.bucket, self._staging.copy(one.flat)))
 
-    def _sent(self, version: PolicyVersion, transfer: Transfer, copy: list[PackedBucket]) -> WeightUpdate:
-        self._failures = 0
+    def _sent(self, version: PolicyVersion, transfer: Transfer, copy: list[KeptBucket]) -> WeightUpdate:
+        self._membership.succeeded()
         self._transfer = transfer
         with self._copy_lock:
             self._copy = version, copy
@@ -254,12 +250,11 @@ class DistributedPublisher:
     # --- files ---
 
     def _failed(self, transfer: Transfer, error: BaseException | None) -> None:
-        """Close the group and abort the view; if Redis is unavailable, the members run into their deadline."""
+        """Abort the group and the view; if Redis is unavailable, the members run into their deadline."""
+        if self._sender is not None:
+            self._sender.abort()
         self._close_group()
-        self._failures += 1
-        self._skip_versions = min(MAX_SKIPPED_VERSIONS, 2 ** (self._failures - 1) - 1)
-        if isinstance(error, TransferFailed):
-            self._excluded |= dict.fromkeys(error.missing, time.monotonic() + EXCLUDE_SLOW_MEMBER_S)
+        self._membership.failed(error.missing if isinstance(error, TransferFailed) else ())
         try:
             transfer.abort()
         except RedisUnavailable as unavailable:
@@ -269,8 +264,8 @@ class DistributedPublisher:
         self,
         version: PolicyVersion,
         rest: Iterator[PackedBucket],
-        copy: list[PackedBucket],
-        sums: SourceChecksums,
+        copy: list[KeptBucket],
+        sums: SourceChecksums | None,
         error: TransferFailed | PackingError | RedisUnavailable,
     ) -> WeightUpdate:
         """Write files of the gathered and the remaining buckets. Raises PackingError if they differ from the policy."""
@@ -278,9 +273,11 @@ class DistributedPublisher:
             raise error
         for _ in rest:
             pass
-        for one in copy:
-            sums.check(one)
-        return self._write(version, (named for one in copy for named in one.tensors()))
+        kept = [one.packed() for one in copy]
+        if sums is not None:
+            for one in kept:
+                sums.check(one)
+        return self._write(version, (named for one in kept for named in one.tensors()))
 
     def _publish_by_disk(self, version: PolicyVersion, named: Iterator[Named], why: str) -> WeightUpdate:
         log.info("publishing %s as files: %s", version.label, why)
@@ -316,7 +313,7 @@ class DistributedPublisher:
                 if self._copy is None or self._copy[0] != update.version:
                     return None
                 copy = list(self._copy[1])
-            written = self._disk.publish(update.version, (named for one in copy for named in one.tensors()))
+            written = self._disk.publish(update.version, (named for one in copy for named in one.packed().tensors()))
             return written.model_copy(update={"transport": "distributed"})
 
     def _close_group(self) -> None:
@@ -329,7 +326,3 @@ class DistributedPublisher:
 def _dtype(engine: EngineInfo) -> str:
     """Return torch's name of the engine's reported dtype; "" if missing or unknown."""
     return engine.dtype if isinstance(getattr(torch, engine.dtype or "dtype", None), torch.dtype) else ""
-
-
-def _member(engine: EngineInfo) -> str:
-    return f"{engine.id}/{engine.incarnation}"

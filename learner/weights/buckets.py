@@ -84,7 +84,8 @@ def pack(
     """Yield `weights` in the planned buckets, each as soon as its last tensor arrives.
 
     Takes from `weights` only what the next bucket needs. Raises LayoutMismatch if names, dtypes or shapes differ from
-    the plan's, and BadWeights for a tensor that fails the inspection (default: all values finite).
+    the plan's, and BadWeights for a tensor that fails the inspection (default: all values finite). A deferred one
+    raises that and PackingError after the last bucket.
     seen: receives each tensor as it arrives, which stays valid until its future is done.
     """
     inspection = inspection or WeightCheck({}, 0.0)
@@ -108,7 +109,9 @@ def pack(
             if seeing:
                 seeing.result()
         if flat is not None:
-            yield PackedBucket(bucket, flat)
+            packed = PackedBucket(bucket, flat)
+            inspection.compare(packed.tensors())
+            yield packed
     inspection.finish()
     if (extra := next(weights, None)) is not None:
         raise LayoutMismatch(f"tensor {extra[0]!r} is not in the plan")

@@ -12,13 +12,9 @@ from concurrent.futures import Executor, Future
 
 import torch
 
+from learner.weights.base import PackingError
 from learner.weights.buckets import PackedBucket
-from protocol.errors import ForayError
 from protocol.weight_sums import sum_of
-
-
-class PackingError(ForayError):
-    """A bucket does not contain the tensors that were packed into it."""
 
 
 class SourceChecksums:

@@ -1,7 +1,7 @@
 """One version over one group, from prepare to verify: the protocol with the nodes. Runs in the training thread.
 
     prepare    view written; the members report in, join (a new group), and answer "prepared" without a
-               detail; the first bucket is gathered meanwhile
+               detail; the first bucket is gathered meanwhile, on a GPU as many as it has room for
     transfer   view written; each bucket is sent while the next one is gathered
     verify     every member has answered with a checksum; those of one kind agree, and a member that reports its
                tensors has the policy's
@@ -11,11 +11,14 @@ Every wait has a deadline, and ends early if a member reports a failure or is go
 
 from __future__ import annotations
 
+import hmac
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+
+import torch
 
 from learner.weights.base import EngineLink
 from learner.weights.buckets import PackedBucket
@@ -23,6 +26,7 @@ from learner.weights.checksums import SourceChecksums
 from learner.weights.process_group import GroupSender
 from protocol.errors import ForayError
 from protocol.messages import NodeState, ViewAnswer, WeightView
+from protocol.runtime.http.auth import Access, member_token, variable
 
 log = logging.getLogger(__name__)
 
@@ -44,33 +48,45 @@ class TransferFailed(ForayError):
 class Transfer:
     """Transfers one version. `seconds`: duration of each phase by name. Every method raises the errors of the link.
 
-    sums    checksums of the sent tensors, complete when all are gathered
+    sums    checksums of the sent tensors, complete when all are gathered; None: engines are compared only with each
+            other
     dtypes  weight dtype of each member
+    access  with a node token, only members that know it are admitted
     """
 
     def __init__(
-        self, link: EngineLink, sender: GroupSender, view: WeightView, sums: SourceChecksums, dtypes: Mapping[str, str]
+        self,
+        link: EngineLink,
+        sender: GroupSender,
+        view: WeightView,
+        sums: SourceChecksums | None,
+        dtypes: Mapping[str, str],
+        access: Access | None = None,
     ) -> None:
         self._link, self._sender, self.view = link, sender, view
-        self._sums, self._dtypes = sums, dtypes
+        self._sums, self._dtypes, self._access = sums, dtypes, access or Access()
         self.seconds: dict[str, float] = {}
         self.answers: dict[str, ViewAnswer] = {}
         self._next_roll_call = 0.0
 
-    def run(self, buckets: Iterator[PackedBucket], *, prepare_s: float, transfer_s: float, stall_s: float) -> None:
+    def run(
+        self, buckets: Iterator[PackedBucket], *, prepare_s: float, transfer_s: float, stall_s: float, room: int = 0
+    ) -> None:
         """Run the transfer; `buckets` is gathered as it is consumed. Raises TransferFailed and the errors of gathering.
 
         prepare_s, transfer_s  timeouts of the phases; stall_s: timeout of each single wait within the transfer
+        room  bytes of buckets to gather before the members pause; the first one always is
         """
         began = time.monotonic()
         self._write("prepare", prepare_s)
-        first = self._gather(buckets)
+        staged, exhausted = self._stage(buckets, room, began + prepare_s / 2)
         self._wait(lambda: self._all("prepared", "loaded") and self._sender.joined.done(), began + prepare_s, "prepare")
         self._settled(self._sender.joined)
+        self._admit()
         self.seconds["prepare"] = time.monotonic() - began - self.seconds["gather"]
         began = time.monotonic()
         self._write("transfer", transfer_s)
-        self._send(first, buckets, began + transfer_s, stall_s)
+        self._send(staged, iter(()) if exhausted else buckets, began + transfer_s, stall_s)
         self._wait(lambda: self._all("loaded"), min(began + transfer_s, time.monotonic() + stall_s), "transfer")
         self.seconds["verify"] = max(answer.verify_s for answer in self.answers.values())
         self.seconds["transfer"] = time.monotonic() - began - self.seconds["verify"]
@@ -84,16 +100,33 @@ class Transfer:
         """Notify the members to resume with the new version, which is already the target."""
         self._write("commit", VIEW_OUTLIVES_S)
 
-    def _send(self, first: PackedBucket | None, rest: Iterator[PackedBucket], deadline: float, stall_s: float) -> None:
-        under_way: deque[Future[None]] = deque()
-        packed = first
-        while packed is not None:
-            tensors = [packed.flat] if self.view.flattened else [tensor for _, tensor in packed.tensors()]
-            under_way.append(self._sender.send(tensors))
+    def _stage(self, buckets: Iterator[PackedBucket], room: int, until: float) -> tuple[list[PackedBucket], bool]:
+        """Gather what there is room and time for, at least one bucket. Return it, and whether that is all."""
+        staged: list[PackedBucket] = []
+        sizes: list[int] = [0]
+        # the next bucket is about as large as the largest so far: only a tensor that is alone in its own is larger
+        while not staged or (sum(sizes) + max(sizes) <= room and time.monotonic() < until):
+            packed = self._gather(buckets)
+            if packed is None:
+                return staged, True
+            staged.append(packed)
+            sizes.append(packed.flat.numel())
+        return staged, False
+
+    def _send(self, staged: list[PackedBucket], rest: Iterator[PackedBucket], deadline: float, stall_s: float) -> None:
+        under_way = deque(self._sender.send(self._tensors(packed)) for packed in staged)
+        staged.clear()
+        while True:
             packed = self._gather(rest)
             while under_way and (len(under_way) > 1 or packed is None):  # one being sent, one ready
                 self._wait(under_way[0].done, min(deadline, time.monotonic() + stall_s), "transfer")
                 self._settled(under_way.popleft())
+            if packed is None:
+                return
+            under_way.append(self._sender.send(self._tensors(packed)))
+
+    def _tensors(self, packed: PackedBucket) -> list[torch.Tensor]:
+        return [packed.flat] if self.view.flattened else [tensor for _, tensor in packed.tensors()]
 
     def _gather(self, buckets: Iterator[PackedBucket]) -> PackedBucket | None:
         began = time.monotonic()
@@ -131,9 +164,23 @@ class Transfer:
         """Return the failure, blaming silent members and those behind the others; if all hang, it may be any of
         them."""
         silent = [member for member in self.view.members if member not in self.answers]
-        behind = silent or [m for m in self.view.members if self.answers[m].phase != "loaded"]
+        behind = silent or [m for m in self.view.members if not self._through(self.answers[m])]
         blamed = behind if silent or len(behind) < len(self.view.members) else []
         return TransferFailed(f"{phase} timed out, waiting for {', '.join(behind)}", blamed)
+
+    def _admit(self) -> None:
+        """Raise TransferFailed for a member without the token of the run: no tensor is sent before."""
+        for member in self.view.members:
+            wanted = member_token(self._access, member, self.view.group)
+            if wanted and not hmac.compare_digest(wanted, self.answers[member].token):
+                node = variable("node")
+                raise TransferFailed(
+                    f"{member} is not admitted to the group: its node has another {node} than the learner", [member]
+                )
+
+    def _through(self, answer: ViewAnswer) -> bool:
+        """Return whether a member has completed the phase; one that still joins answers with a detail."""
+        return answer.phase == "loaded" or (self.view.phase, answer.phase, answer.detail) == ("prepare", "prepared", "")
 
     def _listen(self) -> None:
         """Read the answers. Raises TransferFailed if a member reports a failure or is gone."""
@@ -156,8 +203,9 @@ class Transfer:
         for member in self.view.members:
             answer = self.answers[member]
             sums.setdefault(answer.kind, {})[member] = answer.checksum
-            wanted = self._sums.total(self._dtypes[member], answer.unused)
-            if answer.tensors_sha256 and answer.tensors_sha256 != wanted:
+            if self._sums is None or not answer.tensors_sha256:
+                continue
+            if answer.tensors_sha256 != self._sums.total(self._dtypes[member], answer.unused):
                 raise TransferFailed(f"the weights of {member} differ from the policy")
         for kind, by_member in sums.items():
             if len(set(by_member.values())) > 1:

@@ -1,10 +1,12 @@
-"""Safety rules: gloo and NCCL use one interface, and pickled weights are refused. Does not import torch."""
+"""What torch needs around it: gloo and NCCL use one interface, pickled weights are refused, NCCL gets the same settings
+in learner and engine, and both report their versions. Does not import torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 
 from protocol.errors import UserError
@@ -40,6 +42,30 @@ def interface_variables(address: str) -> dict[str, str]:
     """
     interface = "" if is_loopback(address) else interface_to(address)
     return {name: interface for name in (INTERFACE, NCCL_INTERFACE) if interface and name not in os.environ}
+
+
+NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""SGLang sets these for itself. Ranks of one group that differ in them fail or hang while they connect."""
+
+
+def set_nccl_defaults(environ: MutableMapping[str, str]) -> None:
+    """Set NCCL_DEFAULTS in `environ`, except those that the user has set. Takes effect before the first group only."""
+    for name, value in NCCL_DEFAULTS.items():
+        environ.setdefault(name, value)
+
+
+def torch_versions() -> dict[str, str]:
+    """Return the versions of "torch" and "nccl" that are installed in this environment; without those that are not.
+
+    From package metadata. NCCL is a package of its own (`nvidia-nccl-cu13`) beside torch's wheels for CUDA.
+    """
+    found: dict[str, str] = {}
+    for package in distributions():
+        name = (package.metadata["Name"] or "").lower()
+        key = "nccl" if name.startswith("nvidia-nccl-cu") else name
+        if key in ("torch", "nccl"):
+            found.setdefault(key, package.version)  # the first one on the path is imported
+    return found
 
 
 _CONVERT = (

@@ -37,7 +37,16 @@ from rollout_server.metrics import Stats
 from rollout_server.node.attach import validate_engine
 from rollout_server.node.capabilities import read_capabilities
 from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
-from rollout_server.node.process import STOP_S, EngineKeys, EngineProcess, check_host, command, environment, new_keys
+from rollout_server.node.process import (
+    STOP_S,
+    EngineKeys,
+    EngineProcess,
+    check_host,
+    command,
+    environment,
+    installed_versions,
+    new_keys,
+)
 from rollout_server.node.registry import Registry
 from rollout_server.node.status import NO_VERSION, EngineStatus
 from rollout_server.node.watchdog import EngineHung, Watchdog
@@ -298,9 +307,9 @@ class Agent:
     async def _read_version(self) -> None:
         """Set READY at the version that the engine reports, or SYNCING if it is not of the current epoch."""
         try:
-            self._status.update_capabilities(
-                await read_capabilities(self._client, pause_mode=self._settings.pause_mode)
-            )
+            facts = await read_capabilities(self._client, pause_mode=self._settings.pause_mode)
+            installed = await asyncio.to_thread(installed_versions, self._settings.kind)
+            self._status.update_capabilities(facts | {"versions": installed | facts.get("versions", {})})
             held = await self._client.version() or NO_VERSION
         except EngineError as error:
             raise report_lost(self._status, NodeState.SUSPECT, str(error)) from None

@@ -40,17 +40,48 @@ async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str
             why="with overlap scheduling it reports a wrong version for one token of some requests",
             todo=f"start it with {NO_OVERLAP}, or set engine.pause_mode=retract",
         )
+    quantized = real and bool(info.get("quantization"))
     out: dict[str, Any] = {
         "kind": "sglang" if real else "cpu",
         "dtype": "" if real else str(info.get("dtype") or ""),
-        # SGLang supports adapters only with --enable-lora, the embedded engine always
-        "transports": ("disk", "distributed") if real and not info.get("enable_lora") else EVERY_TRANSPORT,
-        "ranks": max(1, _number(info, "tp_size", 1)) * max(1, _number(info, "pp_size", 1)),
+        "transports": _transports(info) if real else EVERY_TRANSPORT,
+        "ranks": _size(info, "tp_size"),
+        "layout": _layout(info) if real else "",
+        # opening a session unpacks quantised weights, which a bucket of one tensor would leave incomplete
+        "proves": not quantized,
         "max_tokens": int(loads["max_tokens"]) or _number(info, "max_total_num_tokens", 0),
     }
     if loads["max_running"]:
         out["max_running"] = int(loads["max_running"])
+    if real and info.get("version"):
+        out["versions"] = {"engine": f"sglang {info['version']}"[:256]}
     return out
+
+
+def _transports(info: dict[str, Any]) -> tuple[Transport, ...]:
+    """Return the transports that this SGLang supports.
+
+    Its rank in an update group is the offset plus its tensor-parallel rank (`model_runner_components/weight_updater`):
+    two pipeline stages would claim one rank. It refuses groups and adapters for several data-parallel copies, except
+    with dp attention, whose ranks are the tensor-parallel ones (`managers/tokenizer_control_mixin`).
+    """
+    copies = _size(info, "dp_size") > 1 and not info.get("enable_dp_attention")
+    out: list[Transport] = ["disk"]
+    if not copies and _size(info, "pp_size") == 1:
+        out.append("distributed")
+    if not copies and info.get("enable_lora"):
+        out.append("adapter")
+    return tuple(out)
+
+
+def _layout(info: dict[str, Any]) -> str:
+    """Return `EngineInfo.layout` of an SGLang: each rank hashes its part of the fused parameters."""
+    sizes = [f"{name}{_size(info, name + '_size')}" for name in ("tp", "pp", "dp", "ep")]
+    return "/".join(["sglang", *sizes, str(info.get("dtype") or "auto"), str(info.get("quantization") or "none")])[:256]
+
+
+def _size(info: dict[str, Any], name: str) -> int:
+    return max(1, _number(info, name, 1))
 
 
 def _number(info: dict[str, Any], name: str, default: int) -> int:

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,12 @@ import yaml
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name, remember
 from protocol.runtime.http.auth import Access, check_bind, engine_key
+from protocol.runtime.torch_safety import set_nccl_defaults, torch_versions
 from protocol.settings import REDIS_URL_VARIABLE
 from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from rollout_server.node import guard
 from rollout_server.node.capabilities import NO_OVERLAP
-from rollout_server.node.config import CpuEngine, SglangEngine
+from rollout_server.node.config import AttachedEngine, CpuEngine, EngineKind, SglangEngine
 from rollout_server.node.guard import kill_below
 
 KEYS_FILE = "keys.yaml"
@@ -39,6 +41,13 @@ FP32_LM_HEAD = "--enable-fp32-lm-head"
 SOURCE = Path(__file__).resolve().parents[2]
 """Directory of Foray's packages: the root of a checkout."""
 MAKE_ENVIRONMENT = "`make sglang-env` builds .venv-sglang for a machine without GPUs; otherwise set engine.kind.python"
+
+VERSIONS_PROGRAM = (
+    "import json, sys; sys.path.append(sys.argv[1]); from protocol.runtime.torch_safety import torch_versions; "
+    "print(json.dumps(torch_versions()))"
+)
+VERSIONS_S = 30.0
+"""Timeout for an interpreter to start and read its packages' metadata, also from a network file system."""
 
 log = logging.getLogger(__name__)
 STOP_S = 3.0
@@ -137,10 +146,31 @@ def environment(kind: CpuEngine | SglangEngine, keys: EngineKeys = EngineKeys())
     model hub) are passed on. SGLang is set to report log-probs with temperature, as the learner computes them.
     """
     out = {name: value for name, value in os.environ.items() if not _ours(name) and name != BEFORE_TEMPERATURE}
-    if isinstance(kind, CpuEngine):
+    if isinstance(kind, SglangEngine):
+        set_nccl_defaults(out)
+    else:
         out |= {"OMP_NUM_THREADS": str(kind.threads), "MKL_NUM_THREADS": str(kind.threads)}
         out |= {n: value for n, value in ((API_KEY_VARIABLE, keys.api), (ADMIN_KEY_VARIABLE, keys.admin)) if value}
     return out
+
+
+def installed_versions(kind: EngineKind) -> dict[str, str]:
+    """Return the versions of torch and NCCL in the engine's environment, {} where they cannot be read. Blocks.
+
+    An attached engine may be on another machine. The interpreter of an SGLang is asked without importing torch.
+    """
+    if isinstance(kind, AttachedEngine):
+        return {}
+    if isinstance(kind, CpuEngine) or not kind.python:
+        return torch_versions()
+    argv = [interpreter(kind.python), "-c", VERSIONS_PROGRAM, str(SOURCE)]
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=VERSIONS_S, check=True)
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        log.warning("cannot read the versions of torch and NCCL of %s: %s", kind.python, error)
+        return {}
+    return {name: str(version)[:256] for name, version in found.items()} if isinstance(found, dict) else {}
 
 
 def check_host(host: str, access: Access, environ: Mapping[str, str] = os.environ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -52,9 +53,9 @@ def test_a_norm_is_that_of_all_elements_in_every_dtype(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "CHUNK", 7)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         tensor = torch.arange(30).reshape(5, 6).to(dtype).t()
-        assert norm_of(tensor) == pytest.approx(math.sqrt(sum(n * n for n in range(30))))
+        assert float(norm_of(tensor)) == pytest.approx(math.sqrt(sum(n * n for n in range(30))))
     for bad in (math.nan, math.inf, -math.inf):
-        assert not math.isfinite(norm_of(torch.tensor([1.0] * 20 + [bad])))
+        assert not math.isfinite(float(norm_of(torch.tensor([1.0] * 20 + [bad]))))
 
 
 @pytest.mark.fault(40)
@@ -113,6 +114,36 @@ def test_buckets_end_at_the_tensor_with_which_they_have_grown_too_much() -> None
         for packed in pack(plan(layout(named), 256), iter(grown), sanity.inspection()):
             sent.append(packed)
     assert len(sent) == 3, "and nothing of it was packed"
+
+
+@pytest.mark.fault(40)
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"t3": float("nan")}, "tensor t3 contains a non-finite value"),
+        ({"t3": 0.0}, "tensor t3 is all zeros"),
+        ({"t3": 1e6}, "tensor t3 changed most"),
+        ({f"t{i}": 1e-3 for i in range(8)}, "times that of the previous version"),
+        ({}, ""),
+    ],
+)
+def test_a_check_that_reads_the_values_once_finds_the_same(
+    wrong: dict[str, float], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sanity = WeightChecker(4.0)
+    named = [(f"t{i}", torch.ones(64)) for i in range(8)]
+    reads: list[int] = []
+    read = torch.Tensor.tolist
+    seen = sanity.inspection(deferred=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.numel()) or read(self))
+        patch.setattr(torch.Tensor, "__float__", None)  # nothing is read before the end
+        assert len(list(pack(plan(layout(named), 256), iter(named), seen))) == 8
+    assert reads == [8 + 8], "every norm and every comparison, at once"
+    sanity.published(PolicyVersion(1, 0), seen)
+    changed = [(name, tensor * wrong.get(name, 1.0)) for name, tensor in named]
+    with pytest.raises(BadWeights, match=says) if wrong else contextlib.nullcontext():
+        list(pack(plan(layout(named), 256), iter(changed), sanity.inspection(deferred=True)))
 
 
 @pytest.mark.fault(40)

@@ -18,6 +18,7 @@ from learner.weights.checksums import SourceChecksums
 from learner.weights.process_group import GroupSender
 from learner.weights.transfer import Transfer, TransferFailed
 from protocol.messages import NodeState, ViewAnswer, WeightView
+from protocol.runtime.http.auth import Access, member_token
 
 NAMED = [("a", torch.arange(6, dtype=torch.float32)), ("b", torch.ones(4, dtype=torch.float32))]
 
@@ -40,7 +41,8 @@ class EngineLink:
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         if self._phase == "prepare":
-            return {m: ViewAnswer(member=m, number=number, phase="prepared") for m in self._loaded}
+            tokens = {m: str(said.get("token", "")) for m, said in self._loaded.items()}
+            return {m: ViewAnswer(member=m, number=number, phase="prepared", token=t) for m, t in tokens.items()}
         return {m: ViewAnswer(member=m, number=number, phase="loaded", **said) for m, said in self._loaded.items()}
 
 
@@ -56,7 +58,7 @@ class Sent:
         return done
 
 
-def transfer(loaded: Mapping[str, Mapping[str, Any]]) -> None:
+def transfer(loaded: Mapping[str, Mapping[str, Any]], access: Access | None = None) -> None:
     """Send NAMED to members that answer as `loaded` says."""
     bucket = layout(NAMED)
     flat = torch.cat([tensor.view(torch.uint8) for _, tensor in NAMED])
@@ -69,7 +71,12 @@ def transfer(loaded: Mapping[str, Mapping[str, Any]]) -> None:
         for name, tensor in NAMED:
             sums.add(name, tensor).result()
         made = Transfer(
-            cast(Any, EngineLink(loaded)), cast(GroupSender, Sent()), view, sums, dict.fromkeys(loaded, "float32")
+            cast(Any, EngineLink(loaded)),
+            cast(GroupSender, Sent()),
+            view,
+            sums,
+            dict.fromkeys(loaded, "float32"),
+            access=access,
         )
         made.run(iter([PackedBucket(bucket, flat)]), prepare_s=30, transfer_s=30, stall_s=30)
 
@@ -81,6 +88,24 @@ def right() -> str:
         for name, tensor in NAMED:
             sums.add(name, tensor).result()
         return sums.total("float32", ())
+
+
+def test_a_member_that_does_not_connect_is_blamed_and_the_others_are_not() -> None:
+    class Joining(EngineLink):
+        def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
+            found = super().answers(epoch, number)
+            return found | {"e/2": ViewAnswer(member="e/2", number=number, phase="prepared", detail="joining")}
+
+    view = WeightView(
+        run="t", epoch=1, step=1, number=1, phase="prepare", members=("e/1", "e/2"), buckets=(layout(NAMED),),
+        rank_offsets=(1, 2), group="g", address="127.0.0.1", port=1, world_size=3,
+    )  # fmt: skip
+    link = cast(Any, Joining({member: {} for member in view.members}))
+    made = Transfer(link, cast(GroupSender, Sent()), view, None, dict.fromkeys(view.members, ""))
+    flat = torch.cat([tensor.view(torch.uint8) for _, tensor in NAMED])
+    with pytest.raises(TransferFailed, match="prepare timed out, waiting for e/2") as caught:
+        made.run(iter([PackedBucket(layout(NAMED), flat)]), prepare_s=0.05, transfer_s=30, stall_s=30)
+    assert caught.value.missing == ("e/2",)
 
 
 def test_members_that_hold_what_the_policy_has_are_committed() -> None:
@@ -98,3 +123,22 @@ def test_one_engine_alone_that_holds_something_else_is_found_out() -> None:
 def test_engines_of_one_kind_that_differ_are_found_out() -> None:
     with pytest.raises(TransferFailed, match="checksums of the sglang engines differ"):
         transfer({"e/1": {"kind": "sglang", "checksum": "c"}, "e/2": {"kind": "sglang", "checksum": "d"}})
+
+
+def test_only_members_that_know_the_token_of_the_run_are_sent_anything() -> None:
+    access = Access({"node": "n" * 43})
+    good = {"kind": "cpu", "checksum": "c", "tensors_sha256": right(), "token": member_token(access, "e/1", "g")}
+    transfer({"e/1": good}, access)
+    transfer({"e/1": {**good, "token": ""}})  # a run without tokens
+    others = ["", member_token(access, "e/2", "g"), member_token(access, "e/1", "h")]
+    for token in (*others, member_token(Access({"node": "m" * 43}), "e/1", "g")):
+        with pytest.raises(TransferFailed, match="e/1 is not admitted") as caught:
+            transfer({"e/1": {**good, "token": token}}, access)
+        assert caught.value.missing == ("e/1",)
+
+
+def test_engines_that_cut_the_weights_differently_are_not_compared_with_each_other() -> None:
+    one, two = ({"kind": f"sglang/tp{n}/pp1/dp1/ep1/bfloat16/none", "checksum": str(n)} for n in (1, 2))
+    transfer({"e/1": one, "e/2": two, "e/3": two})
+    with pytest.raises(TransferFailed, match="checksums of the sglang/tp2"):
+        transfer({"e/1": one, "e/2": two, "e/3": {**two, "checksum": "another"}})

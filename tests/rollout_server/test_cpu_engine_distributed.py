@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from learner.weights.process_group import BroadcastGroup
+from learner.weights.process_group import BroadcastGroup, Rendezvous
 from protocol.runtime.net import free_port
 
 TIMEOUT_S = 3.0
@@ -91,9 +91,7 @@ class Engine:
         """Both ends of a new group of two."""
         name, port = f"test-{next(GROUPS)}", free_port("127.0.0.1")
         meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        ours = asyncio.to_thread(
-            BroadcastGroup, name=name, address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=10
-        )
+        ours = asyncio.to_thread(BroadcastGroup, Rendezvous(name, "127.0.0.1", port, 2, "gloo", 10, 10))
         theirs = self.ok("/init_weights_update_group", **meeting, group_name=name, backend="gloo")
         return (await asyncio.gather(ours, theirs))[0]
 

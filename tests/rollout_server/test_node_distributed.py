@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from protocol.codec import decode_as, encode
 from protocol.messages import NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
+from protocol.runtime.http.auth import Access, member_token
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -45,9 +47,12 @@ class Member(FakeServer):
         super().__init__()
         self.bodies: dict[str, list[dict[str, Any]]] = {}
         self.sums: dict[str, Any] = {"per_engine_checksum": "c0ffee"}
+        self.facts: dict[str, Any] = {}
 
     @web.middleware
     async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/server_info" and self.facts:
+            return web.json_response(self.facts)
         if request.path not in WEIGHTS:
             return await super()._faulty(request, handler)  # type: ignore[no-any-return]
         body = await request.json()
@@ -191,6 +196,54 @@ async def test_an_engine_that_says_what_it_holds_is_summed_up_over_what_was_sent
         answer = await learner.hears("loaded")
         assert answer.tensors_sha256 == hashlib.sha256(b"a 11\nc 33\n").hexdigest()
         assert answer.unused == ("b",) and len(answer.checksum) == 64
+
+
+PROOF = WeightBucket(names=("norm.weight",), dtypes=("bfloat16",), shapes=((4,),))
+
+
+async def test_the_proof_of_a_group_comes_before_the_answer_and_changes_nothing(world, tmp_path: Path) -> None:
+    async with ring(world, tmp_path) as (engine, learner):
+        learner.say("prepare", proof=PROOF)
+        answer = await learner.hears("prepared")
+        assert engine.swap() == [JOIN, PAUSE, BEGIN, BUCKET, END, CONTINUE] and not engine.paused
+        assert engine.bodies[BUCKET][0]["names"] == ["norm.weight"] and engine.bodies[BUCKET][0]["group_name"] == "g"
+        assert not answer.touched and has_state(world, NodeState.READY, V1)()
+        learner.say("transfer")
+        await learner.hears("loaded")
+        assert engine.swap()[6:12] == [PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK]
+        learner.announce(V2)
+        await eventually(has_state(world, NodeState.READY, V2), "READY at V2")
+        # a group that is known is not proven again
+        engine.calls.clear()
+        learner.say("prepare", number=2, step=2, buckets=BUCKETS, proof=PROOF)
+        await learner.hears("prepared")
+        assert engine.swap() == []
+
+
+@pytest.mark.parametrize("route", [BEGIN, BUCKET, END])
+async def test_an_engine_that_cannot_give_the_proof_says_so_and_is_whole(world, tmp_path: Path, route: str) -> None:
+    async with ring(world, tmp_path) as (engine, learner):
+        target = world.sync.hgetall(world.keys.target)
+        world.sync.delete(world.keys.target)
+        engine.faults[route] = Fault(status=400, times=1)
+        learner.say("prepare", proof=PROOF)
+        answer = await learner.hears("failed")
+        assert "400" in answer.detail and answer.touched is (route == END)
+        if route == END:  # the session may be open, and what is unpacked in it
+            await eventually(has_state(world, NodeState.QUARANTINED, V0), "QUARANTINED, at no version")
+            assert engine.paused
+            world.sync.hset(world.keys.target, mapping=target)
+            await eventually(has_state(world, NodeState.READY, V1), "READY by files")
+        await eventually(lambda: not engine.paused and has_state(world, NodeState.READY, V1)(), "READY at V1 again")
+
+
+async def test_every_answer_has_the_token_of_the_run(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = secrets.token_urlsafe(32)
+    monkeypatch.setenv("FORAY_NODE_TOKEN", token)
+    async with ring(world, tmp_path) as (_, learner):
+        learner.say("prepare")
+        answer = await learner.hears("prepared")
+        assert answer.token == member_token(Access({"node": token}), answer.member, "g")
 
 
 @pytest.mark.parametrize("route", [JOIN, BEGIN, PAUSE])

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +22,22 @@ import yaml
 from protocol.errors import UserError
 from protocol.runtime.http.auth import Access, engine_key
 from protocol.runtime.net import local_address
+from protocol.runtime.torch_safety import NCCL_DEFAULTS, set_nccl_defaults, torch_versions
 from rollout_server.cpu_engine.config import parse
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.node import guard
 from rollout_server.node.capabilities import NO_OVERLAP, read_capabilities
-from rollout_server.node.config import CpuEngine, NodeSettings, SglangEngine
+from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
 from rollout_server.node.guard import descendants
-from rollout_server.node.process import EngineKeys, EngineProcess, check_host, command, environment, new_keys
+from rollout_server.node.process import (
+    EngineKeys,
+    EngineProcess,
+    check_host,
+    command,
+    environment,
+    installed_versions,
+    new_keys,
+)
 from rollout_server.node.server import addresses
 
 GIVEN = {"model": Path("/m"), "label": "1.2", "host": "127.0.0.1", "port": 31000}
@@ -187,6 +197,57 @@ async def test_an_sglang_that_reports_wrong_versions_in_place_is_refused(exact: 
     assert (await read_capabilities(engine, pause_mode="retract"))["kind"] == "sglang"
     with contextlib.nullcontext() if exact else pytest.raises(UserError, match="pause_mode=in_place"):
         await read_capabilities(engine, pause_mode="in_place")
+
+
+@pytest.mark.parametrize(
+    ("info", "transports", "ranks", "proves"),
+    [
+        ({}, {"disk", "distributed"}, 1, True),
+        ({"tp_size": 4, "enable_lora": True}, {"disk", "distributed", "adapter"}, 4, True),
+        ({"tp_size": 2, "pp_size": 2, "enable_lora": True}, {"disk", "adapter"}, 2, True),
+        ({"tp_size": 2, "dp_size": 2, "enable_lora": True}, {"disk"}, 2, True),
+        ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, {"disk", "distributed"}, 4, True),
+        ({"tp_size": 2, "quantization": "fp8"}, {"disk", "distributed"}, 2, False),
+    ],
+)
+async def test_an_sglang_offers_the_transports_that_its_ranks_complete(
+    info: dict[str, object], transports: set[str], ranks: int, proves: bool
+) -> None:
+    class Described:
+        async def server_info(self) -> dict[str, object]:
+            return {"version": "0.5.21", "dtype": "bfloat16", **info}
+
+        async def loads(self) -> dict[str, float]:
+            return {"max_tokens": 8.0, "max_running": 2.0}
+
+    found = await read_capabilities(cast(EngineAdmin, Described()), pause_mode="retract")
+    assert (set(found["transports"]), found["ranks"], found["proves"]) == (transports, ranks, proves)
+    assert found["versions"] == {"engine": "sglang 0.5.21"}
+    sizes = [f"{name}{info.get(name + '_size', 1)}" for name in ("tp", "pp", "dp", "ep")]
+    assert found["layout"] == "/".join(["sglang", *sizes, "bfloat16", str(info.get("quantization", "none"))])
+
+
+def test_the_versions_are_those_of_the_engines_interpreter(tmp_path: Path) -> None:
+    ours = torch_versions()
+    assert ours["torch"] == metadata.version("torch")
+    assert installed_versions(CpuEngine()) == installed_versions(SglangEngine()) == ours
+    assert installed_versions(SglangEngine(python=sys.executable)) == ours
+    assert installed_versions(AttachedEngine(url="http://h:1")) == {}
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    assert installed_versions(SglangEngine(python=str(broken))) == {}, "unknown, not fatal"
+
+
+def test_both_sides_of_an_nccl_group_have_one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NCCL_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    ours: dict[str, str] = {}
+    set_nccl_defaults(ours)
+    assert ours == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert ours.items() <= environment(SglangEngine()).items()
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert environment(SglangEngine())["NCCL_NVLS_ENABLE"] == "1", "the user's value stays"
 
 
 def test_interpreter_and_launcher_are_found_from_here_and_in_the_checkout(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from learner.observability.metrics_server import metrics_page, serve_prometheus
-from learner.weights.process_group import BroadcastGroup
+from learner.weights.process_group import BroadcastGroup, Rendezvous
 from protocol.errors import UserError
 from protocol.messages import MetricsSnapshot
 from protocol.runtime.net import free_port, interface_to, local_address
@@ -38,7 +38,7 @@ def _listeners(port: int) -> set[str]:
 def test_the_update_group_meets_at_its_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     port = free_port("127.0.0.1")
-    group = BroadcastGroup(name="g", address="127.0.0.1", port=port, world_size=1, backend="gloo", timeout_s=20.0)
+    group = BroadcastGroup(Rendezvous("g", "127.0.0.1", port, 1, "gloo", 20.0, 20.0))
     try:
         assert _listeners(port) == {"0100007F"}, "torch's own store would listen on every interface"
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -86,7 +86,7 @@ def test_gloo_listens_on_the_interface_of_the_address(outside: str, monkeypatch:
 def test_a_taken_meeting_port_is_an_error_and_no_second_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RuntimeError, match="cannot listen on"):
         port = taken.getsockname()[1]
-        BroadcastGroup(name="g", address="127.0.0.1", port=port, world_size=1, backend="gloo", timeout_s=5.0)
+        BroadcastGroup(Rendezvous("g", "127.0.0.1", port, 1, "gloo", 5.0, 5.0))
 
 
 def _text() -> bytes:

@@ -144,6 +144,15 @@ def engine_key(access: Access, engine_id: str, incarnation: str) -> str:
     return hmac.new(token.encode(), f"engine\0{engine_id}\0{incarnation}".encode(), "sha256").hexdigest()
 
 
+def member_token(access: Access, member: str, group: str) -> str:
+    """Return the secret with which `member` ("engine id/incarnation") is admitted to a weight-update group.
+
+    HMAC-SHA256 with the node token as the key, "" without one. A group's name has a random part, so it is valid once.
+    """
+    token = access.tokens.get("node", "")
+    return hmac.new(token.encode(), f"member\0{member}\0{group}".encode(), "sha256").hexdigest() if token else ""
+
+
 class Headers(Protocol):
     """The headers of a request, with case-insensitive names."""
 

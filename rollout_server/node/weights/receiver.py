@@ -2,6 +2,7 @@
 
     learner                         this node                        engine
     view "prepare"  ------------->  join, unless it is in the group  /init_weights_update_group
+                                    receive the proof, if the view has one: pause, begin, bucket, end, continue
                     <-------------  answer "prepared"
     view "transfer" ------------->  pause*, begin, every bucket, end, checksum
                     <-------------  answer "loaded", flush
@@ -17,11 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 from protocol.errors import ForayError
-from protocol.messages import NodeState, ViewAnswer, WeightView
+from protocol.messages import NodeState, ViewAnswer, WeightBucket, WeightView
+from protocol.runtime.http.auth import member_token, read_access
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.weight_sums import sum_of
 from rollout_server.engine.admin import EngineAdmin, WeightChecksums
@@ -47,6 +51,7 @@ CLEAN_UP_S = 10.0
 """Timeout of a cleanup call after a failure."""
 MARGIN_S = 1.0
 NONE = WeightChecksums("")
+PauseMode = Literal["retract", "in_place"]
 
 
 class TransferAborted(ForayError):
@@ -88,6 +93,7 @@ class WeightReceiver:
 
     def __init__(self, status: EngineStatus, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
         self._status, self._registry, self._settings, self._stats = status, registry, settings, stats
+        self._access = read_access(os.environ)
         self._group = ""
         """Group that the engine is in, as far as known."""
         self._home = ""
@@ -156,7 +162,37 @@ class WeightReceiver:
             # joining returns only when all members have joined: the learner must see which one is missing
             await self._answer(part, "prepared", detail=JOINING)
             await client.join_group(view, offset, timeout_s=part.left_s + MARGIN_S)
+            if view.proof is not None:
+                await self._prove(client, part, view.proof)
         await self._answer(part, "prepared")
+
+    async def _prove(self, client: EngineAdmin, part: TransferState, proof: WeightBucket) -> None:
+        """Receive a tensor that the engine holds already, and continue: the group is connected up to this engine.
+
+        NCCL joins at once and connects in the first broadcast. SGLang takes a bucket only inside a session, and outside
+        a pause only when no request runs. Requests stay in place meanwhile: no weight changes.
+        """
+        if not self._stages:
+            await self._pause(client, part, "in_place")
+        await self._begin(client, part)
+        try:
+            await client.receive_bucket(
+                proof, part.view.group, flattened=part.view.flattened, timeout_s=part.left_s + MARGIN_S
+            )
+        finally:
+            await self._end_proof(client, part)
+        if part.paused_at:
+            await client.resume()
+            part.paused_at = 0.0
+            self._status.transition_to(NodeState.READY)
+
+    async def _end_proof(self, client: EngineAdmin, part: TransferState) -> None:
+        try:
+            await client.end_update(timeout_s=CLEAN_UP_S)
+        except EngineError as error:
+            if not (self._stages and error.cause == "refused"):  # one that stages refuses an incomplete set
+                part.touched = True  # unknown: the session may have left the weights unpacked
+                raise
 
     async def _phase(self, part: TransferState, wanted: str) -> None:
         """Wait until the view is in phase `wanted`, and adopt its deadline. Raises TransferAborted if it ended."""
@@ -191,20 +227,16 @@ class WeightReceiver:
         """Receive every bucket. The engine is paused afterwards."""
         view, stages = part.view, self._stages
         if not stages:
-            await self._pause(client, part)
+            await self._pause(client, part, self._settings.pause_mode)
         began = time.monotonic()
-        try:
-            await client.begin_update(timeout_s=part.left_s)
-        except EngineError as error:
-            part.open = ALREADY_OPEN in error.detail  # left by a killed node: it is closed with this view
-            raise
+        await self._begin(client, part)
         part.open, part.touched = True, not stages
         for bucket in view.buckets:
             # a margin, so that a failed broadcast is reported by the engine and not by our timeout
             await client.receive_bucket(bucket, view.group, flattened=view.flattened, timeout_s=part.left_s + MARGIN_S)
         part.transfer_s = time.monotonic() - began
         if stages:
-            await self._pause(client, part)
+            await self._pause(client, part, self._settings.pause_mode)
         try:
             await client.end_update(timeout_s=part.left_s)
         except EngineError as error:
@@ -213,10 +245,17 @@ class WeightReceiver:
             raise
         part.open, part.touched = False, True
 
-    async def _pause(self, client: EngineAdmin, part: TransferState) -> None:
+    async def _begin(self, client: EngineAdmin, part: TransferState) -> None:
+        try:
+            await client.begin_update(timeout_s=part.left_s)
+        except EngineError as error:
+            part.open = ALREADY_OPEN in error.detail  # left by a killed node: it is closed with this view
+            raise
+
+    async def _pause(self, client: EngineAdmin, part: TransferState, mode: PauseMode) -> None:
         self._status.transition_to(NodeState.LOADING, part.view.version.label)
         part.paused_at = time.monotonic()
-        await client.pause(self._settings.pause_mode)
+        await client.pause(mode)
 
     async def _verify(self, client: EngineAdmin, part: TransferState) -> WeightChecksums:
         began = time.monotonic()
@@ -252,7 +291,7 @@ class WeightReceiver:
                 "member": part.member,
                 "number": part.view.number,
                 "phase": phase,
-                "kind": self._status.info().kind,
+                "kind": self._status.info().layout or self._status.info().kind,
                 "checksum": sums.whole,
                 "tensors_sha256": sum_of({n: sums.tensors[n] for n in sent if n in sums.tensors}) if sent else "",
                 "unused": [name for name in sent if name not in sums.tensors],
@@ -261,6 +300,7 @@ class WeightReceiver:
                 "verify_s": part.verify_s,
                 "touched": part.touched,
                 "detail": detail[:2000],
+                "token": member_token(self._access, part.member, part.view.group),
             }
         )
         try:
@@ -293,7 +333,7 @@ class WeightReceiver:
         """Close the session, which would block the next one. In an engine that stages, this applies a complete set."""
         try:
             if not part.paused_at:
-                await self._pause(client, part)
+                await self._pause(client, part, self._settings.pause_mode)
             await client.end_update(timeout_s=CLEAN_UP_S)
             part.touched = True
         except EngineError as error:

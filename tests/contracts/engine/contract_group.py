@@ -14,7 +14,7 @@ import torch
 from contract_client import Client
 from contract_models import read_weights
 
-from learner.weights.process_group import BroadcastGroup
+from learner.weights.process_group import BroadcastGroup, Rendezvous
 from protocol.runtime.net import free_port
 
 FLATTENED = "flattened_bucket"
@@ -65,9 +65,7 @@ class Trainer:
 async def trainer(client: Client) -> AsyncIterator[Trainer]:
     """A trainer whose engine has joined; both have left when this is."""
     name, port = uuid.uuid4().hex, free_port("127.0.0.1")
-    meeting = asyncio.to_thread(
-        BroadcastGroup, name=name, address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=20
-    )
+    meeting = asyncio.to_thread(BroadcastGroup, Rendezvous(name, "127.0.0.1", port, 2, "gloo", 20, 20))
     join = client.post(
         "/init_weights_update_group",
         {

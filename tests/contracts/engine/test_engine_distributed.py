@@ -84,6 +84,26 @@ async def test_in_place_swaps_at_the_same_border_when_weights_are_sent(client: C
     close(got[start:], over_old_cache(server, ids, len(PROMPT) + start - 1))
 
 
+async def test_a_tensor_that_the_engine_holds_already_changes_nothing(client: Client) -> None:
+    """The proof of a new group: requests stay in place, and continue as if nothing had been sent."""
+    server = client.server
+    before = await client.checksums()
+    norms = [(name, tensor) for name, tensor in read_weights(server.first).items() if name.endswith("norm.weight")]
+    async with trainer(client) as there:
+        run = await client.begin(tokens=LONG)
+        await client.ok("/pause_generation", {"mode": "in_place"})
+        await client.ok("/begin_weight_update")
+        status, answer = await there.send(norms[:1], FLATTENED, flush_cache=False)
+        assert status == 200, answer
+        status, answer = await client.post("/end_weight_update", {})
+        assert status == (200 if server.real else 400), "the embedded engine refuses an incomplete set"
+        await client.ok("/continue_generation")
+        answer = await run.answer()
+    assert await client.checksums() == before
+    close(reported(answer), server.logprobs(server.first, PROMPT + answer["output_ids"], len(PROMPT)))
+    assert [(start, end) for _, start, end in spans(answer)] == [(0, LONG)]
+
+
 async def test_buckets_in_bfloat16_are_taken_by_a_float32_engine(client: Client) -> None:
     server = client.server
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in read_weights(server.second).items()}

@@ -1,0 +1,155 @@
+"""The calls into CUDA, recorded: their order, on which stream, and what reaches main memory.
+
+There is no GPU here: `torch.cuda` is a recorder, and the group under NcclGroup is a gloo group of one rank. This shows
+that the module runs, and what it asks for, not that a GPU does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+
+from learner.weights import cuda, process_group, staging
+from learner.weights.cuda import CudaStaging, NcclGroup, unwatched
+from learner.weights.process_group import Rendezvous, WeightGroup
+from learner.weights.staging import Staging
+from protocol.runtime.net import free_port
+
+
+class Recorder:
+    """`torch.cuda`, where every event is reached at once. `calls`: what was asked for, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.current = "default"
+        self.streams = 0
+        recorder = self
+
+        class Stream:
+            def __init__(self) -> None:
+                recorder.streams += 1
+                self.name = f"side {recorder.streams}"
+
+            def wait_event(self, event: Event) -> None:
+                recorder.calls.append(f"{self.name} waits for {event.at}")
+
+        class Event:
+            at = ""
+
+            def record(self) -> None:
+                self.at = recorder.current
+                recorder.calls.append(f"event on {self.at}")
+
+            def query(self) -> bool:
+                return True
+
+        self.Stream, self.Event = Stream, Event
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def set_device(self, device: Any) -> None:
+        self.calls.append(f"device {device}")
+
+    def current_device(self) -> int:
+        return 0
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 1000, 4000
+
+    def memory_reserved(self) -> int:
+        return 700
+
+    def memory_allocated(self) -> int:
+        return 500
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder, empty = Recorder(), torch.empty
+    monkeypatch.setattr(cuda.torch, "cuda", recorder)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, stream: recorder.calls.append(f"kept for {stream.name}")
+    )
+    monkeypatch.setattr(cuda.torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+    return recorder
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_broadcast_waits_for_its_tensors_on_a_stream_of_its_own(
+    gpu: Recorder, abort: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[dict[str, str | None], timedelta]] = []
+    real = cuda.open_group
+
+    def opened(rendezvous: Rendezvous, timeout: timedelta) -> Any:
+        asked.append(({name: os.environ.get(name) for name in cuda.UNWATCHED}, timeout))
+        return real(rendezvous, timedelta(seconds=20))
+
+    monkeypatch.setattr(cuda, "open_group", opened)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    group = NcclGroup(Rendezvous("g", "127.0.0.1", free_port(), 1, "gloo", 20.0, 20.0))
+    assert asked == [(dict(cuda.UNWATCHED), cuda.NO_TIMEOUT)], "no watchdog ends the process"
+    group._device = torch.device("cpu")
+    sent = group.start(torch.ones(3), group.mark())
+    assert sent()
+    assert gpu.calls == [
+        "device cuda:3", "event on default", "side 1 waits for default", "kept for side 1", "event on side 1",
+    ]  # fmt: skip
+    if abort:
+        group.abort()
+    group.close()
+
+
+def test_the_watchdogs_settings_are_those_of_the_user_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    with pytest.raises(RuntimeError), unwatched():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+        raise RuntimeError
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 1000])
+def test_a_bucket_of_any_size_reaches_main_memory_over_two_buffers(
+    gpu: Recorder, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "PIECE", 64)
+    staged = CudaStaging()
+    assert staged.room() == 600, "half of what is free, or cached by torch"
+    flats = [torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(3)]
+    copies = [staged.copy(flat) for flat in flats]
+    assert all(torch.equal(copy.result(20), flat) for copy, flat in zip(copies, flats, strict=True))
+    assert [len(buffer) for buffer in staged._pinned] == [64, 64]
+    assert gpu.calls.count("side 1 waits for default") == gpu.calls.count("kept for side 1") == 3
+    assert gpu.calls.count("event on side 1") == 3 * -(-size // 64)
+    staged.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "interface"),
+    [(path, WeightGroup) for path in (*process_group.GROUPS.values(), "tests.support.lazy_group:LazyGroup")]
+    + [(path, Staging) for path in (*staging.STAGING.values(), "tests.support.lazy_group:DeviceStaging")],
+)
+def test_every_backend_and_its_double_have_one_interface(path: str, interface: type) -> None:
+    made = resolve_name(path)
+    methods = [name for name, member in vars(interface).items() if inspect.isfunction(member) and name[0] != "_"]
+    assert methods
+    for name in methods:
+        wanted, found = (list(inspect.signature(getattr(of, name)).parameters) for of in (interface, made))
+        assert wanted == found, f"{path}.{name}"
+    for name in interface.__annotations__:
+        assert isinstance(getattr(made, name), bool)
