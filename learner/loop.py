@@ -18,11 +18,11 @@ from learner.checkpoint.checkpoint import CheckpointFailed
 from learner.checkpoint.journal import BatchConditions
 from learner.config.learner import LearnerSettings
 from learner.context import LearnerContext
-from learner.data.batch import AdvantageEstimator, Batch, build_batch
+from learner.data.batch import Batch, build_batch
 from learner.data.replay_buffer import ReplayedGroup
 from learner.delivery.entry import StreamEntry
 from learner.delivery.token_accounting import token_split
-from learner.interfaces import NO_TOKENS, StepReport
+from learner.interfaces import NO_TOKENS, StepReport, TrainEngine
 from learner.observability.metrics import StepTimer
 from learner.recovery import CheckpointRetry, NonFiniteGuard, Recovery
 from learner.weights.base import BadWeights, GatheredWeights, in_use
@@ -44,7 +44,7 @@ STARVING_S = 2.0
 def batch_for_step(
     conditions: BatchConditions,
     groups: Sequence[TrajectoryGroup],
-    algorithm: AdvantageEstimator,
+    engine: TrainEngine,
     run: RunSettings,
     settings: LearnerSettings,
     *,
@@ -56,12 +56,13 @@ def batch_for_step(
     """
     return build_batch(
         groups,
-        algorithm,
+        engine.algorithm,
         now_step=conditions.now_step,
         lineage=conditions.lineage if settings.on_orphan == "mask" else (),
         max_lag=run.max_lag + more_lag,
         settings=settings.batch,
         temperature=conditions.temperature,
+        ranks=engine.world_size,
     )
 
 
@@ -114,7 +115,7 @@ class TrainingLoop:
         conditions = self._conditions(groups, replayed)
         everything = [*groups, *(r.group for r in replayed)]
         with ctx.meter.blocked_on("compute"):
-            batch = batch_for_step(conditions, everything, ctx.engine.algorithm, ctx.run, ctx.settings)
+            batch = batch_for_step(conditions, everything, ctx.engine, ctx.run, ctx.settings)
             report = ctx.engine.train(batch)
         if report.skipped:
             self._skip(entries, report)

@@ -84,6 +84,9 @@ def test_two_ranks_do_what_one_does(case: str, model: Path, by_two: tuple[Path, 
         assert of["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-3)
         for one, two in zip(expected["metrics"], of["metrics"], strict=True):
             assert two.keys() == one.keys()
+            for metrics in (one, two):  # these describe the layout, which depends on the number of ranks
+                for name in ("padding_share", "micro_batches", "rank_balance"):
+                    metrics.pop(name, None)
             assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
         assert of["weights"].keys() == expected["weights"].keys()
         for name, values in expected["weights"].items():
