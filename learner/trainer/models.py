@@ -83,11 +83,12 @@ def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requ
     torch.manual_seed(run.seed)  # random initial adapters, equal on all ranks and at every start
     packed = settings.batch.row_tokens > 0
     head = settings.critic if requirements.values and settings.critic.backbone == "policy" else None
-    module = load_policy(run.model, settings.model, packed=packed, critic=head)
+    sharded = settings.engine.zero_stage == 3
+    module = load_policy(run.model, settings.model, packed=packed, critic=head, sharded=sharded)
     policy = _engine(module, settings.optim, run, settings, updates)
     critic = None
     if requirements.values and head is None:
-        value_model = load_critic(run.model, settings.critic, settings.model, packed=packed)
+        value_model = load_critic(run.model, settings.critic, settings.model, packed=packed, sharded=sharded)
         engine = _engine(value_model, settings.critic.optim, run, settings, updates)
         critic = Critic(engine, settings.critic, updates_per_step=updates // run.steps)
     reference = None
