@@ -12,6 +12,7 @@ from learner.algorithms.base import Requirements
 from learner.config.learner import TrainerSettings
 from learner.config.model import OptimSettings
 from learner.engine import DeepSpeedEngine
+from learner.model.attention import use_varlen
 from learner.model.loading import as_saved, load_policy
 from learner.model.lora import adapter_only, merged, scale_of
 from learner.model.policy import PREFIX
@@ -94,6 +95,8 @@ def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requ
     reference = None
     if requirements.reference:
         reference = build_reference(settings.reference, run.model, settings.model, policy, packed=packed)
+    if policy.device.type == "cuda":
+        use_varlen(module.causal.config, policy.device, getattr(torch, settings.model.dtype))
     return Models(settings, policy, critic, reference, module.vocabulary)
 
 
