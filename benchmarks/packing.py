@@ -40,7 +40,7 @@ class PackingBench(SkewedBatch):
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Maximum tokens per forward pass."""
     ranks: int = Field(default=8, ge=1)
-    """Ranks to distribute micro-batches to, for `rank_balance`."""
+    """Ranks to distribute trajectories to, for `rank_balance` and `packed_over_ranks`."""
     batches: int = Field(default=8, ge=1)
     """Number of random batches; the figures are means over them, `worst` is the smallest share."""
 
@@ -70,16 +70,14 @@ class PackingBench(SkewedBatch):
 
 def shares(settings: PackingBench, number: int) -> dict[str, float]:
     """Return the figures of one batch."""
-    from learner.data.batch import split_for_ranks
-
     # one micro-batch per trajectory: its input tokens
     alone = _batch(settings, number, row_tokens=0, micro_batch_tokens=1)
     lengths = {int(m.trajectory[0]): m.ids.size for m in alone.micro_batches}
     arrived = [lengths[i] for i in sorted(lengths)]
-    batch = _batch(settings, number, row_tokens=settings.row_tokens, micro_batch_tokens=settings.micro_batch_tokens)
+    packing = {"row_tokens": settings.row_tokens, "micro_batch_tokens": settings.micro_batch_tokens}
+    batch = _batch(settings, number, **packing)
     each = -(-len(arrived) // len(batch.micro_batches))
-    shares_of_ranks = split_for_ranks(batch, settings.ranks)
-    loads = [sum(m.ids.size for part in share.minibatches for m in part) for share in shares_of_ranks]
+    divided = _batch(settings, number, **packing, ranks=settings.ranks)
     return {
         "packed": sum(arrived) / sum(m.ids.size for m in batch.micro_batches),
         "padded": padded_share(arrived, each),
@@ -89,11 +87,12 @@ def shares(settings: PackingBench, number: int) -> dict[str, float]:
         "trajectories_each": each,
         "trained_share": batch.num_tokens / sum(arrived),
         "longest_over_mean": max(arrived) / fmean(arrived),
-        "rank_balance": fmean(loads) / max(loads),
+        "rank_balance": divided.stats["rank_balance"],
+        "packed_over_ranks": 1.0 - divided.stats["padding_share"],
     }
 
 
-def _batch(settings: PackingBench, number: int, *, row_tokens: int, micro_batch_tokens: int) -> Batch:
+def _batch(settings: PackingBench, number: int, *, row_tokens: int, micro_batch_tokens: int, ranks: int = 1) -> Batch:
     from benchmarks.learner.workload import skewed_groups
     from learner.config.algorithm import GrpoSettings
     from learner.config.learner import BatchSettings
@@ -108,6 +107,7 @@ def _batch(settings: PackingBench, number: int, *, row_tokens: int, micro_batch_
         max_lag=0,
         settings=BatchSettings(micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens),
         temperature=1.0,
+        ranks=ranks,
     )
 
 

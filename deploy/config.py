@@ -54,7 +54,8 @@ class LaunchSettings(Settings):
     ready_s: float = Field(default=180.0, gt=0)
     """Timeout for a process to become ready, in seconds."""
     shutdown_s: float = Field(default=20.0, gt=0)
-    """Time between SIGTERM and SIGKILL at shutdown, in seconds."""
+    """Time between SIGTERM and SIGKILL at shutdown, in seconds. The learner may take longer for its last checkpoint:
+    the time of 12 bytes per parameter at 0.25 GB/s."""
     secrets: Path | None = None
     """Directory that `foray init --secure` wrote. Each process gets only the secrets of its role, and the Redis that
     `up` starts gets its users. null: all processes inherit the launcher's environment."""

@@ -49,6 +49,11 @@ class TrainEngine(Protocol):
         ...
 
     @property
+    def world_size(self) -> int:
+        """Return the number of ranks, for which `build_batch` divides a batch."""
+        ...
+
+    @property
     def model_files(self) -> Sequence[Path]:
         """Return the configuration and tokenizer files of the policy."""
         ...

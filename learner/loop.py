@@ -18,14 +18,14 @@ from learner.checkpoint.checkpoint import CheckpointFailed
 from learner.checkpoint.journal import BatchConditions
 from learner.config.learner import LearnerSettings
 from learner.context import LearnerContext
-from learner.data.batch import AdvantageEstimator, Batch, build_batch
+from learner.data.batch import Batch, build_batch
 from learner.data.replay_buffer import ReplayedGroup
 from learner.delivery.entry import StreamEntry
 from learner.delivery.token_accounting import token_split
-from learner.interfaces import NO_TOKENS, StepReport
+from learner.interfaces import NO_TOKENS, StepReport, TrainEngine
 from learner.observability.metrics import StepTimer
 from learner.recovery import CheckpointRetry, NonFiniteGuard, Recovery
-from learner.weights.base import BadWeights, GatheredWeights, in_use
+from learner.weights.base import BadWeights, GatheredWeights, in_use, wants_files
 from protocol.errors import StateLost, UserError
 from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup, WeightUpdate
@@ -44,7 +44,7 @@ STARVING_S = 2.0
 def batch_for_step(
     conditions: BatchConditions,
     groups: Sequence[TrajectoryGroup],
-    algorithm: AdvantageEstimator,
+    engine: TrainEngine,
     run: RunSettings,
     settings: LearnerSettings,
     *,
@@ -56,12 +56,13 @@ def batch_for_step(
     """
     return build_batch(
         groups,
-        algorithm,
+        engine.algorithm,
         now_step=conditions.now_step,
         lineage=conditions.lineage if settings.on_orphan == "mask" else (),
         max_lag=run.max_lag + more_lag,
         settings=settings.batch,
         temperature=conditions.temperature,
+        ranks=engine.world_size,
     )
 
 
@@ -78,6 +79,7 @@ class TrainingLoop:
         self.recovery = Recovery(ctx, stopping, self._begin_epoch)
         self.checkpoint_retry = CheckpointRetry(ctx)
         self._update: WeightUpdate | None = None
+        self._files_wanted = False
         self._checkpoint_step, self._checkpoint_time = ctx.delivery.step, time.monotonic()
         self._guard = NonFiniteGuard(ctx.settings.max_skipped, ctx.run.dir / "skipped")
         self._timer = StepTimer(ctx.meter)
@@ -114,7 +116,7 @@ class TrainingLoop:
         conditions = self._conditions(groups, replayed)
         everything = [*groups, *(r.group for r in replayed)]
         with ctx.meter.blocked_on("compute"):
-            batch = batch_for_step(conditions, everything, ctx.engine.algorithm, ctx.run, ctx.settings)
+            batch = batch_for_step(conditions, everything, ctx.engine, ctx.run, ctx.settings)
             report = ctx.engine.train(batch)
         if report.skipped:
             self._skip(entries, report)
@@ -200,6 +202,8 @@ class TrainingLoop:
                 if time.monotonic() > reminded + ctx.settings.reconcile_s:
                     reminded = time.monotonic()
                     self.recovery.retry_until_available(self._announce_if_forgotten)
+                if self._update is not None and self._update.is_initial:
+                    self.recovery.retry_until_available(self._write_wanted_files)
                 entries = ctx.consumer.take(run.groups_per_step, self.policy_step, max_lag=max_lag, timeout_s=POLL_S)
                 if entries:
                     return entries
@@ -241,7 +245,7 @@ class TrainingLoop:
         try:
             if self._update is None or self._update.version != version:
                 weights = GatheredWeights(lambda: ctx.engine.iter_weights(ctx.publisher.device))
-                self._update = ctx.publisher.publish(version, weights)
+                self._update = self._initial(version) or ctx.publisher.publish(version, weights)
             ctx.publisher.announce(self._update, state)
         except BadWeights as error:
             ctx.event_log.emit("weights-refused", f"{version.label} was rejected: {error}")
@@ -262,6 +266,21 @@ class TrainingLoop:
             ) from error
         self.recovery.must_announce = False
         ctx.publisher.collect(in_use(ctx.store.engines()))
+
+    def _initial(self, version: PolicyVersion) -> WeightUpdate | None:
+        """Return the announcement of the run's initial model, which the engines were launched with, if the policy still
+        equals it and no engine needs files."""
+        if version.step or self._files_wanted:
+            return None
+        return self.ctx.publisher.initial(version, self.ctx.engine.iter_weights("meta"))
+
+    def _write_wanted_files(self) -> None:
+        """Publish the initial model as files if an engine has another one, and cannot take part otherwise."""
+        wanting = [e.id for e in self.ctx.store.engines() if wants_files(e)]
+        if wanting:
+            log.info("publishing the initial model as files for %s", ", ".join(wanting))
+            self._files_wanted, self._update = True, None
+            self.announce()
 
     def _publish(self) -> None:
         with self.ctx.meter.blocked_on("publish"):

@@ -248,6 +248,12 @@ class GroupFailed(Message):
 Transport = Literal["disk", "distributed", "adapter"]
 
 
+INITIAL = "initial-"
+"""Prefix of `WeightUpdate.digest` for the run's initial model."""
+NEEDS_FILES = "its run.model differs from the learner's: it needs files of"
+"""Prefix of the detail of an engine that cannot hold the announced initial model."""
+
+
 class WeightUpdate(Message):
     """A published (committed) policy version, which nodes must load.
 
@@ -268,6 +274,13 @@ class WeightUpdate(Message):
     @property
     def version(self) -> PolicyVersion:
         return PolicyVersion(self.epoch, self.step)
+
+    @property
+    def is_initial(self) -> bool:
+        """Whether it is the run's initial model, which nodes have themselves: `path` is not a published directory, and
+        `digest` is INITIAL and `protocol.runtime.files.model_digest` of the learner's copy.
+        """
+        return self.digest.startswith(INITIAL)
 
 
 class WeightBucket(Message):

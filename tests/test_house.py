@@ -73,7 +73,7 @@ UNUSED = {
         *("max_points_per_centroid", "niter", "allow_fp16_reduced_precision_reduction"),
     },
     "called by a library": {
-        *("_generate_and_score_completions", "on_step_begin", "on_step_end", "on_log", "kwargs"),
+        *("_zero_init_param", "_generate_and_score_completions", "on_step_begin", "on_step_end", "on_log", "kwargs"),
         *("redirect_request", "fp", "newurl", "req"),
         *("handle_starttag", "handle_startendtag", "handle_endtag", "attrs"),
     },

@@ -1,11 +1,12 @@
 """The processes of a run: a pure function from the configuration to process specs.
 
-It starts nothing, chooses no port and reads no file, so `foray up --dry-run` works without the packages of the
-processes. Every process reads the same resolved file; overrides distinguish them.
+It starts nothing, chooses no port and reads no file (of the model it takes the size), so `foray up --dry-run` works
+without the packages of the processes. Every process reads the same resolved file; overrides distinguish them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +34,14 @@ class Ready(StrEnum):
     RUNNING = "running"
 
 
+ELASTIC_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Variable of torchrun: seconds between SIGTERM and SIGKILL of its ranks."""
+CHECKPOINT_BYTES_PER_S = 0.25e9
+"""A slow network disk: an upper bound on the time of a stop, which ends as soon as the checkpoint is written."""
+BYTES_PER_WEIGHT = 2
+"""Models are usually stored in bfloat16; for float32 files the bound is twice as long."""
+
+
 @dataclass(frozen=True)
 class ProcessSpec:
     """One process to start.
@@ -45,6 +54,7 @@ class ProcessSpec:
     log       file for its stdout and stderr
     ready     readiness condition; `url` if it needs an address
     restarts  maximum number of restarts; 0: its exit ends the run
+    stop_s    seconds that it may need after SIGTERM, beyond launch.shutdown_s
     """
 
     name: str
@@ -56,6 +66,7 @@ class ProcessSpec:
     env: dict[str, str] = field(default_factory=dict, repr=False)
     restarts: int = 0
     hidden: tuple[str, ...] = ()
+    stop_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `--dry-run --json` and run.json, without secrets and without the Redis URL."""
@@ -93,6 +104,16 @@ class Addresses:
     learner: str = ""
 
 
+def checkpoint_s(config: RunConfig) -> float:
+    """Return how many seconds the learner's last checkpoint may take: 12 bytes per parameter (float32 weights and two
+    moments), written and hashed at CHECKPOINT_BYTES_PER_S. 0 for adapters, or if the model's size is unknown here.
+    """
+    if config.learner.model.lora.rank:
+        return 0.0
+    weights = sum(path.stat().st_size for path in config.run.model.glob("*.safetensors"))
+    return weights / BYTES_PER_WEIGHT * 12 / CHECKPOINT_BYTES_PER_S
+
+
 def plan(
     config: RunConfig,
     addresses: Addresses,
@@ -119,7 +140,11 @@ def plan(
         argv = (python, *ranked, "-m", module, "--config", str(resolved), *overrides)
         own = env_of(launch.secrets, kind, addresses.redis_url) if launch.secrets and read_secrets else {}
         log = run.dir / "logs" / f"{name}.log"
-        return ProcessSpec(name, kind, argv, log, ready, url, {**env, **own, **launch.env}, restarts, hidden)
+        stop_s = checkpoint_s(config) if kind == "learner" else 0.0
+        # torchrun ends its ranks 30 s after SIGTERM otherwise
+        elastic = {ELASTIC_TIMEOUT: str(math.ceil(launch.shutdown_s + stop_s))} if ranked else {}
+        env_of_process = {**env, **elastic, **own, **launch.env}
+        return ProcessSpec(name, kind, argv, log, ready, url, env_of_process, restarts, hidden, stop_s)
 
     specs: list[ProcessSpec] = [_redis(config, addresses)] if addresses.server is not None else []
     for index, url in enumerate(addresses.retrievers, start=1):

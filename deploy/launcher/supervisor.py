@@ -47,6 +47,7 @@ class Supervisor:
         interrupted: Callable[[], None] = lambda: None,
     ) -> None:
         self._is_ready, self._ready_s, self._shutdown_s = is_ready, ready_s, shutdown_s
+        self._hurried = False
         self._say, self._beat, self._interrupted = say, beat, interrupted
         self.children: dict[str, ManagedProcess] = {}
         self.restarts: dict[str, int] = {}
@@ -104,7 +105,7 @@ class Supervisor:
 
     def hurry(self) -> None:
         """Do not wait in the stop in progress, or in later ones."""
-        self._shutdown_s = 0.0
+        self._hurried = True
 
     def _stop_stage(self, stage: list[ManagedProcess]) -> list[str]:
         if alive := [child.spec.name for child in stage if child.poll() is None]:
@@ -113,8 +114,9 @@ class Supervisor:
         for child in stage:
             child.terminate()
         begun = time.monotonic()
-        # `hurry` may change the timeout meanwhile
-        while any(child.poll() is None for child in stage) and time.monotonic() - begun < self._shutdown_s:
+        limit = self._shutdown_s + max((child.spec.stop_s for child in stage), default=0.0)
+        # `hurry` may be called meanwhile
+        while any(child.poll() is None for child in stage) and time.monotonic() - begun < limit and not self._hurried:
             slow = next((child for child in stage if child.poll() is None), stage[0])
             self._beat(lambda slow=slow: slow.waiting_line("to stop", since=begun))  # type: ignore[misc]
             time.sleep(POLL_S)
@@ -122,7 +124,7 @@ class Supervisor:
         for child in late:
             child.kill()
             child.wait(10.0)
-            self._say(f"{child.spec.name} did not stop within {self._shutdown_s:g} s and was killed")
+            self._say(f"{child.spec.name} did not stop within {0 if self._hurried else limit:g} s and was killed")
         return [child.spec.name for child in late]
 
     def _look(self, name: str) -> bool:

@@ -179,7 +179,7 @@ class ReplayLoop:
             batch = batch_for_step(
                 item.conditions,
                 [*item.groups, *item.mixed],
-                self.engine.algorithm,
+                self.engine,
                 run,
                 self.settings,
                 more_lag=item.more_lag,

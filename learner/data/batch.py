@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from learner.algorithms.advantages import Outcomes, Turns, turn_of_tokens
 from learner.config.learner import BatchSettings
-from learner.data.packing import Aggregation, cut_rows, pack_rows, partition_balanced, trajectory_weights
+from learner.data.packing import Aggregation, cost, layouts, trajectory_weights
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.staleness import lag
 from protocol.versions import PolicyVersion, is_orphan
@@ -89,21 +89,6 @@ MiniBatch = tuple[MicroBatch, ...]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Input of one training step: one optimiser update per part. `stats` are numbers for the metrics."""
-
-    minibatches: tuple[MiniBatch, ...]
-    temperature: float
-    num_tokens: int
-    stats: dict[str, float]
-
-    @property
-    def micro_batches(self) -> MiniBatch:
-        """Return the micro-batches of all parts."""
-        return tuple(m for minibatch in self.minibatches for m in minibatch)
-
-
-@dataclass(frozen=True)
 class RankBatch:
     """One rank's share of a batch: as many parts as the other ranks, with as many micro-batches in each.
 
@@ -114,6 +99,35 @@ class RankBatch:
     temperature: float
     num_tokens: int
     stats: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Input of one training step: one optimiser update per part. `stats` are numbers for the metrics.
+
+    shares  each rank's micro-batches of every part
+    """
+
+    shares: tuple[tuple[MiniBatch, ...], ...]
+    temperature: float
+    num_tokens: int
+    stats: dict[str, float]
+
+    @property
+    def minibatches(self) -> tuple[MiniBatch, ...]:
+        """Return the micro-batches of every part, from all ranks, without dummies."""
+        parts = zip(*self.shares, strict=True)
+        return tuple(tuple(m for share in part for m in share if m.weights.any()) for part in parts)
+
+    @property
+    def micro_batches(self) -> MiniBatch:
+        """Return the micro-batches of all parts, without dummies."""
+        return tuple(m for minibatch in self.minibatches for m in minibatch)
+
+    @property
+    def rank_batches(self) -> list[RankBatch]:
+        """Return the batch of each rank."""
+        return [RankBatch(share, self.temperature, self.num_tokens, self.stats) for share in self.shares]
 
 
 @dataclass
@@ -155,11 +169,13 @@ def build_batch(
     max_lag: int,
     settings: BatchSettings,
     temperature: float,
+    ranks: int = 1,
 ) -> Batch:
     """Build the batch of `groups`, independent of their order.
 
     now_step  step of the policy that is about to be updated
     lineage   first version of each learner start, for `is_orphan`
+    ranks     number of ranks that train it
     """
     groups = sorted(groups, key=lambda g: (g.seq, g.attempt))
     outcomes = Outcomes.of(groups)
@@ -186,9 +202,10 @@ def build_batch(
     # The capacity is the batch's, not the part's: row widths should not depend on how the batch is divided.
     capacity = max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
     divided = [[r for r in rows if r.group % algorithm.minibatches == n] for n in range(algorithm.minibatches)]
-    parts = tuple(_part(part, table, algorithm, capacity, settings) for part in divided if part)
-    stats = _statistics(rows, [m for part in parts for m in part], tally, outcomes, np.abs(table).max(1, initial=0.0))
-    return Batch(parts, temperature, sum(len(r.trained) for r in rows), stats)
+    parts = [_part(part, table, algorithm, capacity, settings, ranks) for part in divided if part]
+    shares = tuple(tuple(part[rank] for part in parts) for rank in range(ranks))
+    stats = _statistics(rows, parts, tally, outcomes, np.abs(table).max(1, initial=0.0))
+    return Batch(shares, temperature, sum(len(r.trained) for r in rows), stats)
 
 
 def _part(
@@ -197,35 +214,25 @@ def _part(
     algorithm: AdvantageEstimator,
     capacity: int,
     settings: BatchSettings,
-) -> MiniBatch:
-    """Return the micro-batches of one update, with its own denominators. advantages [n, turns], or [n, 1] for all
-    turns.
+    ranks: int,
+) -> list[MiniBatch]:
+    """Return each rank's micro-batches of one update, with the update's own denominators. advantages [n, turns], or
+    [n, 1] for all turns.
+
+    Ranks get equally many micro-batches, because all take part in every collective. A rank with fewer trajectories
+    than that gets dummies of weight 0.
     """
     counts = np.zeros(len(advantages), np.int64)
     for row in rows:
         counts[row.number] = len(row.trained)
     weights = trajectory_weights(counts.tolist(), algorithm.aggregation, algorithm.aggregation_length)
-    packed = pack_rows([len(r.ids) for r in rows], capacity)
-    widths = [sum(len(rows[i].ids) for i in row) for row in packed]
-    return tuple(
-        _assemble([[rows[i] for i in packed[r]] for r in cut], advantages, weights)
-        for cut in cut_rows(widths, settings.micro_batch_tokens)
-    )
-
-
-def split_for_ranks(batch: Batch, ranks: int) -> list[RankBatch]:
-    """Return each rank's share: equally many micro-batches in every part, because all ranks take part in every
-    collective. Ranks with fewer get a dummy of weight 0.
-    """
-    balanced = [_balance(minibatch, ranks) for minibatch in batch.minibatches]
-    of_ranks = [tuple(minibatch[rank] for minibatch in balanced) for rank in range(ranks)]
-    return [RankBatch(minibatches, batch.temperature, batch.num_tokens, batch.stats) for minibatches in of_ranks]
-
-
-def _balance(minibatch: MiniBatch, ranks: int) -> list[MiniBatch]:
-    of_ranks = partition_balanced([m.ids.size for m in minibatch], ranks)
-    longest = max(len(indices) for indices in of_ranks)
-    return [tuple(minibatch[i] for i in indices) + (_dummy(),) * (longest - len(indices)) for indices in of_ranks]
+    found = layouts([len(r.ids) for r in rows], ranks, capacity, settings.micro_batch_tokens)
+    longest = max(len(layout) for layout in found)
+    shares = []
+    for layout in found:
+        made = [_assemble([[rows[i] for i in row] for row in m], advantages, weights) for m in layout]
+        shares.append((*made, *[_dummy()] * (longest - len(made))))
+    return shares
 
 
 def _trained_part(
@@ -340,13 +347,15 @@ def _dummy() -> MicroBatch:
 
 def _statistics(
     rows: Sequence[_Row],
-    micro_batches: Sequence[MicroBatch],
+    parts: Sequence[Sequence[MiniBatch]],
     tally: _Tally,
     outcomes: Outcomes,
     advantages: npt.NDArray[np.float64],
 ) -> dict[str, float]:
     lags = np.concatenate([r.lags for r in rows]) if rows else np.zeros(1, np.int64)
+    micro_batches = [m for part in parts for share in part for m in share if m.weights.any()]
     slots = sum(m.ids.size for m in micro_batches)
+    spent = np.array([[sum(_cost(m) for m in share) for share in part] for part in parts], np.float64)
     read = sum(len(r.ids) for r in rows)
     valid = outcomes.rewards[outcomes.valid]
     return {
@@ -363,4 +372,10 @@ def _statistics(
         "tokens_read": float(read),
         "padding_share": 1.0 - read / slots if slots else 0.0,
         "micro_batches": float(len(micro_batches)),
+        "rank_balance": float(spent.mean(1).sum() / spent.max(1).sum()) if parts else 1.0,
     }
+
+
+def _cost(micro_batch: MicroBatch) -> int:
+    squares = np.where(micro_batch.documents >= 0, 2 * micro_batch.positions + 1, 0).sum()  # 1 + 3 + ... = length^2
+    return cost(micro_batch.ids.size, int(squares))

@@ -1,5 +1,4 @@
-"""Trajectories into rows, rows into micro-batches, micro-batches onto ranks (pure, deterministic; trajectories are not
-split).
+"""Trajectories onto ranks, into rows, and rows into micro-batches (pure, deterministic; trajectories are not split).
 
 Also aggregates token losses by a weight per token: the loss of a batch is sum_i weight_i * loss_i. Every denominator is
 taken over the whole batch before it is divided, so the gradient does not depend on packing, micro-batches or the number
@@ -9,6 +8,7 @@ over ranks and accumulation steps, the caller undoes that average.)
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import Literal
 
@@ -17,6 +17,9 @@ import numpy.typing as npt
 
 LEVELLING = 6
 """Attempts to find a smaller width with as many rows (bisection)."""
+ATTENTION_TOKENS = 24_576
+"""Length at which attention costs as much as all other layers: 12 * hidden size, here that of Qwen2.5-3B. A layer takes
+24 * hidden^2 operations per token, and attention 2 * hidden * length^2 (causal)."""
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -69,19 +72,91 @@ def cut_rows(widths: Sequence[int], budget: int) -> list[list[int]]:
     return [cut for cut in cuts if cut]
 
 
-def partition_balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the indices of `costs` per rank: the costliest goes to the rank with the fewest items, then the least
-    cost.
-
-    Every rank gets the same number of items or one less, since all take part in every collective.
+def cost(tokens: int, squares: int) -> int:
+    """Return the compute of a micro-batch with `tokens` (padding included) and sum(length^2) `squares`, in units of
+    1 / ATTENTION_TOKENS of a token without attention.
     """
-    of_ranks: list[list[int]] = [[] for _ in range(ranks)]
-    spent = [0] * ranks
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = min(range(ranks), key=lambda r: (len(of_ranks[r]), spent[r], r))
-        of_ranks[rank].append(i)
-        spent[rank] += costs[i]
-    return of_ranks
+    return tokens * ATTENTION_TOKENS + squares
+
+
+def partition(values: Sequence[int], parts: int) -> list[list[int]]:
+    """Return the indices of `values` in `parts` lists with nearly equal sums.
+
+    Largest differencing method (Karmarkar and Karp, 1982): the two partial partitions with the largest differences are
+    merged, the largest sums of one with the smallest of the other. Few values per list stay more even than with
+    longest-processing-time first.
+    """
+    heap = [(-value, i, [(value, [i]), *[(0, [])] * (parts - 1)]) for i, value in enumerate(values)]
+    if not heap or parts == 1:
+        return [list(range(len(values))), *[[] for _ in range(parts - 1)]]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, i, left), (_, j, right) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = sorted(((a + b, p + q) for (a, p), (b, q) in zip(left, reversed(right), strict=True)), reverse=True)
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(i, j), merged))
+    return [sorted(members) for _, members in heap[0][2]]
+
+
+Layout = list[list[list[int]]]
+"""Micro-batches of rows of indices."""
+
+
+def layouts(lengths: Sequence[int], ranks: int, capacity: int, budget: int) -> list[Layout]:
+    """Return each rank's micro-batches: at most `budget` padded tokens, in rows of at most `capacity` (`pack_rows`).
+
+    All ranks take part in every collective, so they get equally many micro-batches, the costliest first. A rank has
+    fewer only if it has fewer trajectories than that. The ranks' trajectories have nearly equal cost, and their rows
+    nearly equal widths: otherwise padding would undo the balance.
+    """
+    squares = [n * n for n in lengths]
+    members = partition([cost(n, square) for n, square in zip(lengths, squares, strict=True)], ranks)
+    packed = [pack_rows([lengths[i] for i in own], capacity) for own in members]
+    most = max(len(rows) for rows in packed)
+    found: list[Layout] = []
+    for own, rows in zip(members, packed, strict=True):
+        if capacity and ranks > 1:
+            rows = _level([lengths[i] for i in own], most, capacity) or rows
+        widths = [sum(lengths[own[i]] for i in row) for row in rows]
+        found.append([[[own[i] for i in rows[r]] for r in cut] for cut in cut_rows(widths, budget)])
+    count = max(len(layout) for layout in found)
+    return [_divided(layout, count, lengths) if ranks > 1 else layout for layout in found]
+
+
+def _level(lengths: Sequence[int], count: int, capacity: int) -> list[list[int]]:
+    """Return the indices in `count` rows of nearly equal width, widest first; [] if one would exceed `capacity`."""
+    rows = [row for row in partition(lengths, count) if row]
+    widest_first = sorted((-sum(lengths[i] for i in row), row) for row in rows)
+    fits = all(-width <= capacity or len(row) == 1 for width, row in widest_first)
+    return [row for _, row in widest_first] if fits else []
+
+
+def _divided(layout: Layout, count: int, lengths: Sequence[int]) -> Layout:
+    """Return the layout with its largest micro-batches divided until there are `count`, or none can be divided;
+    costliest first.
+    """
+    layout = list(layout)
+    while len(layout) < count:
+        divisible = [m for m in layout if len(m) > 1 or len(m[0]) > 1]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda m: (_tokens(m, lengths), m))
+        if len(largest) > 1:
+            half = (len(largest) + 1) // 2
+            halves = [largest[:half], largest[half:]]
+        else:
+            row = largest[0]
+            halves = [[[row[i] for i in part]] for part in partition([lengths[i] for i in row], 2)]
+        layout.remove(largest)
+        layout += halves
+    return sorted(layout, key=lambda m: (-_cost_of(m, lengths), m))
+
+
+def _tokens(micro_batch: list[list[int]], lengths: Sequence[int]) -> int:
+    return len(micro_batch) * max(sum(lengths[i] for i in row) for row in micro_batch)
+
+
+def _cost_of(micro_batch: list[list[int]], lengths: Sequence[int]) -> int:
+    return cost(_tokens(micro_batch, lengths), sum(lengths[i] ** 2 for row in micro_batch for i in row))
 
 
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]

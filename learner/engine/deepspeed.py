@@ -142,11 +142,11 @@ class DeepSpeedEngine:
             guard=self.stage == 0,
             fused=torch.cuda.is_available() or engine.offload_optimizer,
         )
+        config = deepspeed_config(optim, engine, dtype, sum(p.numel() for p in module.parameters()))
+        if self.stage == 3 and getattr(module, "stored", None) is not None:
+            _load_shares(self._deepspeed, module, config)
         self._engine, *_ = self._deepspeed.initialize(
-            model=module.train(),
-            optimizer=self._optimizer,
-            config=deepspeed_config(optim, engine, dtype, sum(p.numel() for p in module.parameters())),
-            dist_init_required=False,
+            model=module.train(), optimizer=self._optimizer, config=config, dist_init_required=False
         )
         self._partition = partition_of(self._engine.module, self._engine.optimizer, self.stage)
         self._averages = False
@@ -271,6 +271,36 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Free DeepSpeed's resources; the process group remains (`leave_ranks`)."""
         self._engine.destroy()
+
+
+def _load_shares(deepspeed: Any, module: Any, config: dict[str, Any]) -> None:
+    """Partition the parameters of `module` over the ranks, one after the other; each rank reads its part from
+    `module.stored`. Parameters that are not in the files (adapters, value head) must be equal on all ranks.
+
+    Afterwards `deepspeed.initialize` has nothing to partition, and moves no whole model to the device.
+    """
+
+    class Init(deepspeed.zero.Init):  # type: ignore[misc]
+        def _zero_init_param(self, parameter: torch.nn.Parameter) -> None:
+            # DeepSpeed would send every whole parameter from rank 0 first.
+            self._convert_to_deepspeed_param(parameter)
+            parameter.partition()  # type: ignore[attr-defined]
+
+    init = Init(module=torch.nn.Module(), config_dict_or_path=config)
+    stored, module.stored = module.stored, None
+    # one buffer for all: many large ones between the shares would fragment the memory
+    largest = max(p.numel() * p.element_size() for p in module.parameters())
+    buffer = torch.empty(-(-largest // 16) * 16, dtype=torch.uint8, device=init.local_device)
+    for parameter in module.parameters():
+        if stored.holds(parameter):
+            share = -(-parameter.numel() // init.dp_world_size)
+            whole = buffer.view(parameter.dtype)[: parameter.numel()].view(parameter.shape)
+            stored.read(parameter, whole, init.rank * share, (init.rank + 1) * share)
+            parameter.data = whole
+        init._convert_to_zero_parameters([parameter])
+    for buffer in module.buffers():  # DeepSpeed leaves a partitioned module where it is
+        buffer.data = buffer.data.to(init.local_device)
+    stored.close()
 
 
 def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,14 +5,16 @@ KEY.RANK.N.safetensors   whole float32 tensors by parameter name; KEY: master, e
 buffers.safetensors      buffers of the module
 random.RANK.safetensors  random state of a rank
 
-The tensors are distributed over the ranks, which write in parallel. The caller flushes and hashes the files
-(`learner.checkpoint`). Frozen parameters are not saved: they equal those of the initial model.
+The tensors are distributed over the ranks, which write in parallel. Each rank flushes and hashes a file in a thread
+while it gathers the next, and lists its files for the manifest (`learner.checkpoint`). Frozen parameters are not saved:
+they equal those of the initial model.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from learner.checkpoint.checkpoint import WRITTEN, written_file
 from learner.engine.optimizer import GuardedAdamW
 from learner.engine.partition import EMA, MASTER, MOMENTS, Partition, gathered, set_low
 from learner.engine.ranks import fail_together
 from protocol.errors import UserError
+from protocol.runtime.files import fsync_path
 
 FORMAT = 1
 INDEX = "state.json"
 BUFFERS = "buffers.safetensors"
+HASHING_THREADS = 2
+"""Threads of a rank that flush and hash files; one hashes faster than most disks write."""
 FILE_BYTES = 1 << 30
 """Bytes after which a rank begins a new file: a file is built in memory."""
 
@@ -51,6 +57,7 @@ class StateFiles:
         self.directory, self.partition, self.optimizer = directory, partition, optimizer
         self.buffers, self.device, self.seed = buffers, device, seed
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._written: dict[str, Future[dict[str, Any]]] = {}
 
     def save(self, updates: int, stage: int, *, averages: bool) -> None:
         """Write this rank's files and, last, the index (rank 0); collective.
@@ -59,6 +66,13 @@ class StateFiles:
         collective.
         """
         failures: list[OSError] = []
+        with ThreadPoolExecutor(HASHING_THREADS) as self._pool:
+            self._save_all(updates, stage, failures, averages=averages)
+        self._list_written(failures)
+        if fail_together(bool(failures), self.device):
+            raise failures[0] if failures else OSError("another rank failed to write its files")
+
+    def _save_all(self, updates: int, stage: int, failures: list[OSError], *, averages: bool) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -84,8 +98,14 @@ class StateFiles:
                 (self.directory / INDEX).write_text(json.dumps(index, indent=1))
             except OSError as error:
                 failures.append(error)
-        if fail_together(bool(failures), self.device):
-            raise failures[0] if failures else OSError("another rank failed to write its files")
+
+    def _list_written(self, failures: list[OSError]) -> None:
+        try:
+            listed = {file: entry.result() for file, entry in self._written.items()}
+            if not failures:
+                (self.directory / f"{WRITTEN}.{self.rank:05}.json").write_text(json.dumps(listed))
+        except OSError as error:
+            failures.append(error)
 
     def _plan(self, key: str) -> dict[str, str]:
         """Return the file of each tensor, the same on every rank: tensor i belongs to rank i % R."""
@@ -114,6 +134,7 @@ class StateFiles:
     def _try(self, file: str, tensors: dict[str, torch.Tensor], failures: list[OSError]) -> None:
         try:
             save_file(tensors, self.directory / file)
+            self._written[file] = self._pool.submit(_finish, self.directory / file)
         except OSError as error:
             failures.append(error)
         except SafetensorError as error:  # a full disk, for instance
@@ -220,6 +241,11 @@ class StateFiles:
                     torch.cuda.set_rng_state(shard.get_tensor("cuda"))
         except (OSError, SafetensorError, RuntimeError) as error:
             raise _unusable(path, str(error)) from None
+
+
+def _finish(path: Path) -> dict[str, Any]:
+    fsync_path(path)
+    return written_file(path)
 
 
 def _keys(averages: bool) -> tuple[str, ...]:

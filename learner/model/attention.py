@@ -6,13 +6,18 @@ attention is causal and padding comes last.
 
 If every layer sees all previous tokens, a row is computed span by span: causal attention per trajectory, without a
 mask. A mask of [L, L] costs what packing saves, because torch also computes the blocks that it hides.
+
+On a GPU all spans are one call of torch's variable-length attention, if `use_varlen` found at load that it agrees with
+the computation span by span. Neither path has been run on a GPU yet.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +26,10 @@ from learner.model.architecture import FULL, SLIDING, layer_kinds
 
 SPANS = "foray_spans"
 """Name of our attention function in transformers."""
+VARLEN_TOLERANCE = 0.1
+"""Largest difference of outputs and gradients of random rows, of the order of 1: bfloat16 rounds them to 0.01."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +39,12 @@ class Spans:
 
     widths  widths of each row's spans in order, including padding: they add up to L
     held    whether a span is a trajectory, not padding
+    bounds  [spans + 1] int32, where the spans begin and end in the flattened rows, on the device of the rows
     """
 
     widths: tuple[tuple[int, ...], ...]
     held: tuple[tuple[bool, ...], ...]
+    bounds: torch.Tensor = field(compare=False)
 
     @classmethod
     def of(cls, documents: torch.Tensor) -> Spans:
@@ -43,7 +54,8 @@ class Spans:
             found, counts = torch.unique_consecutive(row, return_counts=True)
             widths.append(tuple(counts.tolist()))
             held.append(tuple((found >= 0).tolist()))
-        return cls(tuple(widths), tuple(held))
+        bounds = torch.tensor([0, *accumulate(width for row in widths for width in row)], dtype=torch.int32)
+        return cls(tuple(widths), tuple(held), bounds.to(documents.device))
 
 
 def use_spans(causal: Any) -> bool:
@@ -83,6 +95,8 @@ def _attend_spans(
         return sdpa(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if attention_mask is not None:
         raise ValueError("the model builds its own mask, which spans would ignore")
+    if _kind(query, key, value) in _VARLEN and not options.get("dropout"):
+        return _attend_varlen(query, key, value, spans, options.get("scaling")), None
     attend = partial(sdpa, module, attention_mask=None, **options | {"is_causal": True})
     rows = zip(*(torch.split(t, 1) for t in (query, key, value)), spans.widths, spans.held, strict=True)
     return torch.cat([_attend_row(attend, *row) for row in rows]), None
@@ -102,6 +116,91 @@ def _attend_row(
     nothing = value.new_zeros(()).expand(1, query.shape[2], query.shape[1], value.shape[-1])
     parts = [attend(q, k, v)[0] if inside else nothing[:, : q.shape[2]] for q, k, v, inside in cuts]
     return torch.cat(parts, 1)
+
+
+_VARLEN: set[tuple[Any, ...]] = set()
+"""Kinds of tensors for which `use_varlen` has found torch's variable-length attention right."""
+
+
+def _kind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
+    return query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+
+
+def _attend_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Spans, scaling: float | None
+) -> torch.Tensor:
+    """Return [R, L, heads, V] as `_attend_spans`; padding attends to itself."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [R * L, heads, D]
+    longest = max(width for row in spans.widths for width in row)
+    found = varlen_attn(
+        q,
+        k,
+        v,
+        spans.bounds,
+        spans.bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),  # causal
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(found, torch.Tensor)
+    return found.reshape(query.shape[0], query.shape[2], *found.shape[1:])
+
+
+def use_varlen(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Use torch's variable-length attention on `device` for a model computed span by span, if its output and gradients
+    on random rows agree with those of the computation span by span. Return whether it is used.
+    """
+    if not takes_spans(config):
+        return False
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    documents = torch.tensor([[0] * 5 + [1] * 40 + [2] * 19, [0] * 50 + [-1] * 14], device=device)
+    spans, scaling = Spans.of(documents), width**-0.5
+    generator = torch.Generator(device).manual_seed(0)  # not torch's own: the run's random state must not change
+
+    def rows(count: int) -> torch.Tensor:
+        return torch.randn((2, count, 64, width), generator=generator, device=device, dtype=dtype)
+
+    given = (rows(heads), rows(groups), rows(groups))
+    weight = (documents >= 0)[:, :, None, None] * rows(heads).transpose(1, 2)
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // groups
+    _VARLEN.discard(_kind(*given))
+    try:
+        one, many = (
+            _with_gradients(attend, given, weight)
+            for attend in (
+                lambda q, k, v: _attend_varlen(q, k, v, spans, scaling),
+                lambda q, k, v: _attend_spans(module, q, k, v, None, spans, scaling=scaling)[0],
+            )
+        )
+        wrong = max(float((a - b).abs().max()) for a, b in zip(one, many, strict=True))
+    except (ImportError, TypeError, RuntimeError, ValueError, NotImplementedError) as error:
+        log.info(
+            "attention span by span: torch's variable-length attention cannot run on %s: %s", device, str(error)[:200]
+        )
+        return False
+    if not wrong <= VARLEN_TOLERANCE:
+        log.warning("attention span by span: torch's variable-length attention is wrong by %.2g on %s", wrong, device)
+        return False
+    log.info("attention: all spans in one call of torch's variable-length attention")
+    _VARLEN.add(_kind(*given))
+    return True
+
+
+@torch.enable_grad()
+def _with_gradients(
+    attend: Callable[..., torch.Tensor], given: tuple[torch.Tensor, ...], weight: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the output where `weight` is not 0, and the gradients of the weighted sum, as float32."""
+    inputs = [t.clone().requires_grad_() for t in given]
+    output = attend(*inputs)
+    gradients = torch.autograd.grad((output * weight).sum(), inputs)
+    return [(output * (weight != 0)).detach().float(), *(g.float() for g in gradients)]
 
 
 def block_mask(documents: torch.Tensor) -> torch.Tensor:

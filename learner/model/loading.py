@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,32 +13,69 @@ from learner.config.model import CriticSettings, ModelSettings
 from learner.engine.accelerator import without_gpu
 from learner.model.architecture import refuse_settings, without_dropout
 from learner.model.lora import add_adapters
-from learner.model.parity_check import settle_attention
+from learner.model.parity_check import is_settled, settle_attention
 from learner.model.policy import PolicyModel
+from learner.model.stored_weights import StoredWeights, empty_model
 from protocol.errors import UserError
 from protocol.runtime.torch_safety import refuse_pickled
 
+log = logging.getLogger(__name__)
+
 
 def load_policy(
-    directory: Path, settings: ModelSettings, *, packed: bool = True, critic: CriticSettings | None = None
+    directory: Path,
+    settings: ModelSettings,
+    *,
+    packed: bool = True,
+    critic: CriticSettings | None = None,
+    sharded: bool = False,
 ) -> PolicyModel:
     """Return the model in `directory` (Hugging Face layout), on the CPU.
 
-    packed  whether rows will contain several trajectories
-    critic  set if the model gets a value head (critic.backbone policy)
+    packed   whether rows will contain several trajectories
+    critic   set if the model gets a value head (critic.backbone policy)
+    sharded  as `load_settled`
     Raises UserError if the model is missing, or would be scored wrongly.
     """
-    causal = load_causal(directory, settings, packed=packed)
+    causal = load_settled(directory, settings, packed=packed, sharded=sharded)
     policy = PolicyModel(causal, settings, critic)
-    settle_attention(policy, directory, packed=packed)
     if settings.lora.rank:
         add_adapters(causal, settings.lora)
     return policy
 
 
-def load_causal(directory: Path, settings: ModelSettings, *, packed: bool = False) -> Any:
+def load_settled(directory: Path, settings: ModelSettings, *, packed: bool, sharded: bool = False) -> Any:
+    """Return transformers' model with the attention that `settle_attention` chooses.
+
+    sharded  leave the weights in their files, to be read rank by rank (`causal.stored`), where they are stored as the
+             model has them; otherwise the model is loaded whole. The attention is then settled on its first layers.
+    """
+    causal = load_causal(directory, settings, packed=packed, sharded=sharded)
+    whole = causal
+    if causal.stored is not None and not is_settled(causal.config):
+        whole = _first_layers(directory, settings, causal.config, packed=packed)
+    settle_attention(PolicyModel(whole, settings), directory, packed=packed)
+    if whole is not causal:
+        causal.set_attn_implementation(whole.config._attn_implementation)
+    return causal
+
+
+def _first_layers(directory: Path, settings: ModelSettings, config: Any, *, packed: bool) -> Any:
+    """Return the model cut to its first two layers, or to as many as have every kind of attention."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    count = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    return load_causal(directory, settings, packed=packed, layers=min(count, config.num_hidden_layers))
+
+
+def load_causal(
+    directory: Path, settings: ModelSettings, *, packed: bool = False, sharded: bool = False, layers: int = 0
+) -> Any:
     """Return transformers' model without dropout. Raises UserError if it is missing, not a text model, or does not
-    support `packed` rows."""
+    support `packed` rows.
+
+    sharded  as `load_settled`: `stored` of the result is the StoredWeights, or None if it is loaded whole
+    layers   only the first so many layers; 0: all
+    """
     if not (directory / "config.json").is_file():
         raise UserError(
             f"no model found in {directory}",
@@ -53,22 +91,33 @@ def load_causal(directory: Path, settings: ModelSettings, *, packed: bool = Fals
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     refuse_settings(directory, config, settings.attention, packed=packed)
     without_dropout(config)
+    if layers:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    options = {
+        "dtype": getattr(torch, settings.dtype),
+        "trust_remote_code": False,
+        "attn_implementation": settings.attention,
+    }
+    causal = stored = None
     try:
-        causal = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=getattr(torch, settings.dtype),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation=settings.attention,
-        )
+        if sharded:
+            causal = empty_model(config, **options)
+            stored = StoredWeights.of(directory, causal)
+            if stored is None:
+                log.info("%s is loaded whole on every rank: its files do not have the model's tensors", directory)
+        if causal is None or stored is None:
+            causal = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, local_files_only=True, use_safetensors=True, **options
+            )
     except ValueError as error:  # no such attention for this architecture, or no causal model of it
         raise UserError(
             f"transformers cannot load {directory} ({config.model_type})",
             why=str(error)[:400],
             todo="try learner.model.attention=eager, or another model",
         ) from None
+    causal.stored = stored
     if settings.gradient_checkpointing:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     return causal

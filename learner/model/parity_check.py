@@ -10,6 +10,7 @@ The same check decides whether a model can be computed span by span (`attention.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +38,12 @@ def settle_attention(policy: PolicyModel, directory: Path, *, packed: bool) -> N
             return
         policy.causal.set_attn_implementation("sdpa")
     _refuse_differences(policy, directory, packed=packed)
+
+
+def is_settled(config: Any) -> bool:
+    """Return whether `settle_attention` does not compute anything for a model of this configuration."""
+    full = layer_kinds(config) == {FULL} and config._attn_implementation == "sdpa"
+    return full and config.model_type in EXACT
 
 
 def _right_by_spans(policy: PolicyModel, *, packed: bool) -> bool:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from learner.config.model import CriticSettings, ModelSettings
 from learner.model.attention import Spans, attention_mask, takes_spans
 from learner.model.logprobs import Scores, ScoringLinear, Wanted, can_score, score_fused, score_hidden, wide
+from learner.model.stored_weights import StoredWeights
 
 PREFIX = "causal."
 """Prefix that PolicyModel adds to the names of transformers."""
@@ -44,6 +45,8 @@ class PolicyModel(torch.nn.Module):
         self.top_among = self.vocabulary
         """Number of ids from which the likeliest tokens are chosen; for a reference, that of the policy."""
         self.chunk_bytes = settings.logit_chunk_bytes
+        self.stored: StoredWeights | None = getattr(causal, "stored", None)
+        """Set while the weights of `causal` are still in their files."""
         head = causal.get_output_embeddings()
         if critic is not None:
             self.value_head = ValueHead(head.weight.shape[1], causal.dtype)

@@ -57,6 +57,9 @@ STEP: Table = {
     "tokens_read": gauge("Tokens that the model read, including observations, excluding padding."),
     "padding_share": gauge("Share of the packed rows that is padding."),
     "micro_batches": gauge("Forward passes of the batch, over all ranks."),
+    "rank_balance": gauge(
+        "Mean compute of the ranks as a share of the busiest rank's, from tokens and lengths: 1 - share of idle time."
+    ),
     "replayed_groups": gauge("Groups of earlier steps that were mixed in."),
     "lag_mean": gauge("Mean lag of the trained tokens: steps between the version that sampled them and the policy."),
     "lag_max": gauge("Largest lag of a trained token in steps."),

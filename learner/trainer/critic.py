@@ -11,18 +11,19 @@ from learner.algorithms.base import LossOutput
 from learner.algorithms.losses import value_loss, variance_sums, weighted_sum
 from learner.config.model import CriticSettings, LoraSettings, ModelSettings
 from learner.engine import DeepSpeedEngine
-from learner.model.loading import load_causal
-from learner.model.parity_check import settle_attention
-from learner.model.policy import PolicyModel, ValueHead, hidden_states
+from learner.model.loading import load_settled
+from learner.model.policy import ValueHead, hidden_states
+from learner.model.stored_weights import StoredWeights
 from learner.trainer.tensors import ForwardResult
 
 
 class ValueModel(torch.nn.Module):
     """A base model of transformers and a linear head; without the language model's output layer."""
 
-    def __init__(self, backbone: Any, width: int) -> None:
+    def __init__(self, backbone: Any, width: int, stored: StoredWeights | None = None) -> None:
         super().__init__()
         self.backbone = backbone
+        self.stored = stored
         self.head = ValueHead(width, backbone.dtype)
 
     def forward(
@@ -36,16 +37,17 @@ class ValueModel(torch.nn.Module):
         return values
 
 
-def load_critic(run_model: Path, critic: CriticSettings, model: ModelSettings, *, packed: bool = True) -> ValueModel:
+def load_critic(
+    run_model: Path, critic: CriticSettings, model: ModelSettings, *, packed: bool = True, sharded: bool = False
+) -> ValueModel:
     """Return the critic before training: the model in `critic.model` or `run_model`, with a head of zeros, on the CPU.
 
-    Without adapters: all of it is trained. Raises UserError as `load_policy` does.
+    Without adapters: all of it is trained. `sharded` as `load_settled`. Raises UserError as `load_policy` does.
     """
     directory = critic.model or run_model
     settings = model.model_copy(update={"lora": LoraSettings()})
-    causal = load_causal(directory, settings)
-    settle_attention(PolicyModel(causal, settings), directory, packed=packed)
-    return ValueModel(causal.base_model, causal.get_output_embeddings().weight.shape[1])
+    causal = load_settled(directory, settings, packed=packed, sharded=sharded)
+    return ValueModel(causal.base_model, causal.get_output_embeddings().weight.shape[1], causal.stored)
 
 
 class Critic:

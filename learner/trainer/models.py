@@ -12,6 +12,7 @@ from learner.algorithms.base import Requirements
 from learner.config.learner import TrainerSettings
 from learner.config.model import OptimSettings
 from learner.engine import DeepSpeedEngine
+from learner.model.attention import use_varlen
 from learner.model.loading import as_saved, load_policy
 from learner.model.lora import adapter_only, merged, scale_of
 from learner.model.policy import PREFIX
@@ -83,16 +84,19 @@ def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requ
     torch.manual_seed(run.seed)  # random initial adapters, equal on all ranks and at every start
     packed = settings.batch.row_tokens > 0
     head = settings.critic if requirements.values and settings.critic.backbone == "policy" else None
-    module = load_policy(run.model, settings.model, packed=packed, critic=head)
+    sharded = settings.engine.zero_stage == 3
+    module = load_policy(run.model, settings.model, packed=packed, critic=head, sharded=sharded)
     policy = _engine(module, settings.optim, run, settings, updates)
     critic = None
     if requirements.values and head is None:
-        value_model = load_critic(run.model, settings.critic, settings.model, packed=packed)
+        value_model = load_critic(run.model, settings.critic, settings.model, packed=packed, sharded=sharded)
         engine = _engine(value_model, settings.critic.optim, run, settings, updates)
         critic = Critic(engine, settings.critic, updates_per_step=updates // run.steps)
     reference = None
     if requirements.reference:
         reference = build_reference(settings.reference, run.model, settings.model, policy, packed=packed)
+    if policy.device.type == "cuda":
+        use_varlen(module.causal.config, policy.device, getattr(torch, settings.model.dtype))
     return Models(settings, policy, critic, reference, module.vocabulary)
 
 

@@ -24,18 +24,34 @@ from learner.model.loading import load_policy
 from learner.model.logprobs import Scores
 from learner.model.lora import adapters_off
 from learner.model.policy import PolicyModel
+from learner.model.stored_weights import StoredWeights
 from protocol.errors import UserError
 
 
-def shard(module: torch.nn.Module, device: torch.device) -> None:
-    """Shard `module` in place over all ranks, layer by layer; its forward pass is collective from now on."""
+def shard(module: PolicyModel, device: torch.device) -> None:
+    """Shard `module` in place over all ranks, layer by layer; its forward pass is collective from now on.
+
+    Weights that are still in their files are read layer by layer, so a rank holds its share and one whole layer.
+    """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    module.to(device)
+    if module.stored is None:
+        module.to(device)
     for layers in [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]:
         for layer in layers:
+            _read(module.stored, layer, device)
             fully_shard(layer, mesh=mesh)
+    _read(module.stored, module, device)
     # The rest (embedding, last norm, output layer) belongs to the module; by default it would stay gathered after use.
     fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    module.stored = None
+
+
+def _read(stored: StoredWeights | None, part: torch.nn.Module, device: torch.device) -> None:
+    for parameter in part.parameters():
+        if stored is not None and stored.holds(parameter):
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            stored.read(parameter, whole, 0, whole.numel())
+            parameter.data = whole
 
 
 @torch.no_grad()
@@ -183,7 +199,8 @@ def build_reference(
     changed: dict[str, Any] = {"dtype": dtype, "gradient_checkpointing": False}
     if frozen:
         changed["lora"] = LoraSettings()
-    module = load_policy(settings.model or run_model, model.model_copy(update=changed), packed=packed)
+    sharded = engine.stage == 3 and engine.world_size > 1
+    module = load_policy(settings.model or run_model, model.model_copy(update=changed), packed=packed, sharded=sharded)
     policy = cast(PolicyModel, engine.module)
     if module.vocabulary < policy.vocabulary:
         raise UserError(

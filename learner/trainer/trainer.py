@@ -18,7 +18,7 @@ import torch
 from learner.algorithms import build_algorithm
 from learner.algorithms.base import Algorithm
 from learner.config.learner import TrainerSettings
-from learner.data.batch import Batch, RankBatch, split_for_ranks
+from learner.data.batch import Batch, RankBatch
 from learner.engine import DeepSpeedEngine, OptimizerUpdate, leave_ranks
 from learner.interfaces import NO_TOKENS, StepReport
 from learner.trainer.forward import forward_batch
@@ -81,7 +81,9 @@ class Trainer:
         return [path for path in files if not path.name.endswith(WEIGHT_SUFFIXES)]
 
     def rank_batches(self, batch: Batch) -> list[RankBatch]:
-        """Split a batch over the ranks. Raises UserError for tokens outside the model's vocabulary."""
+        """Return each rank's share. Raises UserError for tokens outside the model's vocabulary."""
+        if len(batch.shares) != self.world_size:
+            raise ValueError(f"a batch for {len(batch.shares)} ranks, but there are {self.world_size}")
         largest = max((int(max(m.ids.max(), m.targets.max())) for m in batch.micro_batches), default=0)
         if largest >= self._models.vocabulary:
             # On a GPU the embedding would fail asynchronously, without details, and leave the process unusable.
@@ -90,7 +92,7 @@ class Trainer:
                 why="an engine serves another model than the learner trains",
                 todo="start every process with the same run.model",
             )
-        return split_for_ranks(batch, self.world_size)
+        return batch.rank_batches
 
     def train(self, batch: Batch) -> StepReport:
         """Run `train_rank_batch` on this rank's share of a batch that every rank has; collective."""

@@ -40,11 +40,17 @@ class AdapterPublisher(DiskPublisher):
         self, settings: AdapterPublishSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
     ) -> None:
         super().__init__(settings, run, (), link)  # an adapter is published without the model's files
-        self._alpha, self._model = settings.alpha, run.model
+        self._alpha = settings.alpha
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Publish as the base class does. Raises UserError for a tensor that is not a LoRA parameter."""
         return super().publish(version, in_peft_names(weights))
+
+    def initial(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate | None:
+        """Return None: engines need the first adapter, whose name requests must state."""
+        for _ in weights:
+            pass
+        return None
 
     def _described(self, tensors: Tensors) -> dict[str, str]:
         return {CONFIG: peft_config(tensors, self._alpha, self._model)}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from protocol.errors import ForayError
-from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
+from protocol.messages import NEEDS_FILES, EngineInfo, NodeState, ViewAnswer, WeightUpdate, WeightView
 from protocol.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -81,6 +81,13 @@ def in_use(engines: Iterable[EngineInfo]) -> set[PolicyVersion]:
     return held
 
 
+def wants_files(engine: EngineInfo) -> bool:
+    """Return whether the engine cannot hold the initial model that was announced: its node has another model, does not
+    know this kind of announcement, or did not launch the engine."""
+    unusable = engine.detail.startswith(NEEDS_FILES) or "cannot be verified" in engine.detail
+    return unusable and engine.state not in (NodeState.DRAINING, NodeState.GONE)
+
+
 class WeightPublisher(Protocol):
     """A weight transport. All calls come from the training thread, in this order for every version."""
 
@@ -96,8 +103,18 @@ class WeightPublisher(Protocol):
         """
         ...
 
+    def initial(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate | None:
+        """Return what announces `run.model` itself as `version`; None if it must be published.
+
+        weights: as for `publish`, on the meta device; iterated to the end.
+        """
+        ...
+
     def announce(self, update: WeightUpdate, state: str) -> None:
-        """Make the result of `publish` the target; may be repeated. Raises RedisUnavailable, StateLost, Fenced."""
+        """Make the result of `publish` or `initial` the target; may be repeated.
+
+        Raises RedisUnavailable, StateLost, Fenced.
+        """
         ...
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:

@@ -121,6 +121,14 @@ class DistributedPublisher:
         self._disk.sanity.published(version, inspection)
         return self._sent(version, transfer, copy)
 
+    def initial(self, version: PolicyVersion, weights: Iterable[Named]) -> WeightUpdate | None:
+        """Announce `run.model` as `DiskPublisher` does; the next version can then be broadcast."""
+        named = list(weights)
+        update = self._disk.initial(version, named)
+        if update is not None:
+            self._set_plan(named)
+        return update
+
     def announce(self, update: WeightUpdate, state: str) -> None:
         """Commit a transfer. At the end of the run the last version is first written as files."""
         began = time.monotonic()
@@ -291,10 +299,13 @@ class DistributedPublisher:
                 yield name, tensor
 
         update = self._write(version, passing())
-        whole = layout(seen)
+        self._set_plan(seen)
+        return update
+
+    def _set_plan(self, named: Sequence[Named]) -> None:
+        whole = layout(named)
         size = min(self._settings.bucket_mb << 20, max(SMALLEST_BUCKET, num_bytes(whole) // PIECES))
         self._plan = plan(whole, size)
-        return update
 
     def _write(self, version: PolicyVersion, named: Iterable[Named]) -> WeightUpdate:
         began = time.monotonic()

@@ -17,14 +17,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from learner.config.learner import FilesSettings
 from learner.weights.base import EngineLink
 from learner.weights.checks import WeightCheck, WeightChecker
-from protocol.messages import Transport, WeightUpdate
-from protocol.runtime.files import durable_mkdir, fsync_path, fsync_tree, sha256_file
+from protocol.messages import INITIAL, Transport, WeightUpdate
+from protocol.runtime.files import durable_mkdir, fsync_path, fsync_tree, model_digest, sha256_file
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -36,6 +36,12 @@ PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 """File names that nodes accept, and endings that they do not (`rollout_server.node.weights.manifest`)."""
 Tensors = dict[str, torch.Tensor]
+EXACT = {
+    "BF16": (torch.bfloat16, torch.float32),
+    "F16": (torch.float16, torch.float32),
+    "F32": (torch.float32,),
+}
+"""dtype in a file -> dtypes that represent its values exactly."""
 
 
 class DiskPublisher:
@@ -49,6 +55,7 @@ class DiskPublisher:
         self, settings: FilesSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
     ) -> None:
         self._run, self._settings, self._link = run.id, settings, link
+        self._model = run.model
         self.sanity = WeightChecker(settings.max_norm_jump)
         self._last: dict[str, float] = {}
         self._folder = run.weights_dir.absolute()
@@ -103,6 +110,21 @@ class DiskPublisher:
             num_bytes=num_bytes,
         )
 
+    def initial(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate | None:
+        """Return the announcement of `run.model`, unless its files have other tensors, or a dtype that the policy's
+        rounds. Nothing is written or hashed."""
+        shapes = dict(weights)
+        if not shapes or not _stores(self._model, shapes):
+            return None
+        return WeightUpdate(
+            run=self._run,
+            epoch=version.epoch,
+            step=version.step,
+            digest=INITIAL + model_digest(self._model),
+            transport=self.transport,
+            path=str(self._model.absolute()),
+        )
+
     def announce(self, update: WeightUpdate, state: str) -> None:
         """Make `update` the target."""
         self._link.target(update, state)
@@ -143,6 +165,20 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: WeightChec
     for name in sorted(tensors):
         digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return tensors, digest.hexdigest()
+
+
+def _stores(model: Path, shapes: Tensors) -> bool:
+    """Return whether the safetensors files of `model` have every tensor, in a dtype that its own represents exactly."""
+    found: dict[str, tuple[list[int], str]] = {}
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118  # not a mapping: it only has keys()
+                stored = file.get_slice(name)
+                found[name] = stored.get_shape(), stored.get_dtype()
+    return all(
+        name in found and found[name][0] == list(tensor.shape) and tensor.dtype in EXACT.get(found[name][1], ())
+        for name, tensor in shapes.items()
+    )
 
 
 def _travels(path: Path) -> bool:

@@ -53,6 +53,10 @@ def folder_lock(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+DIGEST_BLOCKS, DIGEST_BLOCK = 256, 4096
+"""Number and bytes of the blocks of a file that `model_digest` reads."""
+
+
 def fsync_path(path: Path) -> None:
     """Flush a file or a folder to the device."""
     handle = os.open(path, os.O_RDONLY)
@@ -140,3 +144,20 @@ def sha256_file(path: Path) -> str:
 def sha256_stream(file: BufferedReader) -> str:
     """Return the sha256, in hex, of an open file from its current position to its end."""
     return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_digest(directory: Path) -> str:
+    """Return a digest (hex) that tells models in Hugging Face layout apart without reading them whole: sha256 of names
+    and sizes of the safetensors files and of blocks of 4 KiB, the first and evenly spaced ones. "" without such files.
+
+    Fine-tuned weights differ nearly everywhere, so blocks find them. It is no protection against forgery.
+    """
+    digest, files = hashlib.sha256(), sorted(directory.glob("*.safetensors"))
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(DIGEST_BLOCK, size // DIGEST_BLOCKS)):
+                file.seek(place)
+                digest.update(file.read(DIGEST_BLOCK))
+    return digest.hexdigest() if files else ""

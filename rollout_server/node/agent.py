@@ -87,7 +87,7 @@ class Agent:
         if not isinstance(settings.kind, AttachedEngine):
             check_host(settings.host, self._access)
         self._validated = self._tainted = False
-        self._follower = WeightFollower(status, registry, settings, stats)
+        self._follower = WeightFollower(status, registry, settings, stats, run.model)
 
     async def run(self) -> None:
         """Consume incarnations of the engine; produce a READY one; wait with back-off between them.
@@ -198,6 +198,7 @@ class Agent:
             # Reported before it is read: the learner removes old versions, but none that an engine reports.
             status.transition_to(NodeState.SYNCING, "reading", version=wanted.version)
         model, label = await self._weights(wanted)
+        self._follower.unlabelled = label == NO_VERSION.label
         status.transition_to(NodeState.SYNCING, f"launching with {label}")
 
         def argv(home: Path) -> list[str]:
@@ -230,7 +231,10 @@ class Agent:
 
         An adapter is loaded after the launch.
         """
-        if wanted is not None and wanted.transport != "adapter":
+        label = NO_VERSION.label
+        if wanted is not None and wanted.is_initial:
+            label = wanted.version.label if await self._follower.has_initial(wanted) else label
+        elif wanted is not None and wanted.transport != "adapter":
             try:
                 return (await asyncio.to_thread(verify, wanted)).resolve(), wanted.version.label
             except WeightsCorrupt as error:
@@ -242,7 +246,7 @@ class Agent:
                 why=f"{model / 'config.json'} does not exist",
                 todo="set run.model to a model directory in Hugging Face layout",
             )
-        return model, NO_VERSION.label
+        return model, label
 
     async def _wait_for_attached(self, kind: AttachedEngine, *, paused: bool) -> None:
         """Wait until the attached engine answers; its state is GONE meanwhile. Raises UserError if it is the wrong one.

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,17 @@ def test_what_does_not_stop_in_time_is_killed_with_all_that_it_started(tmp_path:
     assert is_alive(below)
     assert supervisor.stop() == ["engine-1"]
     wait_until(lambda: not is_alive(child.pid) and not is_alive(below), "both are gone")
+
+
+def test_a_learner_that_writes_its_last_checkpoint_is_waited_for(tmp_path: Path, supervisor: Supervisor) -> None:
+    slow = "import signal, sys, time\n" + (
+        "def stop(*_):\n    time.sleep(2); print('saved', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop); print('up', flush=True); time.sleep(60)"
+    )
+    supervisor.spawn(replace(spec(tmp_path, "learner", slow, kind="learner"), stop_s=60.0))
+    supervisor.await_ready(["learner"])
+    assert supervisor.stop() == []
+    assert "saved" in (tmp_path / "learner.log").read_text(), "although shutdown_s is 0.5"
 
 
 def test_what_a_killed_process_started_does_not_outlive_it(tmp_path: Path, supervisor: Supervisor) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import transformers
 from torch.nn.functional import scaled_dot_product_attention
 
 from learner.config.model import LoraSettings, ModelSettings
+from learner.model import attention
 from learner.model.attention import SPANS, Spans, block_mask, takes_spans, use_spans
 from learner.model.loading import load_policy
 from learner.model.policy import hidden_states
@@ -75,6 +78,56 @@ def test_spans_equal_the_mask_in_output_and_gradient(name, values):
     wanted = torch.autograd.grad((expected * weights)[held].sum(), tensors)
     for one, other in zip(gradient, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def by_sequence(query, key, value, bounds, _, longest, __, *, scale, window_size, enable_gqa):
+    """torch's variable-length attention, computed on any device one sequence after the other."""
+    assert window_size == (-1, 0) and query.shape[0] == bounds[-1] and longest == int(bounds.diff().max())
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    parts = []
+    for start, end in pairwise(bounds.tolist()):
+        q, k, v = (t[start:end].transpose(0, 1) for t in (query, key, value))
+        parts.append(
+            scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(0, 1)
+        )
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def no_varlen_left():
+    yield
+    attention._VARLEN.clear()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.usefixtures("no_varlen_left")
+def test_all_spans_in_one_call_are_what_they_are_one_by_one(name, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_sequence)
+    config = tiny("llama").config
+    config._attn_implementation = SPANS
+    documents = documents_of(LAYOUTS[name])
+    tensors = [torch.randn(len(documents), heads, documents.shape[1], 8) for heads in (4, 2, 2)]
+    held = (documents >= 0)[:, :, None, None]
+    alone = attend(tensors, spans=Spans.of(documents))
+    assert attention.use_varlen(config, torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(attend(tensors, spans=Spans.of(documents)) * held, alone * held)
+
+
+@pytest.mark.usefixtures("no_varlen_left")
+def test_a_variable_length_attention_that_is_wrong_or_missing_is_not_used(monkeypatch, caplog):
+    config, cpu = tiny("llama").config, torch.device("cpu")
+    assert not attention.use_varlen(config, cpu, torch.float32), "the model does not take spans"
+    config._attn_implementation = SPANS
+    before = torch.get_rng_state()
+    with caplog.at_level("INFO"):
+        assert not attention.use_varlen(config, cpu, torch.float32), "torch has it for GPUs only"
+        assert "cannot run on cpu" in caplog.text
+        monkeypatch.setattr(
+            "torch.nn.attention.varlen.varlen_attn", lambda q, k, v, *_, **__: q + 0 * (k.sum() + v.sum())
+        )
+        assert not attention.use_varlen(config, cpu, torch.float32)
+        assert "is wrong by" in caplog.text
+    assert not attention._VARLEN and torch.equal(torch.get_rng_state(), before)
 
 
 def test_without_spans_rows_are_causal():

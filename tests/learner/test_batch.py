@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from learner.algorithms import build_algorithm
 from learner.config.algorithm import GrpoSettings, PpoSettings
 from learner.config.learner import BatchSettings
-from learner.data.batch import Batch, MicroBatch, build_batch, split_for_ranks
-from learner.data.packing import cut_rows, pack_rows, partition_balanced, trajectory_weights
+from learner.data.batch import Batch, MicroBatch, build_batch
+from learner.data.packing import cut_rows, pack_rows, trajectory_weights
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
 from protocol.versions import PolicyVersion
 from tests.support.messages import (
@@ -26,7 +26,7 @@ from tests.support.messages import (
 FIRST_START = (PolicyVersion(1, 0),)
 
 
-def build(groups, *, now_step=0, lineage=FIRST_START, max_lag=2, row_tokens=0, budget=4096, **algorithm):
+def build(groups, *, now_step=0, lineage=FIRST_START, max_lag=2, row_tokens=0, budget=4096, ranks=1, **algorithm):
     return build_batch(
         groups,
         build_algorithm(GrpoSettings(**algorithm)),
@@ -35,6 +35,7 @@ def build(groups, *, now_step=0, lineage=FIRST_START, max_lag=2, row_tokens=0, b
         max_lag=max_lag,
         settings=BatchSettings(micro_batch_tokens=budget, row_tokens=row_tokens),
         temperature=1.0,
+        ranks=ranks,
     )
 
 
@@ -93,12 +94,9 @@ def test_a_trajectory_cut_off_by_truncation_is_read_to_its_end_where_the_algorit
     assert ends == {0: {-1}, 2: {-1}}, "answers and spent turns are ends"
     assert on.ids.size == 19 and on.ids.flat[at] == 7 and on.positions.flat[at] == 6
     assert on.documents.flat[at] == on.documents.flat[on.index[on.trajectory == 1][0]]
-    assert (
-        split_for_ranks(build_batch(given, build_algorithm(PpoSettings()), settings=settings, **plain), 2)[1]
-        .minibatches[0][0]
-        .end
-        == -1
-    ).all()
+    over_four = build_batch(given, build_algorithm(PpoSettings()), settings=settings, ranks=4, **plain)
+    (dummy,) = [m for share in over_four.rank_batches for m in share.minibatches[0] if not m.weights.any()]
+    assert (dummy.end == -1).all()
 
 
 def test_positions_and_documents_restart_in_each_trajectory_of_a_row():
@@ -208,14 +206,27 @@ def test_token_weights_follow_their_formulas():
     assert trajectory_weights([0, 0], "token_mean").tolist() == [0.0, 0.0]
 
 
-def test_every_rank_gets_as_many_micro_batches_and_each_real_one_goes_to_one_rank():
-    batch = build([make_group(s, (1.0, 0.0), length=s) for s in range(1, 6)], budget=1)
-    hands = [share.minibatches[0] for share in split_for_ranks(batch, 4)]
+def test_every_rank_gets_as_many_micro_batches_and_one_with_too_few_trajectories_dummies():
+    batch = build([make_group(s, (1.0, 0.0), length=9) for s in range(1, 6)], budget=1, ranks=4)
+    hands = [share.minibatches[0] for share in batch.rank_batches]
     assert [len(hand) for hand in hands] == [3, 3, 3, 3]
-    real = [id(m) for hand in hands for m in hand if m.weights.any()]
-    assert sorted(real) == sorted(id(m) for m in batch.micro_batches)
-    dummies = [m for hand in hands for m in hand if not m.weights.any()]
-    assert len(dummies) == 2
+    assert sum(bool(m.weights.any()) for hand in hands for m in hand) == 10, "ten trajectories, each alone"
+    assert len(batch.micro_batches) == 10
+    few = build([make_group(1, (1.0, 0.0))], ranks=4)
+    assert [len(share.minibatches[0]) for share in few.rank_batches] == [1, 1, 1, 1]
+    assert len(build([], ranks=3).rank_batches) == 3
+
+
+@pytest.mark.parametrize(("row_tokens", "budget"), [(0, 60), (60, 120), (64, 64)])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_balancing_over_ranks_changes_no_trained_token(row_tokens, budget, ranks):
+    groups = [make_group(s, (1.0, 0.0, 0.5), length=3 + 5 * s % 17) for s in range(1, 9)]
+    options = {"row_tokens": row_tokens, "budget": budget, "minibatches": 2}
+    balanced, alone = build(groups, ranks=ranks, **options), build(groups, **options)
+    assert tokens_of(balanced) == tokens_of(alone), "weights and advantages too"
+    for part, whole in zip(balanced.minibatches, alone.minibatches, strict=True):
+        assert sorted({n for m in part for n in m.trajectory}) == sorted({n for m in whole for n in m.trajectory})
+    assert balanced.stats["rank_balance"] > 0.8
 
 
 def test_every_part_has_its_own_update_and_its_own_denominators():
@@ -227,7 +238,7 @@ def test_every_part_has_its_own_update_and_its_own_denominators():
         tokens = sum(t.num_sampled for s in seqs for t in given[s - 1].trajectories)
         assert sum(len(m.targets) for m in part) == tokens
     assert batch.num_tokens == sum(len(m.targets) for m in batch.micro_batches)
-    assert [len(share.minibatches) for share in split_for_ranks(batch, 3)] == [2, 2, 2]
+    assert [len(share.minibatches) for share in build(given, minibatches=2, ranks=3).rank_batches] == [2, 2, 2]
     assert len(build(given[:1], minibatches=4).minibatches) == 1, "a part without groups is no update"
 
 
@@ -313,13 +324,6 @@ def test_shuffled_rewards_are_those_of_tokens_too():
             found[int(number)] += float(reward)
     assert sum(found.values()) == 8
     assert [found[n] for n in range(32)] != [float(n % 4 == 0) for n in range(32)]
-
-
-def test_work_is_dealt_evenly():
-    costs = [9, 1, 1, 1, 8, 7, 2, 3]
-    hands = partition_balanced(costs, 2)
-    assert sorted(i for hand in hands for i in hand) == list(range(8))
-    assert sorted(sum(costs[i] for i in hand) for hand in hands) == [15, 17]
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,7 +12,7 @@ from learner.algorithms import build_algorithm
 from learner.algorithms.base import TokenScores
 from learner.config.algorithm import PpoSettings
 from learner.config.learner import TrainerSettings
-from learner.data.batch import build_batch, split_for_ranks
+from learner.data.batch import build_batch
 from learner.trainer.forward import forward_batch
 from learner.trainer.trainer import Trainer
 from protocol.messages import Status, Trajectory, TrajectoryGroup
@@ -99,9 +99,10 @@ def test_what_truncation_cut_off_is_worth_the_state_after_it(
         max_lag=2,
         settings=TrainerSettings.model_validate({"batch": layout}).batch,
         temperature=1.0,
+        ranks=3,
     )
     found: dict[int, tuple[list[float], list[float]]] = {}
-    for share in split_for_ranks(batch, 3):  # what three ranks do, one after the other: dummies and all
+    for share in batch.rank_batches:  # what three ranks do, one after the other: dummies and all
         scored = forward_batch(share, trainer._models, algorithm).flat
         for s, judgement in zip(scored, algorithm.compute_advantages(scored, trainer.engine.total)[0], strict=True):
             for number in torch.unique(s.trajectory[s.mask]).tolist():

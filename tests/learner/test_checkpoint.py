@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import threading
@@ -68,7 +69,7 @@ def test_the_newest_two_are_kept_and_the_committed_one_always(checkpoints: Check
 
 
 @pytest.mark.fault(9)
-@pytest.mark.parametrize("moment", ["save", "manifest", "confirm", "rename", "current"])
+@pytest.mark.parametrize("moment", ["save", "listing", "manifest", "confirm", "rename", "current"])
 def test_dying_at_any_moment_leaves_the_previous_one_in_force(
     checkpoints: Checkpoints, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +85,8 @@ def test_dying_at_any_moment_leaves_the_previous_one_in_force(
     if moment in ("manifest", "current"):
         wanted = "manifest.json" if moment == "manifest" else "CURRENT"
         monkeypatch.setattr(module, "atomic_write", lambda p, t, **k: die() if p.name == wanted else real(p, t, **k))
+    if moment == "listing":
+        monkeypatch.setattr(module, "_listing", die)
     if moment == "rename":
         rename = Path.rename
         monkeypatch.setattr(Path, "rename", lambda p, t: die() if p.name == ".step_8.e2.tmp" else rename(p, t))
@@ -107,6 +110,43 @@ def test_a_full_disk_is_reported_and_leaves_no_files(checkpoints: Checkpoints, t
     with pytest.raises(CheckpointFailed, match=r"step_8\.e2 could not be written"):
         write(checkpoints, 8, save=full)
     assert {p.name for p in (tmp_path / "c").iterdir()} == {"CURRENT", "step_4.e2"}
+
+
+def listed_by_a_rank(directory: Path) -> None:
+    save(directory)
+    digest = hashlib.sha256(b"o" * 10).hexdigest()
+    (directory / "ranks" / "written.00003.json").write_text(json.dumps({"0.pt": {"bytes": 10, "sha256": digest}}))
+
+
+def test_a_file_that_its_rank_has_hashed_is_not_read_again(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    hashed = module.sha256_file
+    monkeypatch.setattr(module, "sha256_file", lambda path: (read.append(path.name), hashed(path))[1])
+    path = write(checkpoints, 8, save=listed_by_a_rank)
+    assert read == ["model.pt"]
+    found = checkpoints.load()
+    assert found is not None and set(found.facts["files"]) == {"state/model.pt", "state/ranks/0.pt"}
+    assert not list(path.rglob("written.*"))
+
+
+def test_what_a_rank_has_hashed_is_what_must_be_there(checkpoints: Checkpoints) -> None:
+    def altered(directory: Path) -> None:
+        listed_by_a_rank(directory)
+        (directory / "ranks" / "0.pt").write_bytes(b"x" * 10)
+
+    def cut_short(directory: Path) -> None:
+        listed_by_a_rank(directory)
+        (directory / "ranks" / "0.pt").write_bytes(b"o" * 9)
+
+    write(checkpoints, 4)
+    with pytest.raises(CheckpointFailed, match="has 9 bytes, but its rank wrote 10"):
+        write(checkpoints, 8, save=cut_short)
+    assert checkpoints.load().facts["step"] == 4
+    write(checkpoints, 8, save=altered)
+    with pytest.raises(UserError, match=r"0\.pt is damaged"):
+        checkpoints.load()
 
 
 def test_a_current_that_could_not_be_moved_is_moved_by_the_next_try(

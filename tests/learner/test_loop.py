@@ -16,18 +16,20 @@ from typing import Any
 
 import pytest
 import redis
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
 from learner.config.learner import LearnerSettings
 from learner.delivery.store import RunStore
 from protocol import events
-from protocol.codec import decode_as
+from protocol.codec import decode_as, encode
 from protocol.errors import Fenced, UserError
 from protocol.header import seal
 from protocol.keys import Keys
-from protocol.messages import EngineInfo, MetricsSnapshot, Task, WeightUpdate
+from protocol.messages import NEEDS_FILES, EngineInfo, MetricsSnapshot, Task, WeightUpdate
 from protocol.settings import RunSettings
 from tests.support import tiny_learner
 from tests.support.messages import make_group
@@ -133,6 +135,30 @@ def test_a_resumed_learner_has_the_weights_of_its_checkpoint_and_publishes_them_
     assert seen[0] == (2, 3), "the engines received the resumed version before the first step"
     saved = json.loads((Checkpoints(run.checkpoint_dir, 2).load().path / "state" / "tiny.json").read_text())
     assert saved[0] == run.steps
+
+
+@pytest.mark.parametrize("needs_files", [False, True])
+def test_the_first_version_is_the_engines_own_model_unless_one_needs_files(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], db: redis.Redis,
+    needs_files: bool,
+) -> None:  # fmt: skip
+    save_file({name: torch.zeros(4) for name in ("weights", "tied")}, run.model / "model.safetensors")
+    keys, seen = Keys(run.id), []
+    if needs_files:
+        engine = EngineInfo(id="e", url="x", state="syncing", detail=f"{NEEDS_FILES} 1.0")
+        db.hset(keys.engine("e"), "b", encode(engine))
+        db.zadd(keys.engines, {"e": db.time()[0] + 600})
+
+    def look(updates: int) -> None:
+        seen.append(decode_as(WeightUpdate, db.hget(keys.target, "b")))
+
+    with tiny_learner.Player(address, run.id):
+        serve(run, settings, before=look)
+    first, second = seen[:2]
+    assert first.version == (1, 0) and first.is_initial != needs_files
+    assert Path(first.path) == (run.weights_dir / "v1.0" if needs_files else run.model)
+    assert second.version == (1, 1) and not second.is_initial
+    assert_exactly_once(run)
 
 
 @pytest.mark.parametrize("choice", ["train", "mask"])
@@ -476,8 +502,6 @@ def test_versions_that_an_engine_still_serves_are_not_collected(
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
-    from protocol.codec import encode
-
     keys = Keys(run.id)
     db.hset(keys.engine("slow"), "b", encode(EngineInfo(id="slow", url="x", state="ready", epoch=1, step=1)))
     db.zadd(keys.engines, {"slow": 1e12})

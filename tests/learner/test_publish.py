@@ -13,15 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings
+from learner.config.learner import (
+    AdapterPublishSettings,
+    DiskPublishSettings,
+    DistributedPublishSettings,
+    LearnerSettings,
+    PublishSettings,
+)
 from learner.weights import build_publisher
 from learner.weights import disk as module
 from learner.weights.base import BadWeights, WeightPublisher
 from protocol.errors import UserError
 from protocol.messages import WeightUpdate
 from protocol.runtime.config import section
+from protocol.runtime.files import model_digest
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -94,6 +101,36 @@ def test_a_real_model_can_be_loaded_from_it(run: RunSettings) -> None:
 
 
 @pytest.mark.fault(40)
+def stored(run: RunSettings, dtype: torch.dtype = torch.bfloat16) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in weights()}
+    save_file(tensors, run.model / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", [DiskPublishSettings(), DistributedPublishSettings()])
+def test_the_initial_model_is_announced_and_not_written(run: RunSettings, kind: PublishSettings) -> None:
+    stored(run)
+    publisher = build_publisher(kind, run, [], RecordingLink())
+    given = ((name, tensor.to("meta")) for name, tensor in weights())
+    update = publisher.initial(PolicyVersion(1, 0), given)
+    assert update is not None and update.is_initial and update.version == (1, 0)
+    assert update.path == str(run.model) and update.digest == f"initial-{model_digest(run.model)}"
+    assert not list(run.weights_dir.iterdir()) and next(given, None) is None
+    publisher.close()
+
+
+def test_a_model_that_engines_cannot_have_is_published(run: RunSettings) -> None:
+    publisher = build_publisher(DiskPublishSettings(), run, [], RecordingLink())
+    first = PolicyVersion(1, 0)
+    assert publisher.initial(first, weights()) is None, "there are no files"
+    stored(run, torch.float32)
+    assert publisher.initial(first, weights()) is None, "the policy's bfloat16 rounds them"
+    assert publisher.initial(first, [(n, t.float()) for n, t in weights()]) is not None
+    assert publisher.initial(first, [("b", torch.zeros(2, 3)), ("a", torch.zeros(4))]) is None, "another shape"
+    assert publisher.initial(first, [*weights(), ("c", torch.zeros(1))]) is None, "another tensor"
+    adapters = build_publisher(AdapterPublishSettings(), run, [], RecordingLink())
+    assert adapters.initial(first, weights()) is None
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_refused(publisher: WeightPublisher, run: RunSettings, bad: float) -> None:
     with pytest.raises(BadWeights, match="tensor b"):

@@ -21,12 +21,16 @@ import numpy as np
 import pytest
 import torch
 
+from learner.algorithms import build_algorithm
+from learner.config.algorithm import GrpoSettings
+from learner.config.learner import BatchSettings
 from learner.config.model import DeepSpeedSettings, OptimSettings
-from learner.data.batch import MicroBatch, RankBatch
+from learner.data.batch import MicroBatch, RankBatch, build_batch
 from learner.engine import DeepSpeedEngine, join_ranks, leave_ranks
 from learner.trainer.distributed.channel import RankChannel, RankLost, decode, encode
 from learner.trainer.distributed.leader import LeaderEngine, lead, run_follower
 from protocol.errors import UserError
+from protocol.versions import PolicyVersion
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:  # torchrun runs this file too, and knows no folder but this one
@@ -69,6 +73,38 @@ def test_a_share_survives_the_way() -> None:
             assert found.dtype == expected.dtype
             np.testing.assert_array_equal(found, expected)
             found[...] = 0  # torch warns of arrays that cannot be written to
+
+
+def test_integers_travel_in_the_narrowest_dtype() -> None:
+    def sent(values: list[int]) -> int:
+        one = dataclasses.replace(micro_batch(0), lags=np.array(values, np.int64))
+        share = RankBatch(((one,),), 1.0, 1, {})
+        (got,) = decode(encode(share), RankBatch).minibatches[0]
+        assert got.lags.dtype == np.int64 and got.lags.tolist() == values and got.behaviour.dtype == np.float32
+        return len(encode(share))
+
+    empty = sent([])
+    per_value = {most: (sent([-1, most] * 100) - empty) // 200 for most in (127, 32767, 2**31 - 1, 2**31)}
+    assert per_value == {127: 1, 32767: 2, 2**31 - 1: 4, 2**31: 8}
+
+
+def test_a_share_is_less_than_half_of_what_it_is_in_memory() -> None:
+    from tests.support.messages import make_group
+
+    groups = [make_group(s, (1.0, 0.0, 0.5), length=600) for s in range(1, 9)]
+    batch = build_batch(
+        groups,
+        build_algorithm(GrpoSettings()),
+        now_step=0,
+        lineage=[PolicyVersion(1, 0)],
+        max_lag=2,
+        settings=BatchSettings(row_tokens=2048, micro_batch_tokens=4096),
+        temperature=1.0,
+        ranks=2,
+    )
+    fields = [f.name for f in dataclasses.fields(MicroBatch)]
+    held = sum(getattr(m, name).nbytes for m in batch.micro_batches for name in fields)
+    assert sum(len(encode(share)) for share in batch.rank_batches) < held / 2
 
 
 def test_a_share_of_other_code_is_refused() -> None:

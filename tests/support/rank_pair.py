@@ -76,6 +76,7 @@ def measure(model: Path, groups: list[TrajectoryGroup], case: str) -> dict[str, 
             max_lag=2,
             settings=settings.batch,
             temperature=1.0,
+            ranks=trainer.world_size,
         )
         report = trainer.train(batch)
         found["loss"].append(report.loss)

@@ -68,6 +68,7 @@ class TinyEngine:
         self.algorithm = build_algorithm(settings.algorithm)
         self.model_files = sorted(p for p in run.model.iterdir() if p.suffix == ".json")
         self.weights = torch.zeros(4)
+        self.world_size = 1
         self.updates = 0
         self._before, self._verdict, self._pace_s = before, verdict, pace_s
 

@@ -31,9 +31,6 @@ NOWHERE = "meta"
 class SharedTrainer(TrainEngine, Protocol):
     """The part of `learner.trainer.trainer.Trainer` for several ranks; calls that compute are collective."""
 
-    @property
-    def world_size(self) -> int: ...
-
     def rank_batches(self, batch: Batch) -> list[RankBatch]:
         """Return each rank's input of `train_rank_batch`."""
         ...
@@ -60,6 +57,11 @@ class LeaderEngine:
     def algorithm(self) -> AdvantageEstimator:
         """Return the estimator that `build_batch` uses for advantages."""
         return self._trainer.algorithm
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._ranks.size
 
     @property
     def model_files(self) -> Sequence[Path]:

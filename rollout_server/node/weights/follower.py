@@ -13,15 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 
 from protocol.errors import ForayError
-from protocol.messages import NodeState, WeightUpdate
+from protocol.messages import INITIAL, NEEDS_FILES, NodeState, WeightUpdate
+from protocol.runtime.files import model_digest
 from protocol.runtime.redis.aio import Backoff
 from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
-from rollout_server.node.config import NodeSettings
+from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.registry import Registry
 from rollout_server.node.status import NO_VERSION, EngineStatus
 from rollout_server.node.weights.lora import AdapterLoader
@@ -46,12 +48,18 @@ def report_lost(status: EngineStatus, state: NodeState, detail: str) -> EngineLo
 class WeightFollower:
     """Keeps one incarnation of an engine at the target version.
 
+    model          the run's initial model on this host
     highest_epoch  survives incarnations: a target with a lower epoch comes from a learner that was replaced
     swap_lock      held during a swap, so that a drain waits for its end
+    unlabelled     this node has launched the engine with `model` and the label NO_VERSION
     """
 
-    def __init__(self, status: EngineStatus, registry: Registry, settings: NodeSettings, stats: Stats) -> None:
+    def __init__(
+        self, status: EngineStatus, registry: Registry, settings: NodeSettings, stats: Stats, model: Path
+    ) -> None:
         self._status, self._registry, self._settings, self._stats = status, registry, settings, stats
+        self._model = model
+        self.unlabelled = False
         self.highest_epoch = 0
         self.swap_lock = asyncio.Lock()
         self._refused = ""
@@ -141,7 +149,11 @@ class WeightFollower:
         # The learner removes old versions, but none that an engine holds or names at the end of its detail.
         self._status.transition_to(self._status.state, f"verifying {label}")
         try:
-            await asyncio.to_thread(verify, update)
+            if not update.is_initial:
+                await asyncio.to_thread(verify, update)
+            elif not await self.has_initial(update):
+                self._status.transition_to(self._status.state, f"{NEEDS_FILES} {label}")
+                return False
         except WeightsCorrupt as error:
             self._stats.counts["strikes"] += 1
             patient = failures + 1 < self._settings.verify_attempts
@@ -153,7 +165,34 @@ class WeightFollower:
         async with self.swap_lock:
             if self._status.state is NodeState.DRAINING:
                 return True
+            if update.is_initial:
+                return await self._load_initial(client, update)
             return await (loader.load(update) if update.transport == "adapter" else self._swap(client, update))
+
+    async def has_initial(self, update: WeightUpdate) -> bool:
+        """Return whether this host's initial model is the one in `update`, for an engine that can read it."""
+        if isinstance(self._settings.kind, AttachedEngine):
+            return False
+        return update.digest == INITIAL + await asyncio.to_thread(model_digest, self._model)
+
+    async def _load_initial(self, client: EngineAdmin, update: WeightUpdate) -> bool:
+        """Label an engine that still holds the initial model as `update`; load it into any other one."""
+        status, label = self._status, update.version.label
+        sound = status.state is not NodeState.QUARANTINED and self.unlabelled and status.version == NO_VERSION
+        try:
+            if not sound or await client.version() != NO_VERSION:
+                return await self._swap(client, update.model_copy(update={"path": str(self._model.resolve())}))
+            await client.label(label)
+            held = await client.version()
+            if held != update.version:
+                raise EngineError("bad_output", client.name, f"it reports version {held and held.label}, not {label}")
+        except EngineError as error:
+            self._stats.counts["strikes"] += 1
+            status.transition_to(status.state, f"could not label {label}: {error}")
+            return False
+        status.transition_to(NodeState.READY, version=update.version)
+        log.info("%s is the initial model, which the engine holds", label)
+        return True
 
     async def _wait_for_evaluation(self, update: WeightUpdate) -> bool:
         """Wait while an evaluation runs. Return False if the target has changed meanwhile."""

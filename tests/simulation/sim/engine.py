@@ -85,6 +85,9 @@ class SimPublisher:
     def publish(self, version: PolicyVersion, weights: Iterable[Any], *_: object) -> WeightUpdate:
         return WeightUpdate(run=self._run, epoch=version.epoch, step=version.step, digest="d", path="p")
 
+    def initial(self, version: PolicyVersion, weights: Iterable[Any]) -> None:
+        """Every version is published."""
+
     def announce(self, update: WeightUpdate, state: str) -> None:
         self._link.target(update, state)
 
