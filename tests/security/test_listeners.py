@@ -77,9 +77,7 @@ def test_gloo_listens_on_the_interface_of_the_address(outside: str, monkeypatch:
         with gloo_at(address):
             assert os.environ["GLOO_SOCKET_IFNAME"] == wanted
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    group = BroadcastGroup(
-        name="g", address=outside, port=free_port(outside), world_size=1, backend="gloo", timeout_s=20.0
-    )
+    group = BroadcastGroup(Rendezvous("g", outside, free_port(outside), 1, "gloo", 20.0, 20.0))
     group.close()
 
 
