@@ -19,7 +19,7 @@ ENGINE_VENV := .venv-engine
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
-.PHONY: setup demo test test-slow test-all sglang-env test-sglang test-peers mutants reliability figures page reference docs lint format lock gpu-lock gpu-env sbom clean chaos simulate fuzz
+.PHONY: setup demo test test-slow test-all sglang-env test-sglang test-peers mutants reliability figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -93,6 +93,15 @@ reliability: setup
 figures: setup
 	$(BIN)/python -m benchmarks.figures $(ARGS)
 
+# On a machine with an NVIDIA GPU: the tests on CUDA, then the figures that need it, with their limits. Resumable.
+CUDA_TESTS := tests/learner/test_trainer.py tests/learner/test_engine.py tests/learner/test_model.py tests/learner/test_attention.py \
+  tests/learner/test_scoring.py tests/contracts/test_algorithm.py tests/retriever/test_torch_flat.py
+gpu-check:
+	@nvidia-smi -L 2>/dev/null || { echo "gpu-check needs a machine with an NVIDIA GPU: nvidia-smi finds none"; exit 2; }
+	$(MAKE) gpu-env
+	$(GPU_VENV)/bin/python -m pytest $(CUDA_TESTS)
+	$(GPU_VENV)/bin/python -m benchmarks.figures --gpu $(ARGS)
+
 # Generate only the page, which marks figures of older code as stale.
 page: setup
 	$(BIN)/python -m benchmarks.figures --page
@@ -150,7 +159,7 @@ GPU_LOCK = $(LOCK_VENV)/bin/uv pip compile --quiet pyproject.toml --python-versi
   --python-platform x86_64-manylinux_2_35 --generate-hashes --no-annotate --custom-compile-command "make gpu-lock" $(UV_ARGS)
 gpu-lock: $(LOCK_STAMP)
 	$(GPU_LOCK) --extra engine -o requirements/engine.lock
-	$(GPU_LOCK) --extra gpu --extra secure --extra redis-server -c requirements/engine.lock -o requirements/gpu.lock
+	$(GPU_LOCK) --extra gpu --extra redis-server --extra dev -c requirements/engine.lock -o requirements/gpu.lock
 	$(GPU_LOCK) --extra retriever-gpu --extra encoder -c requirements/engine.lock -o requirements/retriever-gpu.lock
 
 # Install both: activate .venv-gpu, and set engine.kind.python to .venv-engine/bin/python. UV_ARGS=--dry-run only resolves.

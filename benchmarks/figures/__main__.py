@@ -1,6 +1,7 @@
 """Make the figures of `docs/benchmarks.md` one by one, and generate the page from them.
 
     python -m benchmarks.figures [NAME ..] [--force]   missing or stale figures; --force: all of them
+    python -m benchmarks.figures --gpu                 figures that need a GPU; exit code 2 without one
     python -m benchmarks.figures --page                only the page, from the existing figures
     python -m benchmarks.figures --check               exit code 1 if the page is not up to date
 
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import rounded
-from benchmarks.figures.page import PAGE, page
+from benchmarks.figures.page import PAGE, page, verdict
 from benchmarks.figures.table import FOLDER, MODEL, NEEDS_GPU, RUNS, Figure, figures, read, stale
-from benchmarks.report import ROOT, Circumstances
+from benchmarks.report import ROOT, Circumstances, judged
 from deploy.doctor.gpus import without_cuda
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
         "names", nargs="*", metavar="NAME", help=f"figures to make, of {', '.join(figures())} (default: all)"
     )
     parser.add_argument("--force", action="store_true", help="also make figures that are up to date")
+    parser.add_argument("--gpu", action="store_true", help="make the figures that need a GPU")
     parser.add_argument("--page", action="store_true", help="make only the page")
     parser.add_argument("--check", action="store_true", help="make nothing; check that the page is up to date")
     args = parser.parse_args(argv)
@@ -50,11 +52,29 @@ def main(argv: Sequence[str]) -> int:
         return 0 if fits else 1
     if unknown := sorted(set(args.names) - set(figures())):
         parser.error(f"unknown figures: {', '.join(unknown)}")
-    failed = [] if args.page else make_all(args.names, force=args.force)
+    if args.gpu and (why := without_cuda()):
+        print(f"error: no GPU for the figures {', '.join(NEEDS_GPU)}\n  why: {why}", file=sys.stderr)
+        return 2
+    names = NEEDS_GPU if args.gpu and not args.names else args.names
+    failed = [] if args.page else make_all(names, force=args.force)
     atomic_write(PAGE, page(), durable=False)
+    if args.gpu:
+        failed += _targets(names)
     for line in failed:
         print(line, file=sys.stderr)
     return 1 if failed else 0
+
+
+def _targets(names: Sequence[str]) -> list[str]:
+    """Print each target with its figure. Return one line per missed target."""
+    missed = []
+    for figure in (figures()[name] for name in names):
+        kept = read(figure)
+        for target in kept["targets"] if kept else ():
+            line = f"{figure.name}: {verdict(target)}"
+            print(line)
+            missed += [] if target["met"] else [line]
+    return missed
 
 
 def make_all(names: Sequence[str], *, force: bool) -> list[str]:
@@ -94,6 +114,7 @@ def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s:
         raise ForayError(f"printed no report ({error}): {_raw(root, figure.name)}.out") from error
     if "machine" not in report:  # a benchmark reports these itself
         report |= circumstances.facts(report, figure.targets)
+    report["targets"] = [judged(target, report) for target in figure.targets]
     made = rounded({"figure": figure.name, "command": figure.command, **report})
     text = json.dumps(made, indent=1).replace(f"{root}/", "")
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,8 @@ RUNS = Path("runs/figures")
 MODEL = RUNS / "warm" / "model"
 SEEDS = (0, 1, 2, 3, 4)
 RING = ("protocol", "rollout_server", "learner", "retriever", "deploy/demo")
-NEEDS_GPU = ("retriever_gpu",)
+NEEDS_GPU = ("retriever_gpu", "transfer", "learner-gpu", "demo-gpu")
+"""`make gpu-check` makes these."""
 
 FLAGS: dict[str, tuple[str, ...]] = {
     "async": ("--model", str(MODEL), "--dir", str(RUNS / "async")),
@@ -32,11 +33,20 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "weights": ("--rounds", "9"),
 }
 """Flags of a benchmark in addition to --json."""
+GPU_LEARNER = (
+    *("--shape", "1.5b", "--dtype", "bfloat16", "--vocabulary", "151936", "--groups", "8", "--turn-tokens", "192"),
+    *("--observation-tokens", "512", "--longest", "8192", "--row-tokens", "8192", "--micro-batch-tokens", "16384"),
+    *("--logit-chunk-mb", "1024", "--only", "padded"),
+)
+"""Qwen2.5-1.5B in bfloat16, with the lengths of Search-R1."""
 VARIATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retriever-fast-index": ("retriever", ("--passages", "20000", "--indexes", "")),
     "packing-small-batch": ("packing", ("--groups", "4")),
+    "learner-gpu": ("learner", GPU_LEARNER),
 }
 """Figure -> a benchmark with other flags."""
+TARGETS = {"learner-gpu": (Target("ours.mfu", 0.4, "share of the GPU's own rate of matrix products"),)}
+"""Targets of a figure in addition to those of its benchmark."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,7 @@ def figures() -> dict[str, Figure]:
     benches = {name: (name, FLAGS.get(name, ())) for name in BENCHMARKS} | VARIATIONS
     found = [_bench(name, kind, flags) for name, (kind, flags) in benches.items()]
     found += [_demo(f"demo-{seed}", "--seed", str(seed)) for seed in SEEDS]
+    found += [_demo("demo-gpu", "--seed", "0")]
     found += [_demo("demo-control", "--seed", "0", "--control", "shuffled-reward")]
     found += [_variant(name) for name in read_variants(VARIANTS, [])]
     return {figure.name: figure for figure in found}
@@ -78,7 +89,8 @@ def figures() -> dict[str, Figure]:
 
 def _bench(name: str, kind: str, flags: tuple[str, ...]) -> Figure:
     bench = BENCHMARKS[kind]
-    return Figure(name, ("bench", kind, "--json", *flags), bench.modules, bench.targets, warm=str(MODEL) in flags)
+    targets = (*bench.targets, *TARGETS.get(name, ()))
+    return Figure(name, ("bench", kind, "--json", *flags), bench.modules, targets, warm=str(MODEL) in flags)
 
 
 def _demo(name: str, *flags: str) -> Figure:

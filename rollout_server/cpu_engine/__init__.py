@@ -1,7 +1,7 @@
 """Embedded inference engine for small models on CPUs, so that the whole ring runs without a GPU.
 
 Implements the part of SGLang's HTTP API that Foray uses, so the rest of Foray treats both engines alike. The module
-docstring of `server/app.py` shows its structure. Differences from SGLang 0.5.21-0.5.23:
+docstring of `server/app.py` shows its structure. Differences from SGLang 0.5.23:
 
 * `/health` answers at once while paused (SGLang: 503 after 20 s); `/health_generate` is 503 at once then.
 * A weight update is fully verified (names, shapes, finite numbers, architecture) before any tensor is changed.

@@ -111,7 +111,7 @@ class Router:
 
     async def __call__(self, request: GenerateRequest) -> Completion:
         if self._vocab_size is not None and max(request.ids, default=0) >= self._vocab_size:
-            # SGLang 0.5.21 crashes on such an id, and the next engine would too
+            # SGLang 0.5.23 crashes on such an id, and the next engine would too
             raise EngineError("refused", detail=f"a token id is outside the vocabulary of {self._vocab_size}")
         turn = TurnAssembler(request, self._stop_checker)
         failures: dict[str, int] = {}

@@ -13,8 +13,9 @@ from benchmarks import BENCHMARKS
 from benchmarks.base import Target
 from benchmarks.figures import __main__ as figures_run
 from benchmarks.figures.page import PAGE, STALE, page
-from benchmarks.figures.table import Figure, figures, read, stale
+from benchmarks.figures.table import NEEDS_GPU, Figure, figures, read, stale
 from benchmarks.report import digest, judged
+from deploy.doctor.gpus import without_cuda
 from protocol.errors import ForayError
 
 VERSION = Figure("packing", ("version", "--json"), ("protocol/versions.py",), (Target("lots", 2.0, "how many"),))
@@ -189,3 +190,17 @@ def test_only_what_is_missing_or_stale_is_made_and_a_failure_stops_nothing(
     made.clear()
     figures_run.make_all(["kept"], force=True)
     assert made == ["kept"] and not stale(chosen["kept"], report(chosen["kept"]))
+
+
+@pytest.mark.skipif(not without_cuda(), reason="a GPU is visible")
+def test_the_figures_of_a_gpu_are_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures_run.main(["--gpu"]) == 2
+    assert "no GPU for the figures retriever_gpu, transfer, learner-gpu, demo-gpu" in capsys.readouterr().err
+
+
+def test_gpu_check_runs_tests_that_exist() -> None:
+    makefile = (PAGE.parents[1] / "Makefile").read_text()
+    listed = re.search(r"^CUDA_TESTS := ((?:.*\\\n)*.*)", makefile, re.M)
+    assert listed and set(NEEDS_GPU) <= set(figures())
+    tests = [word for word in listed[1].split() if word != "\\"]
+    assert len(tests) > 5 and all((PAGE.parents[1] / name).is_file() for name in tests)

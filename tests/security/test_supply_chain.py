@@ -19,7 +19,7 @@ PLATFORM = {"python_version": "3.11", "platform_machine": "x86_64", "sys_platfor
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GPU_LOCKS = {
     "engine": ("engine",),
-    "gpu": ("gpu", "secure", "redis-server"),
+    "gpu": ("gpu", "redis-server", "dev"),
     "retriever-gpu": ("retriever-gpu", "encoder"),
 }
 """Locks of machines with NVIDIA GPUs (`make gpu-lock`) and the extras in them."""
