@@ -1,9 +1,9 @@
 """Memory of a run per GPU, computed from a model's shape and the settings: pure arithmetic, nothing is loaded.
 
 Activations follow the tensors that transformers' decoders and `learner.model` keep for the backward pass, listed at
-`_saved`; `tests/deploy/test_memory.py` compares them with torch's memory tracker on the policy itself. Weights, gradients
-and optimizer follow DeepSpeed 0.19.8 (`learner.engine`). The estimate has no room for fragmentation: compare it with
-USABLE of a GPU.
+`_saved`; `tests/deploy/test_memory.py` compares them with torch's memory tracker on the policy itself. Weights,
+gradients and optimizer follow DeepSpeed 0.19.8 (`learner.engine`). The estimate has no room for fragmentation: compare
+it with USABLE of a GPU.
 """
 
 from __future__ import annotations

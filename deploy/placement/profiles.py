@@ -107,8 +107,7 @@ def resolve(
         if len(one.placement.by_name) == sum(need.gpus > 0 for need in needs(one.config, facts, index=index)):
             return one  # also the encoder that can do without a GPU has one
     if not found:
-        error = UserError(f"{hardware}: {refused.what}", refused.why, refused.todo)
-        raise error
+        raise UserError(f"{hardware}: {refused.what}", refused.why, refused.todo)
     return found[0]
 
 
@@ -170,8 +169,11 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for name, value in over.items():
         old = out.get(name)
-        same = isinstance(value, Mapping) and isinstance(old, Mapping)
-        if same and value.get("type", old.get("type")) == old.get("type"):
+        if (
+            isinstance(value, Mapping)
+            and isinstance(old, Mapping)
+            and value.get("type", old.get("type")) == old.get("type")
+        ):
             out[name] = _merged(old, value)
         else:
             out[name] = value

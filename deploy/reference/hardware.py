@@ -34,15 +34,16 @@ foray init run.yaml --preset search_r1_grpo --hardware 8xh100 --model DIR --data
 foray up run.yaml --dry-run
 ```
 
-It divides the GPUs between engines and learner, chooses ZeRO stage, offload or adapters by the memory that they need, and
-sets timeouts by the size of the model. It refuses a preset that does not fit. **No profile has been run on its hardware
-yet:** memory is computed, not measured.
+It divides the GPUs between engines and learner, chooses ZeRO stage, offload or adapters by the memory that they need,
+and sets timeouts by the size of the model. It refuses a preset that does not fit. **No profile has been run on its
+hardware yet:** memory is computed, not measured. On 24 GB only adapters are trained, with ten times the learning rate.
 
 ## Placement
 
-`foray up` gives each process its own GPUs by `CUDA_VISIBLE_DEVICES`: engines first, then the learner's ranks, then retrievers;
-processes that use no GPU see none. It uses the GPUs in its own `CUDA_VISIBLE_DEVICES` only. `foray up --dry-run` prints the
-table, `foray doctor` checks it. It refuses too few GPUs, too little memory, and one GPU for two processes.
+`foray up` gives each process its own GPUs by `CUDA_VISIBLE_DEVICES`: engines first, then the learner's ranks, then
+retrievers; processes that use no GPU see none. It uses the GPUs in its own `CUDA_VISIBLE_DEVICES` only.
+`foray up --dry-run` prints the table, `foray doctor` checks it. It refuses too few GPUs, too little memory, and one GPU
+for two processes.
 
 | setting | use |
 |---|---|
@@ -51,14 +52,15 @@ table, `foray doctor` checks it. It refuses too few GPUs, too little memory, and
 | `launch.gpus.share: true` | engine and learner on one GPU, if their memory fits together |
 | `--tp-size`, `--pp-size`, `--dp-size` in `engine.kind.args` | GPUs of one engine |
 
-A retriever gets a GPU if its index or encoder is set to use one, and an encoder with `device: auto` if one is left. Without an
-NVIDIA GPU nothing is placed. AMD GPUs are not placed either.
+A retriever gets a GPU if its index or encoder is set to use one, and an encoder with `device: auto` if one is left.
+Without an NVIDIA GPU nothing is placed; AMD GPUs are not placed either.
 
 ## Memory
 
 `deploy/placement/memory.py` computes the memory per GPU from config.json and the settings. Activations agree with
-torch's memory tracker on fake tensors within 5 %: `tests/deploy/test_memory.py`. Up to {USABLE:.0%} of a GPU is planned; the rest is for
-fragmentation and the CUDA context. An engine gets {gib(ENGINE_OVERHEAD)} beside weights and KV cache. Both are assumptions.
+torch's memory tracker on fake tensors within 5 %: `tests/deploy/test_memory.py`. Up to {USABLE:.0%} of a GPU is
+planned; the rest is for fragmentation and the CUDA context. An engine gets {gib(ENGINE_OVERHEAD)} beside weights and
+KV cache. Both are assumptions. `offload_optimizer` needs 12 bytes of main memory per parameter, which is not checked.
 
 ## Profiles
 
@@ -68,8 +70,8 @@ fragmentation and the CUDA context. An engine gets {gib(ENGINE_OVERHEAD)} beside
 PAIRS = """
 ## Presets on profiles
 
-Memory per GPU of one engine and of one learner rank, against that of the GPU. An engine takes the rest of its GPU for its
-cache, if it has its own.
+Memory per GPU of one engine and of one learner rank, against that of the GPU. An engine takes the rest of its GPU for
+its cache, if it has its own.
 
 | preset | model | profile | engines | ranks | engine | learner | there |
 |---|---|---|---|---|---|---|---|
@@ -77,8 +79,8 @@ cache, if it has its own.
 HOSTS = """
 ## Several machines
 
-`foray up` starts one machine, and refuses the profiles of more. They show who belongs where; start each process by itself
-([quickstart](quickstart.md#each-process-by-itself)). Qwen2.5-7B with `search_r1_grpo`:
+`foray up` starts one machine, and refuses the profiles of more. They show who belongs where; start each process by
+itself ([quickstart](quickstart.md#each-process-by-itself)). Qwen2.5-7B with `search_r1_grpo`:
 """
 
 
@@ -180,7 +182,7 @@ def _by_host(found: Resolved) -> Iterator[str]:
     yield header
     engines: dict[str, list[str]] = {}
     for line in lines:
-        name, host, *rest = line.split(maxsplit=3)
+        name, host, *_ = line.split(maxsplit=3)
         if name.startswith("engine-"):
             engines.setdefault(host, []).append(name)
     for line in lines:

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from deploy.placement.memory import EngineNeed, activation_bytes, cache_bytes, estimate_memory
 from deploy.placement.shape import ModelShape, read_shape
+from deploy.reference.hardware import SHAPES
 from learner.config.learner import LearnerSettings
 from learner.config.model import LoraSettings, ModelSettings
 from learner.model import attention
 from learner.model.lora import add_adapters
 from learner.model.policy import PolicyModel
-from deploy.reference.hardware import SHAPES
 
 WITHIN = 0.05
 
