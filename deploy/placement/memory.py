@@ -198,8 +198,9 @@ def activation_bytes(
 ) -> int:
     """Return the peak bytes of activations in a forward and backward pass, in which every token is scored.
 
-    It is reached in the output layer (log-probs in chunks, and the gradient of its weight), or in the backward pass of
-    the last layer. The gradient of a tied output layer waits for that of the embedding.
+    It is reached in the output layer (log-probs in chunks, and the gradient of its weight), in the backward pass of the
+    last layer, or, with few tokens, in that of the embedding. The gradient of a tied output layer waits for the
+    embedding's, and their sum is a third tensor.
 
     Args:
         shape: shape of the model.
@@ -221,6 +222,7 @@ def activation_bytes(
     return max(
         tokens * (always + last) + scoring + head,
         tokens * (always + backward) + (head if shape.tied else 0),
+        head * (3 if shape.tied else 1),
     )
 
 
