@@ -106,9 +106,9 @@ gpu-check:
 page: setup
 	$(BIN)/python -m benchmarks.figures --page
 
-# Generate the pages made from code: settings, metrics, presets. Tests fail if one is out of date.
+# Generate the pages made from code: settings, metrics, presets, hardware. Tests fail if one is out of date.
 reference: setup
-	for page in configuration metrics:observability presets; do \
+	for page in configuration metrics:observability presets hardware; do \
 	  $(BIN)/python -m deploy.reference.$${page%:*} > $(VENV)/page.md && cp $(VENV)/page.md docs/$${page#*:}.md || exit 1; done
 
 # Build the documentation site in site/, with all links checked. ARGS=--serve serves it at http://127.0.0.1:8000.

@@ -11,11 +11,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, field_validator
 
+from deploy.placement.inventory import HARDWARE
 from learner.config.learner import LearnerSettings
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name
@@ -25,7 +26,28 @@ from retriever.config import RetrieverSettings
 from rollout_server.config import RolloutSettings
 from rollout_server.node.config import NodeSettings
 
+Index = Annotated[int, Field(ge=0)]
 _VARIABLE = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}(?=/|$)")
+
+
+class GpuSettings(Settings):
+    """GPUs of the processes that `foray up` starts, counted from 0 among those visible to it (CUDA_VISIBLE_DEVICES).
+
+    Without lists they are assigned in order: engines, learner, retrievers. Every process sees only its own.
+    """
+
+    engines: tuple[Index, ...] = ()
+    """GPUs of the engines, in order; empty: assigned."""
+    learner: tuple[Index, ...] = ()
+    """GPUs of the learner's ranks; empty: assigned."""
+    retrievers: tuple[Index, ...] = ()
+    """GPUs of retrievers whose index or encoder uses one; empty: assigned. An encoder with `device: auto` gets a GPU
+    only if one is left."""
+    others: tuple[Index, ...] = ()
+    """GPUs to leave free for services that `up` does not start, such as a judge or a reward model."""
+    share: bool = False
+    """Engines and learner may share a GPU if their memory fits together. Set `--max-total-tokens` in engine.kind.args:
+    without it SGLang takes most of the GPU."""
 
 
 class LaunchSettings(Settings):
@@ -47,6 +69,14 @@ class LaunchSettings(Settings):
     """Memory limit of the Redis that `up` starts, in MiB. `foray doctor` compares it with the needs of the run."""
     threads: int = Field(default=1, ge=1)
     """OMP_NUM_THREADS (also for MKL and OpenBLAS) of every process."""
+    learner_threads: int = Field(default=0, ge=0)
+    """`threads` of each learner rank. 0: `threads`; with learner.engine.offload_optimizer, which
+    updates on the CPU, the cores divided by the ranks."""
+    gpus: GpuSettings = GpuSettings()
+    """GPUs per process. Without an NVIDIA GPU this has no effect."""
+    hardware: str = ""
+    """Hardware profile that `foray init --hardware` wrote this file for (docs/hardware.md). `foray up` refuses to start
+    it without GPUs, and `--dry-run` shows its placement also on a machine without them."""
     restarts: int = Field(default=3, ge=0)
     """Maximum number of restarts for each engine, rollout server, retriever and Redis."""
     restart_learner: int = Field(default=0, ge=0)
@@ -64,6 +94,13 @@ class LaunchSettings(Settings):
     prepare: tuple[tuple[str, ...], ...] = ()
     """Commands to run, in order, before any process starts; only if `run.model` does not exist. `{python}`, `{model}`
     and `{config}` (the resolved file) are replaced."""
+
+    @field_validator("hardware")
+    @classmethod
+    def _is_known(cls, hardware: str) -> str:
+        if hardware and hardware not in HARDWARE:
+            raise ValueError(f"is not a hardware profile: {', '.join(HARDWARE)}")
+        return hardware
 
     @field_validator("env")
     @classmethod

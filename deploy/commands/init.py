@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.placement.inventory import HARDWARE
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="file to write, e.g. run.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to set, e.g. run.model=/models/qwen")
     parser.add_argument("--preset", choices=presets(), help="start from a published recipe (docs/presets.md)")
+    parser.add_argument(
+        "--hardware", choices=tuple(HARDWARE), help="with --preset: settings for a machine (docs/hardware.md)"
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="with --hardware: run.model")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="with --hardware: learner.questions")
+    parser.add_argument("--index", type=Path, metavar="DIR", help="with --hardware: retriever.index_dir")
     parser.add_argument(
         "--force", action="store_true", help="replace an existing file, or with --secure existing secrets"
     )
@@ -62,12 +69,38 @@ def run(args: argparse.Namespace) -> int:
     recipe = PRESETS / f"{args.preset}.yaml" if args.preset else None
     given = [f"launch.secrets={directory.absolute()}"] if args.secure else []
     given += _name(recipe, args.overrides)
+    if args.hardware:
+        return _for_hardware(args, recipe, given)
     # keep `${NAME}`: the file may be used on other machines
     config = from_tree(read_tree(recipe, [*given, *args.overrides]))
     if args.secure:
         _secure(args, config, directory)
     args.file.parent.mkdir(parents=True, exist_ok=True)
     args.file.write_text(document(config))
+    print(f"wrote {args.file}; next: foray doctor {args.file}, then foray up {args.file} --dry-run")
+    return 0
+
+
+def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence[str]) -> int:
+    """Write the preset with the settings of a hardware profile. Return 0. Raises UserError if it does not fit."""
+    from deploy.config import from_tree
+    from deploy.placement.assign import table
+    from deploy.placement.profiles import document, resolve
+    from deploy.placement.run import built_index, read_facts
+    from protocol.runtime.config import read_tree
+
+    if recipe is None or args.secure:
+        raise UserError("--hardware needs --preset, and is not combined with --secure", todo="add --preset NAME")
+    files = {"run.model": args.model, "learner.questions": args.data, "retriever.index_dir": args.index}
+    paths = [f"{setting}={path.absolute()}" for setting, path in files.items() if path is not None]
+    tree = read_tree(recipe, [*given, *paths, *args.overrides])
+    config = from_tree(tree)
+    found = resolve(tree, args.hardware, read_facts(config.run.model), built_index(config))
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    title = f"preset {args.preset} for {args.hardware} (docs/presets.md, docs/hardware.md)"
+    args.file.write_text(document(found, title))
+    for line in table(found.placement, {}):
+        print(line)
     print(f"wrote {args.file}; next: foray doctor {args.file}, then foray up {args.file} --dry-run")
     return 0
 

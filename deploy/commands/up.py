@@ -107,10 +107,23 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     from deploy.launcher.addresses import preview, settle
     from deploy.launcher.plan import plan
     from deploy.launcher.run_dir import RESOLVED
+    from deploy.placement.assign import NO_GPUS, table
+    from deploy.placement.run import cores, planned
 
     addresses = preview(config)
     resolved = config.run.dir / RESOLVED
-    specs = plan(config, addresses, python=sys.executable, resolved=resolved, read_secrets=False)
+    try:
+        placement, note = planned(config)
+    except UserError:  # among the findings below
+        placement, note = NO_GPUS, ""
+    specs = plan(
+        *(config, addresses),
+        python=sys.executable,
+        resolved=resolved,
+        read_secrets=False,
+        placement=placement,
+        cores=cores(),
+    )
     settled = settle(config, addresses)
     found = [finding for finding in preflight(config) if finding.verdict != "ok"]
     if as_json:
@@ -122,6 +135,11 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     for spec in specs:
         print(f"#   {spec.name}: {shlex.join(spec.argv)}")
         print(f"#     log {spec.log}; ready when: {spec.ready}; restarts: {spec.restarts}")
+    if placement.gpus:
+        print(f"# GPUs {note}".rstrip() + ":")
+        ports = {spec.name: spec.url.rpartition(":")[2] for spec in specs if spec.kind != "redis"}
+        for line in table(placement, ports):
+            print(f"#   {line}")
     print("# ports shown as 0 and a Redis shown as `redis-server` are chosen when the run starts")
     for finding in found:
         print(f"# {finding.verdict}: {finding.check}: {finding.detail}")

@@ -6,7 +6,6 @@ Neither torch nor transformers is imported: `foray up` runs these checks before 
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,10 @@ from typing import Any
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
-from deploy.doctor.gpus import without_cuda
+from deploy.doctor.gpus import no_device, without_cuda
+from deploy.placement.assign import EngineArgs
+from deploy.placement.inventory import HARDWARE
+from deploy.placement.run import planned, read_facts
 from learner.config.learner import DistributedPublishSettings, require_groups
 from learner.config.policy import GroupSettings
 from learner.model.architecture import refuse_settings
@@ -27,6 +29,8 @@ from rollout_server.node.config import CpuEngine, SglangEngine
 CPU_PARAMETERS = 50_000_000
 """Maximum parameters for the embedded engine, made for tests and demos: a larger model takes minutes per answer."""
 ON_SGLANG = "use SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
+NO_GPU = "start it on a machine with GPUs, or remove launch.hardware; `foray up FILE --dry-run` shows the placement"
+HAND = 'docs/quickstart.md, "Each process by itself"'
 NOT_FACTS = (TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions caused by config.json values of unexpected types."""
 PROBE = (
@@ -52,6 +56,29 @@ def engine(config: RunConfig) -> Iterator[Finding]:
         yield from _context(config, facts)
     except NOT_FACTS as error:
         yield _unusable(config.run.model, error)
+
+
+def gpus(config: RunConfig) -> Iterator[Finding]:
+    """Check that this machine's GPUs suffice for the processes, in number and memory; read-only."""
+    kind, name = config.engine.kind, config.launch.hardware
+    if (number := len(HARDWARE.get(name, ()))) > 1:
+        detail = f"launch.hardware is {name}, {number} machines: `foray up` starts one"
+        yield Finding("gpus", "fail", detail, "use a profile of one machine, or start each process by itself", HAND)
+        return
+    try:
+        placement, note = planned(config)
+    except UserError as error:
+        yield Finding.of("gpus", error)
+        return
+    if note:
+        yield Finding("gpus", "fail", f"launch.hardware is {name}, but no NVIDIA GPU was found", NO_GPU, no_device())
+    elif placement.gpus:
+        of = {a.need.name: ",".join(gpu.id for gpu in a.gpus) for a in placement.assignments}
+        used = "; ".join(f"{process} {ids}" for process, ids in of.items()) or "none is used"
+        yield Finding("gpus", "ok", f"{used}; {placement.left} left")
+    elif config.launch.engines and isinstance(kind, SglangEngine) and EngineArgs.of(kind.args).gpus:
+        todo = "start it where there is a GPU; on a CPU SGLang needs --device cpu (examples/sglang_cpu/run.yaml)"
+        yield Finding("gpus", "warn", "engine.kind.type is sglang, but no NVIDIA GPU was found", todo, no_device())
 
 
 def learner(config: RunConfig) -> Iterator[Finding]:
@@ -114,15 +141,6 @@ def _sampling(run: RunSettings) -> Iterator[Finding]:
     why = "importance ratios stay correct, but the gradient is biased and the policy's entropy falls"
     todo = 'run.top_p=1 run.top_k=-1, unless a recipe needs it (docs/algorithms.md, "Top-p and top-k sampling")'
     yield Finding("sampling", "warn", detail, todo, why)
-
-
-def read_facts(model: Path) -> dict[str, Any]:
-    """Return the model's config.json, {} if it is missing or not an object."""
-    try:
-        found = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _cpu(model: Path) -> Finding:

@@ -6,24 +6,37 @@ import ctypes
 import importlib.util
 import runpy
 from pathlib import Path
+from typing import Any
 
-DRIVER = "libcuda.so.1"
+from deploy.placement.inventory import DRIVER
 
 
 def without_cuda() -> str:
     """Return why torch finds no CUDA device in this environment, "" if it should find one."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
+    facts = _torch()
+    if facts is None:
         return "torch is not installed"
-    facts = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     if facts.get("hip"):
         return ""  # ROCm looks like CUDA to torch; its driver is not checked
     if not facts.get("cuda"):
         return f"torch {facts.get('__version__')} is built without CUDA"
-    return _no_device()
+    return no_device()
 
 
-def _no_device() -> str:
+def built_for_cuda() -> bool:
+    """Return whether torch in this environment can use an NVIDIA GPU."""
+    return bool((_torch() or {}).get("cuda"))
+
+
+def _torch() -> dict[str, Any] | None:
+    """Return the constants of torch/version.py, None without torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+
+
+def no_device() -> str:
     """Return why the NVIDIA driver shows no device (CUDA_VISIBLE_DEVICES applies), "" if it shows one."""
     try:
         driver = ctypes.CDLL(DRIVER)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig
-from deploy.doctor.engine import read_facts
 from deploy.doctor.finding import Finding
 from deploy.doctor.redis import ANSWER_S
 from deploy.launcher.redis_server import connect
+from deploy.placement.run import read_facts
 from protocol.codec import decode_as
 from protocol.errors import ForayError, ProtocolError
 from protocol.keys import Keys

@@ -47,6 +47,7 @@ def inputs(config: RunConfig) -> list[Finding]:
         *model.teacher(config),
         *model.remote_code(config),
         *engine.engine(config),
+        *engine.gpus(config),
         *engine.learner(config),
         *machine.disk(config),
     ]

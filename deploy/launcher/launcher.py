@@ -34,6 +34,7 @@ from deploy.launcher.progress import StepTail
 from deploy.launcher.redis_server import check_server
 from deploy.launcher.run_dir import RESOLVED, hold, write_record
 from deploy.launcher.supervisor import POLL_S, Readiness, Say, Supervisor
+from deploy.placement.run import cores, on_this_machine
 from deploy.secrets.env import SECRET_VARIABLES
 from learner.delivery.identity import ensure_lineage_id
 from learner.observability.reporting import step_line
@@ -110,7 +111,13 @@ class Launcher:
         self.config = dated(settle(self._given, self.addresses), self.resolved)
         atomic_write(self.resolved, self.config.to_yaml(), durable=False)
         self.specs = plan(
-            self.config, self.addresses, python=self._python, resolved=self.resolved, takeover=self._takeover
+            self.config,
+            self.addresses,
+            python=self._python,
+            resolved=self.resolved,
+            takeover=self._takeover,
+            placement=on_this_machine(self.config),
+            cores=cores(),
         )
         launch = self.config.launch
         readiness = Readiness(self._redis_url, self.config.run.id)

@@ -14,6 +14,8 @@ from typing import Any
 
 from deploy.config import RunConfig
 from deploy.launcher.redis_server import redis_argv
+from deploy.placement.assign import NO_GPUS, Placement
+from deploy.placement.inventory import VISIBLE
 from deploy.secrets.env import SECRET_VARIABLES, env_of
 from protocol.redaction import is_secret_name
 from protocol.settings import REDIS_URL_VARIABLE
@@ -122,15 +124,19 @@ def plan(
     resolved: Path,
     read_secrets: bool = True,
     takeover: bool = False,
+    placement: Placement = NO_GPUS,
+    cores: int = 1,
 ) -> list[ProcessSpec]:
     """Return the processes of `config` in start order; `resolved` is the YAML file that each of them reads.
 
     With `launch.secrets` each process gets the variables in the file of its role, unless `read_secrets` is False (to
-    show the plan only). Raises UserError if such a file is missing.
+    show the plan only). `placement` has the GPUs of each process, `cores` are this machine's. Raises UserError if
+    such a file is missing.
     """
     launch, run = config.launch, config.run
-    threads = {name: str(launch.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    env = {**threads, "PYTHONUNBUFFERED": "1", **({} if launch.secrets else {REDIS_URL_VARIABLE: addresses.redis_url})}
+    env = {"PYTHONUNBUFFERED": "1", **({} if launch.secrets else {REDIS_URL_VARIABLE: addresses.redis_url})}
+    # which GPUs `launch.env` shows was decided by the placement
+    extra_env = {name: value for name, value in launch.env.items() if name != VISIBLE or not placement.gpus}
     hidden = SECRET_VARIABLES if launch.secrets else ()
 
     def process(name: str, kind: str, module: str, *overrides: str, ready: Ready, url: str = "") -> ProcessSpec:
@@ -143,8 +149,10 @@ def plan(
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
         # torchrun ends its ranks 30 s after SIGTERM otherwise
         elastic = {ELASTIC_TIMEOUT: str(math.ceil(launch.shutdown_s + stop_s))} if ranked else {}
-        env_of_process = {**env, **elastic, **own, **launch.env}
-        return ProcessSpec(name, kind, argv, log, ready, url, env_of_process, restarts, hidden, stop_s)
+        threads = learner_threads(config, cores) if kind == "learner" else launch.threads
+        limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+        mine = {**limits, **env, **elastic, **own, **extra_env, **placement.environment(name)}
+        return ProcessSpec(name, kind, argv, log, ready, url, mine, restarts, hidden, stop_s)
 
     specs: list[ProcessSpec] = [_redis(config, addresses)] if addresses.server is not None else []
     for index, url in enumerate(addresses.retrievers, start=1):
@@ -153,6 +161,8 @@ def plan(
     for index in range(1, launch.engines + 1):
         name = f"engine-{index}"
         extra = (f"engine.id={name}", *_drain("engine", config.engine.model_fields_set))
+        if config.engine.port and index > 1:  # only one engine can listen there
+            extra = (*extra, "engine.port=0")
         specs.append(process(name, "engine", "rollout_server.node", *extra, ready=Ready.ENGINE))
     for index, url in enumerate(addresses.rollouts, start=1):
         name = f"rollout-{index}"
@@ -169,6 +179,14 @@ def plan(
             extra = (*extra, f"learner.metrics_port={_port(addresses.learner)}")
         specs.append(process("learner", "learner", "learner", *extra, ready=Ready.RUNNING, url=addresses.learner))
     return specs
+
+
+def learner_threads(config: RunConfig, cores: int) -> int:
+    """Return the threads of a learner rank: an offloaded optimizer updates on the CPU, so ranks divide the cores."""
+    launch = config.launch
+    if launch.learner_threads or not config.learner.engine.offload_optimizer:
+        return launch.learner_threads or launch.threads
+    return max(launch.threads, cores // launch.learner_ranks)
 
 
 def _redis(config: RunConfig, addresses: Addresses) -> ProcessSpec:

@@ -230,6 +230,7 @@ class _Score(torch.autograd.Function):
             logprobs[part], entropy[part] = chosen - logs, logs - mean
             at[part] -= logs[:, None]
             normaliser[part] = logs + peak.squeeze(-1)
+            del z, p  # otherwise they live beside the next chunk's
         ctx.save_for_backward(hidden, weight, bias, wanted.targets, wanted.at_ids, normaliser, entropy)
         ctx.wanted, ctx.fp32 = wanted, fp32
         fixed = (*(() if wanted.entropy_gradient else (entropy,)), *((at,) if wanted.at_ids is None else ()))
@@ -265,6 +266,7 @@ class _Score(torch.autograd.Function):
                 g_weight.addmm_(g.T, hidden[part])
             if g_bias is not None:
                 g_bias += g.sum(0)
+            del g
         return g_hidden, g_weight, g_bias, None, None
 
 

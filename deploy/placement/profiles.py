@@ -1,0 +1,200 @@
+"""Hardware profiles: settings of a machine, merged over a preset, and the file that `foray init --hardware` writes.
+
+A profile has layouts in order of preference; the first in which GPUs and memory suffice is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.config import RunConfig, from_tree
+from deploy.doctor.redis import memory_needed
+from deploy.placement.assign import Placement, needs, place
+from deploy.placement.inventory import HARDWARE, Host
+from deploy.placement.shape import read_shape
+from protocol.errors import UserError
+from retriever.index.config import IndexSettings
+
+LORA_RANK = 32
+ENGINES_PER_ROLLOUT = 4
+THREADS = 4
+BASE_READY_S = 600
+LOAD_BYTES_PER_S = 100e6
+"""Bytes of weights per second, from the start of a run until engines serve them: read, hashed, written and read again.
+Assumed for a slow shared disk, not measured."""
+ADAPTERS = (
+    "--enable-lora",
+    "--max-lora-rank",
+    str(LORA_RANK),
+    "--lora-target-modules",
+    "all",
+    "--max-loras-per-batch",
+    "4",
+)
+OWN_GPU = ("--mem-fraction-static", "0.85")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One division of a machine.
+
+    cache_tokens  tokens of an engine's KV cache, if it shares its GPU with the learner; 0: each has its own GPUs
+    offload       the optimizer is in main memory
+    lora          train adapters
+    """
+
+    engines: int
+    ranks: int
+    cache_tokens: int = 0
+    offload: bool = False
+    lora: bool = False
+
+
+PROFILES: dict[str, tuple[Layout, ...]] = {
+    "1x24gb": (Layout(1, 1, cache_tokens=65_536, lora=True),),
+    "1xh200": (Layout(1, 1, cache_tokens=262_144), Layout(1, 1, cache_tokens=262_144, offload=True)),
+    "4xa100-40": (Layout(2, 2), Layout(1, 3), Layout(1, 2), Layout(1, 3, offload=True), Layout(1, 2, offload=True)),
+    "8xh100": (Layout(4, 4), Layout(3, 4), Layout(3, 5), Layout(2, 5), Layout(2, 6), Layout(2, 6, offload=True)),
+    "2x8xh100": (Layout(8, 8), Layout(7, 8)),
+    "8x8xh100": (Layout(32, 32), Layout(31, 32)),
+}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A preset on a profile: the tree of settings, the run, and its placement."""
+
+    tree: dict[str, Any]
+    config: RunConfig
+    placement: Placement
+    layout: Layout
+
+
+def resolve(
+    tree: Mapping[str, Any], hardware: str, facts: Mapping[str, Any], index: IndexSettings | None = None
+) -> Resolved:
+    """Return the settings `tree` of a preset on a hardware profile.
+
+    Args:
+        tree: settings of the preset, with overrides.
+        hardware: name of the profile.
+        facts: config.json of run.model.
+        index: settings of the retriever's index, if the tree leaves them to a built one.
+
+    Raises UserError, with the memory needed and there, if no layout suffices.
+    """
+    if read_shape(facts) is None:
+        raise UserError(
+            f"the memory of a {facts.get('model_type', 'model without config.json')} cannot be computed",
+            why="its shape is not among those in deploy/placement/shape.py",
+            todo="use a model of another family, or omit --hardware and set launch.engines and launch.learner_ranks",
+        )
+    hosts, refused = HARDWARE[hardware], UserError("")
+    found: list[Resolved] = []
+    for layout in PROFILES[hardware]:
+        try:
+            one = _on(hosts, layout, tree, hardware, facts, index)
+        except UserError as error:
+            refused = error
+            continue
+        found.append(one)
+        if len(one.placement.by_name) == sum(need.gpus > 0 for need in needs(one.config, facts, index=index)):
+            return one  # also the encoder that can do without a GPU has one
+    if not found:
+        raise UserError(f"{hardware}: {refused.what}", refused.why, refused.todo)
+    return found[0]
+
+
+def _on(
+    hosts: tuple[Host, ...],
+    layout: Layout,
+    tree: Mapping[str, Any],
+    hardware: str,
+    facts: Mapping[str, Any],
+    index: IndexSettings | None,
+) -> Resolved:
+    merged = _merged(tree, _settings(layout, tree, hardware, facts))
+    config = from_tree(merged)
+    needed = -(-memory_needed(config) * 5 // (4 << 20))
+    merged["launch"]["redis_maxmemory_mb"] = max(config.launch.redis_maxmemory_mb, needed)
+    config = from_tree(merged)
+    return Resolved(merged, config, place(config, hosts, needs(config, facts, index=index)), layout)
+
+
+def _settings(layout: Layout, tree: Mapping[str, Any], hardware: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the layout sets."""
+    config = from_tree(tree)
+    shape = read_shape(facts)
+    assert shape is not None
+    ready = int(math.ceil((BASE_READY_S + 2 * shape.parameters / LOAD_BYTES_PER_S) / 60) * 60)
+    args = [*(OWN_GPU if not layout.cache_tokens else ("--max-total-tokens", str(layout.cache_tokens)))]
+    engine: dict[str, Any] = {"zero_stage": 3 if layout.ranks > 1 else 2}
+    if layout.offload:
+        engine["offload_optimizer"] = True
+    learner: dict[str, Any] = {"engine": engine}
+    if layout.lora:
+        args += ADAPTERS
+        row = config.learner.batch.row_tokens
+        learner |= {
+            "model": {"lora": {"rank": LORA_RANK, "alpha": LORA_RANK}, "logit_chunk_bytes": 1 << 28},
+            "optim": {"lr": float(f"{10 * config.learner.optim.lr:g}")},
+            "batch": {"micro_batch_tokens": max(row, config.rollout.episode.max_context)},
+            "publish": {"type": "adapter", "alpha": LORA_RANK},
+        }
+    launch: dict[str, Any] = {
+        "hardware": hardware,
+        "engines": layout.engines,
+        "learner_ranks": layout.ranks,
+        "rollouts": -(-layout.engines // ENGINES_PER_ROLLOUT),
+        "threads": THREADS,
+        "ready_s": ready,
+    }
+    if layout.cache_tokens:
+        launch["gpus"] = {"share": True}
+    return {
+        "learner": learner,
+        "engine": {"kind": {"type": "sglang", "args": args}, "start_timeout_s": ready},
+        "launch": launch,
+    }
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the values of `over`; a group of another `type` is replaced."""
+    out = dict(base)
+    for name, value in over.items():
+        old = out.get(name)
+        if (
+            isinstance(value, Mapping)
+            and isinstance(old, Mapping)
+            and value.get("type", old.get("type")) == old.get("type")
+        ):
+            out[name] = _merged(old, value)
+        else:
+            out[name] = value
+    return out
+
+
+def document(resolved: Resolved, title: str) -> str:
+    """Return the file: a comment and the settings, one key of a section per line."""
+    return "\n".join([f"# {title}", *_lines(resolved.tree)]) + "\n"
+
+
+def _lines(tree: Mapping[str, Any]) -> Iterator[str]:
+    for section, values in tree.items():
+        if not values:
+            continue
+        yield f"{section}:"
+        for name, value in values.items():
+            yield f"  {name}: {_flow(value)}"
+
+
+def _flow(value: Any) -> str:
+    plain = value if not isinstance(value, Path) else str(value)
+    text: str = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
+    return text.removesuffix("...\n").strip()

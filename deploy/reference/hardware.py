@@ -1,0 +1,198 @@
+"""Generate docs/hardware.md: every preset on every hardware profile, with the memory needed and there.
+
+    python -m deploy.reference.hardware > docs/hardware.md
+
+`tests/deploy/test_hardware.py` compares the page with what this prints, and resolves each pair.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.commands.init import PRESETS, presets
+from deploy.config import load_config
+from deploy.placement.assign import Assignment, table
+from deploy.placement.inventory import HARDWARE, gib
+from deploy.placement.memory import ENGINE_OVERHEAD, USABLE
+from deploy.placement.profiles import PROFILES, Resolved, resolve
+from protocol.errors import UserError
+from protocol.runtime.config import read_tree
+
+HEAD = f"""# Hardware
+
+<!-- made by `python -m deploy.reference.hardware > docs/hardware.md` -->
+
+`foray init` writes a preset for a machine, in at most 40 lines:
+
+```sh
+# needs: a model, questions and a built index
+foray init run.yaml --preset search_r1_grpo --hardware 8xh100 --model DIR --data FILE --index DIR
+foray up run.yaml --dry-run
+```
+
+It divides the GPUs between engines and learner, chooses ZeRO stage, offload or adapters by the memory that they need,
+and sets timeouts by the size of the model. It refuses a preset that does not fit. **No profile has been run on its
+hardware yet:** memory is computed, not measured. On 24 GB only adapters are trained, with ten times the learning rate.
+
+## Placement
+
+`foray up` gives each process its own GPUs by `CUDA_VISIBLE_DEVICES`: engines first, then the learner's ranks, then
+retrievers; processes that use no GPU see none. It uses the GPUs in its own `CUDA_VISIBLE_DEVICES` only.
+`foray up --dry-run` prints the table, `foray doctor` checks it. It refuses too few GPUs, too little memory, and one GPU
+for two processes.
+
+| setting | use |
+|---|---|
+| `launch.gpus.engines`, `learner`, `retrievers` | choose the GPUs yourself |
+| `launch.gpus.others: [7]` | leave GPUs free for a judge, a reward model or an embedding service that you start |
+| `launch.gpus.share: true` | engine and learner on one GPU, if their memory fits together |
+| `--tp-size`, `--pp-size`, `--dp-size` in `engine.kind.args` | GPUs of one engine |
+
+A retriever gets a GPU if its index or encoder is set to use one, and an encoder with `device: auto` if one is left.
+Without an NVIDIA GPU nothing is placed; AMD GPUs are not placed either.
+
+## Memory
+
+`deploy/placement/memory.py` computes the memory per GPU from config.json and the settings. Activations agree with
+torch's memory tracker on fake tensors within 5 %: `tests/deploy/test_memory.py`. Up to {USABLE:.0%} of a GPU is
+planned; the rest is for fragmentation and the CUDA context. An engine gets {gib(ENGINE_OVERHEAD)} beside weights and
+KV cache. Both are assumptions. `offload_optimizer` needs 12 bytes of main memory per parameter, which is not checked.
+
+## Profiles
+
+| profile | GPUs | memory of each | preferred layout |
+|---|---|---|---|
+"""
+PAIRS = """
+## Presets on profiles
+
+Memory per GPU of one engine and of one learner rank, against that of the GPU. An engine takes the rest of its GPU for
+its cache, if it has its own.
+
+| preset | model | profile | engines | ranks | engine | learner | there |
+|---|---|---|---|---|---|---|---|
+"""
+HOSTS = """
+## Several machines
+
+`foray up` starts one machine, and refuses the profiles of more. They show who belongs where; start each process by
+itself ([quickstart](quickstart.md#each-process-by-itself)). Qwen2.5-7B with `search_r1_grpo`:
+"""
+
+
+def _qwen(hidden: int, inner: int, layers: int, heads: int, kv: int, rows: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": rows,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": _qwen(896, 4864, 24, 14, 2, 151936, tied=True),
+    "Qwen2.5-1.5B": _qwen(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "Qwen2.5-3B": _qwen(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "Qwen2.5-7B": _qwen(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "Llama-3.2-3B": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+    },
+}
+"""config.json of published models, as far as their shape goes."""
+
+
+def models(preset: str) -> list[str]:
+    """Return the preset's own model, and Qwen2.5-3B if that is smaller."""
+    own = load_config(PRESETS / f"{preset}.yaml").run.model.name.removesuffix("-Instruct")
+    return [own] if own.endswith("3B") else [own, "Qwen2.5-3B"]
+
+
+def pairs() -> Iterator[tuple[str, str, str]]:
+    """Yield (preset, model, profile) of every profile of one machine."""
+    for preset in presets():
+        for model in models(preset):
+            yield from ((preset, model, name) for name, hosts in HARDWARE.items() if len(hosts) == 1)
+
+
+def on_profile(preset: str, model: str, profile: str, directory: Path, *overrides: str) -> Resolved:
+    """Return a preset for `model` on a profile; the model's config.json is written to `directory`. Raises UserError."""
+    (directory / "config.json").write_text(json.dumps(SHAPES[model]))
+    tree = read_tree(PRESETS / f"{preset}.yaml", [f"run.model={directory}", *overrides])
+    return resolve(tree, profile, SHAPES[model])
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    out = [HEAD.rstrip("\n")]
+    for name, hosts in HARDWARE.items():
+        first = PROFILES[name][0]
+        gpus, memory = sum(len(host.gpus) for host in hosts), gib(hosts[0].gpus[0].memory)
+        kind = "adapters, " if first.lora else ""
+        shared = ", shared" if first.cache_tokens else ""
+        out.append(
+            f"| `{name}` | {gpus} | {memory} | {kind}{first.engines} engines, {first.ranks} learner ranks{shared} |"
+        )
+    out.append(PAIRS.rstrip("\n"))
+    with tempfile.TemporaryDirectory() as folder:
+        out += [_row(*pair, Path(folder)) for pair in pairs()]
+        out.append(HOSTS.rstrip("\n"))
+        for name in (name for name, hosts in HARDWARE.items() if len(hosts) > 1):
+            found = on_profile("search_r1_grpo", "Qwen2.5-7B", name, Path(folder))
+            out += ["", f"### {name}", "", "```text", *_by_host(found), "```"]
+    return "\n".join(out) + "\n"
+
+
+def _row(preset: str, model: str, profile: str, folder: Path) -> str:
+    start = f"| `{preset}` | {model} | `{profile}` |"
+    try:
+        found = on_profile(preset, model, profile, folder)
+    except UserError as error:
+        return f"{start} **refused** | | {error.what.partition(': ')[2]} ({error.why}) | | |"
+    layout = found.layout
+    by_kind: Mapping[str, Assignment] = {a.need.kind: a for a in reversed(found.placement.assignments)}
+    extra = ", adapters" if layout.lora else ", optimizer offloaded" if layout.offload else ""
+    there = gib(by_kind["learner"].gpus[0].memory) + (", shared" if layout.cache_tokens else "")
+    cells = (layout.engines, f"{layout.ranks}{extra}", *(gib(by_kind[k].need.memory) for k in ("engine", "learner")))
+    return f"{start} {' | '.join(str(cell) for cell in cells)} | {there} |"
+
+
+def _by_host(found: Resolved) -> Iterator[str]:
+    """Yield the placement, with the engines of a host in one line."""
+    header, *lines = table(found.placement, {})
+    yield header
+    engines: dict[str, list[str]] = {}
+    for line in lines:
+        name, host, *_ = line.split(maxsplit=3)
+        if name.startswith("engine-"):
+            engines.setdefault(host, []).append(name)
+    for line in lines:
+        name, host, *_ = line.split(maxsplit=3)
+        held = engines.get(host, [])
+        if name not in held:
+            yield line
+        elif name == held[0]:
+            yield line + (f"  (to {held[-1]} on GPU {len(held) - 1}, one GPU each)" if len(held) > 1 else "")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

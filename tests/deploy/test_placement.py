@@ -1,0 +1,263 @@
+"""GPUs of the processes: assignment, refusals, the environment of each process, and what doctor and `up` say."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import main
+from deploy.commands.init import PRESETS
+from deploy.config import RunConfig, load_config
+from deploy.doctor.engine import gpus
+from deploy.launcher.plan import Addresses, plan
+from deploy.placement import run as placed
+from deploy.placement.assign import EngineArgs, Placement, needs, place
+from deploy.placement.inventory import HARDWARE, Gpu, Host, this_machine, visible
+from deploy.placement.memory import USABLE
+from deploy.reference.hardware import SHAPES
+from protocol.errors import UserError
+
+EIGHT = HARDWARE["8xh100"]
+SEVEN_B, THREE_B = SHAPES["Qwen2.5-7B"], SHAPES["Qwen2.5-3B"]
+ADDRESSES = Addresses("redis://db:6379/0", None, ("http://127.0.0.1:1001",), ("http://127.0.0.1:1002",))
+
+
+def recipe(*overrides: str) -> RunConfig:
+    return load_config(PRESETS / "search_r1_grpo.yaml", ["run.dir=/r", *overrides])
+
+
+def assigned(config: RunConfig, hosts: Sequence[Host] = EIGHT) -> Placement:
+    return place(config, hosts, needs(config, SEVEN_B))
+
+
+def devices(placement: Placement) -> dict[str, str]:
+    return {
+        a.need.name: f"{a.host}{':' if a.host else ''}{a.environment['CUDA_VISIBLE_DEVICES']}"
+        for a in placement.assignments
+    }
+
+
+def refusal(config: RunConfig, hosts: Sequence[Host] = EIGHT) -> str:
+    with pytest.raises(UserError) as caught:
+        assigned(config, hosts)
+    assert caught.value.todo
+    return caught.value.render()
+
+
+def test_engines_come_first_and_then_the_ranks() -> None:
+    found = assigned(recipe("launch.engines=4", "launch.learner_ranks=4"))
+    assert devices(found) == {"engine-1": "0", "engine-2": "1", "engine-3": "2", "engine-4": "3", "learner": "4,5,6,7"}
+    assert found.left == 0
+
+
+def test_an_engine_is_as_wide_as_its_arguments_say() -> None:
+    args = "[--tp-size, '2', --mem-fraction-static, '0.8']"
+    config = recipe("launch.engines=2", "launch.learner_ranks=3", f"engine.kind.args={args}")
+    assert devices(assigned(config)) == {"engine-1": "0,1", "engine-2": "2,3", "learner": "4,5,6"}
+    widths = {
+        "--tp 4": 4,
+        "--tp-size=2 --pp-size 2": 4,
+        "--dp-size 2 --tp-size 2": 4,
+        "--dp-size 2 --tp-size 2 --enable-dp-attention": 2,
+        "--device cpu": 0,
+        "--attention-backend triton": 1,
+    }
+    assert {text: EngineArgs.of(text.split()).gpus for text in widths} == widths
+    with pytest.raises(UserError, match="not a valid command line"):
+        EngineArgs.of(["--tp-size", "two"])
+
+
+def test_every_process_sees_its_own_gpus_and_no_others() -> None:
+    config = recipe("launch.engines=2", "launch.learner_ranks=4", "launch.env={CUDA_VISIBLE_DEVICES: '0', A: b}")
+    specs = plan(config, ADDRESSES, python="py", resolved=Path("/r/x"), placement=assigned(config))
+    shown = {spec.name: spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs}
+    assert shown == {"retriever-1": "", "engine-1": "0", "engine-2": "1", "rollout-1": "", "learner": "2,3,4,5"}
+    assert all(spec.env["A"] == "b" for spec in specs)
+
+
+def test_without_gpus_no_environment_changes() -> None:
+    config = recipe("launch.engines=4", "launch.learner_ranks=4")
+    found = place(config, [Host(())], needs(config, SEVEN_B))
+    assert not found.gpus and found.environment("learner") == {}
+    specs = plan(config, ADDRESSES, python="py", resolved=Path("/r/x"), placement=found)
+    assert not any("CUDA_VISIBLE_DEVICES" in spec.env for spec in specs)
+
+
+def test_only_the_gpus_that_the_caller_sees_are_used() -> None:
+    gib = 1 << 30
+    assert visible([gib, 2 * gib], None) == (Gpu("0", gib), Gpu("1", 2 * gib))
+    assert visible([gib, 2 * gib], "5, GPU-8a") == (Gpu("5", gib), Gpu("GPU-8a", 2 * gib))
+    assert visible([gib], "3,-1,4") == (Gpu("3", gib),), "CUDA ignores what follows an invalid entry"
+    assert visible([], "") == ()
+    some = [Host(tuple(Gpu(name, 80 * gib) for name in ("2", "GPU-8a")))]
+    config = recipe("learner.engine.offload_optimizer=true")
+    assert devices(place(config, some, needs(config, THREE_B))) == {"engine-1": "2", "learner": "GPU-8a"}
+
+
+def test_a_driver_that_is_missing_is_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.placement.inventory.DRIVER", "libnothing.so.1")
+    assert this_machine({"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
+
+
+def test_too_few_gpus_are_refused_with_the_numbers() -> None:
+    text = refusal(recipe("launch.engines=6", "launch.learner_ranks=4"))
+    assert "the run needs 10 GPUs, 8 are there" in text and "engine-6 1, learner 4" in text
+
+
+def test_too_little_memory_is_refused_with_the_bytes() -> None:
+    text = refusal(recipe("launch.learner_ranks=1"))
+    assert (
+        "GPU 1: 153.5 GiB needed" in text
+        and f"{USABLE * 79.2:.1f} GiB of 79.2 GiB usable" in text
+        and "learner" in text
+    )
+
+
+def test_an_overlap_is_refused_unless_sharing_is_set() -> None:
+    both = ("launch.gpus.engines=[0]", "launch.gpus.learner=[0,1,2,3]", "launch.learner_ranks=4")
+    assert "GPU 0 is in launch.gpus.engines and in launch.gpus.learner" in refusal(recipe(*both))
+    assert devices(assigned(recipe(*both, "launch.gpus.share=true")))["learner"] == "0,1,2,3"
+    taken = ("launch.gpus.engines=[7]", "launch.gpus.others=[7]", "launch.gpus.share=true")
+    assert "GPU 7 is in launch.gpus.others and in launch.gpus.engines" in refusal(recipe(*taken))
+    assert "names GPU 8, 8 are there" in refusal(recipe("launch.gpus.learner=[8]"))
+
+
+def test_gpus_of_other_services_stay_free() -> None:
+    config = recipe("launch.engines=2", "launch.learner_ranks=4", "launch.gpus.others=[0,7]")
+    found = assigned(config)
+    assert devices(found) == {"engine-1": "1", "engine-2": "2", "learner": "3,4,5,6"} and found.left == 0
+    assert "needs 8 GPUs, 6 are there" in refusal(
+        recipe("launch.engines=4", "launch.learner_ranks=4", "launch.gpus.others=[0,7]")
+    )
+
+
+def test_the_launcher_chooses_the_gpus_not_sglang() -> None:
+    assert "--base-gpu-id" in refusal(recipe("launch.learner_ranks=4", "engine.kind.args=[--base-gpu-id, '2']"))
+
+
+def test_sharing_adds_up_the_memory_of_both() -> None:
+    args = "engine.kind.args=[--max-total-tokens, '65536']"
+    one = HARDWARE["1xh200"]
+    config = recipe(
+        "launch.gpus.share=true", args, "learner.engine.offload_optimizer=true", "learner.engine.zero_stage=2"
+    )
+    assert devices(assigned(config, one)) == {"engine-1": "0", "learner": "0"}
+    text = refusal(recipe("launch.gpus.share=true", args, "learner.engine.zero_stage=2"), one)
+    assert "engine-1 " in text and "and learner" in text
+    assert "needs 2 GPUs, 1 are there" in refusal(recipe(args), one)
+
+
+def test_a_retriever_gets_a_gpu_if_it_needs_one_or_one_is_left() -> None:
+    transformer = "{type: faiss_flat, encoder: {type: transformer}}"
+    base = ("launch.engines=2", "launch.learner_ranks=4")
+    assert devices(assigned(recipe(*base, f"retriever.index={transformer}")))["retriever-1"] == "6"
+    full = recipe("launch.engines=4", "launch.learner_ranks=4", f"retriever.index={transformer}")
+    assert "retriever-1" not in devices(assigned(full)) and assigned(full).environment("retriever-1") == {
+        "CUDA_VISIBLE_DEVICES": ""
+    }
+    gpu = "retriever.index={type: faiss_gpu, devices: [0, 1]}"
+    assert devices(assigned(recipe(*base, gpu)))["retriever-1"] == "6,7"
+    assert "the run needs 9 GPUs" in refusal(recipe("launch.engines=3", "launch.learner_ranks=4", gpu))
+    hybrid = "retriever.index={type: hybrid, members: [{type: bm25}, {type: faiss_gpu}]}"
+    assert devices(assigned(recipe(*base, hybrid)))["retriever-1"] == "6"
+
+
+def test_an_engine_does_not_span_machines_and_the_learner_may() -> None:
+    two = HARDWARE["2x8xh100"]
+    wide = recipe("launch.engines=2", "launch.learner_ranks=6", "engine.kind.args=[--tp-size, '5']")
+    found = devices(assigned(wide, two))
+    assert (found["engine-1"], found["engine-2"]) == ("host-1:0,1,2,3,4", "host-2:0,1,2,3,4")
+    ranks = [a for a in assigned(wide, two).assignments if a.need.name == "learner"]
+    assert Counter(a.host for a in ranks for _ in a.gpus) == {"host-1": 3, "host-2": 3}
+    text = refusal(recipe("launch.engines=3", "launch.learner_ranks=1", "engine.kind.args=[--tp-size, '5']"), two)
+    assert "engine-3 needs 5 GPUs on one machine" in text
+
+
+def test_an_offloaded_optimizer_gets_the_cores_of_its_rank() -> None:
+    def threads(*overrides: str, cores: int = 96) -> tuple[str, str]:
+        config = recipe("launch.learner_ranks=4", "launch.threads=2", *overrides)
+        specs = {s.name: s for s in plan(config, ADDRESSES, python="py", resolved=Path("/r/x"), cores=cores)}
+        return specs["learner"].env["OMP_NUM_THREADS"], specs["engine-1"].env["OMP_NUM_THREADS"]
+
+    assert threads() == ("2", "2")
+    assert threads("learner.engine.offload_optimizer=true") == ("24", "2")
+    assert threads("learner.engine.offload_optimizer=true", cores=4) == ("2", "2")
+    assert threads("learner.engine.offload_optimizer=true", "launch.learner_threads=7") == ("7", "2")
+
+
+def test_a_configured_engine_port_belongs_to_the_first_engine() -> None:
+    config = recipe("launch.engines=3", "engine.port=30000")
+    specs = [s for s in plan(config, ADDRESSES, python="py", resolved=Path("/r/x")) if s.kind == "engine"]
+    assert ["engine.port=0" in spec.argv for spec in specs] == [False, True, True]
+
+
+def on(monkeypatch: pytest.MonkeyPatch, *hosts: Host) -> None:
+    monkeypatch.setattr(placed, "this_machine", lambda environ: hosts[0].gpus if hosts else ())
+    monkeypatch.setattr(placed, "built_for_cuda", lambda: True)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SEVEN_B))
+    return tmp_path / "model"
+
+
+def test_the_doctor_says_who_gets_what(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, *EIGHT)
+    config = recipe(f"run.model={model}", "launch.engines=2", "launch.learner_ranks=4")
+    (found,) = gpus(config)
+    assert (found.verdict, found.detail) == ("ok", "engine-1 0; engine-2 1; learner 2,3,4,5; 2 left")
+    (found,) = gpus(recipe(f"run.model={model}", "launch.engines=9"))
+    assert found.verdict == "fail" and "10 GPUs, 8 are there" in found.detail and found.fix
+    limited = recipe(f"run.model={model}", "launch.env={CUDA_VISIBLE_DEVICES: '4,5'}", "launch.learner_ranks=4")
+    (found,) = gpus(limited)
+    assert "5 GPUs, 2 are there" in found.detail
+
+
+def test_the_doctor_refuses_a_profile_without_gpus_and_one_of_several_machines(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch)
+    (found,) = gpus(recipe(f"run.model={model}", "launch.hardware=8xh100", "launch.learner_ranks=4"))
+    assert found.verdict == "fail" and "no NVIDIA GPU was found" in found.detail
+    (found,) = gpus(recipe(f"run.model={model}", "launch.hardware=2x8xh100"))
+    assert found.verdict == "fail" and "`foray up` starts one" in found.detail
+    (found,) = gpus(recipe(f"run.model={model}"))
+    assert found.verdict == "warn"
+    assert list(gpus(load_config(None, [f"run.model={model}"]))) == [], (
+        "the CPU engine and a CPU learner go on as before"
+    )
+    with pytest.raises(UserError, match="not a hardware profile"):
+        recipe("launch.hardware=9xh100")
+
+
+def test_a_learner_whose_torch_has_no_cuda_needs_no_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, *HARDWARE["1xh200"])
+    monkeypatch.setattr(placed, "built_for_cuda", lambda: False)
+    (found,) = gpus(recipe(f"run.model={model}"))
+    assert found.detail == "engine-1 0; 0 left"
+
+
+def test_the_dry_run_shows_the_table(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    on(monkeypatch)
+    path = tmp_path / "run.yaml"
+    given = ["launch.hardware=8xh100", "launch.engines=2", "launch.learner_ranks=4", f"run.model={model}"]
+    assert main(["init", str(path), "--preset", "search_r1_grpo", f"run.dir={tmp_path}/run", *given]) == 0
+    assert main(["up", str(path), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("# GPUs as on 8xh100"))
+    rows = [line.split()[1:3] for line in lines[start + 2 : start + 7]]
+    assert rows == [
+        ["engine-1", "0"],
+        ["engine-2", "1"],
+        ["learner", "2,3,4,5"],
+        ["retriever-1", "none"],
+        ["rollout-1", "none"],
+    ]
