@@ -70,7 +70,7 @@ UNUSED = {
         *("distance_compute_blas_threshold", "epilog", "pre_tokenizer", "__compatible_ops__", "see_memory_usage"),
         *("_global_grad_norm", "_disable_adapters", "__class__", "writeable", "excepthook", "exc_text", "maxother"),
         *("maxstring", "use_cache", "useFloat16", "efConstruction", "min_points_per_centroid", "own_fields"),
-        *("max_points_per_centroid", "niter"),
+        *("max_points_per_centroid", "niter", "num_key_value_groups"),
     },
     "called by a library": {
         *("_zero_init_param", "_generate_and_score_completions", "on_step_begin", "on_step_end", "on_log", "kwargs"),
