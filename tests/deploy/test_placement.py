@@ -12,6 +12,7 @@ import pytest
 from deploy.cli import main
 from deploy.commands.init import PRESETS
 from deploy.config import RunConfig, load_config
+from deploy.doctor import engine as doctor_engine
 from deploy.doctor.engine import gpus
 from deploy.launcher.plan import Addresses, plan
 from deploy.placement import run as placed
@@ -261,3 +262,15 @@ def test_the_dry_run_shows_the_table(
         ["retriever-1", "none"],
         ["rollout-1", "none"],
     ]
+
+
+def test_the_cpu_engine_is_refused_under_a_model_of_billions_and_with_nccl(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(THREE_B | {"rms_norm_eps": 1e-6, "rope_theta": 1e6}))
+    config = load_config(None, [f"run.model={tmp_path}", "learner.publish={type: distributed, backend: nccl}"])
+    found = {f.check: f for f in (*doctor_engine.engine(config), *doctor_engine.learner(config))}
+    assert (
+        found["engine"].verdict == "fail"
+        and "million parameters: too large for the CPU engine" in found["engine"].detail
+    )
+    assert found["learner.publish"].detail == "the backend is nccl, but engine.kind.type is cpu"
+    assert found["learner.publish"].verdict == "fail"
