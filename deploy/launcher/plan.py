@@ -116,6 +116,15 @@ def checkpoint_s(config: RunConfig) -> float:
     return weights / BYTES_PER_WEIGHT * 12 / CHECKPOINT_BYTES_PER_S
 
 
+def _limits(config: RunConfig, kind: str, cores: int, stop_s: float) -> dict[str, str]:
+    """Return the variables for threads, and for the time that torchrun gives its ranks after SIGTERM (default: 30 s)."""
+    threads = learner_threads(config, cores) if kind == "learner" else config.launch.threads
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    if kind == "learner" and config.launch.learner_ranks > 1:
+        limits[ELASTIC_TIMEOUT] = str(math.ceil(config.launch.shutdown_s + stop_s))
+    return limits
+
+
 def plan(
     config: RunConfig,
     addresses: Addresses,
@@ -147,11 +156,8 @@ def plan(
         own = env_of(launch.secrets, kind, addresses.redis_url) if launch.secrets and read_secrets else {}
         log = run.dir / "logs" / f"{name}.log"
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
-        # torchrun ends its ranks 30 s after SIGTERM otherwise
-        elastic = {ELASTIC_TIMEOUT: str(math.ceil(launch.shutdown_s + stop_s))} if ranked else {}
-        threads = learner_threads(config, cores) if kind == "learner" else launch.threads
-        limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-        mine = {**limits, **env, **elastic, **own, **extra_env, **placement.environment(name)}
+        limits = _limits(config, kind, cores, stop_s)
+        mine = {**limits, **env, **own, **extra_env, **placement.environment(name)}
         return ProcessSpec(name, kind, argv, log, ready, url, mine, restarts, hidden, stop_s)
 
     specs: list[ProcessSpec] = [_redis(config, addresses)] if addresses.server is not None else []

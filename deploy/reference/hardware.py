@@ -80,7 +80,7 @@ HOSTS = """
 ## Several machines
 
 `foray up` starts one machine, and refuses the profiles of more. They show who belongs where; start each process by
-itself ([quickstart](quickstart.md#each-process-by-itself)). Qwen2.5-7B with `search_r1_grpo`:
+itself ([quickstart](quickstart.md#start-each-process-yourself)). Qwen2.5-7B with `search_r1_grpo`:
 """
 
 

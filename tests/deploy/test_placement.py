@@ -270,7 +270,7 @@ def test_the_cpu_engine_is_refused_under_a_model_of_billions_and_with_nccl(tmp_p
     found = {f.check: f for f in (*doctor_engine.engine(config), *doctor_engine.learner(config))}
     assert (
         found["engine"].verdict == "fail"
-        and "million parameters: too large for the CPU engine" in found["engine"].detail
+        and "million parameters: too large for the embedded engine" in found["engine"].detail
     )
     assert found["learner.publish"].detail == "the backend is nccl, but engine.kind.type is cpu"
     assert found["learner.publish"].verdict == "fail"

@@ -100,7 +100,6 @@ def test_a_real_model_can_be_loaded_from_it(run: RunSettings) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-@pytest.mark.fault(40)
 def stored(run: RunSettings, dtype: torch.dtype = torch.bfloat16) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in weights()}
     save_file(tensors, run.model / "model.safetensors")
@@ -132,6 +131,7 @@ def test_a_model_that_engines_cannot_have_is_published(run: RunSettings) -> None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.fault(40)
 def test_weights_that_are_not_finite_are_refused(publisher: WeightPublisher, run: RunSettings, bad: float) -> None:
     with pytest.raises(BadWeights, match="tensor b"):
         publisher.publish(PolicyVersion(1, 1), weights(bad))

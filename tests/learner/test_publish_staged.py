@@ -129,7 +129,6 @@ def test_an_engine_that_dies_at_the_pause_costs_one_version_by_files(fleet: Flee
     assert fleet.checksums("a") == fleet.expected(fleet.shifted(0.5)), "the files are of the copies"
 
 
-@pytest.mark.fault(40)
 def test_weights_that_are_no_policys_never_pause_an_engine(fleet: Fleet) -> None:
     link, publisher, epoch = learner(fleet)
     link.phases.clear()

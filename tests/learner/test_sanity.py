@@ -116,7 +116,6 @@ def test_buckets_end_at_the_tensor_with_which_they_have_grown_too_much() -> None
     assert len(sent) == 3, "and nothing of it was packed"
 
 
-@pytest.mark.fault(40)
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

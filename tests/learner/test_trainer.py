@@ -238,7 +238,7 @@ def test_recomputed_old_logprobs_weigh_tokens_by_importance(start):
         t.train(b).grad_norm
         for t, b in (
             (trainer, plain),
-            (start(algorithm={"old_logprobs": "recompute"}), dataclasses.replace(plain, minibatches=(tuple(louder),))),
+            (start(algorithm={"old_logprobs": "recompute"}), dataclasses.replace(plain, shares=((tuple(louder),),))),
         )
     ]
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)

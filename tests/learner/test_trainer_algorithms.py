@@ -278,7 +278,7 @@ def test_values_do_not_cross_from_one_trajectory_of_a_row_to_the_next(start: Sta
             for n in s.trajectory.unique()
         }
 
-    before, after = judged(packed), judged(dataclasses.replace(packed, minibatches=(tuple(changed),)))
+    before, after = judged(packed), judged(dataclasses.replace(packed, shares=((tuple(changed),),)))
     assert {n for n in before if before[n] != after[n]} == {3}
 
 

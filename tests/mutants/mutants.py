@@ -249,14 +249,17 @@ MUTANTS = (
     Mutant(
         "the version is not read back",
         "rollout_server/node/weights/follower.py",
-        "            if held != update.version:",
-        "            if False:",
+        "            held = await client.version()\n            if held != update.version:\n"
+        '                raise EngineError("bad_output", client.name, '
+        'f"it reports version {held and held.label}, not {label}")\n'
+        "            await client.resume()",
+        "            await client.resume()",
         ("rollout_server/test_node.py",),
     ),
     Mutant(
         "what engines hold is not compared with what was sent",
         "learner/weights/transfer.py",
-        "if answer.tensors_sha256 and answer.tensors_sha256 != wanted:",
+        "if answer.tensors_sha256 != self._sums.total(self._dtypes[member], answer.unused):",
         "if False:",
         ("learner/test_transfer.py",),
     ),
