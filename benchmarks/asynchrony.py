@@ -87,7 +87,7 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
                 samples.look(step, [child.pid for child in launcher.supervisor.children.values()])
             time.sleep(0.05)
         if restarted := launcher.supervisor.restarts:
-            raise ForayError(f"{', '.join(restarted)} died and was restarted, so the measurement is invalid")
+            raise ForayError(f"{', '.join(restarted)} exited and was restarted, so the measurement is invalid")
     directory = prepared.config.run.dir
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     from deploy.monitor.snapshot import read_ledger_totals

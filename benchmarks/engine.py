@@ -90,7 +90,7 @@ class Baseline:
         self._process.wait()
 
     def round(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
-        """Run one batch and return its figures. Raises ForayError if the child died."""
+        """Run one batch and return its figures. Raises ForayError if the child exited."""
         stdin, stdout = self._pipes()
         try:
             stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")

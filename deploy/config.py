@@ -36,7 +36,7 @@ class LaunchSettings(Settings):
     rollouts: int = Field(default=1, ge=0)
     """Number of rollout servers."""
     retrievers: int | None = Field(default=None, ge=0)
-    """Number of retrievers. None: one, or none if `rollout.search` names other retrievers or another backend."""
+    """Number of retrievers. null: one, or none if `rollout.search` names other retrievers or another backend."""
     learner: bool = True
     """Start the learner. Without it, `up` serves the model until it is stopped."""
     learner_ranks: int = Field(default=1, ge=1)
@@ -57,7 +57,7 @@ class LaunchSettings(Settings):
     """Time between SIGTERM and SIGKILL at shutdown, in seconds."""
     secrets: Path | None = None
     """Directory that `foray init --secure` wrote. Each process gets only the secrets of its role, and the Redis that
-    `up` starts gets its users. None: all processes inherit the launcher's environment."""
+    `up` starts gets its users. null: all processes inherit the launcher's environment."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for every process. No secrets: this file is copied to the run directory."""
     prepare: tuple[tuple[str, ...], ...] = ()

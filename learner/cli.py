@@ -95,7 +95,7 @@ def fenced(error: Fenced) -> UserError:
     """Return the error message of a learner that was replaced."""
     return UserError(
         f"fenced: {error}",
-        why="its lease lapsed (the process was suspended, or could not reach Redis, for longer than learner.lease_s) "
+        why="its lease expired (the process was suspended, or could not reach Redis, for longer than learner.lease_s) "
         "or "
         "--takeover was used; since then it has written nothing that counts: no checkpoint, no weights that engines "
         "load, no acknowledgement",

@@ -323,11 +323,11 @@ class TrainingLoop:
         return True
 
     def _acknowledge_rest(self) -> None:
-        """Acknowledge entries that the loaded checkpoint had decided but its writer did not acknowledge."""
+        """Acknowledge entries of seqs that the loaded checkpoint has settled but its writer did not acknowledge."""
         ctx = self.ctx
         ids = list(ctx.delivery.unacked)
         if pending := ctx.store.ack(ids):
-            log.info("acknowledged %d entries that the checkpoint had decided", pending)
+            log.info("acknowledged %d entries that the checkpoint had settled", pending)
             ctx.delivery.counters.redelivered += pending
         ctx.delivery.mark_acknowledged(ids)
 

@@ -344,7 +344,7 @@ def _finish(ctx: LearnerContext, loop: TrainingLoop) -> None:
     if excess and (ctx.lease.epoch > 1 or ctx.delivery.counters.requeued):
         # Issued by a predecessor to replace seqs that it had settled but the checkpoint does not contain, or issued
         # again on request: the steps were completed without them.
-        log.info("%d surplus seqs will not be trained", len(excess))
+        log.info("%d excess seqs will not be trained: settled as filtered", len(excess))
         ctx.delivery.settle(excess, Outcome.FILTERED, "excess", tokens=ctx.consumer.drain())
         ctx.delivery.counters.excess += len(excess)
     if ctx.delivery.has_uncommitted() and not loop.checkpoint():

@@ -26,7 +26,7 @@ fill up."""
 class Recovery:
     """Retries Redis calls and repairs the run's state in Redis. All calls come from the training thread.
 
-    on_new_epoch    called after a lapsed lease was reacquired
+    on_new_epoch    called after an expired lease was reacquired
     must_announce   the weights have to be announced (again): set at the start and by each repair
     """
 
@@ -35,7 +35,7 @@ class Recovery:
         self.must_announce = True
 
     def retry_until_available(self, call: Callable[[], T]) -> T:
-        """Repeat `call` until Redis answers, repairing lost state and a lapsed lease in between.
+        """Repeat `call` until Redis answers, repairing lost state and an expired lease in between.
 
         Raises RedisUnavailable or StateLost if the run is stopping meanwhile, and Fenced if another learner holds
         the lease.

@@ -15,7 +15,7 @@ from protocol.redaction import redact
 
 
 class ForayError(Exception):
-    """Base of every error that Foray raises on purpose."""
+    """Base of every error that Foray raises intentionally."""
 
 
 class ProtocolError(ForayError):

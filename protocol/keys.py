@@ -5,7 +5,7 @@ tasks               stream   learner    reissued from the sampler (group `rollou
 traj                stream   rollouts   generated again (group `learner`)
 issued              string   learner    its floor is the ledger's watermark
 learner:epoch       string   learner    max with the checkpoint
-learner:lease       hash     learner    re-acquired; TTL
+learner:lease       hash     learner    acquired again; TTL
 wv:target           hash     learner    published again
 wv:view             string   learner    a new view is made; TTL
 wv:answers:{e}.{n}  hash     nodes      the view times out; TTL

@@ -32,7 +32,7 @@ class AlreadySettled(ForayError):
 
 
 class NotReopenable(ForayError):
-    """The seq is open, trained or filtered, so it cannot be reopened. The message says which."""
+    """The seq is open, trained or filtered, so it cannot be reopened. The message names its state."""
 
 
 @dataclass

@@ -74,16 +74,16 @@ class RunSettings(Settings):
     group_size: int = Field(default=8, ge=1, le=512)
     """Trajectories per question (G)."""
     groups_per_step: int = Field(default=16, ge=1)
-    """Trajectory groups in one optimiser step (B)."""
+    """Trajectory groups per step (B)."""
     max_lag: int = Field(default=2, ge=0)
     """Maximum lag, in steps, between the version that sampled a token and the version that trains on it."""
     steps: int = Field(default=100, ge=1)
-    """Optimiser steps in the whole run."""
+    """Steps of the whole run. Each trains one batch, with one optimiser update or more (minibatches, epochs)."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training rollouts. The learner divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of training rollouts: sample from the most likely tokens with this total probability. 1: all.
-    Log-probs are of the full distribution on both sides (docs/algorithms.md, "What the sampler leaves out")."""
+    Log-probs are of the full distribution on both sides (docs/algorithms.md, "Top-p and top-k sampling")."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample training rollouts from this many of the most likely tokens, at least 2. -1: all. See top_p."""
 

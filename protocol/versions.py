@@ -15,7 +15,7 @@ _LABEL = re.compile(r"^(\d{1,9})\.(\d{1,12})$")
 
 
 class PolicyVersion(NamedTuple):
-    """`epoch` counts learner starts from 1, `step` counts optimiser steps from 0. Ordered by (epoch, step)."""
+    """`epoch` counts learner starts from 1, `step` counts steps from 0. Ordered by (epoch, step)."""
 
     epoch: int
     step: int

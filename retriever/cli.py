@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m retriever"
     """Return the exit status: 0 after SIGTERM or SIGINT, 2 for an error in the settings, the corpus or the index."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Serve a corpus and its index, or an online engine, over HTTP: Search-R1's POST /retrieve, "
+        description="Serve a corpus and its index, or a web search engine, over HTTP: Search-R1's POST /retrieve, "
         "ReSearch's POST /search and /batch_search, POST /v1/embeddings, GET /health, /ready, /metrics, /info.",
     )
     add_config_arguments(parser, "YAML file; the section `retriever` is read", "retriever.port=8001")

@@ -35,7 +35,7 @@ class RetrieverSettings(Settings):
     fields: tuple[str, ...] | None = None
     """Fields to return besides `id` and `contents` (`url`, `source`, ..). null: all fields of the corpus."""
     online: OnlineSettings | None = None
-    """Online search engine instead of an index; then no corpus or index is opened."""
+    """Web search engine instead of an index; then no corpus or index is opened."""
     memory: SearchMemorySettings | None = None
     """Memory of a run's earlier searches, for requests that name a run. null: off."""
     topk: int = Field(default=3, ge=1)
@@ -95,5 +95,5 @@ class RetrieverSettings(Settings):
 
     @property
     def needed_corpus(self) -> Path | None:
-        """Return the required corpus file, None if an index or an online engine needs none."""
+        """Return the required corpus file, None if an index or a web search engine needs none."""
         return self.given_corpus if self.online is None else None

@@ -11,18 +11,18 @@ from prometheus_client.registry import Collector
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROVIDER = {
-    "requests": "Requests sent to the online engine, counting each attempt.",
+    "requests": "Requests sent to the web search engine, counting each attempt.",
     "cost": "Cost of those requests, in the unit of `cost_per_request`.",
-    "retries": "Retries of requests to the online engine.",
-    "answered": "Queries that the online engine answered.",
-    "failed": "Queries that the online engine did not answer.",
+    "retries": "Retries of requests to the web search engine.",
+    "answered": "Queries that the web search engine answered.",
+    "failed": "Queries that the web search engine did not answer.",
     "replayed": "Queries answered from recordings.",
     "recorded": "Replies that were recorded.",
     "unrecorded": "Replies and pages that could not be written to disk.",
-    "pages": "Pages fetched for the hits of the online engine.",
+    "pages": "Pages fetched for the hits of the web search engine.",
     "pages_failed": "Pages that could not be fetched.",
 }
-"""Descriptions of an online engine's totals (`retriever.backends.web.backend`)."""
+"""Descriptions of a web search engine's totals (`retriever.backends.web.backend`)."""
 
 # otherwise each series appears again with its time of creation
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ class Metrics:
             self._odd.labels(cause).inc(count)
 
     def add_provider(self, name: str, totals: Callable[[], Mapping[str, float]]) -> None:
-        """Export an online engine's totals, which never decrease, as `foray_retriever_provider_NAME_total`."""
+        """Export a web search engine's totals, which never decrease, as `foray_retriever_provider_NAME_total`."""
         self._registry.register(_Provider(name, totals))
 
     def families(self) -> Iterable[Metric]:

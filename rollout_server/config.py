@@ -36,13 +36,13 @@ class RolloutSettings(Settings):
     max_attempts: int = Field(default=3, ge=1)
     """Maximum attempts per task; after that the learner records its seq as dead."""
     max_engine_lag: int | None = Field(default=None, ge=0)
-    """Maximum steps that an engine may be behind the target version and still get training requests. None:
+    """Maximum steps that an engine may be behind the target version and still get training requests. null:
     `run.max_lag`."""
     generate_timeout_s: float = Field(default=120.0, gt=0)
     """Timeout of one turn at one engine, in seconds; then the turn continues at another engine, from the tokens
     received."""
     stream_interval: int = Field(default=8, ge=1, le=1024)
-    """Tokens per streamed chunk: the maximum that is lost when an engine dies. Smaller values use more CPU."""
+    """Tokens per streamed chunk: the maximum that is lost when an engine fails. Smaller values use more CPU."""
     stall_s: float = Field(default=20.0, gt=0)
     """Timeout in seconds between two chunks of an engine's answer; not applied while the engine loads weights."""
     adaptive: bool = True
@@ -52,7 +52,7 @@ class RolloutSettings(Settings):
     engine_wait_s: float = Field(default=600.0, gt=0)
     """Timeout in seconds for a turn that waits for an engine; then its trajectory fails."""
     journal_routes: Path | None = None
-    """File to which each engine request is logged as a line of JSON (time, engine, version), for audits. None: no
+    """File to which each engine request is logged as a line of JSON (time, engine, version), for audits. null: no
     log."""
     pin_max_s: float = Field(default=3600.0, gt=0)
     """Maximum time in seconds that evaluations with `"pin": true` may keep engines at one version and so delay new
@@ -61,6 +61,6 @@ class RolloutSettings(Settings):
     fleet_poll_s: float = Field(default=0.5, gt=0)
     """Interval in seconds at which the engine table and the target version are read."""
     episode: EnvironmentSettings = EnvironmentSettings()
-    """The multi-turn episode: template, limits, rewards."""
+    """Multi-turn trajectories: template, limits, rewards, tools."""
     search: SearchSettings = DEFAULT_SEARCH
     """The search service."""

@@ -46,7 +46,7 @@ ROLLOUT: Table = {
     "episode_tokens": counter("Tokens sampled for episodes on request."),
     "reward_mean": gauge("Mean reward of the last 256 valid trajectories."),
     "reward/*": gauge(
-        "Mean of one reward component, before weighting, over the last 256 valid trajectories.",
+        "Mean of one part of the reward, before weighting, over the last 256 valid trajectories.",
         "part",
         name="reward_part_mean",
     ),

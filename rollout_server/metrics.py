@@ -117,7 +117,7 @@ class RateGauge:
 
 
 async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[RateGauge, ...] = ()) -> None:
-    """Consumes `stats`; produces a snapshot in Redis every second; ended by cancellation.
+    """Consume `stats`; produce a snapshot in Redis every second; ended by cancellation.
 
     Also measures the delay of the event loop: a blocked loop does not renew leases.
     """

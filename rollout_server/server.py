@@ -220,7 +220,7 @@ class RolloutServer:
         return bool(self._router.candidates(pinned=False)) and not self._search.outage
 
     async def _gate(self) -> None:
-        """Consumes the engine table; produces permission to lease; waits for a change; ended by cancellation.
+        """Consume the engine table; produce permission to lease; wait for a change; ended by cancellation.
 
         The gate closes when the run is done, and opens when a learner starts again. Also writes each refusal of Redis
         to the history, once.

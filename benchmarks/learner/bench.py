@@ -63,11 +63,11 @@ class Contender:
         self._process.wait()
 
     def ready(self) -> None:
-        """Wait until it has loaded everything. Raises ForayError if it died."""
+        """Wait until it has loaded everything. Raises ForayError if it exited."""
         self._line()
 
     def round(self) -> dict[str, float]:
-        """Run one step and return its figures. Raises ForayError if the child died."""
+        """Run one step and return its figures. Raises ForayError if the child exited."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # reported below
             self._process.stdin.write("step\n")
@@ -106,7 +106,7 @@ def contenders_of(settings: LearnerBench, work: LearnerWorkload, absent: dict[st
         raise UserError(f"unknown contenders: {', '.join(unknown)}", todo=f"--only takes {', '.join(NAMES)}")
     # the ratio is against the plain loop, so it always runs
     kept = [name for name in commands if name in {"ours", "padded", *wanted}]
-    absent |= {name: "not asked for" for name in NAMES if name not in kept and name not in absent}
+    absent |= {name: "not selected" for name in NAMES if name not in kept and name not in absent}
     return [Contender(name, commands[name], directory, settings.threads) for name in kept]
 
 

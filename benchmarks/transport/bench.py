@@ -186,7 +186,7 @@ def _end(child: ManagedProcess, directory: Path) -> dict[str, Any]:
     last = (directory / f"{child.spec.name}.log").read_text().strip().splitlines()[-1]
     report: dict[str, Any] = json.loads(last)
     if report.pop("broken"):
-        raise ForayError(f"{child.spec.name} broke: {last[-1000:]}")
+        raise ForayError(f"{child.spec.name} failed: {last[-1000:]}")
     return report
 
 

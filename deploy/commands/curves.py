@@ -29,7 +29,7 @@ OVERVIEW = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray curves`."""
+    """Add the arguments of `foray curves`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="run directories")
     parser.add_argument("--metric", help=f"a field of metrics.jsonl (default: an overview: {', '.join(OVERVIEW)})")
     text = f"steps averaged into one row (default: {EVERY}; 1 for runs shorter than {3 * EVERY} steps)"

@@ -33,7 +33,7 @@ _SEQ, _ID = re.compile(r"^[0-9]{1,18}$"), re.compile(r"^[0-9]{1,16}-[0-9]{1,20}$
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray dlq`."""
+    """Add the arguments of `foray dlq`."""
     parser.add_argument("action", choices=[*_READING, *_WRITING], help="action")
     parser.add_argument("rest", nargs="*", metavar="SEQ|ID|RUN_DIR|CONFIG", help="seqs or ids, and the run")
     parser.add_argument("--config", type=Path, metavar="CONFIG", help="the same as the positional CONFIG")

@@ -10,7 +10,7 @@ from protocol.runtime.service_cli import add_config_arguments, config_and_overri
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray doctor`."""
+    """Add the arguments of `foray doctor`."""
     add_config_arguments(
         parser, "a run's configuration; without it, check only the machine", "run.model=/models/qwen", secrets=True
     )

@@ -13,7 +13,7 @@ from protocol.errors import ForayError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray down`."""
+    """Add the arguments of `foray down`."""
     parser.add_argument("run_dir", type=Path, nargs="?", help="run directory (default: the latest below ./runs)")
     parser.add_argument("--timeout", type=float, default=120.0, help="timeout in seconds (default: 120)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

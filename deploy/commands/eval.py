@@ -24,7 +24,7 @@ POLICY = ("run", "lineage_id", "model")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray eval`."""
+    """Add the arguments of `foray eval`."""
     parser.add_argument("where", help="run directory, or the URL of a rollout server")
     parser.add_argument("--questions", type=Path, required=True, help="JSON lines with `question` and `answers`")
     parser.add_argument("--limit", type=int, help="use only the first LIMIT questions")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray export`."""
+    """Add the arguments of `foray export`."""
     parser.add_argument("where", type=Path, help="run directory, or one of its checkpoints")
     parser.add_argument("out", type=Path, help="directory to create")
     parser.add_argument("--ema", action="store_true", help="write the moving average instead of the policy")

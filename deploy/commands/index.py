@@ -37,7 +37,7 @@ def subcommands() -> dict[str, str]:
 
 
 def configure(parser: argparse.ArgumentParser, action: str) -> None:
-    """Arguments of `foray index ACTION`."""
+    """Add the arguments of `foray index ACTION`."""
     from retriever.indexing.cli import add_build_arguments, add_corpus_arguments
 
     parser.set_defaults(out=None, index=None)

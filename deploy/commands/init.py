@@ -25,7 +25,7 @@ def presets() -> list[str]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray init`."""
+    """Add the arguments of `foray init`."""
     parser.add_argument("file", type=Path, help="file to write, e.g. run.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to set, e.g. run.model=/models/qwen")
     parser.add_argument("--preset", choices=presets(), help="start from a published recipe (docs/presets.md)")

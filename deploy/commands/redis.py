@@ -16,7 +16,7 @@ from protocol.runtime.net import require_free
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray redis`."""
+    """Add the arguments of `foray redis`."""
     parser.add_argument("--port", type=int, default=6390, help="port on 127.0.0.1 (default: 6390)")
     parser.add_argument("--dir", type=Path, required=True, help="directory for its append-only file")
     parser.add_argument("--secrets", type=Path, help="directory of `foray init --secure`, whose users.acl to load")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray replay`."""
+    """Add the arguments of `foray replay`."""
     parser.add_argument("run_dir", type=Path, nargs="?", help="run directory (default: the latest below ./runs)")
     parser.add_argument(
         "--show",

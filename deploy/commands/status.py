@@ -9,7 +9,7 @@ from deploy.launcher.run_dir import add_arguments, locate
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray status`."""
+    """Add the arguments of `foray status`."""
     add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray top`."""
+    """Add the arguments of `foray top`."""
     add_arguments(parser)
     parser.add_argument("--interval", type=float, default=1.0, help="refresh interval in seconds (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")

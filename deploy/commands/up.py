@@ -23,7 +23,7 @@ from protocol.runtime.service_cli import add_config_arguments, config_and_overri
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray up`."""
+    """Add the arguments of `foray up`."""
     add_config_arguments(
         parser, "YAML file with the sections run, rollout, engine, learner, ...", "run.steps=20", secrets=True
     )

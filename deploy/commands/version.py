@@ -24,7 +24,7 @@ PACKAGES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray version`."""
+    """Add the arguments of `foray version`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

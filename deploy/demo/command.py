@@ -18,7 +18,7 @@ from typing import Any
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray demo`."""
+    """Add the arguments of `foray demo`."""
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed for the worlds, the model and the sampler (default: 0)"
     )
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     )
     prepared = prepare(options, say)
     if args.prepare_only:
-        say(f"next: start each process with --config {prepared.config_path} (see README.md)")
+        say(f"next: start each process with --config {prepared.config_path} (see docs/quickstart.md)")
         return 0
     try:
         summary = run_demo(prepared, began, say)

@@ -32,7 +32,7 @@ LAST = "last:"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `foray compare`."""
+    """Add the arguments of `foray compare`."""
     text = "YAML file of variants (default: the algorithms); and overrides for all of them, e.g. run.steps=120"
     parser.add_argument("given", nargs="*", metavar="FILE | key=value", help=text)
     parser.add_argument("--dir", type=Path, default=Path("runs/compare"), help="directory for the runs")

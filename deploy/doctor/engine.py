@@ -25,7 +25,7 @@ from rollout_server.cpu_engine.model.config import read_model_config
 from rollout_server.node.config import CpuEngine, SglangEngine
 
 CPU_PARAMETERS = 50_000_000
-"""Maximum parameters for the CPU engine, made for tests and demos: a larger model takes minutes per answer."""
+"""Maximum parameters for the embedded engine, made for tests and demos: a larger model takes minutes per answer."""
 ON_SGLANG = "use SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
 NOT_FACTS = (TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions caused by config.json values of unexpected types."""
@@ -112,7 +112,7 @@ def _sampling(run: RunSettings) -> Iterator[Finding]:
     ]
     detail = f"{' and '.join(given)}: rollouts sample from a truncated distribution, the loss uses the full one"
     why = "importance ratios stay correct, but the gradient is biased and the policy's entropy falls"
-    todo = 'run.top_p=1 run.top_k=-1, unless a recipe needs it (docs/algorithms.md, "What the sampler leaves out")'
+    todo = 'run.top_p=1 run.top_k=-1, unless a recipe needs it (docs/algorithms.md, "Top-p and top-k sampling")'
     yield Finding("sampling", "warn", detail, todo, why)
 
 
@@ -129,14 +129,14 @@ def _cpu(model: Path) -> Finding:
     try:
         parameters = read_model_config(model).parameters
     except UserError as error:
-        detail = f"the CPU engine (engine.kind.type=cpu) cannot serve {model}"
+        detail = f"the embedded engine (engine.kind.type=cpu) cannot serve {model}"
         why = f"{error.what}{': ' if error.why else ''}{error.why}"
         return Finding("engine", "fail", detail, f"{ON_SGLANG}, or {error.todo or 'use another model'}", why)
     size = f"{model} has {parameters / 1e6:,.1f} million parameters"
     if parameters > CPU_PARAMETERS:
         why = f"engine.kind.type is cpu, the engine for tests and demos, up to {CPU_PARAMETERS / 1e6:.0f} million"
-        return Finding("engine", "fail", f"{size}: too large for the CPU engine", ON_SGLANG, why)
-    return Finding("engine", "ok", f"the CPU engine can serve it: {size}")
+        return Finding("engine", "fail", f"{size}: too large for the embedded engine", ON_SGLANG, why)
+    return Finding("engine", "ok", f"the embedded engine can serve it: {size}")
 
 
 def _sglang(kind: SglangEngine) -> Finding:
@@ -173,7 +173,7 @@ def _sglang(kind: SglangEngine) -> Finding:
 
 
 def _context(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Check that the longest episode fits into the model's maximum context."""
+    """Check that the longest trajectory fits into the model's maximum context."""
     scaled = not isinstance(config.engine.kind, CpuEngine)
     wanted, limit = config.rollout.episode.max_context, _positions(facts, scaled=scaled)
     if limit and wanted > limit:
@@ -224,7 +224,7 @@ def _unusable(model: Path, error: Exception) -> Finding:
 def _nccl(config: RunConfig) -> Finding:
     todo = "learner.publish.backend=gloo, or 'learner.publish={type: disk}'"
     if config.launch.engines and isinstance(config.engine.kind, CpuEngine):
-        why = "the CPU engine supports only gloo for weight transfer"
+        why = "the embedded engine supports only gloo for weight transfer"
         return Finding("learner.publish", "fail", "the backend is nccl, but engine.kind.type is cpu", todo, why)
     if reason := without_cuda():
         return Finding("learner.publish", "fail", "the backend is nccl, but no CUDA device was found", todo, reason)

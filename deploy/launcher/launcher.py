@@ -145,7 +145,7 @@ class Launcher:
     def start(self, *kinds: str) -> None:
         """Start the processes of `kinds` (default: all) that are not running, and wait until they are ready.
 
-        Raises ProcessFailed if one dies or is not ready within launch.ready_s.
+        Raises ProcessFailed if one exits or is not ready within launch.ready_s.
         """
         for stage in STAGES:
             chosen = [s for s in self.specs if s.kind in stage and s.kind in (kinds or KINDS)]
@@ -160,7 +160,7 @@ class Launcher:
         self._record()
 
     def check(self) -> None:
-        """Restart processes that died and may be restarted; print new steps. Raises ProcessFailed or RunStopped."""
+        """Restart processes that exited and may be restarted; print new steps. Raises ProcessFailed or RunStopped."""
         before = {name: child.pid for name, child in self.supervisor.children.items()}
         self.supervisor.check()
         for record in self._steps.read():

@@ -44,7 +44,7 @@ class ProcessSpec:
     hidden    environment variables of the launcher that this process does not inherit
     log       file for its stdout and stderr
     ready     readiness condition; `url` if it needs an address
-    restarts  maximum number of restarts after it died; 0: its death ends the run
+    restarts  maximum number of restarts; 0: its exit ends the run
     """
 
     name: str

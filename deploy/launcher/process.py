@@ -26,7 +26,7 @@ _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (INFO )?")
 
 
 class ProcessFailed(ForayError):
-    """A process died or was not ready in time, which ended the run. `code` is its exit code."""
+    """A process exited or was not ready in time, which ended the run. `code` is its exit code."""
 
     def __init__(self, name: str, what: str, *, code: int | None, log: Path, tail: str) -> None:
         super().__init__(f"{name} {what}")
@@ -114,7 +114,7 @@ class ManagedProcess:
         return f"waiting for {self.spec.name} {until or f'({self.spec.ready})'}, {seconds:.0f} s{log}"
 
     def failed(self, what: str) -> ProcessFailed:
-        """Return the error that says how this process ended the run."""
+        """Return the error with the way in which this process ended the run."""
         return ProcessFailed(self.spec.name, what, code=self.poll(), log=self.spec.log, tail=self.tail())
 
     def _signal_group(self, number: signal.Signals) -> None:

@@ -1,6 +1,6 @@
 """Start processes, wait until each is ready, restart them within limits, stop all in order.
 
-There is no thread: the owner of a Supervisor calls `check` periodically. A process that dies without restarts left
+There is no thread: the owner of a Supervisor calls `check` periodically. A process that exits without restarts left
 raises `ProcessFailed`, and the owner then calls `stop`. The stop order is that of the data: the learner first (it
 writes its checkpoint), then the processes that feed it, Redis last.
 """
@@ -58,7 +58,7 @@ class Supervisor:
         return child
 
     def await_ready(self, names: Sequence[str]) -> None:
-        """Wait until all of `names` are ready. Raises ProcessFailed if one dies for good or the time is over."""
+        """Wait until all of `names` are ready. Raises ProcessFailed if one exits for good or the time is over."""
         deadline = time.monotonic() + self._ready_s
         while waiting := [name for name in names if not self._look(name)]:
             self.check()
@@ -69,7 +69,7 @@ class Supervisor:
             time.sleep(POLL_S * 2)
 
     def check(self) -> None:
-        """Restart processes that died. Raises ProcessFailed if one has no restarts left.
+        """Restart processes that exited. Raises ProcessFailed if one has no restarts left.
 
         A process that exits with code 0 has finished (the learner after its last step). A user error (code 2) and a
         fenced learner (75) are not restarted: they would fail again.

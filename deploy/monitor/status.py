@@ -113,7 +113,10 @@ def of_tokens(seen: RunSnapshot) -> list[Problem]:
     if balance is None or balance.closes:
         return []
     return [
-        Problem(f"token accounting failed: {balance.line()}", "this is a bug: keep the run directory and report it")
+        Problem(
+            f"the token accounting is not consistent: {balance.line()}",
+            "this is a bug: keep the run directory and report it",
+        )
     ]
 
 
@@ -143,7 +146,7 @@ def _of_learner(seen: RunSnapshot) -> list[Problem]:
         found.append(
             Problem(
                 "the learner's lease has expired: another learner may take over",
-                "the learner re-acquires it when it reaches Redis; if this persists, it is stuck: check its log",
+                "the learner acquires it again when it reaches Redis; if this persists, it is stuck: check its log",
             )
         )
     if failures := int(values.get("checkpoint_failures", 0)):

@@ -45,7 +45,7 @@ def _step() -> Iterator[str]:
         "whole batch, over all ranks.\nA step omits what it did not measure: `reward/em` exists if a reward is named "
         "em."
     )
-    yield "\n| name | what it says |\n|---|---|"
+    yield "\n| name | meaning |\n|---|---|"
     yield from (f"| `{_named(key, row)}` | {row.help} |" for key, row in STEP.items())
     yield ""
 
@@ -57,7 +57,7 @@ def _endpoints() -> Iterator[str]:
         "are totals of the run, which continue from the checkpoint."
     )
     yield from _table("Rollout server", "foray_rollout_", ROLLOUT, WAITS)
-    yield "## Node\n\nIn its snapshot only.\n\n| name | what it says |\n|---|---|"
+    yield "## Node\n\nIn its snapshot only.\n\n| name | meaning |\n|---|---|"
     yield from (f"| `{key}` | {row.help} |" for key, row in NODE.items())
     yield from _retriever()
     from rollout_server.cpu_engine.server.admin import ENGINE, PREFIX
@@ -66,7 +66,7 @@ def _endpoints() -> Iterator[str]:
 
 
 def _table(title: str, prefix: str, table: Table, waits: Metric | None) -> Iterator[str]:
-    yield f"\n## {title}: `/metrics`\n\n| name | type | labels | what it says |\n|---|---|---|---|"
+    yield f"\n## {title}: `/metrics`\n\n| name | type | labels | meaning |\n|---|---|---|---|"
     rows = [*table.items(), *((("", waits),) if waits else ())]
     yield from (_row(prometheus_name(prefix, key, row), row) for key, row in rows)
 
@@ -83,7 +83,7 @@ def _named(key: str, row: Metric) -> str:
 def _retriever() -> Iterator[str]:
     from retriever.metrics import PROVIDER, Metrics
 
-    yield "\n## Retriever: `/metrics`\n\n| name | type | what it says |\n|---|---|---|"
+    yield "\n## Retriever: `/metrics`\n\n| name | type | meaning |\n|---|---|---|"
     for family in Metrics().families():
         total = "_total" if family.type == "counter" else ""
         yield f"| `{family.name}{total}` | {family.type} | {family.documentation} |"

@@ -1,4 +1,4 @@
-"""An online provider: the search of a MediaWiki site such as Wikipedia (https://www.mediawiki.org/wiki/API:Search).
+"""An web search provider: the search of a MediaWiki site such as Wikipedia (https://www.mediawiki.org/wiki/API:Search).
 
 Its line in `retriever.backends.web.config.REGISTRY`: `MediaWikiSettings: "examples.extensions.provider:MediaWiki"`
 """

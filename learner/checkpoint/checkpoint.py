@@ -240,7 +240,7 @@ class Checkpoints:
         raise self._damaged(file, why)
 
     def _warn_of_newer(self, found: re.Match[str]) -> None:
-        """Warn if a newer checkpoint is not current: left by a crash, or by someone who went back to an older one."""
+        """Warn if a newer checkpoint is not current: left by a crash, or by a user who went back to an older one."""
         newer = [p.name for p in self._folder.iterdir() if (m := _NAME.match(p.name)) and _order(m) > _order(found)]
         if newer:
             text = "%s names %s, although %s is newer: those steps will be repeated"

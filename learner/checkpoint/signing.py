@@ -5,7 +5,7 @@ in `run.dir/run.key` (mode 0600).
 
 The signature protects against a checkpoint of another run, a foreign checkpoint copied into the directory, and a
 manifest changed by accident or manually. A key from the environment also protects against anyone who can write to the
-run directory but does not know the key. A key in the run directory does not: whoever can read `run.key` can sign.
+run directory but does not know the key. A key in the run directory does not: any user who can read `run.key` can sign.
 Nothing in a checkpoint is executed when it is read, signed or not.
 """
 

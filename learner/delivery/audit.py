@@ -197,7 +197,7 @@ class ConservationAudit:
         if lost:
             self._event_log.emit("state-lost", f"Redis had lost the run's state; it was restored: {why}")
         if lapsed:
-            self._event_log.emit("epoch", f"the lease had lapsed: epoch {epoch} begins ({why})")
+            self._event_log.emit("epoch", f"the lease had expired: epoch {epoch} begins ({why})")
 
     def to_state(self) -> dict[str, Any]:
         """Return the audits' state for a checkpoint."""

@@ -32,7 +32,7 @@ ANOTHER_RUN = (
 class LearnerLease:
     """The right to write. `epoch` is 0 until the lease is acquired, and increases at each acquisition.
 
-    ttl_s       the lease lapses this long after its last renewal
+    ttl_s       the lease expires this long after its last renewal
     epochs_dir  one file per epoch ever used, created exclusively: a Redis that rolled back cannot repeat one
     lineage_id  lineage of the run: Redis refuses the lease for another lineage ("": any)
     """
@@ -43,7 +43,7 @@ class LearnerLease:
         self.epoch, self.lineage_id = 0, lineage_id
 
     def acquire(self, floor: int, *, takeover: bool = False) -> int:
-        """Acquire the lease and return the new epoch, above `floor`. Waits for a dead predecessor's lease to lapse.
+        """Acquire the lease and return the new epoch, above `floor`. Waits for a dead predecessor's lease to expire.
 
         Raises UserError if the holder is alive (it renews the lease), or if the run in Redis has another lineage.
         """
@@ -66,7 +66,9 @@ class LearnerLease:
             if not already_logged:
                 already_logged, deadline = True, time.monotonic() + answer.ttl_s + 1.0
                 log.warning(
-                    "the run is held by %s; waiting up to %.0f s for its lease to lapse", describe(answer), answer.ttl_s
+                    "the run is held by %s; waiting up to %.0f s for its lease to expire",
+                    describe(answer),
+                    answer.ttl_s,
                 )
             if time.monotonic() > deadline:
                 raise UserError(
@@ -88,7 +90,7 @@ class LearnerLease:
     def renew(self) -> None:
         """Extend the lease. Raises Fenced if this learner no longer holds it, RedisUnavailable if unknown."""
         if not self._store.renew(self._ttl_ms):
-            raise Fenced("the lease of this learner lapsed or was taken")
+            raise Fenced("the lease of this learner expired or was taken")
 
     def superseded_by(self) -> LeaseHolder | None:
         """Return the other learner that holds the lease or began a higher epoch since; None if there is none."""
@@ -96,7 +98,7 @@ class LearnerLease:
         return holder if holder and holder.token != self.token else self._successor()
 
     def reacquire(self) -> bool:
-        """Renew the lease, or acquire it again if it lapsed and no other learner took it; then return True.
+        """Renew the lease, or acquire it again if it expired and no other learner took it; then return True.
 
         Raises Fenced if another learner has begun meanwhile, RedisUnavailable.
         """
@@ -144,7 +146,7 @@ class LearnerLease:
         try:
             self._store.release()
         except (RedisUnavailable, StateLost, UserError) as error:
-            log.warning("could not release the lease; it will lapse: %s", error)
+            log.warning("could not release the lease; it will expire: %s", error)
 
 
 def describe(holder: LeaseHolder) -> str:

@@ -1,7 +1,7 @@
 """Reissue seqs: those that are lost, and those requested by users.
 
 Lost seqs are the cases that no other rule covers: a task deleted manually, a Redis that lost its last second, an entry
-delivered to a learner that died. A wrong guess costs one rollout, never a second training: the ledger prevents that.
+delivered to a learner that crashed. A wrong guess costs one rollout, never a second training: the ledger prevents that.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class RequeueRequests:
                     if seq in self._delivery.requeue_requests:
                         continue  # honoured, but not in a checkpoint yet
                     was = self._delivery.reopen(seq)
-                self._event_log.emit("requeued", f"seq {seq} was {was}; retrying it")
-                log.info("seq %d was %s; retrying it on request", seq, was)
+                self._event_log.emit("requeued", f"seq {seq} was {was}; requeued")
+                log.info("seq %d was %s; requeued on request", seq, was)
             except NotReopenable as error:
                 shown = raw[:40].decode("utf-8", "replace")
                 self._event_log.emit("requeue-refused", f"{shown}: {error}")
-                log.warning("dropped the request to retry %r: %s", shown, error)
+                log.warning("refused the request to requeue %r: %s", shown, error)
                 refused.append(raw)
         self._store.drop_requests(refused)
 
@@ -102,7 +102,7 @@ class RequeueRequests:
             if not self._best_effort(lambda: self._store.drop_requests(done)):
                 return
         except RedisUnavailable as error:
-            log.info("could not remove honoured requests yet: %s", error)
+            log.info("could not remove the requests of requeued seqs yet: %s", error)
             return
         with self._delivery.lock:
             self._delivery.requeue_requests.difference_update(done)

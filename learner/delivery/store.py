@@ -43,7 +43,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """The holder of the lease: epoch, token, and seconds until it lapses.
+    """The holder of the lease: epoch, token, and seconds until it expires.
 
     renewed_s  seconds since it was last renewed; None if the holder does not report it (an older Foray)
     since      time of acquisition on Redis' clock, in seconds since 1970; 0.0 likewise

@@ -83,7 +83,7 @@ class DiskPublisher:
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
             if self._settings.fsync:
                 fsync_tree(part)
-            shutil.rmtree(final, ignore_errors=True)  # left by a learner that died before the announcement
+            shutil.rmtree(final, ignore_errors=True)  # left by a learner that crashed before the announcement
             part.rename(final)
             if self._settings.fsync:
                 fsync_path(self._folder)

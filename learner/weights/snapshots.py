@@ -53,7 +53,7 @@ class SnapshotWriter:
         self._thread.join(60.0)
 
     def _run(self) -> None:
-        """Consumes registrations; produces files and the target with their path; waits LOOK_S; unblocked by close."""
+        """Consume registrations; produce files and the target with their path; wait LOOK_S; unblocked by close."""
         pause_s = LOOK_S
         while not self._stop.wait(pause_s):
             try:

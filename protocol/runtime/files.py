@@ -28,7 +28,7 @@ _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `folder`. The kernel releases it if the process dies.
+    """Hold an exclusive lock on `folder`. The kernel releases it if the process exits.
 
     Raises TimeoutError (an OSError) after LOCK_TIMEOUT_S. On a file system without locks it only logs a warning.
     """

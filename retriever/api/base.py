@@ -58,7 +58,7 @@ class RetrieverState:
     """State shared by the handlers.
 
     backend, searches, embedding  None until the back-end is open
-    num_passages                  size of the corpus; None until known, and for an online engine
+    num_passages                  size of the corpus; None until known, and for a web search engine
     draining                      the service is shutting down and no longer ready
     """
 

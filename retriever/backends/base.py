@@ -1,4 +1,4 @@
-"""The backend interface: an index over a corpus, an online engine, or a memory of earlier searches in front of either.
+"""The backend interface: an index over a corpus, a web search engine, or a memory of earlier searches before either.
 
     handlers --> QueryService (cache, joining, queue, batches) --> Backend.search --> one outcome per query
 

@@ -1,4 +1,4 @@
-"""Open the backend of the settings: an index or an online engine, optionally behind a memory."""
+"""Open the backend of the settings: an index or a web search engine, optionally behind a memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OpenBackend:
     max_concurrent_batches  concurrent calls of `search`
     max_batch               maximum queries per call
     per_run                 whether a result depends on the requesting run
-    num_passages            size of the corpus; None: unknown (an online engine)
+    num_passages            size of the corpus; None: unknown (a web search engine)
     """
 
     backend: Backend

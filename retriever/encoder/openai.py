@@ -97,7 +97,7 @@ class OpenAIEncoder:
         raise AssertionError("the last attempt returns or raises")
 
     def _request(self, body: bytes, count: int) -> tuple[int, float, bytes]:
-        """Return (status, seconds of Retry-After, body). Reopens a kept connection that has died."""
+        """Return (status, seconds of Retry-After, body). Reopens a kept connection that was closed."""
         for fresh in (self._connection is None, True):
             connection = self._connection or self._connect()
             try:

@@ -189,7 +189,7 @@ class EvaluationPin:
             self._lose(str(error))
 
     async def _renew(self) -> str:
-        """Consumes the engine table; produces a pin that does not expire; waits a fifth of its lifetime.
+        """Consume the engine table; produce a pin that does not expire; wait a fifth of its lifetime.
 
         Ended by cancellation, or when the version is lost (no engine holds it, or it was held for too long): returns
         the reason.

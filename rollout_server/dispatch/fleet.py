@@ -176,7 +176,7 @@ class Fleet:
         return self.read_at > -math.inf
 
     async def follow(self) -> None:
-        """Consumes registrations and the target in Redis; produces `table`; waits poll_s; ended by cancellation."""
+        """Consume registrations and the target in Redis; produce `table`; wait poll_s; ended by cancellation."""
         backoff = Backoff("reading the engine table", self._waits)
         while True:
             try:

@@ -94,7 +94,7 @@ class LeasePool:
         self._freed.set()
 
     async def lease_loop(self, group: asyncio.TaskGroup, run_task: RunTask) -> None:
-        """Consumes tasks (new, or with an expired lease); produces one `run_task` in `group` for each.
+        """Consume tasks (new, or with an expired lease); produce one `run_task` in `group` for each.
 
         Waits for a free slot, for permission (`accept`), for engines or retriever (`backpressure`) and for a task in
         the stream. Unblocked by a finished group, by the clock, by the learner that issues tasks, or by an expired
@@ -124,7 +124,7 @@ class LeasePool:
                     self._start(group, lease, run_task)
 
     async def renew_loop(self) -> None:
-        """Consumes the leases in flight; resets their idle times in Redis; waits a third of `idle_ms`.
+        """Consume the leases in flight; reset their idle times in Redis; wait a third of `idle_ms`.
 
         Cancels a task whose lease another server has taken, unless its result is already being published.
         """

@@ -1,4 +1,4 @@
-"""Control of one engine that speaks SGLang's HTTP API: health, pauses, weights. Nodes use it; rollouts do not."""
+"""Control of one engine that has SGLang's HTTP API: health, pauses, weights. Nodes use it; rollouts do not."""
 
 from __future__ import annotations
 

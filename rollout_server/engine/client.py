@@ -1,6 +1,6 @@
 """Generation client for one engine with SGLang's HTTP API: SGLang or the embedded CPU engine.
 
-Answers are streamed, so that the sampled tokens are kept when an engine dies. Every failure is an EngineError with a
+Answers are streamed, so that the sampled tokens are kept when an engine fails. Every failure is an EngineError with a
 cause.
 """
 
@@ -34,7 +34,7 @@ KEEP_ALIVE_S = 4.0
 """Idle connections are closed by the client after this time. SGLang's server closes them after 5 s, and a request sent
 at that moment would look like a dead engine."""
 STREAM_INTERVAL = 8
-"""Tokens per chunk: the maximum that is lost when an engine dies."""
+"""Tokens per chunk: the maximum that is lost when an engine fails."""
 CONNECT_S = 5.0
 LARGEST_ANSWER = 64 << 20
 """Maximum bytes of an answer that is not a stream."""

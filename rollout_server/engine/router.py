@@ -1,6 +1,6 @@
 """The router: chooses the engine for each turn and handles failover. Implements `Generate`.
 
-Without failures a turn is one request. If its engine dies, stalls, drains or is removed from the engine table, the
+Without failures a turn is one request. If its engine fails, stalls, drains or is removed from the engine table, the
 received tokens are kept with their log-probs and versions, and another engine continues from exactly these tokens. Only
 the output of a request with malformed data is dropped and sampled again.
 

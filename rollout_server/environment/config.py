@@ -19,7 +19,7 @@ from rollout_server.tools import ToolSettings
 
 
 class EnvironmentSettings(Settings):
-    """One episode: a question, at most `max_turns` actions, an answer."""
+    """One trajectory: a question, at most `max_turns` actions, an answer. Also applies to episodes (evaluation)."""
 
     template: str = "search_r1"
     """Prompt template: texts and tags of the protocol."""

@@ -88,7 +88,7 @@ class Agent:
         self._follower = WeightFollower(status, registry, settings, stats)
 
     async def run(self) -> None:
-        """Consumes incarnations of the engine; produces a READY one; waits with back-off between them.
+        """Consume incarnations of the engine; produce a READY one; wait with back-off between them.
 
         Raises UserError if the first launch fails: an operator must act. Otherwise ended by cancellation.
         """

@@ -6,7 +6,7 @@
 
 An engine is a tree of processes that can outlive their parents: a signal to the first does not end the others. The
 guard waits for one of two events. If the engine exits, the guard kills its remaining children and exits with its status
-(128 + n for signal n). If the pipe is closed, which happens however the node dies, the guard kills the whole tree.
+(128 + n for signal n). If the pipe is closed, which happens however the node ends, the guard kills the whole tree.
 SIGTERM is forwarded to the engine only, which ends its children itself.
 
 Run as a script, by path. It imports nothing from Foray, so it starts in milliseconds. Linux only.

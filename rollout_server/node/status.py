@@ -86,7 +86,7 @@ class EngineStatus:
         )
 
     async def heartbeat_loop(self, registry: Registry, waits: WaitTimer, *, every_s: float) -> None:
-        """Consumes changes of this record; produces registrations; waits every_s or for a change; ends cancelled.
+        """Consume changes of this record; produce registrations; wait every_s or for a change; ends cancelled.
 
         A node that was suspended or disconnected from Redis for longer than its lease may have missed changes: a new
         epoch may have started, and the engine may have been suspended, restarted, or updated by others.
@@ -117,7 +117,7 @@ class EngineStatus:
                 pass
 
     async def poll_loads(self, client: EngineAdmin, *, every_s: float) -> None:
-        """Consumes the load figures of the engine; produces `loads`; waits every_s; ended by cancellation."""
+        """Consume the load figures of the engine; produce `loads`; wait every_s; ended by cancellation."""
         while True:
             try:
                 self.loads = await client.loads()

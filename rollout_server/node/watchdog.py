@@ -41,7 +41,7 @@ class Watchdog:
         self._figures: Any = None
 
     async def watch(self) -> None:
-        """Consumes signs of life; produces EngineLost; waits probe_s between probes; ended by cancellation.
+        """Consume signs of life; produce EngineLost; wait probe_s between probes; ended by cancellation.
 
         Only the time of probes counts as silence, so a suspension of the node is not attributed to the engine.
         """

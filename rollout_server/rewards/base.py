@@ -86,7 +86,7 @@ class RewardSettingsBase(Settings):
 
     @property
     def key(self) -> str:
-        """Name in `Trajectory.rewards`, unique within an episode."""
+        """Name in `Trajectory.rewards`, unique within a configuration."""
         return self.type
 
 

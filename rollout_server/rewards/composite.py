@@ -1,4 +1,4 @@
-"""Combine rewards: their weighted sum, with every component kept."""
+"""Combine rewards: their weighted sum, with every part kept."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rollout_server.rewards.base import Reward, RewardError, RewardInput, TurnRe
 class TrajectoryReward:
     """Reward of a trajectory.
 
-    reward  weighted sum of all components, including rewards per turn
-    parts   unweighted components by name; for a reward per turn, the sum over the turns
+    reward  weighted sum of all parts, including rewards per turn
+    parts   unweighted parts by name; for a reward per turn, the sum over the turns
     turns   weighted reward of each turn
     """
 

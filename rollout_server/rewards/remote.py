@@ -152,7 +152,7 @@ class BatchLoader(Generic[K, V]):
     """`await loader(key)` returns the answer for a key: from the cache, a request in flight, or the next batch.
 
     Keys that arrive within a short window are sent as one request. The trajectories of a group often give the same
-    answer, so many keys need no request.
+    answer, so most keys need no request.
 
     window_s    how long the first key of a batch waits for others; 0: no batching
     batch_size  maximum keys per request

@@ -230,7 +230,7 @@ async def run_trajectory(
     should_stop: ShouldStop = never_stop,
     on_progress: OnProgress = ignore_progress,
 ) -> Trajectory:
-    """Run one attempt at a question to its end, and score it if it is valid.
+    """Run one trajectory to its end, and score it if it is valid.
 
     session      id of this trajectory, of fixed length (engines match ids by prefix): the hex of a UUID
     group        id shared by the trajectories of one question

@@ -66,7 +66,7 @@ class SearchService(Search, Protocol):
 
     @property
     def backpressure(self) -> bool:
-        """Whether so many searches are queued that no new work should start."""
+        """Whether enough searches are queued that no new work should start."""
 
     def report(self, counts: Counter[str], gauges: dict[str, Callable[[], float]]) -> None:
         """Use `counts` for the counters from now on, and add the gauges to `gauges`."""

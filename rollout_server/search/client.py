@@ -39,7 +39,7 @@ class HttpSearchSettings(Settings):
     """Timeout of one query in seconds while a retriever is healthy: queueing, attempts and back-off."""
     attempt_s: float | None = Field(default=None, gt=0)
     """Timeout of one attempt in seconds; then the query goes to another replica. Set at least four times the latency of
-    an idle retriever: higher latencies count as congestion. None: `deadline_s` / 3."""
+    an idle retriever: higher latencies count as congestion. null: `deadline_s` / 3."""
     attempts: int = Field(default=4, ge=1)
     """Maximum number of invalid answers (errors, no JSON, wrong shape) to one query. Timeouts, lost connections and
     overloaded servers do not count: they are retried until `deadline_s`."""

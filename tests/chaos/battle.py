@@ -47,7 +47,7 @@ class Battle:
     late_s: float = LATE_S
 
     def run(self, planned: Sequence[Planned], seconds: float) -> None:
-        """Consumes the schedule until `seconds` have passed since the ring's beginning; produces faults."""
+        """Consume the schedule until `seconds` have passed since the ring's beginning; produce faults."""
         waiting = list(planned)
         while self.ring.now < seconds or waiting or any(not item.healed for item in self.injected):
             self.ring.supervise()

@@ -42,7 +42,7 @@ def test_a_second_learner_is_refused_and_with_takeover_the_first_one_is(said: di
         r"^   do: stop it \(kill \d+: .*--takeover",
         r"^\[exit code 2\]",
         r"^error: fenced: this learner \(epoch 1, process \d+\) was replaced by epoch 2, process \d+ on .*UTC, renewed",
-        r"^  why: its lease lapsed",
+        r"^  why: its lease expired",
         r"^   do: nothing, if",
         r"^\[exit code 75\]",
     )

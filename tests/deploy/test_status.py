@@ -194,7 +194,10 @@ def test_without_a_learner_the_token_balance_is_the_checkpoints(
     assert f"{line} (consistent)" in render(look(), max_lag=2)
     counted["buckets"]["stale"] = 11
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": counted}))
-    assert any("token accounting failed" in p.what and "1 too many" in p.what for p in problems(look(), max_lag=2))
+    assert any(
+        "the token accounting is not consistent" in p.what and "1 too many" in p.what
+        for p in problems(look(), max_lag=2)
+    )
 
 
 def test_a_broken_manifest_is_an_error_and_a_missing_one_is_none(tmp_path: Path) -> None:
@@ -279,8 +282,8 @@ def test_token_balance_dead_letters_and_events_are_shown(client: redis.Redis, lo
         (lambda c: c.delete(KEYS.lease), "the learner's lease has expired"),
         (
             lambda c: report(c, "learner", "l", values=LEARNER | LAW | {"token_accounting_stale": 1.0}),
-            "token accounting failed: generated 100 != trained 60 + masked 5 + filtered 10 + stale 1 + failed 3 "
-            "+ duplicate 8 + in flight 10 (INCONSISTENT: 3 missing)",
+            "the token accounting is not consistent: generated 100 != trained 60 + masked 5 + filtered 10 + stale 1 + "
+            "failed 3 + duplicate 8 + in flight 10 (INCONSISTENT: 3 missing)",
         ),
         (
             lambda c: report(c, "learner", "l", values=LEARNER | {"checkpoint_failures": 2.0, "checkpoint_step": 4.0}),

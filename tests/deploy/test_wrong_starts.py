@@ -176,36 +176,44 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "a question without an answer": (
         holds("questions.jsonl", b'{"question": "who ?", "answer": "Ada"}\n\n{"question": "who ?"}\n'),
-        ["line 3 of the questions", "no answer: none of answers, golden_answers, answer", '"answers": ["..."]'],
+        [
+            "line 3 of the questions",
+            "no answer: none of the fields answers, golden_answers, answer",
+            '"answers": ["..."]',
+        ],
     ),
     "a bad corpus": (
         holds("corpus.jsonl", b'{"id": "1", "contents": "x"}\n{"id": "2", "passage": "y"}\n'),
-        ["retriever.corpus", "line 2 of", "no contents", '"id" and "contents"'],
+        ["retriever.corpus", "line 2 of", "missing contents", '"id" and "contents"'],
     ),
     "an empty corpus": (holds("corpus.jsonl", b""), ["retriever.corpus", "has no passages"]),
     "a corpus too large to index at the start": (
         configured("retriever.build_limit_mb=0"),
         ["no index found at", "build_limit_mb = 0", "foray index build"],
     ),
-    "a 3B model on the CPU engine": (
+    "a 3B model on the embedded engine": (
         holds("model/config.json", QWEN_3B),
-        ["3,085.7 million parameters: too large for the CPU engine", "up to 50 million", "engine.kind={type: sglang}"],
+        [
+            "3,085.7 million parameters: too large for the embedded engine",
+            "up to 50 million",
+            "engine.kind={type: sglang}",
+        ],
     ),
-    "stablelm on the CPU engine": (
+    "stablelm on the embedded engine": (
         holds("model/config.json", SMALL),
-        ["the CPU engine", "'stablelm' is not supported", "engine.kind={type: sglang}"],
+        ["the embedded engine", "'stablelm' is not supported", "engine.kind={type: sglang}"],
     ),
-    "mixtral on the CPU engine": (
+    "mixtral on the embedded engine": (
         holds("model/config.json", QWEN_3B | {"model_type": "mixtral"}),
         ["'mixtral' is not supported", "engine.kind={type: sglang}"],
     ),
-    "a stretched rotation on the CPU engine": (
+    "a stretched rotation on the embedded engine": (
         holds("model/config.json", STRETCHED),
         ["rotary scaling 'longrope' is not supported", "engine.kind={type: sglang}"],
     ),
     "rows that cannot be packed": (
         served_elsewhere(LINEAR, "learner.batch.row_tokens=512"),
-        ["cannot be packed", "linear_attention", "learner.batch.row_tokens to 0"],
+        ["several trajectories in one row", "linear_attention", "learner.batch.row_tokens to 0"],
     ),
     "capped attention under sdpa": (
         served_elsewhere(CAPPED),
@@ -235,7 +243,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         bare_python,
         ["SGLang is not installed", "cannot import the package sglang", "make sglang-env"],
     ),
-    "nccl to a CPU engine": (
+    "nccl to an embedded engine": (
         configured("learner.publish={type: distributed, backend: nccl}"),
         ["backend is nccl", "only gloo", "learner.publish.backend=gloo"],
     ),
@@ -249,7 +257,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "groups of one for a group's baseline": (
         configured("run.group_size=1"),
-        ["run.group_size = 1", "type grpo compares a trajectory with its group", "group_size of 2 or more", "ppo"],
+        ["run.group_size is 1", "type grpo compares a trajectory with its group", "group_size to 2 or more", "ppo"],
     ),
     "a full Redis": (full, ["Redis is full", "refuse the tasks of a new run", "CONFIG SET maxmemory"]),
 }
@@ -352,7 +360,7 @@ def test_what_a_preparation_will_make_is_not_missed(start: Start) -> None:
 def test_a_preset_fails_its_own_doctor_for_what_this_machine_lacks(
     start: Start, preset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model of billions on the CPU engine is not among it."""
+    """A model of billions on the embedded engine is not among it."""
     path = start.directory / "preset.yaml"
     files = [f"run.model={start.directory}/model", f"learner.questions={start.directory}/questions.jsonl"]
     corpus = [f"retriever.corpus={start.directory}/corpus.jsonl", f"run.dir={start.directory}/run"]

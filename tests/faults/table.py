@@ -22,102 +22,133 @@ class Row:
 ROWS: dict[int, Row] = {
     1: Row("R killed", "its tasks are taken over after `task_idle_ms`; no group is half published", "reclaimed"),
     2: Row("R SIGTERM", "leases nothing more, finishes or releases within `drain_s`, exit 0", "log: releasing"),
-    3: Row("R stopped, wakes", "its tasks are taken over; its late publish is refused as DUP", "duplicates"),
+    3: Row("R suspended, then resumed", "its tasks are taken over; its late publish is refused as DUP", "duplicates"),
     4: Row(
-        "R cut off from Q", "groups under way go on up to a bound, published on return", "spooled_groups, wait redis"
+        "R cut off from Q",
+        "groups in flight continue up to a bound and are published after the reconnect",
+        "spooled_groups, wait redis",
     ),
-    5: Row("R cut off from E, or E dead", "the turn goes on at another engine with the tokens received", "failovers"),
-    6: Row("E slow", "deadline a turn, requests in flight bounded by a window", "strikes, wait backlog"),
-    7: Row("L killed before a checkpoint", "a new epoch takes over what is pending; nothing twice", "redelivered"),
-    8: Row("L killed between checkpoint and ack", "what comes again is in the ledger: acknowledged only", "duplicates"),
+    5: Row("R cut off from E, or E dead", "the turn continues at another engine with the tokens received", "failovers"),
+    6: Row("E slow", "a timeout per turn; a window bounds the requests in flight", "strikes, wait backlog"),
+    7: Row(
+        "L killed before a checkpoint",
+        "a new epoch takes over the pending entries; no seq is trained twice",
+        "redelivered",
+    ),
+    8: Row(
+        "L killed between checkpoint and ack",
+        "redelivered entries are in the ledger: they are only acknowledged",
+        "duplicates",
+    ),
     9: Row(
         "L killed while writing a checkpoint",
-        "the unfinished one is not there; the one before is loaded",
+        "the unfinished one is ignored; the previous one is loaded",
         "log: resuming from",
     ),
-    10: Row("L SIGTERM", "ends the step, checkpoint, acknowledges, frees the lease, exit 0", "log: stopped at step"),
-    11: Row("L stopped longer than its lease", "a successor takes over; the woken one exits 75", "event: fenced"),
+    10: Row(
+        "L SIGTERM",
+        "finishes the step, writes a checkpoint, acknowledges, releases the lease, exit 0",
+        "log: stopped at step",
+    ),
+    11: Row(
+        "L suspended for longer than its lease", "a successor takes over; the suspended one exits 75", "event: fenced"
+    ),
     12: Row("a rank of L dies", "the whole learner exits non-zero; no version is announced", "exit code"),
     13: Row(
         "two learners",
-        "the second is refused and told who holds the run; --takeover fences the first",
+        "the second is refused and names the holder of the run; --takeover fences the first",
         "exit codes 2, 75",
     ),
     14: Row(
         "L cut off from Q",
-        "trains what it has, waits, takes the lease again under a higher epoch",
+        "trains the groups it has, waits, acquires the lease again under a higher epoch",
         "wait redis, event: epoch",
     ),
     15: Row(
         "L dies in the middle of a transfer",
-        "a touched engine is quarantined, never resumed half loaded",
+        "an engine with changed weights is quarantined and never resumes half loaded",
         "views_failed",
     ),
     16: Row(
         "E dies in the middle of a transfer",
-        "the version goes by files; the group is made again without it",
+        "the version is published as files; the broadcast group is created again without it",
         "publish_fallbacks",
     ),
-    17: Row("E restarts with old weights", "takes no request before it holds the target, verified", "state SYNCING"),
+    17: Row(
+        "E restarts with old weights", "gets no request before it has loaded and verified the target", "state SYNCING"
+    ),
     18: Row(
         "E joins in the middle of a transfer", "not in the view; loads the last announced version", "publish_snapshots"
     ),
     19: Row(
-        "E hangs with HTTP alive", "SUSPECT after a probe that must make a token, then restarted", "hangs, restarts"
+        "E hangs with HTTP alive",
+        "SUSPECT when a probe that must generate a token fails, then restarted",
+        "hangs, restarts",
     ),
     20: Row("E answers 5xx or is out of memory", "strikes, smaller window, other engines", "strikes"),
     21: Row("E returns NaN, wrong lengths, nothing", "refused at R and generated elsewhere", "tokens_discarded"),
-    22: Row("E of another tokenizer", "takes no request; both fingerprints are shown", "unroutable_reason"),
-    23: Row("Q killed, with its file", "all reconnect; what a lost second cost is issued again", "reissued"),
+    22: Row("E of another tokenizer", "gets no request; both fingerprints are shown", "unroutable_reason"),
+    23: Row("Q killed, with its file", "all processes reconnect; tasks of the lost second are reissued", "reissued"),
     24: Row(
-        "Q killed, without a file", "streams and functions made again; issued from the ledger on", "event: state-lost"
+        "Q killed, without a file",
+        "streams and functions are created again; tasks are reissued from the ledger",
+        "event: state-lost",
     ),
     25: Row(
         "Q at maxmemory",
-        "publishing is refused before the task is acknowledged; leases live; a starving L checkpoints and makes room",
+        "publishing is refused before the task is acknowledged; leases are renewed; an L without groups writes a "
+        "checkpoint and frees memory",
         "wait redis, log: Redis is full",
     ),
-    26: Row("Q's disk full", "everybody waits and tries again", "wait redis"),
+    26: Row("Q's disk full", "all processes wait and retry", "wait redis"),
     27: Row("Q fails over to a replica that lags", "as 23; the epoch cannot repeat", "event: epoch"),
-    28: Row("Q stopped for seconds", "time-outs, no blocked event loop, nothing sent twice", "wait redis"),
-    29: Row("Q flushed by a person", "as 24; ACL users cannot", "event: state-lost"),
-    30: Row("corrupt message", "dead letter with the bytes; the seq is issued again", "dead_letters, foray dlq"),
-    31: Row("unknown schema version", "major: dead letter that says upgrade; minor: read", "dead_letters"),
+    28: Row("Q stopped for seconds", "time-outs, no blocked event loop, nothing is sent twice", "wait redis"),
+    29: Row("Q flushed by a user", "as 24; ACL users cannot", "event: state-lost"),
+    30: Row("corrupt message", "dead letter with the bytes; the seq is reissued", "dead_letters, foray dlq"),
+    31: Row("unknown schema version", "major: dead letter that asks for an upgrade; minor: read", "dead_letters"),
     32: Row("delivered or published twice", "DUP at publish, the ledger at consumption", "duplicates"),
     33: Row("delivered in another order", "batches by arrival; the ledger is a set", "-"),
     34: Row(
-        "huge trajectory or group", "limits on turns, tokens and bytes at R; given up with its reason", "groups_failed"
+        "huge trajectory or group",
+        "limits on turns, tokens and bytes at R; then failed with the reason",
+        "groups_failed",
     ),
     35: Row(
         "a group that kills the learner", "dead letter by delivery count, before it is decoded", "dead letter: poison"
     ),
-    36: Row("S 500, 429, silent", "tried again within the turn, then observed, masked or dropped", "search_errors"),
-    37: Row("S talks nonsense", "schema, size and count are checked; else as 36", "search_errors"),
-    38: Row("S returns our tags", "neutralised; mask and reward do not change", "-"),
+    36: Row("S 500, 429, silent", "retried within the turn, then observed, masked or dropped", "search_errors"),
+    37: Row("S sends invalid answers", "schema, size and count are checked; else as 36", "search_errors"),
+    38: Row("S returns tags of the protocol", "neutralised; mask and reward do not change", "-"),
     39: Row(
         "loss or gradient not finite",
-        "the step is skipped on all ranks, its groups are dead; 3 in a row end the run",
+        "the step is skipped on all ranks, its seqs are settled as dead; 3 in a row end the run",
         "skipped_steps",
     ),
-    40: Row("weights not finite, or far off", "not published; the last good version stays", "exit code, message"),
+    40: Row(
+        "weights not finite, or their norm jumps", "not published; the last good version stays", "exit code, message"
+    ),
     41: Row(
         "checkpoint's disk full",
-        "the old one stays; training goes on; after 3 failures no more tasks",
+        "the old one stays; training continues; after 3 failures no more tasks are issued",
         "event: checkpoint-failed",
     ),
     42: Row(
-        "weights' disk full, or half a file", "renamed when whole; readers verify; nothing in use is removed", "message"
+        "weights' disk full, or half a file",
+        "renamed when complete; readers verify; no file in use is removed",
+        "message",
     ),
-    43: Row("weight file corrupted", "refused by its sha256, tried again, then QUARANTINED", "state QUARANTINED"),
+    43: Row("weight file corrupted", "refused by its sha256, read again, then QUARANTINED", "state QUARANTINED"),
     44: Row("hosts' clocks differ", "no decision uses another host's clock", "foray doctor"),
     45: Row("Q's clock jumps", "early take-over gives DUP, early lease loss a new epoch", "duplicates"),
     46: Row("tracker or dashboard down", "training does not wait for them", "log"),
-    47: Row("port taken", "named, with the way out", "exit code 2, foray doctor"),
-    48: Row("rollouts faster than L", "the credit gate holds; Q stays bounded", "wait credit"),
-    49: Row("L faster than rollouts", "waits without spinning and without an end", "wait data"),
-    50: Row("end of the run", "nothing is in flight, no process waits for a version that will not come", "state done"),
+    47: Row("port taken", "the message names the holder and the fix", "exit code 2, foray doctor"),
+    48: Row("rollouts faster than L", "credit limits the tasks; Q stays bounded", "wait credit"),
+    49: Row("L faster than rollouts", "waits without spinning and without a timeout", "wait data"),
+    50: Row("end of the run", "nothing is in flight, no process waits for a further version", "state done"),
     51: Row(
-        "another run on the same Redis", "keys carry the run; foreign messages are refused", "dead letter: foreign_run"
+        "another run on the same Redis",
+        "keys contain the run id; messages of another run are refused",
+        "dead letter: foreign_run",
     ),
-    52: Row("R upgraded before L", "minor versions read each other both ways", "-"),
+    52: Row("R upgraded before L", "both can read messages of another minor version", "-"),
 }

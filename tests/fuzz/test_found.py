@@ -246,7 +246,7 @@ def test_a_question_may_hold_unicode_line_separators(tmp_path: Path) -> None:
 def test_more_episodes_than_the_limit_are_refused_in_any_form() -> None:
     many = [{"id": "q", "question": "a ?"}] * 1000
     EpisodesRequest.model_validate({"questions": many, "n": 100})
-    with pytest.raises(ValueError, match="more than 100000 episodes"):
+    with pytest.raises(ValueError, match="exceed the limit of 100000 episodes"):
         EpisodesRequest.model_validate({"questions": many, "n": 101})
 
 

@@ -173,7 +173,7 @@ def test_without_room_for_weights_the_learner_stops_and_the_last_version_stays_w
     with tiny_learner.Player(address, run.id):
         with pytest.raises(UserError, match=r"cannot write the weights of version 1\.5.*(space|large)") as caught:
             serve(run, settings, before=lambda updates: full.fill() if updates == 4 else None)
-        assert "make room" in caught.value.todo and str(run.dir) in caught.value.todo
+        assert "free disk space" in caught.value.todo and str(run.dir) in caught.value.todo
         target = decode_as(WeightUpdate, db.hget(Keys(run.id).target, "b"))
         assert target.version == (1, 4) and Path(target.path, "manifest.json").is_file()
         assert not list(run.weights_dir.glob(".v*")) and not (run.weights_dir / "v1.5").exists()
@@ -192,7 +192,7 @@ def test_without_room_for_the_journal_the_learner_stops_and_what_is_written_can_
     with tiny_learner.Player(address, run.id):
         with pytest.raises(UserError, match=r"cannot write step 5 to the journal.*No space left") as caught:
             serve(run, settings, before=lambda updates: full.fill() if updates == 4 else None)
-        assert "make room" in caught.value.todo
+        assert "free disk space" in caught.value.todo
         full.free()
         assert serve(run, settings) == 0
     found = Checkpoints(run.checkpoint_dir, 2).load()

@@ -347,7 +347,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "good" / "state.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="belongs to another model") as caught:
         engine.load_state(tmp_path / "good")
-    assert "first.bias is [8] there and [7] here" in caught.value.why
+    assert "first.bias is [8] in the checkpoint and [7] in this model" in caught.value.why
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

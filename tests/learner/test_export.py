@@ -178,7 +178,7 @@ def test_another_model_and_a_damaged_file_are_user_errors(model, tmp_path):
     with pytest.raises(UserError, match="missing or damaged"):
         export_model(tmp_path / "state", model, settings, tmp_path / "out")
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export_model(tmp_path / "state", model, settings, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out", "state"], "no half of an export is left"
 

@@ -69,7 +69,7 @@ def test_a_policy_that_is_always_right_does_not_stand_still(
         assert serve(run.model_copy(update={"steps": 3}), settings) == 0
     assert [len(batch) for batch in tiny_learner.surviving(run.dir).values()] == [4, 4, 4]
     assert len(notes(run)) == 3 * 2 * 4, "two batches' worth were filtered before each step"
-    assert caplog.text.count("the next ones are trained as they come") == 1
+    assert caplog.text.count("filtering pauses until the next step") == 1
 
 
 def group(rewards: tuple[float, ...], **more: Any) -> TrajectoryGroup:

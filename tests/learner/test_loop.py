@@ -432,7 +432,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_training_goes_on(
     with tiny_learner.Player(address, run.id), caplog.at_level(logging.ERROR):
         serve(run, settings.model_copy(update={"checkpoint_every": 2}))
     assert tries == [2, 4, 5, 6, 7, 8]
-    assert "step 2 remains current" in caplog.text and "no more tasks are issued" in caplog.text
+    assert "step 2 remains current" in caplog.text and "issuing tasks is paused" in caplog.text
     assert_exactly_once(run)
 
 
@@ -527,7 +527,7 @@ def test_a_learner_killed_at_any_moment_goes_on_with_the_same_command(
         wait_for_step(process, 14)
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
-        assert process.returncode == 0 and "the same command goes on" in log, log
+        assert process.returncode == 0 and "run the same command to continue" in log, log
         stopped_at = manifest(run)["step"]
         assert stopped_at >= 14, "SIGTERM writes a checkpoint"
         process = launch(20)

@@ -204,7 +204,7 @@ def test_a_trainer_over_ranks_looks_like_one(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["again"] == found["losses"][2:], "the state is the one that was saved"
     assert found["save_state"] == "OSError: rank 1: no space left on device: "
-    assert found["load_state"].startswith("UserError: the saved state in")
+    assert found["load_state"].startswith("UserError: cannot load the saved state in")
     assert "rank 0: " in found["load_state"] and "rank 1: " in found["load_state"]
     (tmp_path / "one").mkdir()
     trainer = ToyTrainer()

@@ -99,7 +99,7 @@ def test_a_learner_cut_off_for_longer_than_its_lease_takes_it_again_and_loses_no
                 while db.exists(KEYS.lease):
                     assert time.monotonic() < deadline
                     time.sleep(0.02)
-                threading.Timer(0.3, link.mend).start()
+                threading.Timer(0.3, link.restore).start()
 
         with tiny_learner.Player(address, run.id):
             assert serve(run, settings.model_copy(update={"lease_s": 0.6}), before=part) == 0

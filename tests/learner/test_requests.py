@@ -50,8 +50,8 @@ def test_dead_and_stale_seqs_are_opened_and_all_other_requests_are_refused_with_
     requests.tick()
     assert delivery.due == delivery.requeue_requests == {1, 2} and db.smembers(KEYS.requeue) == {b"1", b"2"}
     assert set(reported(db, "requeued")) == {
-        "seq 1 was dead (corrupt); retrying it",
-        "seq 2 was stale (too_old); retrying it",
+        "seq 1 was dead (corrupt); requeued",
+        "seq 2 was stale (too_old); requeued",
     }
     refused = " / ".join(sorted(reported(db, "requeue-refused")))
     assert "seq 3 is filtered" in refused and "seq 4 is trained" in refused and "seq 5 is not settled" in refused

@@ -143,7 +143,7 @@ def test_a_learner_killed_between_checkpoint_and_acknowledgement_acknowledges_an
         assert facts(run)["step"] == 3 and db.xpending(KEYS.traj, "learner")["pending"] >= 12
         with caplog.at_level(logging.INFO):
             serve(run, settings)
-    assert "12 entries that the checkpoint had decided" in caplog.text
+    assert "12 entries that the checkpoint had settled" in caplog.text
     made = facts(run)
     assert made["tally"]["duplicates"] == 0 == made["redis"]["lost"]
     assert made["tokens"]["generated"] == sum(made["tokens"]["buckets"].values()) == 512

@@ -1,4 +1,4 @@
-"""What top-p and top-k do to the gradient, by enumeration: docs/algorithms.md, "What the sampler leaves out"."""
+"""What top-p and top-k do to the gradient, by enumeration: docs/algorithms.md, "Top-p and top-k sampling"."""
 
 from __future__ import annotations
 

@@ -507,8 +507,8 @@ MUTANTS = (
     Mutant(
         "TIS at twenty",
         "learner/config/policy.py",
-        'high: float = Field(default=2.0, gt=0)\n    """Greatest weight."""',
-        'high: float = Field(default=20.0, gt=0)\n    """Greatest weight."""',
+        'high: float = Field(default=2.0, gt=0)\n    """Maximum weight."""',
+        'high: float = Field(default=20.0, gt=0)\n    """Maximum weight."""',
         ("learner/test_grpo.py",),
     ),
     Mutant(

@@ -165,7 +165,7 @@ def test_a_full_disk_is_said_in_words_and_what_was_done_is_kept(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     said: list[str] = []
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written") as caught:
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot write the index") as caught:
         patch.setattr(indexing_build, "_write", full)
         build_index(interrupted, tmp_path / "index", small_memory(), progress=said.append)
     assert "No space left" in caught.value.why and "same command" in caught.value.todo
@@ -348,8 +348,8 @@ def _garbled_manifest(directory: Path, corpus: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
-        (_other_settings, "k1: built with 1.5, asked for 1.2"),
-        (_other_type, "type: built with bm25, asked for memory"),
+        (_other_settings, "k1: built with 1.5, configured 1.2"),
+        (_other_type, "type: built with bm25, configured memory"),
         (_other_corpus, "built from another corpus"),
         (_longer_corpus, "built from another corpus"),
         (_truncated_file, "missing or damaged"),

@@ -117,7 +117,7 @@ def _opposite(vectors: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [(_not_finite, "not finite"), (_too_long, "has length 1.1"), (_opposite, "none of 5 by their own text")],
+    [(_not_finite, "not finite"), (_too_long, "has length 1.1"), (_opposite, "none of 5 was found by its own text")],
 )
 def test_vectors_that_cannot_be_right_are_found(tmp_path: Path, change: Callable[[Any], None], complaint: str) -> None:
     directory = built(tmp_path / "index", type="memory", encoder=HASHED)

@@ -122,7 +122,7 @@ def test_ids_sorted_in_many_ranges_are_found_and_texts_are_read_from_any_row(
     [
         ("{not json}", "Expecting property name"),
         ("[1]", "expected an object, found a list"),
-        ('{"id": "1", "text": "x"}', "no contents; it has ['id', 'text']"),
+        ('{"id": "1", "text": "x"}', "missing contents; it has ['id', 'text']"),
         ('{"id": "1", "contents": null}', "must be a string"),
         ('{"id": [], "contents": "x"}', "must be a string"),
     ],

@@ -249,7 +249,7 @@ async def test_a_built_index_names_its_own_corpus_and_settings(corpus: Path, tmp
             info = await response.json()
     assert (info["type"], info["search_time"]["ef_search"]) == ("faiss_hnsw", 40)
     corpus.rename(tmp_path / "elsewhere.jsonl")
-    with pytest.raises(UserError, match="not where it was"):
+    with pytest.raises(UserError, match="was moved or removed"):
         open_searcher(settings)
     with pytest.raises(UserError, match="is not a built index"):
         open_searcher(RetrieverSettings(index_dir=tmp_path / "absent"))
@@ -309,7 +309,7 @@ async def test_memory_for_bodies_and_answers_is_bounded(settings: Settings) -> N
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
     ):
         status, answer = await post(session, "/retrieve", {"queries": ["a", "b"], "topk": 501})
-        assert status == 400 and "more than 1000" in answer["error"]
+        assert status == 400 and "exceed retriever.max_hits = 1000" in answer["error"]
         kind = b"Content-Type: application/json\r\n"
         head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\n" + kind + b"Content-Length: 100000\r\n\r\n"
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]

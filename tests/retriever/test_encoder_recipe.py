@@ -179,11 +179,11 @@ def test_half_of_dpr_is_refused(model: Model) -> None:
 @pytest.mark.parametrize(
     ("modules", "pooling", "words"),
     [
-        (["Transformer", "Pooling", "LayerNorm"], MEAN, "a step 'LayerNorm'"),
-        (["Transformer", "Dense", "Pooling"], MEAN, "an order"),
-        (["Transformer", "Pooling"], {"pooling_mode_weightedmean_tokens": True}, "a pooling"),
-        (["Transformer", "Pooling"], MEAN | {"pooling_mode_cls_token": True}, "a pooling"),
-        (["Transformer", "Pooling"], MEAN | {"include_prompt": False}, "a pooling"),
+        (["Transformer", "Pooling", "LayerNorm"], MEAN, "unsupported step 'LayerNorm'"),
+        (["Transformer", "Dense", "Pooling"], MEAN, "steps in an unsupported order"),
+        (["Transformer", "Pooling"], {"pooling_mode_weightedmean_tokens": True}, "an unsupported pooling"),
+        (["Transformer", "Pooling"], MEAN | {"pooling_mode_cls_token": True}, "an unsupported pooling"),
+        (["Transformer", "Pooling"], MEAN | {"include_prompt": False}, "an unsupported pooling"),
     ],
 )
 def test_what_this_encoder_cannot_do_is_refused(

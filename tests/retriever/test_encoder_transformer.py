@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_loaded_is_refused_in_words(bert: Path, tmp_path
     with pytest.raises(UserError, match=r"cannot load the (tokenizer|model)") as caught:
         build(foreign, family="e5")
     assert "trust_remote_code" in caught.value.why
-    with pytest.raises(UserError, match="no device"):
+    with pytest.raises(UserError, match="device 'cuda:77' is not available"):
         build(bert, family="e5", device="cuda:77")
 
 

@@ -209,7 +209,7 @@ def test_a_broken_file_is_named(tmp_path: Path, write: Callable[[Path], None], c
 
 def test_unknown_formats_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     as_lines(tmp_path / "c.jsonl", [{"question": "?", "answer": "!"}])
-    with pytest.raises(UserError, match="the format of") as caught:
+    with pytest.raises(UserError, match="unknown corpus format") as caught:
         read_input(tmp_path / "c.jsonl")
     assert all(name in caught.value.todo for name in FORMATS)
     with pytest.raises(UserError, match="unknown format 'hotpot'"):

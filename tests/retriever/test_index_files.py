@@ -133,7 +133,7 @@ def test_the_vectors_of_a_graph_are_those_that_were_put_in(write: Write, vectors
         (FaissFlatSettings, "HNSW8", IP, "IndexHNSWFlat, not a flat index"),
         (FaissHnswSettings, "Flat", IP, "IndexFlatIP, not a graph"),
         (FaissIvfSettings, "Flat", IP, "not an inverted file"),
-        (FaissFlatSettings, "Flat", faiss.METRIC_L2, "another measure"),
+        (FaissFlatSettings, "Flat", faiss.METRIC_L2, "does not use the inner product"),
         (FaissFlatSettings, "SQ8", IP, "quantised further"),
     ],
 )

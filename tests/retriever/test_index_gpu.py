@@ -65,9 +65,9 @@ def test_all_visible_gpus_are_taken_unless_some_are_named() -> None:
 @pytest.mark.parametrize(
     ("asked", "supported", "visible", "says"),
     [
-        ((), False, 0, "cannot use GPUs"),
+        ((), False, 0, "does not support GPUs"),
         ((), True, 0, "no GPU is visible"),
-        ((0, 2, 3), True, 2, "no GPU 2, 3"),
+        ((0, 2, 3), True, 2, "GPU 2, 3 does not exist"),
         ((0, 0), True, 2, "twice"),
     ],
 )

@@ -193,7 +193,7 @@ async def test_a_disk_that_takes_nothing_costs_the_recording_not_the_answer(
         (answer,) = await backend.search(["q"], 2, "")
         assert contents(answer)[1] == '"Title of /a"\nWhole text of /a'
         assert backend.counters()["unrecorded"] == 2 and backend.counters()["recorded"] == 0
-    assert "could not be recorded" in caplog.text
+    assert "could not record a reply" in caplog.text
 
 
 def test_a_replay_without_its_directory_is_reported_at_the_start(tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ async def test_a_refusal_names_its_key_and_is_forgotten(world, monkeypatch: pyte
     client, keys = world.client(), world.keys
     of_another_type(world, keys.tasks)
     for ask in (lambda: client.read(keys.tasks, TASK_GROUP, "c", 1), lambda: client.batch(("XLEN", keys.tasks))):
-        with pytest.raises(RedisRefused, match=f"^{keys.tasks} .*WRONGTYPE.*`DEL {keys.tasks}`"):
+        with pytest.raises(RedisRefused, match=f"^the key {keys.tasks} has .*WRONGTYPE.*`DEL {keys.tasks}`"):
             await ask()
-    assert client.refusal.startswith(keys.tasks)
+    assert client.refusal.startswith(f"the key {keys.tasks} ")
     monkeypatch.setattr(redis_client, "REFUSAL_S", 0.0)
     assert client.refusal == ""

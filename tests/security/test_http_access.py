@@ -163,10 +163,10 @@ def test_every_route_says_what_it_needs() -> None:
 
 
 async def test_no_service_starts_open_to_the_network(unlocked: None, retriever: RetrieverSettings) -> None:
-    with pytest.raises(UserError, match=r"retriever\.host = '0\.0\.0\.0' opens"):
+    with pytest.raises(UserError, match=r"retriever\.host = '0\.0\.0\.0' would expose"):
         async with running(retriever.model_copy(update={"host": "0.0.0.0"})):
             pass
-    with pytest.raises(UserError, match=r"rollout\.host = '::' opens"):
+    with pytest.raises(UserError, match=r"rollout\.host = '::' would expose"):
         async with _rollout(RolloutSettings(host="::")):
             pass
     with pytest.raises(UserError, match=r"without an API key"):

@@ -1,1 +1,1 @@
-"""Online search engines as backends: one file per provider, limits, recordings, and guarded page fetches."""
+"""Web search engines as backends: one file per provider, limits, recordings, and guarded page fetches."""

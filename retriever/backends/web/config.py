@@ -1,4 +1,4 @@
-"""Settings of the online engines: fields only. `REGISTRY` maps each class to its provider.
+"""Settings of the web search engines: fields only. `REGISTRY` maps each class to its provider.
 
 Keys are never settings: a setting names the environment variable that contains the key.
 """
@@ -48,7 +48,7 @@ class PageSettings(Settings):
 
 
 class OnlineBase(Settings):
-    """Common settings of online engines: address, key variable, limits, recordings.
+    """Common settings of web search engines: address, key variable, limits, recordings.
 
     The defaults of `rate`, `concurrency` and `cost_per_request` are guesses: use the figures of your plan.
     """

@@ -76,7 +76,7 @@ T = TypeVar("T")
 
 
 class BadRequest(Exception):
-    """The request is invalid. The message says where."""
+    """The request is invalid. The message names the field."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Bucket:
 
 
 class GroupLost(Exception):
-    """The group was not formed, or the trainer is gone or late. The message says which."""
+    """The group was not formed, or the trainer is gone or late. The message names the cause."""
 
 
 class UpdateGroup:

@@ -58,7 +58,7 @@ class WeightFollower:
         self._receiver = WeightReceiver(status, registry, settings, stats)
 
     async def follow(self, client: EngineAdmin) -> None:
-        """Consumes target and view in Redis; produces loaded versions; waits poll_s, longer after a failure.
+        """Consume target and view in Redis; produce loaded versions; wait poll_s, longer after a failure.
 
         Also waits for evaluations to end. Raises EngineLost when a swap failed; otherwise ended by cancellation.
         """

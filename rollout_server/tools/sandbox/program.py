@@ -50,7 +50,7 @@ def _leave_keyring() -> None:
 
     keyctl = {"x86_64": 250, "aarch64": 219}.get(os.uname().machine)
     if keyctl is not None and ctypes.CDLL(None).syscall(keyctl, 1, None) < 0:
-        raise OSError("no session keyring of its own")
+        raise OSError("no separate session keyring")
 
 
 def run(source: str) -> None:
