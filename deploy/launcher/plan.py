@@ -117,7 +117,7 @@ def checkpoint_s(config: RunConfig) -> float:
 
 
 def _limits(config: RunConfig, kind: str, cores: int, stop_s: float) -> dict[str, str]:
-    """Return the variables for threads, and for the time that torchrun gives its ranks after SIGTERM (default: 30 s)."""
+    """Return the variables for threads, and for the time that torchrun gives its ranks after SIGTERM (else 30 s)."""
     threads = learner_threads(config, cores) if kind == "learner" else config.launch.threads
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     if kind == "learner" and config.launch.learner_ranks > 1:
