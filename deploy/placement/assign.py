@@ -162,7 +162,7 @@ def _retrieval(config: RunConfig, index: Any) -> tuple[int, bool]:
     devices = [m.device for m in models if isinstance(m, ComputeSettings)]
     if fixed or any(device.startswith("cuda") for device in devices):
         return max(fixed, default=1), True
-    return int("auto" in devices), False
+    return int("auto" in devices or any(m.type == "torch_flat" for m in members)), False
 
 
 def place(config: RunConfig, hosts: Sequence[Host], wanted: Sequence[Need]) -> Placement:

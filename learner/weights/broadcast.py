@@ -17,6 +17,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,8 +28,8 @@ from learner.config.learner import DistributedPublishSettings
 from learner.weights.base import Announcement, EngineLink, PackingError
 from learner.weights.buckets import Named, PackedBucket, layout, num_bytes, pack, plan
 from learner.weights.checksums import SourceChecksums
-from learner.weights.disk import DiskPublisher
-from learner.weights.membership import Membership, Proof, member_of
+from learner.weights.disk import DiskPublisher, read_tensor
+from learner.weights.membership import SIMPLE, Membership, Proof, member_of
 from learner.weights.process_group import GroupSender, Rendezvous, is_lazy
 from learner.weights.snapshots import SnapshotWriter
 from learner.weights.staging import KeptBucket, staging_for
@@ -127,7 +128,15 @@ class DistributedPublisher:
         update = self._disk.initial(version, named)
         if update is not None:
             self._set_plan(named)
+            self._note_stored(Path(update.path), named)
         return update
+
+    def _note_stored(self, model: Path, named: Sequence[Named]) -> None:
+        """Note the tensor that a new group is proven with: engines hold it, as `model` does."""
+        simple = [(name, tensor) for name, tensor in named if name.endswith(SIMPLE)]
+        if simple and is_lazy(self._settings.backend):
+            name, like = min(simple, key=lambda one: one[1].numel())
+            deque(self._proof.noting([(name, read_tensor(model, name, like.dtype))]), maxlen=0)
 
     def announce(self, update: WeightUpdate, state: str) -> None:
         """Commit a transfer. At the end of the run the last version is first written as files."""

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 from learner.weights.process_group import POLL_S, Rendezvous, open_group
+from protocol.runtime.torch_safety import interface_variables
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class NcclGroup:
         self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(self._device)  # a new thread starts at device 0
         self.name = rendezvous.name
+        # NCCL reads these once, when the first communicator of the process is made
+        os.environ.update(interface_variables(rendezvous.address))
         with unwatched():
             self._store, self._group = open_group(rendezvous, NO_TIMEOUT)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -181,6 +181,16 @@ def _stores(model: Path, shapes: Tensors) -> bool:
     )
 
 
+def read_tensor(model: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of `model`'s safetensors files in `dtype`. Raises KeyError if they do not have it."""
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            if name in file.keys():  # noqa: SIM118  # not a mapping: it only has keys()
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor.to(dtype)
+    raise KeyError(name)
+
+
 def _travels(path: Path) -> bool:
     """Return whether a file is included in every version: nodes accept plain names only, and no pickles."""
     plain = PLAIN.fullmatch(path.name) is not None and not path.name.endswith(PICKLES)

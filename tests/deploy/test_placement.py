@@ -163,6 +163,8 @@ def test_a_retriever_gets_a_gpu_if_it_needs_one_or_one_is_left() -> None:
     gpu = "retriever.index={type: faiss_gpu, devices: [0, 1]}"
     assert devices(assigned(recipe(*base, gpu)))["retriever-1"] == "6,7"
     assert "the run needs 9 GPUs" in refusal(recipe("launch.engines=3", "launch.learner_ranks=4", gpu))
+    either = recipe(*base, "retriever.index={type: torch_flat}")
+    assert devices(assigned(either))["retriever-1"] == "6", "a GPU if one is left, otherwise it searches on the CPU"
     hybrid = "retriever.index={type: hybrid, members: [{type: bm25}, {type: faiss_gpu}]}"
     assert devices(assigned(recipe(*base, hybrid)))["retriever-1"] == "6"
 

@@ -26,7 +26,7 @@ from learner.weights import build_publisher
 from learner.weights import disk as module
 from learner.weights.base import BadWeights, WeightPublisher
 from protocol.errors import UserError
-from protocol.messages import WeightUpdate
+from protocol.messages import EngineInfo, NodeState, WeightUpdate
 from protocol.runtime.config import section
 from protocol.runtime.files import model_digest
 from protocol.settings import RunSettings
@@ -114,6 +114,24 @@ def test_the_initial_model_is_announced_and_not_written(run: RunSettings, kind: 
     assert update is not None and update.is_initial and update.version == (1, 0)
     assert update.path == str(run.model) and update.digest == f"initial-{model_digest(run.model)}"
     assert not list(run.weights_dir.iterdir()) and next(given, None) is None
+    publisher.close()
+
+
+def test_a_new_group_can_be_proven_with_the_initial_model(run: RunSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lazy group sends one tensor first that all engines hold: here one of `run.model`, in the policy's dtype."""
+    named = [("b.norm.weight", torch.arange(6.0)), ("a.norm.weight", torch.arange(3.0)), ("c.weight", torch.ones(2))]
+    save_file(dict(named), run.model / "model.safetensors")
+    monkeypatch.setattr("learner.weights.broadcast.is_lazy", lambda backend: True)
+    publisher = build_publisher(DistributedPublishSettings(), run, [], RecordingLink())
+    version = PolicyVersion(1, 0)
+    update = publisher.initial(version, ((name, tensor.to("meta")) for name, tensor in named))
+    assert update is not None
+    publisher.announce(update, "ready")
+    facts = {"url": "u", "state": NodeState.READY, "epoch": 1, "version": version, "proves": True}
+    proof = publisher._proof.of([EngineInfo(id="e", **facts)])
+    assert proof.bucket.names == ("a.norm.weight",)
+    assert proof.flat.view(torch.float32).tolist() == [0.0, 1.0, 2.0]
+    assert publisher._proof.of([EngineInfo(id="e", **facts | {"version": PolicyVersion(1, 1)})]) is None
     publisher.close()
 
 
