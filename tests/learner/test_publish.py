@@ -123,15 +123,14 @@ def test_a_new_group_can_be_proven_with_the_initial_model(run: RunSettings, monk
     save_file(dict(named), run.model / "model.safetensors")
     monkeypatch.setattr("learner.weights.broadcast.is_lazy", lambda backend: True)
     publisher = build_publisher(DistributedPublishSettings(), run, [], RecordingLink())
-    version = PolicyVersion(1, 0)
-    update = publisher.initial(version, ((name, tensor.to("meta")) for name, tensor in named))
+    update = publisher.initial(PolicyVersion(1, 0), ((name, tensor.to("meta")) for name, tensor in named))
     assert update is not None
     publisher.announce(update, "ready")
-    facts = {"url": "u", "state": NodeState.READY, "epoch": 1, "version": version, "proves": True}
+    facts = {"url": "u", "state": NodeState.READY, "epoch": 1, "step": 0, "proves": True}
     proof = publisher._proof.of([EngineInfo(id="e", **facts)])
     assert proof.bucket.names == ("a.norm.weight",)
     assert proof.flat.view(torch.float32).tolist() == [0.0, 1.0, 2.0]
-    assert publisher._proof.of([EngineInfo(id="e", **facts | {"version": PolicyVersion(1, 1)})]) is None
+    assert publisher._proof.of([EngineInfo(id="e", **facts | {"step": 1})]) is None
     publisher.close()
 
 
