@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -113,10 +114,9 @@ def disk(config: RunConfig) -> Iterator[Finding]:
     kept = config.learner.keep_checkpoints
     publish = config.learner.publish
     copies = 0 if publish.type == "adapter" else publish.keep_versions + SPARE_DISK
-    if (
-        not config.learner.model.lora.rank
-    ):  # each checkpoint has float32 weights and two moments; LoRA adapters are small
-        copies += 3 * (kept + 1)
+    if not config.learner.model.lora.rank:  # adapters are small
+        # float32 weights and two moments, 12 bytes per parameter
+        copies += 12 / _stored_bytes(config.run.model) * (kept + 1)
     held = sum(_size(path) for path in (config.run.weights_dir, config.run.checkpoint_dir))
     needed = max(int(weights * copies) - held, 0) + (1 << 28)
     detail = f"{_gib(free)} free at {place}, about {_gib(needed)} needed for weights and {kept} + 1 checkpoints"
@@ -125,6 +125,16 @@ def disk(config: RunConfig) -> Iterator[Finding]:
         yield Finding("disk", "fail", detail, todo)
     else:
         yield Finding("disk", "ok", detail)
+
+
+def _stored_bytes(model: Path) -> int:
+    """Return the bytes of one parameter in the files of `model`, by config.json; 4 if it has no dtype."""
+    try:
+        facts = json.loads((model / "config.json").read_bytes())
+        dtype = facts.get("dtype") or facts.get("torch_dtype")
+    except (OSError, ValueError, AttributeError):
+        dtype = None
+    return 2 if dtype in ("bfloat16", "float16") else 4
 
 
 def sandbox(config: RunConfig) -> Iterator[Finding]:

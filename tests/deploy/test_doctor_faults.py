@@ -359,6 +359,16 @@ def test_the_disk_that_is_needed_is_that_of_what_is_written(world: World, overri
     assert not found or f"about {mib} MiB needed" in found[0].detail, found
 
 
+@pytest.mark.parametrize(("dtype", "mib"), [("float32", 6 + 12 + 256), ("bfloat16", 6 + 24 + 256)])
+def test_a_checkpoint_has_twelve_bytes_per_parameter(world: World, dtype: str, mib: int) -> None:
+    path = world.directory / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": dtype}))
+    world.overrides.append("learner.keep_checkpoints=3")
+    with small_disk(world):
+        (found,) = [f for f in world.findings() if f.check == "disk"]
+    assert f"about {mib} MiB needed" in found.detail
+
+
 def test_a_strong_token_opens_a_service_to_the_network(world: World) -> None:
     import secrets
 
