@@ -130,14 +130,15 @@ def compare(facts: dict[str, Any], settings: ModelSettings, monkeypatch: pytest.
     assert abs(expected / peak - 1) < WITHIN
 
 
-@pytest.mark.slow  # one tensor at a time through the tracker: half a minute for a whole model
-@pytest.mark.timeout(600)
+@pytest.mark.slow  # one tensor at a time through the tracker: minutes for all layers of a large model
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_activations_are_those_of_the_tracker(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole model, two rows, every token scored, with the default chunk of 1 GiB."""
+    """Two rows, all tokens scored, the default chunk; all layers of the smallest model, eight of the others."""
     settings = ModelSettings(dtype="bfloat16", gradient_checkpointing=checkpointing, fp32_lm_head=False)
-    compare(SHAPES[name], settings, monkeypatch, width=4096)
+    layers = SHAPES[name]["num_hidden_layers"]
+    facts = SHAPES[name] | {"num_hidden_layers": layers if name == "Qwen2.5-0.5B" else 8}
+    compare(facts, settings, monkeypatch, width=4096)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
