@@ -15,9 +15,9 @@ def reported(answer: Any) -> torch.Tensor:
     return torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
 
 
-def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+def close(got: torch.Tensor, expected: torch.Tensor, atol: float = 1e-4) -> None:
     """Equal as float32 in two implementations can be."""
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, expected, atol=atol, rtol=0)
 
 
 def expect_apart(got: torch.Tensor, other: torch.Tensor) -> None:

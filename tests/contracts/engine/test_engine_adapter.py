@@ -16,6 +16,10 @@ from contract_proof import close, expect_apart, reported
 
 PROMPT = [24, 21, 5, 11, 12, 6]
 
+MERGED = 5e-4
+"""Tolerance: x W + (x A) B and x (W + A B) round differently. Measured over 50 answers: 7e-5 with SGLang 0.5.23, 2e-5
+with 0.5.21; one of 1.3e-4 was seen. Other weights are more than 0.1 apart (`expect_apart`)."""
+
 
 @pytest.fixture
 async def admin(guarded: Server) -> AsyncIterator[Client]:
@@ -54,7 +58,7 @@ async def test_each_request_is_answered_by_the_adapter_that_it_names(
         assert status == 200 and answer["success"] is True, answer
     for name, path in paths.items():
         ids, got = await logprobs_of(guarded_client, name)
-        close(got, expected(server, merged(server.first, path), ids))
+        close(got, expected(server, merged(server.first, path), ids), MERGED)
         expect_apart(got, server.logprobs(server.first, ids, len(PROMPT)))
     ids, got = await logprobs_of(guarded_client, None)
     close(got, server.logprobs(server.first, ids, len(PROMPT)))
@@ -70,7 +74,7 @@ async def test_a_name_is_used_again_only_after_it_was_unloaded(
     assert (await admin.post("/unload_lora_adapter", {"lora_name": "a"}))[0] == 200
     assert (await load(admin, "a", new))[0] == 200
     ids, got = await logprobs_of(guarded_client, "a")
-    close(got, expected(server, merged(server.first, new), ids))
+    close(got, expected(server, merged(server.first, new), ids), MERGED)
 
 
 async def test_an_adapter_that_is_not_there_is_refused(guarded_client: Client, admin: Client, tmp_path: Path) -> None:
