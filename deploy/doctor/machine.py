@@ -113,9 +113,8 @@ def disk(config: RunConfig) -> Iterator[Finding]:
     kept = config.learner.keep_checkpoints
     publish = config.learner.publish
     copies = 0 if publish.type == "adapter" else publish.keep_versions + SPARE_DISK
-    if (
-        not config.learner.model.lora.rank
-    ):  # each checkpoint has float32 weights and two moments; LoRA adapters are small
+    if not config.learner.model.lora.rank:  # adapters are small
+        # each checkpoint has float32 weights and two moments
         copies += 3 * (kept + 1)
     held = sum(_size(path) for path in (config.run.weights_dir, config.run.checkpoint_dir))
     needed = max(int(weights * copies) - held, 0) + (1 << 28)
