@@ -108,16 +108,28 @@ def serve(
                 reserved.reserve(_reach(store, store.issued), lease.epoch)
             ctx, lineage = build_context(run, settings, sampler, store, checkpoints, lease, make_engine)
             _train(ctx, TrainingLoop(ctx, lineage, stop.is_set), stop)
-        except Fenced as error:
-            EventLog(store).emit("fenced", str(error))
-            raise
-        except BaseException:
+        except BaseException as error:
             stop.deferred = True  # a second signal must not interrupt the shutdown
-            lease.release()
+            _leave(store, lease, error)
             raise
         finally:
             (store if ctx is None else ctx).close()
     return 0
+
+
+def _leave(store: RunStore, lease: LearnerLease, error: BaseException) -> None:
+    """Release the lease after `error`. Raises Fenced if the error is the work of another learner that took over.
+
+    A successor removes files that its predecessor is writing: the predecessor may find out by an error of its disk.
+    """
+    fenced = error if isinstance(error, Fenced) else lease.replaced()
+    if fenced is None:
+        lease.release()
+        return
+    EventLog(store).emit("fenced", str(fenced))
+    if fenced is not error:
+        log.warning("failed after another learner took over: %s", error)
+        raise fenced from error
 
 
 @dataclass(frozen=True)

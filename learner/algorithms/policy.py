@@ -129,7 +129,7 @@ class PolicyAlgorithm:
     # --- before packing ---
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
-        """Return [n, K] float64, one per turn, or None if turns have no advantages of their own."""
+        """Return [n, K] float64, one per turn, or None if advantages are per trajectory."""
         return None
 
     def reward_scale(self, outcomes: Outcomes) -> float:

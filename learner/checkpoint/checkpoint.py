@@ -261,8 +261,7 @@ class Checkpoints:
                 f"the checkpoint {path} is not trusted: {why}",
                 why="its policy and delivery state could come from anywhere",
                 todo="if you know who wrote it (an older Foray did not sign, a copied run has another run.key), start "
-                "once "
-                "with --trust-checkpoint; otherwise restore the right key or one of your own checkpoints",
+                "once with --trust-checkpoint; otherwise restore the right key or one of your own checkpoints",
             )
 
     def _damaged(self, file: Path, why: str) -> UserError:

@@ -116,6 +116,14 @@ class LearnerLease:
                 raise
             return True
 
+    def replaced(self) -> Fenced | None:
+        """Return the error of a replaced learner if another one has begun; without Redis, the epoch files decide."""
+        try:
+            other = self.superseded_by()
+        except (RedisUnavailable, StateLost):
+            other = self._successor()
+        return None if other is None else self.fenced_by(other)
+
     def fenced_by(self, other: LeaseHolder) -> Fenced:
         """Return the error of a replaced learner, with the new holder and the time."""
         return Fenced(f"this learner (epoch {self.epoch}, process {os.getpid()}) was replaced by {describe(other)}")

@@ -2,7 +2,7 @@
 
     (query, its texts) .. --> pairs --> tokens (the longer one cut) --> length buckets --> logits --> one score per pair
 
-Pairs of all queries share batches, but each pair is a query and one of its own texts. The score is the logit of the
+Pairs of different queries share batches. The score is the logit of the
 only label, or that of the second label minus the first, which orders documents as the softmax of the two does.
 """
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -23,13 +24,16 @@ from safetensors.torch import save_file
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
 from learner.config.learner import LearnerSettings
+from learner.delivery.lease import LearnerLease
 from learner.delivery.store import RunStore
+from learner.weights.disk import DiskPublisher
 from protocol import events
 from protocol.codec import decode_as, encode
 from protocol.errors import Fenced, UserError
 from protocol.header import seal
 from protocol.keys import Keys
 from protocol.messages import NEEDS_FILES, EngineInfo, MetricsSnapshot, Task, WeightUpdate
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from tests.support import tiny_learner
 from tests.support.messages import make_group
@@ -367,6 +371,35 @@ def test_a_second_learner_fences_the_first(
         serve(run, settings, before=lose)
     assert manifest(run)["step"] == 3, "the fenced learner committed nothing more"
     assert rival.holder().token == "rival:1:2:3", "nor did it free the other's lease"
+    rival.close()
+
+
+@pytest.mark.fault(11, 13)
+@pytest.mark.parametrize("redis_answers", [True, False])
+def test_a_successor_that_removes_unfinished_weights_fences_their_writer(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    address: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    redis_answers: bool,
+) -> None:
+    """The writer's error is that of a disk: a missing folder."""
+    rival = RunStore(run.redis_url, run.id)
+
+    def save(tensors: Any, path: Path) -> None:
+        save_file(tensors, path)
+        if path.parent.name.startswith(".v1.4."):
+            successor = LearnerLease(rival, 60.0, run.checkpoint_dir / "epochs")
+            assert successor.acquire(1, takeover=True) == 2
+            DiskPublisher(settings.publish, run, [], rival)
+            if not redis_answers:
+                monkeypatch.setattr(RunStore, "holder", Mock(side_effect=RedisUnavailable("gone")))
+
+    monkeypatch.setattr("learner.weights.disk._save", save)
+    with tiny_learner.Player(address, run.id), pytest.raises(Fenced, match="epoch 2, process") as caught:
+        serve(run, settings)
+    assert "cannot write the weights" in str(caught.value.__cause__)
     rival.close()
 
 

@@ -1,4 +1,4 @@
-"""A learner resumes only from a checkpoint of its own run, unless the user trusts another one."""
+"""A learner resumes only from checkpoints that its run signed, unless the user trusts another one."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def rloo_advantages(outcomes: Outcomes) -> Float64:
 def reinforce_pp_baseline_advantages(outcomes: Outcomes) -> Float64:
     """Return [n] float64: r - mean of the group, to be whitened over all tokens of the batch (`whiten`).
 
-    REINFORCE++ with a group baseline (arXiv 2501.03262): the whitening is over tokens, so long answers weigh more in
-    its moments. One valid trajectory or equal rewards: 0 before the whitening, which may shift it; verl leaves the raw
+    REINFORCE++ with a group baseline (arXiv 2501.03262): whitening is over tokens, so its moments are dominated by
+    long answers. One valid trajectory or equal rewards: 0 before the whitening, which may shift it; verl leaves the raw
     reward of a single valid trajectory.
     """
     return grpo_advantages(outcomes, std="none")
