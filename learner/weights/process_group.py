@@ -191,7 +191,7 @@ class StallTimer:
         """Set before `expired` is called."""
         self._expired, self._changed = expired, threading.Condition()
         self._due: float | None = None
-        self._closed = False
+        self._closed = self._expire = False
         threading.Thread(target=self._run, name=f"stall {name}", daemon=True).start()
 
     def expect(self, seconds: float | None) -> None:
@@ -201,8 +201,10 @@ class StallTimer:
             self._changed.notify()
 
     def expire(self) -> None:
-        """Fire now."""
-        self.expect(0.0)
+        """Fire now. An `expect` that follows, by another thread that knows nothing of it, does not revoke it."""
+        with self._changed:
+            self._expire = True
+            self._changed.notify()
 
     def close(self) -> None:
         """Stop the thread, unless it is calling `expired`."""
@@ -214,7 +216,7 @@ class StallTimer:
         with self._changed:
             while not self._closed:
                 left_s = None if self._due is None else min(self._due - time.monotonic(), threading.TIMEOUT_MAX)
-                if left_s is not None and left_s <= 0:
+                if self._expire or (left_s is not None and left_s <= 0):
                     break
                 self._changed.wait(left_s)
             else:

@@ -374,7 +374,6 @@ def test_a_second_learner_fences_the_first(
     rival.close()
 
 
-@pytest.mark.fault(11, 13)
 @pytest.mark.parametrize("redis_answers", [True, False])
 def test_a_successor_that_removes_unfinished_weights_fences_their_writer(
     run: RunSettings,

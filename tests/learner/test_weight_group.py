@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from learner.weights.process_group import GroupSender, Rendezvous
+from learner.weights.process_group import GroupSender, Rendezvous, StallTimer
 from protocol.runtime.net import free_port
 from tests.support.lazy_group import LazyGroup, lazy_groups
 from tests.support.waiting import wait_until
@@ -86,6 +86,17 @@ def test_the_learner_can_abort_at_any_time_without_waiting(opened: list[LazyGrou
             done.result(10)
     sender.join()
     assert not sender.alive and opened[0].aborts == 1
+
+
+def test_what_is_expected_after_an_abort_does_not_revoke_it() -> None:
+    """The thread that sends may begin a broadcast before the timer's thread has seen the abort."""
+    aborts: list[int] = []
+    timer = StallTimer("g", lambda: aborts.append(1))
+    with timer._changed:  # the timer's thread sees nothing before both calls
+        timer.expire()
+        timer.expect(60.0)
+    assert timer.fired.wait(10)
+    wait_until(lambda: aborts == [1], "the abort")
 
 
 def test_broadcasts_are_under_way_together_and_complete_in_order(opened: list[LazyGroup]) -> None:
