@@ -1,225 +1,258 @@
-"""Evaluate the policy of a running rollout server on questions, all at one policy version."""
+"""Evaluate a policy, and baselines with the same model and retriever, on data sets.
+
+TARGET is a run in progress, a run directory or checkpoint, a model folder or Hugging Face name, the URL of a rollout
+server, or an OpenAI-compatible endpoint (ending in /v1). Engine, rollout server and retriever are started if necessary,
+with the settings of the run or of --config, and stopped at the end. A directory of results is only reported again.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from deploy.launcher.run_dir import read_record, require
-from protocol.errors import ForayError, UserError
+from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
 
 if TYPE_CHECKING:
-    from deploy.monitor.evaluate import Episode, EvalScore
-    from protocol.messages import Question
-
-POLICY = ("run", "lineage_id", "model")
-"""Fields of an episode that identify the policy, besides its version: a mean must not mix policies."""
+    from deploy.evaluation.methods.base import MethodSettingsBase
+    from deploy.evaluation.report import Other
+    from deploy.evaluation.runner import Sampler
+    from deploy.evaluation.store import ResultStore
+    from deploy.evaluation.suites import DataSet
+    from deploy.evaluation.summary import Summary
+    from deploy.evaluation.targets import Served, Target
+    from rollout_server.rewards.judge import JudgeSettings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `foray eval`."""
-    parser.add_argument("where", help="run directory, or the URL of a rollout server")
-    parser.add_argument("--questions", type=Path, required=True, help="JSON lines with `question` and `answers`")
-    parser.add_argument("--limit", type=int, help="use only the first LIMIT questions")
-    parser.add_argument("--n", type=int, default=1, help="episodes per question (default: 1)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="nucleus sampling: total probability of the tokens to sample from"
+    parser.add_argument("where", metavar="TARGET", help="run, checkpoint, model, URL, or directory of results")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for what is started")
+    what = parser.add_argument_group("questions and methods")
+    what.add_argument(
+        *("--suite", "--questions"),
+        dest="suite",
+        nargs="+",
+        action="extend",
+        metavar="SUITE|FILE|NAME=FILE",
+        help="search-r1 (7 data sets), research (4), or files of questions",
     )
-    parser.add_argument(
-        "--top-k", type=int, default=-1, help="sample from this many of the most likely tokens (-1: all)"
+    what.add_argument("--data", type=Path, default=Path("data"), help="directory of the suites' files (default: data)")
+    what.add_argument("--limit", type=int, help="use only the first LIMIT questions of each data set")
+    what.add_argument(
+        "--methods",
+        nargs="+",
+        default=["policy"],
+        metavar="METHOD",
+        help="policy, direct, cot, rag, iter_retgen, ircot, flare, all, or '{type: flare, threshold: 0.5}'",
     )
-    parser.add_argument("--no-search", action="store_true", help="disable search: every search returns nothing")
-    parser.add_argument("--concurrency", type=int, default=64, help="episodes in flight at once (default: 64)")
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, help="timeout in seconds for the next episode (default: 600)"
+    what.add_argument("--no-search", action="store_true", help="disable search: every search returns nothing")
+    sampler = parser.add_argument_group("sampling")
+    sampler.add_argument("--n", type=int, default=1, help="episodes per question (default: 1)")
+    sampler.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    sampler.add_argument("--top-p", type=float, default=1.0, help="sample from tokens of this total probability")
+    sampler.add_argument("--top-k", type=int, default=-1, help="sample from this many tokens (-1: all)")
+    sampler.add_argument("--concurrency", type=int, default=64, help="episodes in flight at once (default: 64)")
+    sampler.add_argument("--timeout", type=float, default=600.0, help="timeout in seconds for the next episode")
+    served = parser.add_argument_group("what is started")
+    served.add_argument("--config", type=Path, help="configuration (default: that of the run)")
+    served.add_argument("--retriever", default="", metavar="URL", help="use this retriever instead of starting one")
+    served.add_argument("--model", default="", help="name of the model at an endpoint (default: its only one)")
+    served.add_argument("--api", choices=["chat", "completions"], default="chat", help="route of an endpoint")
+    result = parser.add_argument_group("results")
+    result.add_argument("--out", type=Path, metavar="DIR", help="directory to write (default: evaluations/TARGET-TIME)")
+    result.add_argument("--resume", action="store_true", help="continue the results in --out")
+    result.add_argument(
+        "--against", type=Path, nargs="+", action="extend", default=[], metavar="DIR", help="results to compare with"
     )
-    parser.add_argument(
-        "--out", type=Path, help="file for the episodes, one JSON object per line, written as each ends"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the episodes in --out and evaluate only the remaining questions"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    result.add_argument("--judge", default="", metavar="URL", help="also grade answers with this endpoint's model")
+    result.add_argument("--judge-model", default="", help="name of the judge's model")
+    result.add_argument("--json", action="store_true", help="print one JSON object")
     parser.epilog = (
-        "All episodes use one policy version, which the summary names. Engines keep that version meanwhile: in a run "
-        "that trains, new weights wait until the evaluation ends (at most rollout.pin_max_s), unless engines of role "
-        "`eval` serve it. Exit code 1: episodes failed, or a --resume or a lost connection mixed several versions."
+        "DIR holds episodes.jsonl, protocol.json, result.json, report.md and report.html. Exit code 1: episodes failed "
+        "or policy versions are mixed. In a run that trains, engines keep one version meanwhile (at "
+        "most rollout.pin_max_s), unless engines of role `eval` serve it."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if every episode was scored at one version, 1 if some failed or versions are mixed."""
-    from deploy.heartbeat import Pulse, beside
-    from deploy.monitor.evaluate import evaluate
-    from learner.data.questions import load_questions
+    """Return 0 if every episode was scored at one version, 1 if some failed or versions are mixed, 130 after Ctrl-C."""
+    from deploy.evaluation.store import EPISODES, already_there, is_result, read_protocol, read_rows
+    from deploy.evaluation.targets import find_target
 
-    if not args.questions.is_file():
-        raise UserError(
-            f"cannot read the questions {args.questions}",
-            why="the file does not exist",
-            todo="give --questions a file of JSON lines with `question` and `answers`",
-        )
-    questions = load_questions(args.questions).questions[: args.limit]
-    how = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "search": not args.no_search}
-    done = _earlier(args.out, how, questions) if args.resume else _fresh(args.out)
-    url = _url(args.where)
-    pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))
-    begun = time.monotonic()
-    texts = {question.id: {"question": question.text, "answers": list(question.answers)} for question in questions}
-    ended, first = 0, done[0] if done else None
-    out: TextIO | None = None
-    if args.out is not None:
-        _write(args.out, done)
-        out = args.out.open("a", encoding="utf-8")
+    if is_result(Path(args.where)):
+        directory = Path(args.where)
+        return _report(directory, read_protocol(directory), read_rows(directory), args)
+    if not args.suite:
+        raise UserError("no questions are given", todo="give --suite search-r1, or --suite FILE")
+    from deploy.evaluation.suites import read_suites
 
-    def each(episode: Episode) -> None:
-        nonlocal ended, first
-        first = first or episode
-        _refuse_another_policy(episode, first)
-        ended += 1
-        episode |= how | texts[episode["question_id"]]  # in place: the score refers to the same dict
-        if out is not None:
-            print(json.dumps(episode, ensure_ascii=False), file=out, flush=True)
+    sets = read_suites(args.suite, args.data, args.limit)
+    for path in args.against:
+        read_protocol(path)  # a wrong path must not show after hours
+    target = find_target(args.where)
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    directory = args.out or Path("evaluations") / f"{target.name}-{stamp}"
+    if (directory / EPISODES).exists() and not args.resume:
+        raise already_there(directory)
+    return _evaluate(target, sets, directory, args)
 
-    def line() -> str:
-        return f"{ended} episodes of {len(questions)} questions, {time.monotonic() - begun:.0f} s"
 
-    work = partial(
-        evaluate,
-        url,
-        questions,
-        n=args.n,
+def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argparse.Namespace) -> int:
+    from deploy.evaluation.methods import POLICY, parse_methods
+    from deploy.evaluation.runner import Sampler
+    from deploy.evaluation.store import open_store
+    from deploy.evaluation.targets import Needs, ServingOptions, serving
+    from deploy.launcher.launcher import RunStopped
+    from deploy.launcher.process import ProcessFailed
+
+    methods, judge = parse_methods(args.methods), _judge(args)
+    sampler = Sampler(
+        *(args.n, args.temperature, args.top_p, args.top_k, not args.no_search),
         concurrency=max(1, args.concurrency),
         timeout_s=args.timeout,
-        done=done,
-        each=each,
-        **how,
     )
+    own = [settings for settings in methods if settings.type != POLICY or target.kind == "endpoint"]
+    searches = sampler.search and any(settings.searches for settings in methods)
+    needs = Needs(policy=len(own) < len(methods), methods=bool(own), search=searches)
+    options = ServingOptions(
+        *(args.config, tuple(args.overrides), args.retriever, args.model, args.api), concurrency=sampler.concurrency
+    )
+
+    def say(line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
     try:
-        score = beside(work, lambda: pulse.beat(line))
-    except ForayError:
-        if out is not None and ended:
-            print(f"{ended} more episodes are in {args.out}: continue with --resume", file=sys.stderr)
-        raise
-    finally:
-        if out is not None:
-            out.close()
-    if args.out is not None:  # in the order of the questions, each episode once; then those beyond --limit
-        _write(args.out, score.episodes + [e for e in done if e["question_id"] not in texts])
-    return _report(score, {"url": url, "questions": len(questions)}, how, as_json=args.json)
+        with serving(target, needs, options, directory, say) as served:
+            protocol = _protocol(served, methods, sets, sampler, judge)
+            store = open_store(directory, protocol, resume=args.resume)
+            try:
+                _ask(served, methods, sets, sampler, judge, store)
+            except BaseException:
+                store.close()  # what ends now was ended by the stop
+                say(f"{len(store.rows)} episodes are in {directory}")
+                say(f"continue with the same command and --resume --out {directory}")
+                raise
+            store.close()
+    except RunStopped as stopped:
+        return 130 if stopped.number == signal.SIGINT else 1
+    except ProcessFailed as failure:
+        print(failure.render(), file=sys.stderr, flush=True)
+        return failure.exit_code
+    return _report(directory, protocol, store.rows, args)
 
 
-def _write(path: Path, episodes: list[Episode]) -> None:
-    lines = (json.dumps(episode, ensure_ascii=False) + "\n" for episode in episodes)
-    atomic_write(path, "".join(lines), durable=False)
+def _ask(
+    served: Served,
+    methods: list[MethodSettingsBase],
+    sets: list[DataSet],
+    sampler: Sampler,
+    judge: JudgeSettings | None,
+    store: ResultStore,
+) -> None:
+    from deploy.evaluation.runner import Progress, ask_all, judge_all
+
+    progress = Progress(len(methods) * sampler.n * sum(len(s.questions) for s in sets))
+
+    def work() -> None:
+        ask_all(served, methods, sets, sampler, store, progress)
+        if judge is not None:
+            judge_all(judge, store, sets, progress)
+
+    served.during(work, lambda: str(progress))
 
 
-def _report(score: EvalScore, what: dict[str, Any], how: dict[str, Any], *, as_json: bool) -> int:
-    versions = score.versions
-    mixed = len(versions) > 1 or any("+" in version for version in versions)
-    summary: dict[str, Any] = {
-        **what,
-        "episodes": len(score.episodes),
-        "failed": score.failed,
-        "too_long": score.too_long,
-        "version": None if mixed else next(iter(versions), None),
-        "versions": versions,
-        **how,
-        **score.means,
-        "searches": score.mean("searches"),
-        "turns": score.mean("turns"),
+def _protocol(
+    served: Served,
+    methods: list[MethodSettingsBase],
+    sets: list[DataSet],
+    sampler: Sampler,
+    judge: JudgeSettings | None,
+) -> dict[str, Any]:
+    from deploy.cli import foray_version
+    from deploy.evaluation import protocol
+    from deploy.evaluation.methods import POLICY
+    from deploy.evaluation.runner import prompts_of
+
+    prompts = protocol.digest(vars(prompts_of(served)))
+    template = protocol.template_of(served.episode)
+    own = {POLICY: {"template": template}} if served.rollout_url else {}
+    return {
+        "format": protocol.FORMAT,
+        "foray": foray_version(),
+        "subject": served.subject,
+        "methods": {
+            settings.type: own.get(settings.type) or {**settings.model_dump(mode="json"), "prompts": prompts}
+            for settings in methods
+        },
+        "limits": protocol.limits_of(served.episode),
+        "sampler": {name: getattr(sampler, name) for name in ("n", "temperature", "top_p", "top_k")},
+        "search": sampler.search,
+        "retriever": protocol.retriever_of(_info(served.search.urls[0]), served.search.topk) if served.search else None,
+        "data": protocol.data_of(sets),
+        "judge": {"model": judge.model, "instructions": protocol.digest(judge.instructions)} if judge else None,
     }
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        summary["versions"] = ", ".join(f"{version} ({count} episodes)" for version, count in versions.items())
-        for name, value in summary.items():
-            if name != ("version" if mixed else "versions"):
-                print(f"{name:<12} {f'{value:.4f}' if isinstance(value, float) else value}")
-    if mixed:
-        message = "error: the score mixes several policy versions and is valid for none of them"
-        print(f"{message}: evaluate again without --resume", file=sys.stderr)
-    if score.too_long:
-        message = f"warning: {score.too_long} episodes were skipped because their prompts are too long"
-        print(f"{message}: raise rollout.episode.max_context of the run to score them", file=sys.stderr)
-    return 1 if score.failed or mixed else 0
 
 
-def _fresh(path: Path | None) -> list[Episode]:
-    """Return no episodes. Raises UserError if `path` already holds episodes."""
-    if path is not None and path.is_file() and path.stat().st_size:
-        raise UserError(
-            f"{path} already exists",
-            why="it would be overwritten, and its episodes lost",
-            todo="continue it with --resume, give another --out, or delete it",
-        )
-    return []
+def _info(url: str) -> dict[str, Any] | None:
+    """Return what a retriever says about its index, None if it says nothing (a server of others)."""
+    from deploy.monitor.http import ask
 
-
-def _refuse_another_policy(episode: Episode, first: Episode) -> None:
-    """Raise UserError if `episode` is of another run or model than `first`."""
-    for name in POLICY:
-        if episode.get(name) != first.get(name):
-            raise UserError(
-                f"the earlier episodes are of another policy: {name} was {first.get(name)}, now {episode.get(name)}",
-                why="versions are numbers within one run, so a mean over both would be meaningless",
-                todo="evaluate on the same server as before, or give another --out",
-            )
-
-
-def _earlier(path: Path | None, how: dict[str, Any], questions: Sequence[Question]) -> list[Episode]:
-    """Return the episodes in an --out file, without an incomplete last line.
-
-    Raises UserError if they have other options, another policy than the first, or changed questions.
-    """
-    if path is None:
-        raise UserError("--resume needs --out", todo="give --out the file that the earlier evaluation wrote")
-    asked = {question.id: (question.text, list(question.answers)) for question in questions}
-    episodes: list[Episode] = []
     try:
-        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    except FileNotFoundError:
-        return []
-    for number, line in enumerate(lines, 1):
-        try:
-            episode = json.loads(line)
-            other = {name: episode[name] for name in how if episode[name] != how[name]}
-            of, _ = episode["question_id"], episode["index"]
-            changed = of in asked and asked[of] != (episode["question"], episode["answers"])
-        except (ValueError, KeyError, TypeError):
-            if number == len(lines):
-                break
-            raise UserError(f"line {number} of {path} is not an episode", todo="give another --out") from None
-        if other:
-            raise UserError(
-                f"{path} was written with {', '.join(f'{name} {value}' for name, value in other.items())}",
-                todo="give the same options, or another --out",
-            )
-        if changed:
-            raise UserError(
-                f"{path} has another text or other answers for the question {of!r}",
-                todo="give the same --questions, or another --out",
-            )
-        episodes.append(episode)
-        _refuse_another_policy(episode, episodes[0])
-    return episodes
+        with ask(f"{url.rstrip('/')}/info", "viewer", "node", timeout_s=10.0) as response:
+            found = json.load(response)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
-def _url(where: str) -> str:
-    if "://" in where:
-        return where
-    directory = require(Path(where))
-    rollouts = read_record(directory).get("rollouts") or []
-    if not rollouts:
-        raise UserError(
-            f"no rollout server is recorded in {directory}", todo="give the server's URL, which is in its log"
-        )
-    return str(rollouts[0])
+def _judge(args: argparse.Namespace) -> JudgeSettings | None:
+    from deploy.evaluation.models import API_KEY
+    from rollout_server.rewards.judge import JudgeSettings
+
+    if not args.judge:
+        return None
+    if not args.judge_model:
+        raise UserError("--judge needs the name of a model", todo="give --judge-model NAME")
+    key = API_KEY if os.environ.get(API_KEY) else ""
+    return JudgeSettings(url=args.judge, model=args.judge_model, api_key_variable=key)
+
+
+def _other(directory: Path) -> Other:
+    from deploy.evaluation.report import Other
+    from deploy.evaluation.store import read_protocol, read_rows
+
+    return Other(directory, read_protocol(directory), read_rows(directory))
+
+
+def _report(directory: Path, protocol: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace) -> int:
+    """Write and print the report. Return the exit code."""
+    from deploy import page
+    from deploy.evaluation.report import document_of, to_json
+    from deploy.evaluation.summary import summarise
+
+    if not rows:
+        raise UserError(f"{directory} holds no episodes", todo="evaluate into it again with --resume")
+    order = {name: place for place, name in enumerate(protocol["methods"])}
+    rows = sorted(rows, key=lambda row: order.get(row["method"], len(order)))
+    summary: Summary = summarise(rows)
+    others = [_other(path) for path in args.against]
+    name = directory.absolute().name
+    document = document_of(name, protocol, rows, summary, others)
+    numbers = to_json(name, protocol, rows, summary, others)
+    atomic_write(directory / "result.json", json.dumps(numbers, indent=1) + "\n", durable=False)
+    atomic_write(directory / "report.md", page.to_markdown(document), durable=False)
+    atomic_write(directory / "report.html", page.to_html(document), durable=False)
+    if args.json:
+        print(json.dumps(numbers))
+    else:
+        print(page.to_text(page.without(document, "Protocol")))
+        print(f"\n{directory / 'report.html'}")
+    return 1 if summary.failed or summary.mixed else 0

@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 when the directory is written. Raises UserError for what the user must correct."""
-    model, settings = _settings(args.where, args.config)
+    model, settings = model_settings(args.where, args.config)
     model = args.model or model
     if model is None:
         raise UserError(
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSettings]:
+def model_settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSettings]:
     from learner.config.learner import LearnerSettings
     from learner.config.model import ModelSettings
 

@@ -184,13 +184,15 @@ class Launcher:
             time.sleep(POLL_S * 2)
         self.check()
 
-    def during(self, work: Callable[[], T], doing: str = "working") -> T:
+    def during(self, work: Callable[[], T], doing: str | Callable[[], str] = "working") -> T:
         """Run `work` in a thread, monitor the processes meanwhile, and return the result. Raises what it raises."""
         begun = time.monotonic()
 
         def look() -> None:
             self.check()
-            self._pulse.beat(lambda: f"{doing}: {time.monotonic() - begun:.0f} s so far")
+            self._pulse.beat(
+                lambda: f"{doing if isinstance(doing, str) else doing()}: {time.monotonic() - begun:.0f} s so far"
+            )
 
         return beside(work, look)
 

@@ -1,0 +1,81 @@
+"""Methods: how a model answers a question. Their settings and registry.
+
+The policy's own rollouts need no method here: the rollout server runs them (`deploy.evaluation.runner`). For an
+endpoint `policy` runs the same loop over messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from deploy.evaluation.methods.base import Method, MethodSettingsBase
+from deploy.evaluation.methods.flare import FlareSettings
+from deploy.evaluation.methods.ircot import IRCoTSettings
+from deploy.evaluation.methods.policy import PolicySettings
+from deploy.evaluation.methods.prompts import Prompts
+from deploy.evaluation.methods.rag import IterRetGenSettings, NaiveRAGSettings
+from deploy.evaluation.methods.without_search import ChainOfThoughtSettings, DirectSettings
+from protocol.errors import UserError
+from protocol.runtime.settings_errors import explain, suggest
+from protocol.settings import union_of
+
+REGISTRY: dict[type[MethodSettingsBase], str] = {
+    PolicySettings: "deploy.evaluation.methods.policy:PolicyOverMessages",
+    DirectSettings: "deploy.evaluation.methods.without_search:Direct",
+    ChainOfThoughtSettings: "deploy.evaluation.methods.without_search:ChainOfThought",
+    NaiveRAGSettings: "deploy.evaluation.methods.rag:NaiveRAG",
+    IterRetGenSettings: "deploy.evaluation.methods.rag:IterRetGen",
+    IRCoTSettings: "deploy.evaluation.methods.ircot:IRCoT",
+    FlareSettings: "deploy.evaluation.methods.flare:Flare",
+}
+"""Settings class -> "module:Class"; the class takes the settings and the prompts."""
+
+if TYPE_CHECKING:
+    MethodSettings = MethodSettingsBase
+else:
+    MethodSettings = union_of(REGISTRY)
+NAMES: dict[str, type[MethodSettingsBase]] = {kind.model_fields["type"].default: kind for kind in REGISTRY}
+POLICY = "policy"
+
+
+def build_method(settings: MethodSettingsBase, prompts: Prompts) -> Method:
+    """Instantiate the method for `settings`."""
+    method: Method = resolve_name(REGISTRY[type(settings)])(settings, prompts)
+    return method
+
+
+def parse_methods(given: Sequence[str]) -> list[MethodSettingsBase]:
+    """Return the settings of methods given by name (`all`: every method) or as YAML: `{type: flare, threshold: 0.5}`.
+
+    Raises UserError for an unknown method or option, or one that is given twice.
+    """
+    words = [word for one in given for word in ([*NAMES] if one == "all" else [one])]
+    found: list[MethodSettingsBase] = []
+    for word in words:
+        value = _mapping(word)
+        kind = NAMES.get(str(value.get("type")))
+        if kind is None:
+            raise UserError(f"unknown method {word!r}", todo=suggest(str(value.get("type")), (*NAMES, "all")))
+        try:
+            found.append(TypeAdapter(kind).validate_python(value))
+        except ValidationError as error:
+            raise UserError("\n       ".join(explain(error, "--methods", kind))) from None
+    names = [settings.type for settings in found]
+    if len(set(names)) < len(names):
+        raise UserError("a method is given twice", todo="name each method once")
+    return found
+
+
+def _mapping(word: str) -> dict[str, object]:
+    if not word.startswith("{"):
+        return {"type": word}
+    try:
+        value = yaml.safe_load(word)
+    except yaml.YAMLError as error:
+        raise UserError(f"the method {word!r} is not valid YAML", why=" ".join(str(error).split())) from None
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,245 @@
+"""The report of a result as a document: scores, paired tests, failures, costs, published rows, protocol, examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy.evaluation.protocol import Protocol, differences
+from deploy.evaluation.published import rows_for
+from deploy.evaluation.scoring import FAILURES
+from deploy.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
+from deploy.evaluation.store import Row
+from deploy.evaluation.summary import METRICS, REFERENCE, Cell, Comparison, Summary, compare
+from deploy.page import Document, Example, Measured, Section, Table
+
+EXAMPLES = 5
+"""Examples of each class of failure."""
+MOST_CHARS = 6000
+"""Characters of a transcript in an example."""
+NAMES = {"em": "EM", "f1": "F1", "cover_em": "cover EM", "yes_no": "yes/no", "judge": "judge"}
+INTERVALS = f"In brackets: {LEVEL:.0%} interval, bootstrap over questions, {RESAMPLES} resamples."
+TESTS = (
+    "Difference of the second minus the first on the same questions; interval: paired bootstrap; p: two-sided "
+    f"sign-flip test, {RESAMPLES} draws."
+)
+
+
+class Other:
+    """Another result to compare with: its directory, protocol and episodes."""
+
+    def __init__(self, directory: Path, protocol: Protocol, rows: Sequence[Row]) -> None:
+        self.name, self.protocol, self.rows = directory.name, protocol, rows
+
+
+def document_of(
+    name: str, protocol: Protocol, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
+) -> Document:
+    """Return the report of a result, with comparisons to other results."""
+    sections = [
+        *_warnings(summary),
+        Section("Scores", (INTERVALS,), _scores(summary)),
+        *_compared("Methods compared", summary.comparisons),
+        *(section for other in against for section in _against(name, protocol, rows, other)),
+        Section("Wrong answers by cause", tuple(f"{k}: {v}." for k, v in FAILURES.items()), _failures(summary.cells)),
+        Section("Cost per question", (), _costs(summary.cells)),
+        *_published(summary),
+        Section("Protocol", (), Table(("setting", "value"), tuple(_flat(protocol)))),
+        *_examples(rows),
+    ]
+    subject = protocol["subject"]
+    facts = [(key, str(value)) for key, value in subject.items() if value]
+    if summary.versions:
+        facts.append(("policy version", ", ".join(f"{v or 'unknown'} ({n})" for v, n in summary.versions.items())))
+    return Document(f"Evaluation of {name}", tuple(sections), tuple(facts))
+
+
+def to_json(
+    name: str, protocol: Protocol, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
+) -> dict[str, Any]:
+    """Return the numbers of the report as JSON values; NaN as null."""
+    comparisons = [*summary.comparisons, *(c for other in against for c in _comparisons(name, rows, other))]
+    return {
+        "name": name,
+        "protocol": protocol,
+        "versions": summary.versions,
+        "mixed_versions": summary.mixed,
+        "scores": [
+            {
+                "method": cell.method,
+                "data_set": cell.data_set,
+                "episodes": cell.episodes,
+                "failed": cell.failed,
+                "too_long": cell.too_long,
+                "headline": cell.headline,
+                "metrics": {metric: _plain(vars(value)) for metric, value in cell.metrics.items()},
+                "failures": cell.failures,
+                **cell.costs,
+            }
+            for cell in summary.cells
+        ],
+        "averages": {
+            method: {metric: _plain(vars(value)) for metric, value in found.items()}
+            for method, found in summary.averages.items()
+        },
+        "comparisons": [
+            {"metric": c.metric, "first": c.first, "second": c.second, "data_set": c.data_set, **_plain(vars(c.test))}
+            for c in comparisons
+        ],
+        "protocol_differences": {other.name: differences(other.protocol, protocol) for other in against},
+    }
+
+
+def _plain(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: None if math.isnan(value) else value for key, value in values.items()}
+
+
+def _warnings(summary: Summary) -> list[Section]:
+    found = []
+    if summary.mixed:
+        found.append("The episodes are of several policy versions: the scores are valid for none of them.")
+    if summary.failed:
+        found.append(f"{summary.failed} episodes failed and are left out: continue with --resume.")
+    if too_long := sum(cell.too_long for cell in summary.cells):
+        found.append(f"{too_long} prompts did not fit the context and are left out: raise rollout.episode.max_context.")
+    return [Section("Warnings", tuple(found), warning=True)] if found else []
+
+
+def _scores(summary: Summary) -> Table:
+    shown = [metric for metric in METRICS if any(metric in cell.metrics for cell in summary.cells)]
+    rows = [
+        (f"{cell.method}, {cell.data_set}", str(_questions(cell)), *(_measured(cell.metrics.get(m)) for m in shown))
+        for cell in summary.cells
+    ]
+    rows += [
+        (
+            f"{method}, mean of {len({c.data_set for c in summary.cells if c.method == method})} data sets",
+            "",
+            *(_measured(found.get(m)) for m in shown),
+        )
+        for method, found in summary.averages.items()
+    ]
+    return Table(("method, data set", "questions", *(NAMES[metric] for metric in shown)), tuple(rows))
+
+
+def _questions(cell: Cell) -> int:
+    return max((estimate.n for estimate in cell.metrics.values()), default=0)
+
+
+def _measured(value: Estimate | None) -> str | Measured:
+    if value is None or math.isnan(value.mean):
+        return "-"
+    text = f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
+    return Measured(text, value.mean, value.low, value.high)
+
+
+def _compared(title: str, comparisons: Sequence[Comparison], notes: Sequence[str] = ()) -> list[Section]:
+    if not comparisons:
+        return []
+    rows = tuple(
+        (f"{c.first} -> {c.second}", c.data_set or "mean", c.metric, str(c.test.n), *_tested(c.test))
+        for c in comparisons
+    )
+    header = ("first -> second", "data set", "metric", "questions", "difference", "interval", "p")
+    return [Section(title, (*notes, TESTS), Table(header, rows), warning=bool(notes))]
+
+
+def _tested(test: PairedTest) -> tuple[str, str, str]:
+    p = f"{test.p_value:.4f}" if test.p_value > 1 / RESAMPLES else f"< {2 / RESAMPLES:g}"
+    return f"{test.difference:+.3f}", f"[{test.low:+.3f}, {test.high:+.3f}]", p
+
+
+def _comparisons(name: str, rows: Sequence[Row], other: Other) -> list[Comparison]:
+    """Return the tests of the same method in both, else of each method there with the reference method here."""
+    here, there = (list(dict.fromkeys(row["method"] for row in side)) for side in (rows, other.rows))
+    reference = REFERENCE if REFERENCE in here else here[0] if here else ""
+    pairs = [(one, one) for one in there if one in here] + [(one, reference) for one in there if one not in here]
+    return [
+        comparison
+        for first, second in pairs
+        for comparison in compare(
+            other.rows, rows, first, second, labels=(f"{other.name}: {first}", f"{name}: {second}")
+        )
+    ]
+
+
+def _against(name: str, protocol: Protocol, rows: Sequence[Row], other: Other) -> list[Section]:
+    different = differences(other.protocol, protocol)
+    notes = [f"The two were made under different conditions: {'; '.join(different)}."] if different else []
+    found = _compared(f"Compared with {other.name}", _comparisons(name, rows, other), notes)
+    return found or [Section(f"Compared with {other.name}", ("The two have no question in common.",), warning=True)]
+
+
+def _failures(cells: Sequence[Cell]) -> Table:
+    rows = tuple(
+        (f"{cell.method}, {cell.data_set}", *(str(cell.failures.get(name, 0)) for name in FAILURES), str(cell.failed))
+        for cell in cells
+    )
+    return Table(("method, data set", *(name.replace("_", " ") for name in FAILURES), "failed"), rows)
+
+
+def _costs(cells: Sequence[Cell]) -> Table:
+    rows = tuple(
+        (
+            f"{cell.method}, {cell.data_set}",
+            f"{cell.costs['searches']:.2f}",
+            f"{cell.costs['tokens_generated']:.0f}",
+            f"{cell.costs['tokens_read']:.0f}",
+            f"{cell.costs['seconds']:.2f}",
+        )
+        for cell in cells
+    )
+    return Table(("method, data set", "searches", "tokens generated", "tokens read", "seconds"), rows)
+
+
+def _published(summary: Summary) -> list[Section]:
+    """Return the section with published rows, and those of this result beside them. [] without a data set in common."""
+    sets = list(dict.fromkeys(cell.data_set for cell in summary.cells))
+    published = rows_for(frozenset(sets))
+    if not published:
+        return []
+    own = {(cell.method, cell.data_set): cell.metrics.get("em") for cell in summary.cells}
+    methods = list(dict.fromkeys(cell.method for cell in summary.cells))
+    rows = [(f"this result: {method}", *(_percent(own.get((method, name))) for name in sets)) for method in methods] + [
+        (row.system, *(f"{row.values[n]:.1f}" if n in row.values else "-" for n in sets)) for row in published
+    ]
+    sources = dict.fromkeys(row.source for row in published)
+    notes = ("EM in percent. Conditions differ from this result's: context, not a comparison.", *sources)
+    return [Section("Published results", notes, Table(("system", *sets), tuple(rows)))]
+
+
+def _percent(value: Estimate | None) -> str:
+    return "-" if value is None or math.isnan(value.mean) else f"{value.mean * 100:.1f}"
+
+
+def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        return [leaf for key in value for leaf in _flat(value[key], f"{path}.{key}" if path else str(key))]
+    return [(path, "unknown" if value is None else str(value))]
+
+
+def _examples(rows: Sequence[Row]) -> list[Section]:
+    found = []
+    for failure in FAILURES:
+        chosen = [row for row in rows if row.get("failure") == failure][:EXAMPLES]
+        if chosen:
+            found.append(Section(f"Examples: {failure.replace('_', ' ')}", examples=tuple(map(_example, chosen))))
+    return found
+
+
+def _example(row: Row) -> Example:
+    facts = (
+        ("data set, question", f"{row['data_set']}, {row['question_id']}"),
+        ("gold answers", " | ".join(row["answers"])),
+        ("answer", row["answer"] or "(none)"),
+        ("searches", str(row["searches"])),
+    )
+    parts, left = [], MOST_CHARS
+    for segment in row.get("segments", ()):
+        text = str(segment.get("text", ""))[: max(0, left)]
+        left -= len(text)
+        kind = segment.get("owner")
+        parts.append((kind if kind in ("policy", "environment") else "prompt", text))
+    return Example(f"{row['method']}: {row['question']}", facts, tuple(parts))

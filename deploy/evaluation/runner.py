@@ -1,0 +1,296 @@
+"""Ask, score and store: every episode of every method once.
+
+The policy of a run or model is asked through its rollout server, all questions in one request at one version. The other
+methods run here, over the engines or the endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.evaluation.methods import POLICY, build_method
+from deploy.evaluation.methods.base import Episode, Method, MethodSettingsBase
+from deploy.evaluation.methods.prompts import ENGLISH, Prompts, prompts_for
+from deploy.evaluation.models import EndpointModel, EngineModel, EpisodeFailed, LanguageModel
+from deploy.evaluation.scoring import failure_of, has_evidence, is_correct, score
+from deploy.evaluation.store import ResultStore, Row, is_failed
+from deploy.evaluation.suites import DataSet
+from deploy.evaluation.targets import Served
+from deploy.monitor.evaluate import evaluate
+from protocol.errors import ForayError, UserError
+from protocol.messages import Question, Sampling, Status
+from rollout_server.engine.client import pooled_connector
+from rollout_server.environment.tokenizer import load_tokenizer
+from rollout_server.rewards.base import RewardError, RewardInput
+from rollout_server.rewards.judge import Judge, JudgeSettings
+from rollout_server.rewards.resources import RewardResources
+from rollout_server.search import build_search
+from rollout_server.search.base import NoSearchSettings
+
+log = logging.getLogger(__name__)
+GIVE_UP = 20
+"""Consecutive failed episodes that end the evaluation: a service is down or wrong."""
+JUDGED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How each question is asked. `n`: episodes per question; temperature 0 is greedy; search False: empty results."""
+
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    search: bool = True
+    concurrency: int = 64
+    timeout_s: float = 600.0
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return the parameters for engines."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k or -1)
+
+
+@dataclass
+class Progress:
+    """Episodes that have ended, of all; read by the line about the progress."""
+
+    total: int
+    ended: Counter[str] = field(default_factory=Counter)
+    doing: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.doing}, {sum(self.ended.values())} of {self.total} episodes"
+
+
+def prompts_of(served: Served) -> Prompts:
+    """Return the prompts of the methods for the model that is served."""
+    return prompts_for(served.episode.template) if served.episode else ENGLISH
+
+
+def ask_all(
+    served: Served,
+    methods: Sequence[MethodSettingsBase],
+    sets: Sequence[DataSet],
+    sampler: Sampler,
+    store: ResultStore,
+    progress: Progress,
+) -> None:
+    """Ask every question by every method, except those that `store` has complete. Raises ForayError or UserError."""
+    for settings in methods:
+        progress.doing = settings.type
+        remaining = open_questions(sets, store.rows, settings.type, sampler.n)
+        progress.ended[settings.type] = sampler.n * (sum(len(s.questions) for s in sets) - len(remaining))
+        if not remaining:
+            continue
+        if settings.type == POLICY and served.rollout_url:
+            _ask_policy(served, remaining, sampler, store, progress)
+        else:
+            asyncio.run(_ask_method(served, settings, remaining, sampler, store, progress))
+
+
+def open_questions(sets: Sequence[DataSet], rows: Sequence[Row], method: str, n: int) -> list[tuple[str, Question]]:
+    """Return (data set, question) without `n` stored episodes of `method` that did not fail."""
+    have = Counter((r["data_set"], r["question_id"]) for r in rows if r["method"] == method and not is_failed(r))
+    return [(s.name, q) for s in sets for q in s.questions if have[s.name, q.id] < n]
+
+
+def row_of(data_set: str, question: Question, method: str, index: int, found: dict[str, Any]) -> Row:
+    """Return the stored form of an episode. `found`: answer, status, cause, segments and costs."""
+    metrics = score(found["answer"], question.answers)
+    evidence = has_evidence(question, found["segments"])
+    failure = failure_of(
+        correct=is_correct(metrics), answer=found["answer"], searches=found["searches"], evidence=evidence
+    )
+    return {
+        "method": method,
+        "data_set": data_set,
+        "question_id": question.id,
+        "index": index,
+        "question": question.text,
+        "answers": list(question.answers),
+        **found,
+        "metrics": metrics,
+        "evidence": evidence,
+        "failure": failure,
+    }
+
+
+def _ask_policy(
+    served: Served, remaining: Sequence[tuple[str, Question]], sampler: Sampler, store: ResultStore, progress: Progress
+) -> None:
+    # ids are unique within one data set only
+    by_id = {str(number): pair for number, pair in enumerate(remaining)}
+
+    def each(episode: dict[str, Any]) -> None:
+        data_set, question = by_id[episode["question_id"]]
+        store.add(row_of(data_set, question, POLICY, int(episode["index"]), _policy_episode(episode)))
+        progress.ended[POLICY] += 1
+
+    evaluate(
+        served.rollout_url,
+        [question.model_copy(update={"id": number}) for number, (_, question) in by_id.items()],
+        n=sampler.n,
+        temperature=sampler.temperature,
+        top_p=sampler.top_p,
+        top_k=sampler.top_k,
+        search=sampler.search,
+        concurrency=sampler.concurrency,
+        timeout_s=sampler.timeout_s,
+        each=each,
+    )
+
+
+def _policy_episode(episode: dict[str, Any]) -> dict[str, Any]:
+    """Return an episode of `POST /v1/episodes` with the names of a row."""
+    generated = int(episode.get("tokens_generated", 0))
+    return {
+        "answer": episode.get("answer") or None,
+        "status": episode["status"],
+        "cause": episode.get("cause", ""),
+        "version": episode.get("version", ""),
+        **{name: episode[name] for name in ("run", "lineage_id", "model") if name in episode},
+        "rewards": episode.get("rewards", {}),
+        "searches": int(episode.get("searches", 0)),
+        "turns": int(episode.get("turns", 0)),
+        "tokens_generated": generated,
+        "tokens_read": int(episode.get("tokens", 0)) - generated,
+        "seconds": float(episode.get("seconds", 0.0)),
+        "segments": episode.get("segments", []),
+    }
+
+
+async def _ask_method(
+    served: Served,
+    settings: MethodSettingsBase,
+    remaining: Sequence[tuple[str, Question]],
+    sampler: Sampler,
+    store: ResultStore,
+    progress: Progress,
+) -> None:
+    import aiohttp
+
+    method = build_method(settings, prompts_of(served))
+    resources = RewardResources()
+    search = build_search(served.search if served.search and sampler.search else NoSearchSettings())
+    places = iter([(name, question, index) for name, question in remaining for index in range(sampler.n)])
+    failures = _Failures()
+    try:
+        async with aiohttp.ClientSession(connector=pooled_connector()) as session:
+            model = _model(served, session, resources)
+            if settings.logprobs and not model.has_logprobs:
+                raise UserError(
+                    f"the method {settings.type} needs token log-probs, which a chat endpoint does not report",
+                    todo="use --api completions, or leave the method out",
+                )
+
+            async def worker() -> None:
+                for name, question, index in places:
+                    episode = Episode(model, search, sampler.sampling)
+                    found = await _play(method, question, episode)
+                    store.add(row_of(name, question, settings.type, index, found))
+                    progress.ended[settings.type] += 1
+                    failures.note(found)
+
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(sampler.concurrency, sampler.n * len(remaining))):
+                    tasks.create_task(worker())
+    except* (ForayError, UserError) as group:
+        raise next(_leaves(group)) from None
+    finally:
+        await search.close()
+        await resources.close()
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+class _Failures:
+    """Counts consecutive failures. Raises ForayError after GIVE_UP of them."""
+
+    def __init__(self) -> None:
+        self._row = 0
+
+    def note(self, found: dict[str, Any]) -> None:
+        self._row = self._row + 1 if is_failed(found) else 0
+        if self._row >= GIVE_UP:
+            raise ForayError(f"{GIVE_UP} episodes failed one after the other, the last with: {found['cause']}")
+
+
+def _model(served: Served, session: Any, resources: RewardResources) -> LanguageModel:
+    if served.endpoint is not None:
+        return EndpointModel(served.endpoint, resources)
+    assert served.model_dir is not None and served.config is not None
+    tokenizer = load_tokenizer(served.model_dir, served.config.run.date)
+    return EngineModel(session, served.engines, tokenizer, served.config.rollout.episode.max_context)
+
+
+async def _play(method: Method, question: Question, episode: Episode) -> dict[str, Any]:
+    status, cause, answer = Status.ANSWERED, "", None
+    try:
+        answer = await method(question.text, episode)
+        status = Status.ANSWERED if answer is not None else Status.OUT_OF_TURNS
+    except EpisodeFailed as error:
+        log.info("question %s: %s", question.id, error)
+        status, cause = Status.FAILED, error.cause
+    return {
+        "answer": answer,
+        "status": str(status),
+        "cause": cause,
+        "version": "+".join(episode.versions),
+        "searches": episode.searches,
+        "turns": episode.turns,
+        "tokens_generated": episode.tokens_generated,
+        "tokens_read": episode.tokens_read,
+        "seconds": round(episode.seconds, 3),
+        "segments": episode.segments,
+    }
+
+
+def judge_all(settings: JudgeSettings, store: ResultStore, sets: Sequence[DataSet], progress: Progress) -> None:
+    """Add the judge's score to the episodes that have none. Each is stored at once.
+
+    Raises UserError without an API key, ForayError if the judge fails.
+    """
+    questions = {(s.name, q.id): q for s in sets for q in s.questions}
+    open_ = [row for row in store.rows if "judge" not in row["metrics"] and not is_failed(row)]
+    progress.total, progress.ended, progress.doing = len(open_), Counter(), "judge"
+    asyncio.run(_judge(settings, store, questions, open_, progress))
+
+
+async def _judge(
+    settings: JudgeSettings,
+    store: ResultStore,
+    questions: dict[tuple[str, str], Question],
+    rows: Sequence[Row],
+    progress: Progress,
+) -> None:
+    resources = RewardResources()
+    judge = Judge(settings, resources)
+    places = iter(rows)
+
+    async def worker() -> None:
+        for row in places:
+            question = questions[row["data_set"], row["question_id"]]
+            given = RewardInput(question, Status(row["status"]), row["answer"], (), row["searches"])
+            store.add({**row, "metrics": {**row["metrics"], "judge": await judge(given)}})
+            progress.ended["judge"] += 1
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(JUDGED_AT_ONCE, len(rows))):
+                tasks.create_task(worker())
+    except* RewardError as group:
+        raise ForayError(f"the judge failed: {next(_leaves(group))}") from None
+    finally:
+        await resources.close()

@@ -1,0 +1,93 @@
+"""Score one answer: metrics, whether evidence was found, and why a wrong answer is wrong. Pure.
+
+The same functions score every method and target, whatever rewards a run has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from protocol.messages import Question
+from rollout_server.rewards.base import TurnText
+from rollout_server.rewards.retrieval import found, targets
+from rollout_server.rewards.text_match import answers_match, comparable, covers, f1
+
+YES_NO = frozenset({"yes", "no"})
+_TRUTH = {"yes": "yes", "true": "yes", "no": "no", "false": "no"}
+
+Failure = Literal["", "no_search", "no_evidence", "evidence_ignored", "evidence_unknown", "format"]
+FAILURES: Mapping[Failure, str] = {
+    "format": "no answer in the expected form",
+    "no_search": "wrong, and nothing was searched for",
+    "no_evidence": "wrong, and no passage that was read contains the answer or is a supporting one",
+    "evidence_ignored": "wrong, although a passage that was read contains the answer or is a supporting one",
+    "evidence_unknown": "wrong after a search, and the question does not tell what evidence is (yes or no)",
+}
+"""Class of a wrong answer -> its meaning, in the order of reports."""
+
+
+def is_yes_no(golds: Sequence[str]) -> bool:
+    """Return whether the gold answers are yes or no, as in StrategyQA."""
+    return bool(golds) and all(comparable(gold) in YES_NO for gold in golds)
+
+
+def yes_no(answer: str, golds: Sequence[str]) -> float:
+    """Return 1 if the answer says the gold yes or no with its first word (true and false count too), else 0."""
+    first = comparable(answer).partition(" ")[0]
+    return float(_TRUTH.get(first) in {comparable(gold) for gold in golds})
+
+
+def score(answer: str | None, golds: Sequence[str]) -> dict[str, float]:
+    """Return em, f1 and cover_em of an answer, and yes_no if the gold answers are yes or no.
+
+    The formulas are those of the rewards of these names: Search-R1's exact match, HotpotQA's token F1, cover match of
+    whole words. Without an answer all are 0.
+    """
+    said = answer or ""
+    given = answer is not None and bool(golds)
+    values = {
+        "em": float(given and any(answers_match(said, gold) for gold in golds)),
+        "f1": max((f1(said, gold) for gold in golds), default=0.0) if given else 0.0,
+        "cover_em": float(given and covers(said, tuple(golds))),
+    }
+    return values | ({"yes_no": yes_no(said, golds) if given else 0.0} if is_yes_no(golds) else {})
+
+
+def has_evidence(question: Question, segments: Sequence[Mapping[str, Any]]) -> bool | None:
+    """Return whether a passage that was read contains a gold answer or is a supporting one; None if that is unknown.
+
+    segments  of an episode: `owner`, `text`, `query`, `passage_ids` and, where known, `titles`
+    """
+    if not targets(question, "either"):
+        return None
+    turns = (
+        TurnText(
+            "",
+            observation=str(segment.get("text", "")),
+            passage_ids=tuple(map(str, segment.get("passage_ids", ()))),
+            titles=tuple(map(str, segment.get("titles", ()))),
+        )
+        for segment in segments
+        # the words around the passages are the environment's, and no evidence
+        if segment.get("owner") == "environment" and segment.get("passage_ids")
+    )
+    return any(found(question, turn, "either") for turn in turns)
+
+
+def failure_of(*, correct: bool, answer: str | None, searches: int, evidence: bool | None) -> Failure:
+    """Return the class of a wrong answer, "" for a correct one. One class each, the first that applies."""
+    if correct:
+        return ""
+    if answer is None or not answer.strip():
+        return "format"
+    if not searches:
+        return "no_search"
+    if evidence is None:
+        return "evidence_unknown"
+    return "evidence_ignored" if evidence else "no_evidence"
+
+
+def is_correct(metrics: Mapping[str, float]) -> bool:
+    """Return whether the headline metric counts the answer as right."""
+    return metrics["yes_no" if "yes_no" in metrics else "em"] == 1.0

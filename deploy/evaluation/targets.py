@@ -1,0 +1,416 @@
+"""What is evaluated: a run, a checkpoint, a model folder, a Hugging Face model or an endpoint.
+
+    with serving(target, needs, options, directory, say) as served:
+        served.during(work, "evaluating")       # the processes are monitored meanwhile
+
+A run in progress is asked as it is. For a checkpoint or a model, the processes of a run without a learner are started
+with the launcher (`launch.learner=false`) and stopped at the end, on an error and on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from deploy.commands.export import model_settings
+from deploy.config import RunConfig, expand, from_tree
+from deploy.evaluation.models import ModelEndpoint, endpoint_settings, only_model
+from deploy.heartbeat import Pulse, Say, beside
+from deploy.launcher.run_dir import (
+    RESOLVED,
+    configuration_of,
+    is_held,
+    locate,
+    read_configuration,
+    read_record,
+    unique_id,
+)
+from deploy.monitor.http import ask
+from deploy.monitor.snapshot import take_snapshot
+from protocol.errors import ForayError, UserError
+from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.config import SettingsTree, read_tree, with_overrides
+from protocol.runtime.files import atomic_write, model_digest
+from protocol.runtime.net import free_port
+from rollout_server.environment.config import EnvironmentSettings
+from rollout_server.search.client import HttpSearchSettings
+
+T = TypeVar("T")
+Kind = Literal["run", "server", "checkpoint", "model", "endpoint"]
+_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_ANSWER_S = 3.0
+"""Timeout of a question to a service whether it is there, in seconds."""
+STATE = Path("state", "policy", "state.json")
+"""The policy in a checkpoint (`learner.model.export`)."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the user named. `where` is a URL for a server or an endpoint."""
+
+    kind: Kind
+    where: str
+
+    @property
+    def path(self) -> Path:
+        """Return the directory of a run, checkpoint or model."""
+        return Path(self.where)
+
+    @property
+    def name(self) -> str:
+        """Return a short name for directories of results."""
+        return re.sub(r"[^\w.-]+", "-", self.where.partition("://")[2] or self.path.absolute().name).strip("-")[:60]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the methods need. policy: the rollout server; methods: the engines themselves; search: a retriever."""
+
+    policy: bool
+    methods: bool
+    search: bool
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """Options of `foray eval` about what is started.
+
+    config, overrides  configuration of a model or checkpoint: engine, retriever, limits
+    retriever          URL of a retriever to use, instead of starting one
+    model, api         of an endpoint
+    """
+
+    config: Path | None = None
+    overrides: tuple[str, ...] = ()
+    retriever: str = ""
+    model: str = ""
+    api: Literal["chat", "completions"] = "chat"
+    concurrency: int = 64
+
+
+class During(Protocol):
+    """Run `work` in a thread and monitor processes meanwhile; `doing` returns a line about the progress."""
+
+    def __call__(self, work: Callable[[], T], doing: Callable[[], str]) -> T: ...
+
+
+def monitoring(look: Callable[[], None], say: Say) -> During:
+    """Return what runs a function while `look` is called, and prints its progress."""
+    pulse = Pulse(say)
+
+    def during(work: Callable[[], T], doing: Callable[[], str]) -> T:
+        begun = time.monotonic()
+
+        def each() -> None:
+            look()
+            pulse.beat(lambda: f"{doing()}: {time.monotonic() - begun:.0f} s so far")
+
+        return beside(work, each)
+
+    return during
+
+
+@dataclass(frozen=True)
+class Served:
+    """A target that answers.
+
+    subject      what it is, for the protocol: kind, where, model digest
+    rollout_url  rollout server for the policy's own rollouts
+    engines      READY engines for the other methods, and `model_dir` with their tokenizer
+    episode      template and limits; None if unknown
+    search       settings of the retriever's client; None if there is none
+    during       runs a function while the processes are monitored
+    """
+
+    subject: dict[str, Any]
+    during: During
+    rollout_url: str = ""
+    engines: tuple[EngineInfo, ...] = ()
+    model_dir: Path | None = None
+    config: RunConfig | None = None
+    search: HttpSearchSettings | None = None
+    endpoint: ModelEndpoint | None = None
+
+    @property
+    def episode(self) -> EnvironmentSettings | None:
+        """Return template and limits; None if unknown."""
+        return self.config.rollout.episode if self.config else None
+
+
+def find_target(where: str) -> Target:
+    """Return what `where` names: a directory, a URL, or a Hugging Face model. Raises UserError if it names nothing."""
+    if "://" in where:
+        url = where.rstrip("/")
+        return Target("endpoint" if url.endswith("/v1") else "server", url)
+    path = Path(where)
+    if (path / STATE).is_file():
+        return Target("checkpoint", where)
+    if (path / "config.json").is_file():
+        return Target("model", where)
+    if path.is_dir() and (read_record(path) or configuration_of(path)):
+        return Target("run" if _runs(path) else "checkpoint", where)
+    if not path.exists() and _HUB.fullmatch(where):
+        return Target("model", _downloaded(where))
+    raise UserError(
+        f"cannot evaluate {where}",
+        why="it is no run directory, checkpoint or model folder" if path.exists() else "it does not exist",
+        todo="give a run directory, a checkpoint, a Hugging Face folder or name, or the URL of a rollout server or of "
+        "an OpenAI-compatible endpoint (ending in /v1)",
+    )
+
+
+@contextmanager
+def serving(target: Target, needs: Needs, options: ServingOptions, directory: Path, say: Say) -> Iterator[Served]:
+    """Serve `target` inside the block; processes write below `directory`. Raises UserError or ForayError."""
+    match target.kind:
+        case "server":
+            if needs.methods:
+                raise _policy_only("a rollout server that is given by its URL")
+            alone = monitoring(lambda: None, say)
+            yield Served({"kind": "server", "where": target.where}, alone, rollout_url=target.where)
+        case "run":
+            yield _running(target, needs, options, say)
+        case "endpoint":
+            with _endpoint(target, needs, options, directory, say) as served:
+                yield served
+        case _:
+            with _started(target, needs, options, directory, say) as served:
+                yield served
+
+
+def _runs(directory: Path) -> bool:
+    """Return whether the run is in progress: its launcher is, or a rollout server that it recorded answers."""
+    if is_held(directory):
+        return True
+    for url in read_record(directory).get("rollouts") or []:
+        try:
+            ask(f"{url}/health", timeout_s=_ANSWER_S).close()
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _downloaded(name: str) -> str:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(f"{name} does not exist here", todo="pip install huggingface_hub, to download it") from None
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        return str(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # of requests, of the hub, of the file system
+        raise UserError(
+            f"{name} is no directory here, and cannot be downloaded as a Hugging Face model",
+            why=str(error).partition("\n")[0][:300],
+            todo="correct the name, or give the path of a folder",
+        ) from None
+
+
+def _policy_only(what: str) -> UserError:
+    return UserError(
+        f"only --methods policy can be evaluated on {what}",
+        why="the other methods ask its engines, whose addresses or weights are not fixed",
+        todo="evaluate one of its checkpoints: foray eval RUN_DIR/checkpoints/STEP --methods ...",
+    )
+
+
+def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) -> Served:
+    directory = target.path
+    record = read_record(directory)
+    urls = record.get("rollouts") or []
+    if not urls:
+        raise UserError(
+            f"no rollout server is recorded in {directory}", todo="give the server's URL, which is in its log"
+        )
+    if needs.methods and record.get("trains", True):
+        raise _policy_only("a run that trains")
+    found = configuration_of(directory)
+    config = from_tree(expand(read_configuration(found, directory), {})) if found else None
+    engines: tuple[EngineInfo, ...] = ()
+    if needs.methods:
+        run = locate(Namespace(given=[str(directory)], config=None))
+        engines = _ready(run.redis_url, run.run.id, directory)
+    search = config.rollout.search if config and config.rollout.search.type == "http" else None
+    if options.retriever:
+        raise UserError("--retriever cannot be used with a run in progress", todo="leave it out: the run has its own")
+    return Served(
+        {"kind": "run", "where": target.where},
+        monitoring(lambda: None, say),
+        str(urls[0]),
+        engines,
+        config.run.model if config else None,
+        config,
+        search,
+    )
+
+
+def _ready(redis_url: str, run: str, directory: Path) -> tuple[EngineInfo, ...]:
+    engines = take_snapshot(redis_url, run, directory).engines
+    ready = tuple(engine for engine in engines if engine.state is NodeState.READY)
+    if not ready:
+        raise ForayError(f"no engine of run {run} is ready")
+    return ready
+
+
+@contextmanager
+def _started(target: Target, needs: Needs, options: ServingOptions, directory: Path, say: Say) -> Iterator[Served]:
+    from deploy.launcher.launcher import Launcher
+
+    tree = _tree(target, options, say)
+    if target.kind == "checkpoint":
+        state, model = _exported(target.path, options, directory, say)
+        subject = {"kind": target.kind, "where": target.where, "checkpoint": state.parents[1].name}
+    else:
+        model = target.path
+        subject = {"kind": target.kind, "where": target.where}
+    config = serving_config(tree, model, directory / "serve", needs, options)
+    with Launcher(config, say=say) as launcher:
+        launcher.start()
+        engines = _ready(launcher.redis_url, config.run.id, launcher.directory)
+        yield Served(
+            subject | {"model": model_digest(model)[:16]},
+            launcher.during,
+            launcher.rollout_urls[0] if needs.policy else "",
+            engines,
+            model,
+            launcher.config,
+            launcher.config.rollout.search if launcher.config.rollout.search.type == "http" else None,
+        )
+
+
+def _tree(target: Target, options: ServingOptions, say: Say) -> SettingsTree:
+    """Return the configuration: the given one, else that of the run that the target belongs to, else the defaults."""
+    if options.config is not None:
+        return read_tree(options.config, options.overrides)
+    path = target.path.resolve()
+    for place in (path, path.parent, path.parent.parent):
+        if place.is_dir() and (found := configuration_of(place)) is not None:
+            say(f"configuration: {found}")
+            return with_overrides(read_configuration(found, place), options.overrides)
+    return read_tree(None, options.overrides)
+
+
+def _exported(where: Path, options: ServingOptions, directory: Path, say: Say) -> tuple[Path, Path]:
+    """Return (state, folder): the checkpoint in `where` as a model folder below `directory`, written once."""
+    from learner.model.export import export_model, find_state
+
+    initial, settings = model_settings(where, options.config)
+    if initial is None or not (initial / "config.json").is_file():
+        raise UserError(
+            f"cannot find the model that the run of {where} started from",
+            why="frozen weights, configuration and tokenizer are copied from it",
+            todo="give the run's configuration with --config FILE, and in it its present directory as run.model",
+        )
+    state = find_state(where)
+    model = directory / f"model-{state.parents[1].name}"
+    if not model.exists():
+        say(f"exporting {state.parents[1]} to {model}")
+        model.parent.mkdir(parents=True, exist_ok=True)
+        export_model(state, initial, settings, model)
+    return state, model
+
+
+def serving_config(
+    tree: SettingsTree, model: Path, directory: Path, needs: Needs, options: ServingOptions
+) -> RunConfig:
+    """Return the configuration of a run that serves `model` and has no learner: on loopback, with its own Redis."""
+    tree = copy.deepcopy(tree)
+
+    def section(name: str) -> dict[str, Any]:
+        value: dict[str, Any] = tree.setdefault(name, None) or {}
+        tree[name] = value
+        return value
+
+    # the same id each time: episodes of two runs are not mixed
+    name = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:8]
+    section("run").update(id=f"eval-{name}", dir=str(directory), model=str(model), redis_url="")
+    launch = section("launch")
+    gpus = dict(launch.get("gpus") or {}) | {"learner": []}
+    launch |= {"learner": False, "redis": "own", "secrets": None, "hardware": "", "prepare": [], "gpus": gpus}
+    launch["rollouts"] = 1 if needs.policy else 0
+    for name in ("rollout", "engine", "retriever"):
+        section(name).update(host="127.0.0.1")
+    section("rollout").update(port=0)
+    section("engine").update(port=0, id="", role="rollout", advertise="")
+    section("retriever").pop("port", None)
+    section("learner").pop("metrics_port", None)
+    search = dict(section("rollout").get("search") or {})
+    if options.retriever:
+        section("rollout")["search"] = search | {"type": "http", "urls": [options.retriever]}
+        launch["retrievers"] = 0
+    elif not needs.search:
+        section("rollout")["search"] = {"type": "none"}
+        launch["retrievers"] = 0
+    return from_tree(expand(tree, {}))
+
+
+@contextmanager
+def _endpoint(target: Target, needs: Needs, options: ServingOptions, directory: Path, say: Say) -> Iterator[Served]:
+    name = options.model or only_model(target.where)
+    endpoint = endpoint_settings(target.where, name, options.api, options.concurrency)
+    subject = {"kind": "endpoint", "where": target.where, "model": name, "api": options.api}
+    tree = read_tree(options.config, options.overrides)
+    config = from_tree(expand(tree, {})) if options.config else None
+    settings = config.rollout.search if config else HttpSearchSettings()
+    if not isinstance(settings, HttpSearchSettings):
+        settings = HttpSearchSettings()
+    if not needs.search:
+        yield Served(subject, monitoring(lambda: None, say), endpoint=endpoint)
+        return
+    if options.retriever:
+        search = settings.model_copy(update={"urls": (options.retriever,)})
+        yield Served(subject, monitoring(lambda: None, say), search=search, endpoint=endpoint)
+        return
+    if config is None or not config.num_retrievers:
+        raise UserError(
+            "the methods need a retriever",
+            todo="give --retriever URL (start one with `foray retriever --config run.yaml`), or --config run.yaml",
+        )
+    with _retriever(config, directory / "serve", say) as (url, during):
+        yield Served(subject, during, search=settings.model_copy(update={"urls": (url,)}), endpoint=endpoint)
+
+
+@contextmanager
+def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[str, During]]:
+    """Run the retriever of a configuration inside the block. Yields its URL, and what runs a function beside it."""
+    from deploy.launcher.addresses import settle
+    from deploy.launcher.plan import Addresses, plan
+    from deploy.launcher.supervisor import Readiness, Supervisor
+
+    url = f"http://127.0.0.1:{free_port()}"
+    run = config.run.model_copy(update={"dir": directory, "id": unique_id("eval")})
+    retriever = config.retriever.model_copy(update={"host": "127.0.0.1"})
+    launch = config.launch.model_copy(update={"secrets": None, "learner": False, "engines": 0, "rollouts": 0})
+    config = config.model_copy(update={"run": run, "retriever": retriever, "launch": launch})
+    addresses = Addresses("", None, (url,), ())
+    resolved = directory / RESOLVED
+    resolved.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(resolved, settle(config, addresses).to_yaml(), durable=False)
+    pulse = Pulse(say)
+    supervisor = Supervisor(
+        is_ready=Readiness("", run.id),
+        ready_s=launch.ready_s,
+        shutdown_s=launch.shutdown_s,
+        say=pulse.say,
+        beat=pulse.beat,
+    )
+
+    try:
+        names: Sequence[str] = [
+            supervisor.spawn(spec).spec.name
+            for spec in plan(config, addresses, python=sys.executable, resolved=resolved)
+        ]
+        supervisor.await_ready(names)
+        yield url, monitoring(supervisor.check, say)
+    finally:
+        supervisor.stop()

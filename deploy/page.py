@@ -1,0 +1,149 @@
+"""Static reports: a document of tables and texts, rendered for a terminal, as Markdown and as one HTML file.
+
+The HTML has no scripts and loads nothing: it can be mailed and opened anywhere. Every text is escaped, because texts
+come from models, passages and file names. Template: `templates/page.html`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from deploy.monitor.replay_view import visible
+from protocol.errors import UserError
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number with its interval, all in [0, 1]: HTML draws it as a bar. `text` is what every form prints."""
+
+    text: str
+    mean: float
+    low: float
+    high: float
+
+
+CellText = str | Measured
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. The first column is text, the others are aligned right."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[CellText, ...], ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text that HTML folds away under its title; the terminal leaves it out."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    parts: tuple[tuple[str, str], ...] = ()
+    """(kind, text) of the parts of a transcript; the kind chooses the colour: policy, environment or prompt."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a document."""
+
+    title: str
+    paragraphs: tuple[str, ...] = ()
+    table: Table | None = None
+    examples: tuple[Example, ...] = ()
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Document:
+    """A report. `facts`: (name, value) below the title."""
+
+    title: str
+    sections: tuple[Section, ...]
+    facts: tuple[tuple[str, str], ...] = field(default=())
+
+
+def without(document: Document, title: str) -> Document:
+    """Return the document without the section `title`."""
+    return replace(document, sections=tuple(section for section in document.sections if section.title != title))
+
+
+def to_html(document: Document) -> str:
+    """Return one HTML page without scripts or references. Raises UserError without jinja2."""
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError:
+        raise UserError("HTML reports need jinja2", todo="pip install 'foray[rollout]'") from None
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.tests["measured"] = lambda cell: isinstance(cell, Measured)
+    environment.filters["visible"] = lambda text: visible(str(text), newline=True)
+    return environment.get_template("page.html").render(document=document) + "\n"
+
+
+def to_markdown(document: Document) -> str:
+    """Return the document as GitHub's Markdown, without its examples."""
+    lines = [f"# {_inline(document.title)}", ""]
+    lines += [f"- {_inline(name)}: {_inline(value)}" for name, value in document.facts]
+    for section in document.sections:
+        if section.examples and not (section.table or section.paragraphs):
+            continue
+        lines += ["", f"## {_inline(section.title)}", ""]
+        lines += [paragraph for text in section.paragraphs for paragraph in (_inline(text), "")]
+        if section.table is not None:
+            lines += _markdown_table(section.table)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def to_text(document: Document) -> str:
+    """Return the document for a terminal: aligned columns, control characters replaced, without its examples."""
+    lines = [visible(document.title)]
+    for section in document.sections:
+        if section.examples and not (section.table or section.paragraphs):
+            continue
+        lines += ["", visible(section.title), *(f"  {visible(text)}" for text in section.paragraphs)]
+        if section.table is not None:
+            lines += _columns(section.table)
+    return "\n".join(lines)
+
+
+def _columns(table: Table) -> list[str]:
+    rows = [tuple(visible(text_of(cell)) for cell in row) for row in (table.header, *table.rows)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(table.header))]
+    aligned: list[Callable[[str, int], str]] = [str.ljust, *([str.rjust] * (len(widths) - 1))]
+    return [
+        "  " + "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _markdown_table(table: Table) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    rule = ["---", *(["---:"] * (len(table.header) - 1))]
+    rows = (line([_inline(text_of(cell)) for cell in row]) for row in table.rows)
+    return [line([_inline(name) for name in table.header]), line(rule), *rows]
+
+
+def text_of(cell: CellText) -> str:
+    """Return the printed form of a cell."""
+    return cell.text if isinstance(cell, Measured) else cell
+
+
+def _inline(text: str) -> str:
+    """Return the text on one line, with the characters that Markdown or HTML would interpret escaped."""
+    escaped = visible(text)
+    for character in "\\`*_[]|<":
+        escaped = escaped.replace(character, f"\\{character}" if character != "<" else "&lt;")
+    return escaped
