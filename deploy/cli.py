@@ -48,7 +48,9 @@ VERBS: dict[str, Verb] = {
     "curves": Verb("print or plot the learning curves of runs, side by side", "deploy.commands.curves"),
     "replay": Verb("print trained trajectories: what the policy wrote and what it read", "deploy.commands.replay"),
     "export": Verb("write the policy of a checkpoint as a Hugging Face model", "deploy.commands.export"),
-    "eval": Verb("evaluate the policy of a running rollout server on questions", "deploy.commands.eval"),
+    "eval": Verb(
+        "evaluate a run, checkpoint, model or endpoint on data sets, beside baselines", "deploy.commands.eval"
+    ),
     "doctor": Verb("check a machine or a configuration for problems and suggest fixes", "deploy.commands.doctor"),
     "index": Verb("build, inspect, verify, search or size a search index", "deploy.commands.index"),
     "redis": Verb("run a Redis in the foreground, with the settings that a run needs", "deploy.commands.redis"),
@@ -66,8 +68,16 @@ VERBS: dict[str, Verb] = {
 MEANT = {
     "`foray up run.yaml` trains; `foray demo` needs no configuration": ("train", "run", "start", "launch", "fit"),
     "`foray down RUN_DIR`": ("stop", "kill", "shutdown", "quit"),
-    "`foray eval RUN_DIR --questions FILE` queries a running rollout server; to serve the model elsewhere, use "
-    "`foray export RUN_DIR OUT`": ("infer", "inference", "chat", "serve", "generate", "predict", "ask", "test"),
+    "`foray eval RUN_DIR --suite FILE` asks questions; to serve the model elsewhere, use `foray export RUN_DIR OUT`": (
+        "infer",
+        "inference",
+        "chat",
+        "serve",
+        "generate",
+        "predict",
+        "ask",
+        "test",
+    ),
     "each process has a log file in RUN_DIR/logs, e.g. tail -f RUN_DIR/logs/learner.log": ("log", "logs", "tail"),
     "`foray status RUN_DIR`": ("ps", "list", "show", "runs"),
     "`foray top RUN_DIR`": ("watch", "monitor", "dashboard"),

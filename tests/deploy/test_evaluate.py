@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import http.server
 import json
 import threading
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from deploy.commands import eval as command
+from deploy.cli import main as foray
+from deploy.evaluation.store import EPISODES, read_rows
 from deploy.launcher.run_dir import write_record
 from deploy.monitor import evaluate as module
 from deploy.monitor.evaluate import RECONNECTS, Dropped, EvalScore, answered, evaluate
@@ -32,6 +32,10 @@ class Answers(http.server.BaseHTTPRequestHandler):
     script: list[tuple[str, str]]
     policy: dict[str, str]
     status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
 
     def do_POST(self) -> None:
         wanted = EpisodesRequest.model_validate_json(self.rfile.read(int(self.headers["Content-Length"])))
@@ -171,110 +175,113 @@ def test_a_missing_server_is_a_user_error() -> None:
         evaluate("http://127.0.0.1:1", [make_question(1)])
 
 
-def command_run(url: str, tmp_path: Path, **given: Any) -> int:
+def command_run(url: str, tmp_path: Path, *more: str) -> int:
+    """`foray eval` of a run directory whose rollout server is at `url`."""
     write_record(tmp_path, {"rollouts": [url]})
     lines = [json.dumps({"id": q.id, "question": q.text, "answers": q.answers}) for q in QUESTIONS]
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text("\n".join(lines))
-    args = {
-        "where": str(tmp_path),
-        "questions": questions,
-        "limit": None,
-        "n": 1,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-    }
-    args |= {"no_search": False, "concurrency": 64, "timeout": 10.0, "out": None, "resume": False, "json": True}
-    return command.run(argparse.Namespace(**args | given))
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    given = ["--suite", str(tmp_path / "questions.jsonl"), "--out", str(tmp_path / "out"), *more]
+    return foray(["eval", str(tmp_path), *given])
+
+
+def stored(tmp_path: Path) -> list[dict[str, Any]]:
+    return read_rows(tmp_path / "out")
 
 
 def test_the_command_finds_the_server_of_a_run_directory_and_names_the_version(
     server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out.jsonl"
-    assert command_run(server[0], tmp_path, limit=1, n=2, out=out) == 1, "an episode failed"
+    assert command_run(server[0], tmp_path, "--limit", "1", "--n", "2", "--json") == 1, "an episode failed"
     report = json.loads(capsys.readouterr().out)
-    assert report["questions"] == 1 and report["em"] == 1.0 and report["failed"] == 1
-    assert report["version"] == "1.5" and report["versions"] == {"1.5": 1}
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(e["index"], e["version"], e["temperature"], e["top_p"]) for e in lines] == [
-        (0, "1.5", 1.0, 1.0),
-        (1, "", 1.0, 1.0),
-    ]
-    assert command_run(server[0], tmp_path, json=False) == 0
-    assert "version      1.5\n" in capsys.readouterr().out
+    (cell,) = report["scores"]
+    assert (cell["method"], cell["data_set"], cell["episodes"], cell["failed"]) == ("policy", "questions", 2, 1)
+    assert report["versions"] == {"1.5": 1} and report["protocol"]["sampler"]["temperature"] == 0.0
+    assert [(e["index"], e["version"], e["rewards"]["em"]) for e in stored(tmp_path)] == [(0, "1.5", 1.0), (1, "", 0.0)]
+    (tmp_path / "more").mkdir()
+    assert command_run(server[0], tmp_path / "more") == 0
+    shown = capsys.readouterr().out
+    assert "policy, questions" in shown and str(tmp_path / "more" / "out" / "report.html") in shown
+    assert "Protocol" in (tmp_path / "more" / "out" / "report.md").read_text()
 
 
 def test_a_mixture_of_versions_is_called_one_and_is_no_success(
     server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server[1].script += [("1.5", "cut"), ("1.6", "summary")]
-    assert command_run(server[0], tmp_path, json=False) == 1
-    report = capsys.readouterr()
-    assert "versions     1.5 (1 episodes), 1.6 (2 episodes)" in report.out and "\nversion " not in report.out
-    assert "mixes several policy versions" in report.err
+    assert command_run(server[0], tmp_path) == 1
+    assert "of several policy versions: the scores are valid for none" in capsys.readouterr().out
 
 
-def test_resume_asks_what_the_file_does_not_answer(
+def test_resume_asks_what_is_not_stored(
     server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out.jsonl"
     server[1].script += [("1.5", "error")]
-    with pytest.raises(ForayError):
-        command_run(server[0], tmp_path, out=out)
-    assert len(out.read_text().splitlines()) == 1 and "--resume" in capsys.readouterr().err
-    with out.open("a") as file:
+    assert command_run(server[0], tmp_path) == 1
+    assert len(stored(tmp_path)) == 1 and "--resume --out" in capsys.readouterr().err
+    with (tmp_path / "out" / EPISODES).open("a") as file:
         file.write('{"question_id": "half')
-    assert command_run(server[0], tmp_path, out=out, resume=True) == 0
+    assert command_run(server[0], tmp_path, "--resume", "--json") == 0
     assert [len(asked.questions) for asked in server[1].asked] == [3, 2]
-    assert [json.loads(line)["question_id"] for line in out.read_text().splitlines()] == [q.id for q in QUESTIONS]
-    assert json.loads(capsys.readouterr().out)["episodes"] == 3
-    with pytest.raises(UserError, match=r"was written with temperature 1\.0"):
-        command_run(server[0], tmp_path, out=out, resume=True, temperature=0.0)
-    with pytest.raises(UserError, match=r"was written with top_p 1\.0"):
-        command_run(server[0], tmp_path, out=out, resume=True, top_p=0.9)
+    assert sorted(e["question_id"] for e in stored(tmp_path)) == sorted(q.id for q in QUESTIONS)
+    assert json.loads(capsys.readouterr().out)["scores"][0]["episodes"] == 3
+    assert command_run(server[0], tmp_path, "--resume", "--temperature", "1") == 2
+    assert "sampler.temperature: 0.0 and 1.0" in capsys.readouterr().err
+    assert command_run(server[0], tmp_path, "--resume", "--limit", "1") == 2, "other data"
+    assert len(server[1].asked) == 2 and len(stored(tmp_path)) == 3
 
 
-def test_resume_keeps_what_a_limit_leaves_out(server: tuple[str, type[Answers]], tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    assert command_run(server[0], tmp_path, out=out) == 0
-    assert command_run(server[0], tmp_path, out=out, resume=True, limit=1) == 0
-    assert len(server[1].asked) == 1 and len(out.read_text().splitlines()) == len(QUESTIONS)
+def test_failed_episodes_are_asked_again(server: tuple[str, type[Answers]], tmp_path: Path) -> None:
+    assert command_run(server[0], tmp_path, "--n", "2") == 1
+    assert command_run(server[0], tmp_path, "--n", "2", "--resume") == 1
+    assert [len(asked.questions) for asked in server[1].asked] == [3, 3] and len(stored(tmp_path)) == 6
 
 
 @pytest.mark.parametrize(("name", "value"), [("run", "another"), ("model", "n"), ("lineage_id", "1")])
 def test_resume_refuses_the_answers_of_another_policy(
-    server: tuple[str, type[Answers]], tmp_path: Path, name: str, value: str
+    server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: str
 ) -> None:
-    out = tmp_path / "out.jsonl"
-    assert command_run(server[0], tmp_path, out=out, limit=1) == 0
-    before = out.read_text()
+    server[1].script += [("1.5", "error")]
+    command_run(server[0], tmp_path)
+    before = stored(tmp_path)
     server[1].policy = server[1].policy | {name: value}
-    with pytest.raises(UserError, match=f"another policy: {name} "):
-        command_run(server[0], tmp_path, out=out, resume=True)
-    assert out.read_text() == before
+    assert command_run(server[0], tmp_path, "--resume") == 2
+    assert f"another policy: {name} " in capsys.readouterr().err and stored(tmp_path) == before
 
 
-@pytest.mark.parametrize("change", [{"text": "another ?"}, {"answers": ("another",)}])
-def test_resume_refuses_questions_that_were_changed(
-    server: tuple[str, type[Answers]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+def test_results_are_not_overwritten_and_are_reported_again_without_a_server(
+    server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out.jsonl"
-    assert command_run(server[0], tmp_path, out=out) == 0
-    monkeypatch.setitem(globals(), "QUESTIONS", [QUESTIONS[0].model_copy(update=change), *QUESTIONS[1:]])
-    with pytest.raises(UserError, match="another text or other answers"):
-        command_run(server[0], tmp_path, out=out, resume=True)
-
-
-def test_a_file_of_episodes_is_not_overwritten(server: tuple[str, type[Answers]], tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    assert command_run(server[0], tmp_path, out=out) == 0
-    before = out.read_text()
+    assert command_run(server[0], tmp_path) == 0
+    before = (tmp_path / "out" / EPISODES).read_bytes()
     for url in (server[0], "http://127.0.0.1:1"):
-        with pytest.raises(UserError, match="already exists"):
-            command_run(url, tmp_path, out=out)
-    assert out.read_text() == before and len(server[1].asked) == 1
-    with pytest.raises(UserError, match="no rollout server"):
-        command_run("http://127.0.0.1:1", tmp_path, out=out, resume=True, n=2)
-    assert out.read_text() == before
+        assert command_run(url, tmp_path) == 2 and "already holds results" in capsys.readouterr().err
+    assert (tmp_path / "out" / EPISODES).read_bytes() == before and len(server[1].asked) == 1
+    (tmp_path / "b").mkdir()
+    assert command_run(server[0], tmp_path / "b", "--no-search") == 0
+    out, other = str(tmp_path / "out"), str(tmp_path / "b" / "out")
+    assert foray(["eval", out, "--against", other]) == 0
+    shown = capsys.readouterr().out
+    assert "Compared with out" in shown and "search: False and True" in shown and len(server[1].asked) == 2
+    assert foray(["eval", out, "--against", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["nowhere-here"], "cannot evaluate nowhere-here"),
+        (["http://127.0.0.1:1"], "no rollout server answers"),
+        (["http://127.0.0.1:1", "--methods", "rag"], "only --methods policy"),
+        (["http://127.0.0.1:1", "--methods", "rga"], "unknown method 'rga'"),
+        (["http://127.0.0.1:1/v1"], "cannot list the models"),
+        (["http://127.0.0.1:1/v1", "--model", "m"], "the methods need a retriever"),
+        (["http://127.0.0.1:1", "--judge", "http://127.0.0.1:2/v1"], "--judge needs the name of a model"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("q.jsonl").write_text('{"id": "1", "question": "?", "answers": ["a"]}\n')
+    assert foray(["eval", *given, "--suite", "q.jsonl"]) == 2
+    assert said in capsys.readouterr().err and not Path("evaluations").exists()
+    assert foray(["eval", "http://127.0.0.1:1"]) == 2 and "no questions are given" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_an_unusable_path_is_an_error_of_three_lines(argv: list[str], capsys: py
     ("verb", "words"),
     [
         ("train", "`foray up run.yaml`"),
-        ("chat", "`foray eval RUN_DIR --questions FILE`"),
+        ("chat", "`foray eval RUN_DIR --suite FILE`"),
         ("infer", "`foray export RUN_DIR OUT`"),
         ("logs", "RUN_DIR/logs"),
         ("stop", "`foray down RUN_DIR`"),

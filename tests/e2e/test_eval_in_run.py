@@ -17,6 +17,7 @@ import pytest
 
 from deploy.cli import main as foray
 from deploy.demo.warmstart import new_model, save_model
+from deploy.evaluation.store import read_rows
 from deploy.launcher.run_dir import locate, read_record
 from deploy.monitor import status
 from deploy.monitor.snapshot import RunSnapshot
@@ -60,7 +61,7 @@ def asked(run_dir: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProc
     questions = tmp_path / "questions.jsonl"
     lines = [json.dumps({"id": f"q{n}", "question": "the mayor of x ?", "answers": ["y"]}) for n in range(QUESTIONS)]
     questions.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "deploy", "eval", str(run_dir), "--questions", str(questions), "--json", *more]
+    command = [sys.executable, "-m", "deploy", "eval", str(run_dir), "--suite", str(questions), "--json", *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
 
 
@@ -70,7 +71,7 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
     with running(tmp_path, *SMALL) as run_dir:
         wait_until(lambda: step(run_dir) >= 2, "it trains", 120)
         before = step(run_dir)
-        out = tmp_path / "out.jsonl"
+        out = tmp_path / "out"
         seen: list[tuple[str, int, list[str]]] = []
 
         def watch() -> None:
@@ -91,10 +92,10 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
         assert evaluating and {state for state, _ in evaluating} == {"training"}
         assert not any("no engine is ready" in what for _, wrong in evaluating for what in wrong)
         report = json.loads(done.stdout)
-        episodes = [json.loads(line) for line in out.read_text().splitlines()]
-        assert {e["version"] for e in episodes} == {report["version"]} and len(episodes) == QUESTIONS
-        assert report["versions"] == {report["version"]: QUESTIONS} and report["failed"] == 0
-        evaluated = int(report["version"].partition(".")[2])
+        episodes, (version,) = read_rows(out), report["versions"]
+        assert {e["version"] for e in episodes} == {version} and len(episodes) == QUESTIONS
+        assert report["versions"] == {version: QUESTIONS} and report["scores"][0]["failed"] == 0
+        evaluated = int(version.partition(".")[2])
         assert after >= before + 3, "the policy was updated several times meanwhile"
         wait_until(
             lambda: any(e.step > max(evaluated, before) for e in look(run_dir).engines), "engines load again after it"
@@ -114,7 +115,9 @@ def test_a_model_without_a_learner_is_served_evaluated_and_healthy(
             (episode,) = json.load(response)["episodes"]
         assert episode["status"] not in ("failed", "stale") and episode["version"] == "0.0"
         done = asked(run_dir, tmp_path, "--limit", "8")
-        assert done.returncode == 0 and json.loads(done.stdout)["version"] == "0.0", done.stderr
+        assert done.returncode == 0 and json.loads(done.stdout)["versions"] == {"0.0": 8}, done.stderr
+        done = asked(run_dir, tmp_path, "--limit", "8", "--methods", "direct", "rag")
+        assert done.returncode == 0 and json.loads(done.stdout)["versions"] == {"0.0": 16}, done.stderr
         wait_until(lambda: not look(run_dir).evaluations, "its end is reported", 120)
         capsys.readouterr()
         assert foray(["status", str(run_dir)]) == 0 and ": serving, healthy\n" in capsys.readouterr().out
