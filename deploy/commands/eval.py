@@ -84,7 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every episode was scored at one version, 1 if some failed or versions are mixed, 130 after Ctrl-C."""
-    from deploy.evaluation.store import EPISODES, already_there, is_result, read_protocol, read_rows
+    from deploy.evaluation.store import already_there, has_episodes, is_result, read_protocol, read_rows
     from deploy.evaluation.targets import find_target
 
     if is_result(Path(args.where)):
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     target = find_target(args.where)
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     directory = args.out or Path("evaluations") / f"{target.name}-{stamp}"
-    if (directory / EPISODES).exists() and not args.resume:
+    if has_episodes(directory) and not args.resume:
         raise already_there(directory)
     return _evaluate(target, sets, directory, args)
 
@@ -137,8 +137,9 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
                 _ask(served, methods, sets, sampler, judge, store)
             except BaseException:
                 store.close()  # what ends now was ended by the stop
-                say(f"{len(store.rows)} episodes are in {directory}")
-                say(f"continue with the same command and --resume --out {directory}")
+                if store.rows:
+                    say(f"{len(store.rows)} episodes are in {directory}")
+                    say(f"continue with the same command and --resume --out {directory}")
                 raise
             store.close()
     except RunStopped as stopped:

@@ -217,7 +217,7 @@ def _percent(value: Estimate | None) -> str:
 def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
     if isinstance(value, Mapping):
         return [leaf for key in value for leaf in _flat(value[key], f"{path}.{key}" if path else str(key))]
-    return [(path, "unknown" if value is None else str(value))]
+    return [(path, "-" if value is None else str(value))]
 
 
 def _examples(rows: Sequence[Row]) -> list[Section]:

@@ -82,16 +82,19 @@ def ask_all(
     progress: Progress,
 ) -> None:
     """Ask every question by every method, except those that `store` has complete. Raises ForayError or UserError."""
+    prompts = prompts_of(served)
+    own = [settings for settings in methods if not (settings.type == POLICY and served.rollout_url)]
+    built = {settings.type: build_method(settings, prompts) for settings in own}  # all, before the first question
     for settings in methods:
         progress.doing = settings.type
         remaining = open_questions(sets, store.rows, settings.type, sampler.n)
         progress.ended[settings.type] = sampler.n * (sum(len(s.questions) for s in sets) - len(remaining))
         if not remaining:
             continue
-        if settings.type == POLICY and served.rollout_url:
-            _ask_policy(served, remaining, sampler, store, progress)
+        if settings.type in built:
+            asyncio.run(_ask_method(served, settings, built[settings.type], remaining, sampler, store, progress))
         else:
-            asyncio.run(_ask_method(served, settings, remaining, sampler, store, progress))
+            _ask_policy(served, remaining, sampler, store, progress)
 
 
 def open_questions(sets: Sequence[DataSet], rows: Sequence[Row], method: str, n: int) -> list[tuple[str, Question]]:
@@ -168,6 +171,7 @@ def _policy_episode(episode: dict[str, Any]) -> dict[str, Any]:
 async def _ask_method(
     served: Served,
     settings: MethodSettingsBase,
+    method: Method,
     remaining: Sequence[tuple[str, Question]],
     sampler: Sampler,
     store: ResultStore,
@@ -175,7 +179,6 @@ async def _ask_method(
 ) -> None:
     import aiohttp
 
-    method = build_method(settings, prompts_of(served))
     resources = RewardResources()
     search = build_search(served.search if served.search and sampler.search else NoSearchSettings())
     places = iter([(name, question, index) for name, question in remaining for index in range(sampler.n)])

@@ -44,6 +44,12 @@ def is_result(directory: Path) -> bool:
     return (directory / PROTOCOL).is_file()
 
 
+def has_episodes(directory: Path) -> bool:
+    """Return whether `directory` holds an episode."""
+    path = directory / EPISODES
+    return path.is_file() and path.stat().st_size > 0
+
+
 def read_protocol(directory: Path) -> Protocol:
     """Return the protocol of a result. Raises UserError if it cannot be read."""
     try:
@@ -141,7 +147,7 @@ def open_store(directory: Path, protocol: Protocol, *, resume: bool) -> ResultSt
 
     Raises UserError if it holds results and `resume` is False, or results of another protocol or model.
     """
-    if not (directory / EPISODES).is_file() and not is_result(directory):
+    if not has_episodes(directory):
         return ResultStore(directory, protocol)
     if not resume:
         raise already_there(directory)

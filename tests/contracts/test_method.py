@@ -124,7 +124,7 @@ async def test_flare_retrieves_only_if_a_token_is_improbable() -> None:
     episode = episode_of(lambda prompt, call: sure[call], search)
     assert await ask("flare", episode) == "Steventon" and search.asked == []
     model: Any = episode.model
-    assert [prompt.reply for prompt in model.asked] == ["", "Emma is by Austen. "], "the second sentence is ignored"
+    assert [prompt.reply for prompt in model.asked] == ["", "Emma is by Austen."], "the second sentence is ignored"
 
 
 async def test_flare_masks_improbable_tokens_of_the_query_and_generates_the_sentence_again() -> None:
@@ -139,7 +139,7 @@ async def test_flare_masks_improbable_tokens_of_the_query_and_generates_the_sent
     assert search.asked == ["Emma is by"], "tokens below 0.4, and those after the sentence, are left out"
     model: Any = episode.model
     assert "Emma is a novel" not in model.asked[0].text and "Emma is a novel" in model.asked[1].text
-    assert model.asked[2].reply == "Emma is by Jane Austen. "
+    assert model.asked[2].reply == "Emma is by Jane Austen."
 
 
 async def test_flare_with_thresholds_0_and_1_never_and_always_retrieves() -> None:
@@ -210,5 +210,6 @@ async def test_the_demo_has_prompts_in_its_own_words_and_refuses_the_others() ->
     assert await rag("who ?", Episode(model, ScriptedSearch({}), Sampling())) == "mira tolan"
     trusted = [piece.text for piece in model.asked[0].pieces if piece.trusted]
     assert any("<search>" in text for text in trusted), "its tags are control tokens"
-    with pytest.raises(UserError, match="leave the method out"):
-        await build_method(NAMES["ircot"](type="ircot"), DEMO)("who ?", episode_of("x"))
+    for name in ("cot", "ircot", "flare"):
+        with pytest.raises(UserError, match=f"the demo prompts cannot be evaluated by {name}"):
+            build_method(NAMES[name](type=name), DEMO)

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from deploy.evaluation import methods
 from learner import weights
 from learner.config import algorithm as algorithms
 from learner.config.learner import PublishSettings
@@ -20,10 +21,11 @@ from retriever.rerank.config import RerankSettings
 from rollout_server import rewards, search, tools
 from rollout_server.tools import sandbox
 
-PRODUCT = ("learner.", "retriever.", "rollout_server.")
+PRODUCT = ("learner.", "retriever.", "rollout_server.", "deploy.")
 REGISTRIES: dict[str, tuple[Any, dict[Any, str]]] = {
     "algorithms": (algorithms.AlgorithmSettings, algorithms.REGISTRY),
     "encoders": (encoder.EncoderSettings, encoder.REGISTRY),
+    "methods": (methods.MethodSettings, methods.REGISTRY),
     "indexes": (index.IndexSettings, index.REGISTRY),
     "providers": (providers.OnlineSettings, providers.REGISTRY),
     "rerankers": (RerankSettings, rerank.REGISTRY),

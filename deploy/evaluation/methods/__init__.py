@@ -44,7 +44,13 @@ POLICY = "policy"
 
 
 def build_method(settings: MethodSettingsBase, prompts: Prompts) -> Method:
-    """Instantiate the method for `settings`."""
+    """Instantiate the method for `settings`. Raises UserError if the model has no prompts for it."""
+    if missing := [part for part in settings.prompts if not getattr(prompts, part)]:
+        raise UserError(
+            f"a model with the {prompts.name} prompts cannot be evaluated by {settings.type}",
+            why=f"its vocabulary has no words for the prompt {missing[0]!r}",
+            todo="leave the method out of --methods",
+        )
     method: Method = resolve_name(REGISTRY[type(settings)])(settings, prompts)
     return method
 

@@ -21,6 +21,8 @@ class MethodSettingsBase(Settings):
 
     searches: ClassVar[bool] = True
     """Whether the method needs a retriever."""
+    prompts: ClassVar[tuple[str, ...]] = ()
+    """Prompts that it uses (fields of `Prompts`)."""
     logprobs: ClassVar[bool] = False
     """Whether it needs token log-probs, and a model that continues its own reply."""
 

@@ -19,6 +19,7 @@ class FlareSettings(MethodSettingsBase):
     Thresholds and look-ahead are those of the authors' configuration for 2WikiMultihopQA.
     """
 
+    prompts: ClassVar[tuple[str, ...]] = ("cot", "rag_cot")
     logprobs: ClassVar[bool] = True
     type: Literal["flare"] = "flare"
     max_tokens: int = Field(default=64, ge=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from deploy.evaluation.methods.prompts import Prompts, final_answer, first_sente
 class IRCoTSettings(MethodSettingsBase):
     """Each sentence of the reasoning is the next query; its passages join those found before (arXiv:2212.10509)."""
 
+    prompts: ClassVar[tuple[str, ...]] = ("next_step",)
     type: Literal["ircot"] = "ircot"
     max_tokens: int = Field(default=100, ge=1)
     """Maximum tokens of a sentence."""

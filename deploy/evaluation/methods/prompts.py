@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.evaluation.models import Piece, Prompt
-from protocol.errors import UserError
 from protocol.search import Passage
 from rollout_server.environment.actions import AnswerAction, escape_tags, parse
 from rollout_server.environment.prompts import demo, search_r1
@@ -51,14 +50,8 @@ class Prompts:
     tagged: bool = False
 
     def fill(self, part: str, question: str, passages: Sequence[Passage] = (), thoughts: str = "") -> Prompt:
-        """Return the prompt `part` for a question. Raises UserError if this family has none."""
+        """Return the prompt `part`, which this family has, for a question."""
         pattern: str = getattr(self, part)
-        if not pattern:
-            raise UserError(
-                f"a model with the {self.name} prompts cannot be evaluated with this method",
-                why=f"it has no prompt {part!r}: its vocabulary has no words for it",
-                todo="leave the method out of --methods",
-            )
         found = self.template.format_passages(passages) if passages else self.template.empty
         values = {"question": question.strip(), "passages": escape_tags(found), "thoughts": thoughts}
         pieces, at = [], 0

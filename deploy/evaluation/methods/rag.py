@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from deploy.evaluation.methods.prompts import Prompts
 class NaiveRAGSettings(MethodSettingsBase):
     """One search with the question, then an answer from its passages (arXiv:2005.11401)."""
 
+    prompts: ClassVar[tuple[str, ...]] = ("rag",)
     type: Literal["rag"] = "rag"
     max_tokens: int = Field(default=64, ge=1)
     """Maximum tokens of the answer."""
@@ -33,6 +34,7 @@ class NaiveRAG:
 class IterRetGenSettings(MethodSettingsBase):
     """Alternate retrieval and generation: each search is the question with the last generation (arXiv:2305.15294)."""
 
+    prompts: ClassVar[tuple[str, ...]] = ("rag_cot",)
     type: Literal["iter_retgen"] = "iter_retgen"
     iterations: int = Field(default=3, ge=1)
     """Rounds of a search and a generation. 3: the default of FlashRAG, with which ReSearch's baselines were run."""

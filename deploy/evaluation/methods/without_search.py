@@ -14,6 +14,7 @@ class DirectSettings(MethodSettingsBase):
     """The model answers from its own knowledge."""
 
     searches: ClassVar[bool] = False
+    prompts: ClassVar[tuple[str, ...]] = ("direct",)
     type: Literal["direct"] = "direct"
     max_tokens: int = Field(default=64, ge=1)
     """Maximum tokens of the answer."""
@@ -36,6 +37,7 @@ class ChainOfThoughtSettings(MethodSettingsBase):
     """The model reasons in words before it answers, from its own knowledge (arXiv:2205.11916)."""
 
     searches: ClassVar[bool] = False
+    prompts: ClassVar[tuple[str, ...]] = ("cot",)
     type: Literal["cot"] = "cot"
 
 

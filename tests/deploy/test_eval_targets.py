@@ -1,0 +1,87 @@
+"""What `foray eval` evaluates, and the configuration of what it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.evaluation.targets import STATE, Needs, ServingOptions, find_target, serving_config
+from deploy.launcher.run_dir import write_record
+from protocol.errors import UserError
+from protocol.runtime.config import SettingsTree, read_tree
+from rollout_server.search.base import NoSearchSettings
+
+EVERYTHING = Needs(policy=True, methods=True, search=True)
+
+
+def test_a_target_is_known_by_its_files_or_its_url(tmp_path: Path, run_files: Path) -> None:
+    checkpoint = tmp_path / "step_4.e1"
+    (checkpoint / STATE).parent.mkdir(parents=True)
+    (checkpoint / STATE).write_text("{}")
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    write_record(stopped, {"rollouts": ["http://127.0.0.1:1"]})
+    kinds = {
+        str(checkpoint): "checkpoint",
+        str(stopped): "checkpoint",
+        str(run_files / "model"): "model",
+        "http://host:1/": "server",
+        "https://host/v1/": "endpoint",
+    }
+    assert {where: find_target(where).kind for where in kinds} == kinds
+    assert find_target("https://host:8/v1").name == "host-8-v1" and find_target(str(checkpoint)).name == "step_4.e1"
+    for where in (str(tmp_path), str(tmp_path / "none" / "x")):
+        with pytest.raises(UserError, match="cannot evaluate"):
+            find_target(where)
+
+
+def test_the_state_of_a_checkpoint_is_where_the_learner_writes_it() -> None:
+    from learner.checkpoint.checkpoint import STATE as FOLDER
+    from learner.engine.state import INDEX
+    from learner.trainer.models import POLICY
+
+    assert Path(FOLDER, POLICY, INDEX) == STATE
+
+
+def tree() -> SettingsTree:
+    found = read_tree(
+        None,
+        [
+            *("run.id=mine", "run.redis_url=redis://elsewhere:6379/0", "learner.metrics_port=9000", "run.seed=7"),
+            *("rollout.host=0.0.0.0", "rollout.port=80", "engine.host=0.0.0.0", "engine.port=81", "engine.role=eval"),
+            *("retriever.host=0.0.0.0", "retriever.port=82", "launch.engines=3", "launch.retrievers=2"),
+            *("launch.secrets=secrets", "launch.gpus.learner=[1]", "launch.gpus.engines=[0]", "rollout.search.topk=5"),
+        ],
+    )
+    return found
+
+
+def test_what_is_started_listens_on_loopback_has_no_learner_and_its_own_redis(tmp_path: Path) -> None:
+    given = tree()
+    config = serving_config(given, tmp_path / "m", tmp_path / "serve", EVERYTHING, ServingOptions())
+    assert not config.launch.learner and config.launch.redis == "own" and config.launch.secrets is None
+    assert (config.run.model, config.run.dir, config.run.redis_url) == (tmp_path / "m", tmp_path / "serve", "")
+    assert {config.rollout.host, config.engine.host, config.retriever.host} == {"127.0.0.1"}
+    assert (config.rollout.port, config.engine.port, config.engine.role) == (0, 0, "rollout")
+    assert "port" not in config.retriever.model_fields_set
+    assert (config.launch.engines, config.launch.rollouts, config.num_retrievers) == (3, 1, 2), "as in the run"
+    assert config.launch.gpus.engines == (0,) and config.launch.gpus.learner == ()
+    assert config.run.seed == 7 and config.rollout.search.model_dump()["topk"] == 5
+    again = serving_config(given, tmp_path / "m", tmp_path / "serve", EVERYTHING, ServingOptions())
+    assert again.run.id == config.run.id != "mine", "a resume has the same policy"
+    assert given == tree(), "the given tree is not changed"
+
+
+def test_only_what_the_methods_need_is_started(tmp_path: Path) -> None:
+    def made(needs: Needs, options: ServingOptions = ServingOptions()) -> tuple[int, int]:  # noqa: B008 (immutable)
+        config = serving_config(tree(), tmp_path, tmp_path / "s", needs, options)
+        assert needs.search or isinstance(config.rollout.search, NoSearchSettings)
+        return config.launch.rollouts, config.num_retrievers
+
+    assert made(Needs(policy=False, methods=True, search=False)) == (0, 0)
+    assert made(Needs(policy=True, methods=False, search=False)) == (1, 0)
+    options = ServingOptions(retriever="http://host:8000")
+    assert made(EVERYTHING, options) == (1, 0)
+    config = serving_config(tree(), tmp_path, tmp_path / "s", EVERYTHING, options)
+    assert config.rollout.search.model_dump()["urls"] == ("http://host:8000",)
