@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
+from protocol.settings import SECTIONS
 
 if TYPE_CHECKING:
     from deploy.evaluation.methods.base import MethodSettingsBase
@@ -84,6 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every episode was scored at one version, 1 if some failed or versions are mixed, 130 after Ctrl-C."""
+    _separate_overrides(args)
     from deploy.evaluation.store import already_there, has_episodes, is_result, read_protocol, read_rows
     from deploy.evaluation.targets import find_target
 
@@ -103,6 +106,15 @@ def run(args: argparse.Namespace) -> int:
     if has_episodes(directory) and not args.resume:
         raise already_there(directory)
     return _evaluate(target, sets, directory, args)
+
+
+def _separate_overrides(args: argparse.Namespace) -> None:
+    """Move settings from the flags that take several words to the overrides: `--methods rag launch.engines=2`."""
+    for name in ("suite", "methods", "against"):
+        words = getattr(args, name) or []
+        settings = [str(word) for word in words if re.match(rf"({'|'.join(SECTIONS)})\.[\w.]+=", str(word))]
+        setattr(args, name, [word for word in words if str(word) not in settings])
+        args.overrides = [*args.overrides, *settings]
 
 
 def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argparse.Namespace) -> int:
@@ -184,7 +196,7 @@ def _protocol(
 
     prompts = protocol.digest(vars(prompts_of(served)))
     template = protocol.template_of(served.episode)
-    own = {POLICY: {"template": template}} if served.rollout_url else {}
+    own: dict[str, dict[str, Any]] = {POLICY: {"template": template}} if served.rollout_url else {}
     return {
         "format": protocol.FORMAT,
         "foray": foray_version(),

@@ -273,6 +273,7 @@ def test_results_are_not_overwritten_and_are_reported_again_without_a_server(
         (["http://127.0.0.1:1", "--methods", "rag"], "only --methods policy"),
         (["http://127.0.0.1:1", "--methods", "rga"], "unknown method 'rga'"),
         (["http://127.0.0.1:1/v1"], "cannot list the models"),
+        ([".", "--methods", "rag", "launch.engines=2"], "cannot evaluate ."),
         (["http://127.0.0.1:1/v1", "--model", "m"], "the methods need a retriever"),
         (["http://127.0.0.1:1", "--judge", "http://127.0.0.1:2/v1"], "--judge needs the name of a model"),
     ],
