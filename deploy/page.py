@@ -30,7 +30,7 @@ CellText = str | Measured
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table. The first column is text, the others are aligned right."""
 
     header: tuple[str, ...]
@@ -53,13 +53,13 @@ class Section:
 
     title: str
     paragraphs: tuple[str, ...] = ()
-    table: Table | None = None
+    table: ReportTable | None = None
     examples: tuple[Example, ...] = ()
     warning: bool = False
 
 
 @dataclass(frozen=True)
-class Document:
+class Report:
     """A report. `facts`: (name, value) below the title."""
 
     title: str
@@ -67,12 +67,12 @@ class Document:
     facts: tuple[tuple[str, str], ...] = field(default=())
 
 
-def without(document: Document, title: str) -> Document:
+def without(document: Report, title: str) -> Report:
     """Return the document without the section `title`."""
     return replace(document, sections=tuple(section for section in document.sections if section.title != title))
 
 
-def to_html(document: Document) -> str:
+def to_html(document: Report) -> str:
     """Return one HTML page without scripts or references. Raises UserError without jinja2."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -91,7 +91,7 @@ def to_html(document: Document) -> str:
     return environment.get_template("page.html").render(document=document) + "\n"
 
 
-def to_markdown(document: Document) -> str:
+def to_markdown(document: Report) -> str:
     """Return the document as GitHub's Markdown, without its examples."""
     lines = [f"# {_inline(document.title)}", ""]
     lines += [f"- {_inline(name)}: {_inline(value)}" for name, value in document.facts]
@@ -105,7 +105,7 @@ def to_markdown(document: Document) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def to_text(document: Document) -> str:
+def to_text(document: Report) -> str:
     """Return the document for a terminal: aligned columns, control characters replaced, without its examples."""
     lines = [visible(document.title)]
     for section in document.sections:
@@ -117,7 +117,7 @@ def to_text(document: Document) -> str:
     return "\n".join(lines)
 
 
-def _columns(table: Table) -> list[str]:
+def _columns(table: ReportTable) -> list[str]:
     rows = [tuple(visible(text_of(cell)) for cell in row) for row in (table.header, *table.rows)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.header))]
     aligned: list[Callable[[str, int], str]] = [str.ljust, *([str.rjust] * (len(widths) - 1))]
@@ -127,7 +127,7 @@ def _columns(table: Table) -> list[str]:
     ]
 
 
-def _markdown_table(table: Table) -> list[str]:
+def _markdown_table(table: ReportTable) -> list[str]:
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"
 

@@ -25,7 +25,7 @@ from protocol.settings import SECTIONS
 if TYPE_CHECKING:
     from deploy.evaluation.methods.base import MethodSettingsBase
     from deploy.evaluation.report import Other
-    from deploy.evaluation.runner import Sampler
+    from deploy.evaluation.runner import AskOptions
     from deploy.evaluation.store import ResultStore
     from deploy.evaluation.suites import DataSet
     from deploy.evaluation.summary import Summary
@@ -119,14 +119,14 @@ def _separate_overrides(args: argparse.Namespace) -> None:
 
 def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argparse.Namespace) -> int:
     from deploy.evaluation.methods import POLICY, parse_methods
-    from deploy.evaluation.runner import Sampler
+    from deploy.evaluation.runner import AskOptions
     from deploy.evaluation.store import open_store
     from deploy.evaluation.targets import Needs, ServingOptions, serving
     from deploy.launcher.launcher import RunStopped
     from deploy.launcher.process import ProcessFailed
 
     methods, judge = parse_methods(args.methods), _judge(args)
-    sampler = Sampler(
+    sampler = AskOptions(
         *(args.n, args.temperature, args.top_p, args.top_k, not args.no_search),
         concurrency=max(1, args.concurrency),
         timeout_s=args.timeout,
@@ -166,7 +166,7 @@ def _ask(
     served: Served,
     methods: list[MethodSettingsBase],
     sets: list[DataSet],
-    sampler: Sampler,
+    sampler: AskOptions,
     judge: JudgeSettings | None,
     store: ResultStore,
 ) -> None:
@@ -186,7 +186,7 @@ def _protocol(
     served: Served,
     methods: list[MethodSettingsBase],
     sets: list[DataSet],
-    sampler: Sampler,
+    sampler: AskOptions,
     judge: JudgeSettings | None,
 ) -> dict[str, Any]:
     from deploy.cli import foray_version

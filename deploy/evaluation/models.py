@@ -41,7 +41,7 @@ class EpisodeFailed(ForayError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptPiece:
     """A part of a prompt. trusted: Foray's own text, in which control tokens are recognised."""
 
     text: str
@@ -49,13 +49,13 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ModelPrompt:
     """One user message (or plain text, if the model has no chat template or `chat` is False), and how the reply starts.
 
     reply  text that the model has written already: it continues there
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptPiece, ...]
     chat: bool = True
     reply: str = ""
 
@@ -88,12 +88,14 @@ class LanguageModel(Protocol):
 
     has_logprobs: bool
 
-    async def complete(self, prompt: Prompt, *, max_tokens: int, stop: Sequence[str], sampling: Sampling) -> Generated:
+    async def complete(
+        self, prompt: ModelPrompt, *, max_tokens: int, stop: Sequence[str], sampling: Sampling
+    ) -> Generated:
         """Continue `prompt`. Raises EpisodeFailed."""
         ...
 
 
-def encode(prompt: Prompt, tokenizer: TrajectoryTokenizer) -> list[int]:
+def encode(prompt: ModelPrompt, tokenizer: TrajectoryTokenizer) -> list[int]:
     """Return the token ids of a prompt. Only trusted pieces produce control tokens, besides the chat template's."""
     reply = tokenizer.encode_untrusted(prompt.reply) if prompt.reply else []
     if prompt.chat:
@@ -148,7 +150,9 @@ class EngineModel:
             ]
         )
 
-    async def complete(self, prompt: Prompt, *, max_tokens: int, stop: Sequence[str], sampling: Sampling) -> Generated:
+    async def complete(
+        self, prompt: ModelPrompt, *, max_tokens: int, stop: Sequence[str], sampling: Sampling
+    ) -> Generated:
         """Continue `prompt`. Raises EpisodeFailed."""
         ids = encode(prompt, self._tokenizer)
         limit = min(max_tokens, self._max_context - len(ids))
@@ -206,7 +210,9 @@ class EndpointModel:
         self._endpoint = JsonEndpoint(settings, "/chat/completions" if self._chat else "/completions", resources)
         self.has_logprobs = not self._chat
 
-    async def complete(self, prompt: Prompt, *, max_tokens: int, stop: Sequence[str], sampling: Sampling) -> Generated:
+    async def complete(
+        self, prompt: ModelPrompt, *, max_tokens: int, stop: Sequence[str], sampling: Sampling
+    ) -> Generated:
         """Continue `prompt`. Raises EpisodeFailed."""
         if self._chat and prompt.reply:
             raise EpisodeFailed("unsupported", "a chat endpoint does not continue a reply")

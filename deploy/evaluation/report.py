@@ -13,7 +13,7 @@ from deploy.evaluation.scoring import FAILURES
 from deploy.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
 from deploy.evaluation.store import Row
 from deploy.evaluation.summary import METRICS, REFERENCE, Cell, Comparison, Summary, compare
-from deploy.page import Document, Example, Measured, Section, Table
+from deploy.page import Example, Measured, Report, ReportTable, Section
 
 EXAMPLES = 5
 """Examples of each class of failure."""
@@ -36,7 +36,7 @@ class Other:
 
 def document_of(
     name: str, protocol: Protocol, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
-) -> Document:
+) -> Report:
     """Return the report of a result, with comparisons to other results."""
     sections = [
         *_warnings(summary),
@@ -46,14 +46,14 @@ def document_of(
         Section("Wrong answers by cause", tuple(f"{k}: {v}." for k, v in FAILURES.items()), _failures(summary.cells)),
         Section("Cost per question", (), _costs(summary.cells)),
         *_published(summary),
-        Section("Protocol", (), Table(("setting", "value"), tuple(_flat(protocol)))),
+        Section("Protocol", (), ReportTable(("setting", "value"), tuple(_flat(protocol)))),
         *_examples(rows),
     ]
     subject = protocol["subject"]
     facts = [(key, str(value)) for key, value in subject.items() if value]
     if summary.versions:
         facts.append(("policy version", ", ".join(f"{v or 'unknown'} ({n})" for v, n in summary.versions.items())))
-    return Document(f"Evaluation of {name}", tuple(sections), tuple(facts))
+    return Report(f"Evaluation of {name}", tuple(sections), tuple(facts))
 
 
 def to_json(
@@ -107,7 +107,7 @@ def _warnings(summary: Summary) -> list[Section]:
     return [Section("Warnings", tuple(found), warning=True)] if found else []
 
 
-def _scores(summary: Summary) -> Table:
+def _scores(summary: Summary) -> ReportTable:
     shown = [metric for metric in METRICS if any(metric in cell.metrics for cell in summary.cells)]
     rows = [
         (f"{cell.method}, {cell.data_set}", str(_questions(cell)), *(_measured(cell.metrics.get(m)) for m in shown))
@@ -121,7 +121,7 @@ def _scores(summary: Summary) -> Table:
         )
         for method, found in summary.averages.items()
     ]
-    return Table(("method, data set", "questions", *(NAMES[metric] for metric in shown)), tuple(rows))
+    return ReportTable(("method, data set", "questions", *(NAMES[metric] for metric in shown)), tuple(rows))
 
 
 def _questions(cell: Cell) -> int:
@@ -143,7 +143,7 @@ def _compared(title: str, comparisons: Sequence[Comparison], notes: Sequence[str
         for c in comparisons
     )
     header = ("first -> second", "data set", "metric", "questions", "difference", "interval", "p")
-    return [Section(title, (*notes, TESTS), Table(header, rows), warning=bool(notes))]
+    return [Section(title, (*notes, TESTS), ReportTable(header, rows), warning=bool(notes))]
 
 
 def _tested(test: PairedTest) -> tuple[str, str, str]:
@@ -172,15 +172,15 @@ def _against(name: str, protocol: Protocol, rows: Sequence[Row], other: Other) -
     return found or [Section(f"Compared with {other.name}", ("The two have no question in common.",), warning=True)]
 
 
-def _failures(cells: Sequence[Cell]) -> Table:
+def _failures(cells: Sequence[Cell]) -> ReportTable:
     rows = tuple(
         (f"{cell.method}, {cell.data_set}", *(str(cell.failures.get(name, 0)) for name in FAILURES), str(cell.failed))
         for cell in cells
     )
-    return Table(("method, data set", *(name.replace("_", " ") for name in FAILURES), "failed"), rows)
+    return ReportTable(("method, data set", *(name.replace("_", " ") for name in FAILURES), "failed"), rows)
 
 
-def _costs(cells: Sequence[Cell]) -> Table:
+def _costs(cells: Sequence[Cell]) -> ReportTable:
     rows = tuple(
         (
             f"{cell.method}, {cell.data_set}",
@@ -191,7 +191,7 @@ def _costs(cells: Sequence[Cell]) -> Table:
         )
         for cell in cells
     )
-    return Table(("method, data set", "searches", "tokens generated", "tokens read", "seconds"), rows)
+    return ReportTable(("method, data set", "searches", "tokens generated", "tokens read", "seconds"), rows)
 
 
 def _published(summary: Summary) -> list[Section]:
@@ -207,7 +207,7 @@ def _published(summary: Summary) -> list[Section]:
     ]
     sources = dict.fromkeys(row.source for row in published)
     notes = ("EM in percent. Conditions differ from this result's: context, not a comparison.", *sources)
-    return [Section("Published results", notes, Table(("system", *sets), tuple(rows)))]
+    return [Section("Published results", notes, ReportTable(("system", *sets), tuple(rows)))]
 
 
 def _percent(value: Estimate | None) -> str:

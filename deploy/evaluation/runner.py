@@ -39,7 +39,7 @@ JUDGED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Sampler:
+class AskOptions:
     """How each question is asked. `n`: episodes per question; temperature 0 is greedy; search False: empty results."""
 
     n: int = 1
@@ -77,7 +77,7 @@ def ask_all(
     served: Served,
     methods: Sequence[MethodSettingsBase],
     sets: Sequence[DataSet],
-    sampler: Sampler,
+    sampler: AskOptions,
     store: ResultStore,
     progress: Progress,
 ) -> None:
@@ -125,7 +125,11 @@ def row_of(data_set: str, question: Question, method: str, index: int, found: di
 
 
 def _ask_policy(
-    served: Served, remaining: Sequence[tuple[str, Question]], sampler: Sampler, store: ResultStore, progress: Progress
+    served: Served,
+    remaining: Sequence[tuple[str, Question]],
+    sampler: AskOptions,
+    store: ResultStore,
+    progress: Progress,
 ) -> None:
     # ids are unique within one data set only
     by_id = {str(number): pair for number, pair in enumerate(remaining)}
@@ -173,7 +177,7 @@ async def _ask_method(
     settings: MethodSettingsBase,
     method: Method,
     remaining: Sequence[tuple[str, Question]],
-    sampler: Sampler,
+    sampler: AskOptions,
     store: ResultStore,
     progress: Progress,
 ) -> None:

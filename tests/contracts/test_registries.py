@@ -13,6 +13,7 @@ from learner.config import algorithm as algorithms
 from learner.config.learner import PublishSettings
 from learner.config.trackers import TrackerSettings
 from learner.observability import trackers
+from protocol.settings import union_of
 from retriever import rerank
 from retriever.backends.web import config as providers
 from retriever.encoder import config as encoder
@@ -25,7 +26,7 @@ PRODUCT = ("learner.", "retriever.", "rollout_server.", "deploy.")
 REGISTRIES: dict[str, tuple[Any, dict[Any, str]]] = {
     "algorithms": (algorithms.AlgorithmSettings, algorithms.REGISTRY),
     "encoders": (encoder.EncoderSettings, encoder.REGISTRY),
-    "methods": (methods.MethodSettings, methods.REGISTRY),
+    "methods": (union_of(methods.REGISTRY), methods.REGISTRY),
     "indexes": (index.IndexSettings, index.REGISTRY),
     "providers": (providers.OnlineSettings, providers.REGISTRY),
     "rerankers": (RerankSettings, rerank.REGISTRY),

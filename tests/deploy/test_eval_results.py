@@ -16,7 +16,7 @@ from deploy.evaluation.report import Other, document_of, to_json
 from deploy.evaluation.statistics import interval, paired_test
 from deploy.evaluation.store import EPISODES, PROTOCOL, ResultStore, key_of, open_store, read_protocol, read_rows
 from deploy.evaluation.summary import compare, summarise
-from deploy.page import Document, Section, Table, to_html, to_markdown, to_text
+from deploy.page import Report, ReportTable, Section, to_html, to_markdown, to_text
 from protocol.errors import UserError
 from tests.support.eval_rows import make_protocol, make_row
 
@@ -197,7 +197,7 @@ def test_differences_name_each_value_and_compare_only_what_both_have() -> None:
 HOSTILE = '<script>alert(1)</script>| `x` \x1b[2J "&\u202e'
 
 
-def hostile_document() -> Document:
+def hostile_document() -> Report:
     rows = [
         make_row(n, right=n > 1, text=HOSTILE, golds=(HOSTILE,), segments=[{"owner": '"><b>', "text": HOSTILE}])
         for n in range(4)
@@ -276,7 +276,7 @@ def test_the_numbers_are_json_without_nan() -> None:
 
 
 def test_a_document_without_tables_is_rendered() -> None:
-    document = Document("t", (Section("s", ("p",)), Section("e", table=Table(("a",), ()))))
+    document = Report("t", (Section("s", ("p",)), Section("e", table=ReportTable(("a",), ()))))
     assert (
         "<h1>t</h1>" in to_html(document) and to_markdown(document).startswith("# t\n") and "  p" in to_text(document)
     )

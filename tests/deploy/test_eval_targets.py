@@ -51,7 +51,12 @@ def tree() -> SettingsTree:
             *("run.id=mine", "run.redis_url=redis://elsewhere:6379/0", "learner.metrics_port=9000", "run.seed=7"),
             *("rollout.host=0.0.0.0", "rollout.port=80", "engine.host=0.0.0.0", "engine.port=81", "engine.role=eval"),
             *("retriever.host=0.0.0.0", "retriever.port=82", "launch.engines=3", "launch.retrievers=2"),
-            *("launch.secrets=secrets", "launch.gpus.learner=[1]", "launch.gpus.engines=[0]", "rollout.search.topk=5"),
+            *(
+                "launch.secrets=secrets",
+                "launch.gpus.learner=[1]",
+                "launch.gpus.engines=[0]",
+                "rollout.search={type: http, topk: 5}",
+            ),
         ],
     )
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from deploy.evaluation.models import Generated, Prompt, cut_at_stop
+from deploy.evaluation.models import Generated, ModelPrompt, cut_at_stop
 from protocol.messages import Sampling
 from protocol.search import Passage
 from rollout_server.search.base import SearchResult
@@ -19,11 +19,13 @@ class ScriptedModel:
 
     has_logprobs = True
 
-    def __init__(self, reply: Callable[[Prompt, int], Reply]) -> None:
+    def __init__(self, reply: Callable[[ModelPrompt, int], Reply]) -> None:
         self._reply = reply
-        self.asked: list[Prompt] = []
+        self.asked: list[ModelPrompt] = []
 
-    async def complete(self, prompt: Prompt, *, max_tokens: int, stop: Sequence[str], sampling: Sampling) -> Generated:
+    async def complete(
+        self, prompt: ModelPrompt, *, max_tokens: int, stop: Sequence[str], sampling: Sampling
+    ) -> Generated:
         self.asked.append(prompt)
         said = self._reply(prompt, len(self.asked) - 1)
         tokens = [(said, 1.0)] if isinstance(said, str) else list(said)

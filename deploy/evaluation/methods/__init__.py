@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -16,16 +15,15 @@ from pydantic import TypeAdapter, ValidationError
 from deploy.evaluation.methods.base import Method, MethodSettingsBase
 from deploy.evaluation.methods.flare import FlareSettings
 from deploy.evaluation.methods.ircot import IRCoTSettings
-from deploy.evaluation.methods.policy import PolicySettings
+from deploy.evaluation.methods.policy import PolicyMethodSettings
 from deploy.evaluation.methods.prompts import Prompts
 from deploy.evaluation.methods.rag import IterRetGenSettings, NaiveRAGSettings
 from deploy.evaluation.methods.without_search import ChainOfThoughtSettings, DirectSettings
 from protocol.errors import UserError
 from protocol.runtime.settings_errors import explain, suggest
-from protocol.settings import union_of
 
 REGISTRY: dict[type[MethodSettingsBase], str] = {
-    PolicySettings: "deploy.evaluation.methods.policy:PolicyOverMessages",
+    PolicyMethodSettings: "deploy.evaluation.methods.policy:PolicyOverMessages",
     DirectSettings: "deploy.evaluation.methods.without_search:Direct",
     ChainOfThoughtSettings: "deploy.evaluation.methods.without_search:ChainOfThought",
     NaiveRAGSettings: "deploy.evaluation.methods.rag:NaiveRAG",
@@ -35,17 +33,13 @@ REGISTRY: dict[type[MethodSettingsBase], str] = {
 }
 """Settings class -> "module:Class"; the class takes the settings and the prompts."""
 
-if TYPE_CHECKING:
-    MethodSettings = MethodSettingsBase
-else:
-    MethodSettings = union_of(REGISTRY)
 NAMES: dict[str, type[MethodSettingsBase]] = {kind.model_fields["type"].default: kind for kind in REGISTRY}
 POLICY = "policy"
 
 
 def build_method(settings: MethodSettingsBase, prompts: Prompts) -> Method:
     """Instantiate the method for `settings`. Raises UserError if the model has no prompts for it."""
-    if missing := [part for part in settings.prompts if not getattr(prompts, part)]:
+    if missing := [part for part in settings.prompts if part not in prompts.parts]:
         raise UserError(
             f"a model with the {prompts.name} prompts cannot be evaluated by {settings.type}",
             why=f"its vocabulary has no words for the prompt {missing[0]!r}",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 
-from deploy.evaluation.models import EpisodeFailed, Generated, LanguageModel, Prompt
+from deploy.evaluation.models import EpisodeFailed, Generated, LanguageModel, ModelPrompt
 from protocol.messages import Sampling
 from protocol.search import Passage
 from protocol.settings import Settings
@@ -51,7 +51,7 @@ class Episode:
         """Return the time since the episode began."""
         return time.monotonic() - self.began
 
-    async def generate(self, prompt: Prompt, *, max_tokens: int, stop: Sequence[str] = ()) -> Generated:
+    async def generate(self, prompt: ModelPrompt, *, max_tokens: int, stop: Sequence[str] = ()) -> Generated:
         """Continue `prompt`. Raises EpisodeFailed."""
         return self.record(
             prompt.text, await self.model.complete(prompt, max_tokens=max_tokens, stop=stop, sampling=self.sampling)

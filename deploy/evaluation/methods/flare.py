@@ -10,7 +10,7 @@ from pydantic import Field
 
 from deploy.evaluation.methods.base import Episode, MethodSettingsBase
 from deploy.evaluation.methods.prompts import Prompts, final_answer, first_sentence
-from deploy.evaluation.models import Generated, Prompt
+from deploy.evaluation.models import Generated, ModelPrompt
 
 
 class FlareSettings(MethodSettingsBase):
@@ -57,8 +57,8 @@ class Flare:
                 return answer
         return None
 
-    async def _continue(self, prompt: Prompt, reply: str, episode: Episode) -> Generated:
-        prompt = Prompt(prompt.pieces, prompt.chat, reply)
+    async def _continue(self, prompt: ModelPrompt, reply: str, episode: Episode) -> Generated:
+        prompt = ModelPrompt(prompt.pieces, prompt.chat, reply)
         return await episode.generate(prompt, max_tokens=self._settings.max_tokens, stop=self._prompts.stops)
 
 

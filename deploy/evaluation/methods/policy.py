@@ -14,7 +14,7 @@ from deploy.evaluation.models import EndpointModel, EpisodeFailed, Generated
 from rollout_server.environment.actions import AnswerAction, SearchAction, escape_tags, parse
 
 
-class PolicySettings(MethodSettingsBase):
+class PolicyMethodSettings(MethodSettingsBase):
     """The policy itself: reasons, searches and answers in the tags of its template.
 
     `max_tokens` and `turns` are used for endpoints; elsewhere the limits of `rollout.episode` are used.
@@ -30,7 +30,7 @@ class PolicySettings(MethodSettingsBase):
 class PolicyOverMessages:
     """The loop of the template over an endpoint: user, assistant with an action, user with the observation, ..."""
 
-    def __init__(self, settings: PolicySettings, prompts: Prompts) -> None:
+    def __init__(self, settings: PolicyMethodSettings, prompts: Prompts) -> None:
         self._settings, self._template = settings, prompts.template
 
     async def __call__(self, question: str, episode: Episode) -> str | None:

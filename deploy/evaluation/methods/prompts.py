@@ -7,10 +7,10 @@ model knows a hundred words and no instructions, so it has its own prompts in th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.evaluation.models import Piece, Prompt
+from deploy.evaluation.models import ModelPrompt, PromptPiece
 from protocol.search import Passage
 from rollout_server.environment.actions import AnswerAction, escape_tags, parse
 from rollout_server.environment.prompts import demo, search_r1
@@ -25,41 +25,40 @@ _SENTENCE = re.compile(r"(?<=[a-z0-9\"')\]]{2})[.!?][\"')\]]*(?=\s)|\n+")
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of one family of models; "" where it has none.
+    """The prompts of one family of models.
 
+    parts       by name; a method is refused if one that it uses is absent
+    chat        wrap the prompt as a user message, if the model has a chat template
+    template    format of passages
+    stops       strings that end an answer
+    tagged      the answer is between the tags of `template`; otherwise it is plain text
+
+    The parts, and where their procedures come from:
     direct      answer from knowledge. Brown et al., Language Models are Few-Shot Learners, arXiv:2005.14165
     cot         reason first. Kojima et al., Large Language Models are Zero-Shot Reasoners, arXiv:2205.11916
     rag         answer from passages. Lewis et al., Retrieval-Augmented Generation, arXiv:2005.11401
     rag_cot     reason over passages. Shao et al., Iter-RetGen, arXiv:2305.15294
     next_step   write the next sentence of the reasoning. Trivedi et al., IRCoT, arXiv:2212.10509
-    chat        wrap the prompt as a user message, if the model has a chat template
-    template    format of passages
-    stops       strings that end an answer
-    tagged      the answer is between the tags of `template`; otherwise it is plain text
     """
 
     name: str
-    direct: str
-    cot: str
-    rag: str
-    rag_cot: str
-    next_step: str
+    parts: Mapping[str, str]
     chat: bool
     template: PromptTemplate
     stops: tuple[str, ...] = ()
     tagged: bool = False
 
-    def fill(self, part: str, question: str, passages: Sequence[Passage] = (), thoughts: str = "") -> Prompt:
+    def fill(self, part: str, question: str, passages: Sequence[Passage] = (), thoughts: str = "") -> ModelPrompt:
         """Return the prompt `part`, which this family has, for a question."""
-        pattern: str = getattr(self, part)
+        pattern = self.parts[part]
         found = self.template.format_passages(passages) if passages else self.template.empty
         values = {"question": question.strip(), "passages": escape_tags(found), "thoughts": thoughts}
         pieces, at = [], 0
         for hole in _HOLE.finditer(pattern):
-            pieces += [Piece(pattern[at : hole.start()], trusted=True), Piece(values[hole[1]])]
+            pieces += [PromptPiece(pattern[at : hole.start()], trusted=True), PromptPiece(values[hole[1]])]
             at = hole.end()
-        pieces.append(Piece(pattern[at:], trusted=True))
-        return Prompt(tuple(piece for piece in pieces if piece.text), chat=self.chat)
+        pieces.append(PromptPiece(pattern[at:], trusted=True))
+        return ModelPrompt(tuple(piece for piece in pieces if piece.text), chat=self.chat)
 
     def answer_in(self, text: str) -> str | None:
         """Return the answer in a reply to `direct` or `rag`; None if there is none."""
@@ -89,21 +88,25 @@ _LAST_LINE = 'Then finish with "So the answer is: ANSWER."'
 
 ENGLISH = Prompts(
     name="english",
-    direct="Answer the question from your own knowledge. Give only the answer, no other words.\nQuestion: {question}",
-    cot=f"Answer the question from your own knowledge. Think step by step. {_LAST_LINE}\nQuestion: {{question}}",
-    rag=(
-        "Answer the question with the help of the documents. Give only the answer, no other words.\n"
-        "Documents:\n{passages}\nQuestion: {question}"
-    ),
-    rag_cot=(
-        f"Answer the question with the help of the documents. Think step by step. {_LAST_LINE}\n"
-        "Documents:\n{passages}\nQuestion: {question}"
-    ),
-    next_step=(
-        "Answer the question in several steps. Write only the next sentence of the reasoning, which states one fact "
-        'from the documents. When the thoughts so far give the answer, write "So the answer is: ANSWER."\n'
-        "Documents:\n{passages}\nQuestion: {question}\nThoughts so far: {thoughts}\nNext sentence:"
-    ),
+    parts={
+        "direct": (
+            "Answer the question from your own knowledge. Give only the answer, no other words.\nQuestion: {question}"
+        ),
+        "cot": f"Answer the question from your own knowledge. Think step by step. {_LAST_LINE}\nQuestion: {{question}}",
+        "rag": (
+            "Answer the question with the help of the documents. Give only the answer, no other words.\n"
+            "Documents:\n{passages}\nQuestion: {question}"
+        ),
+        "rag_cot": (
+            f"Answer the question with the help of the documents. Think step by step. {_LAST_LINE}\n"
+            "Documents:\n{passages}\nQuestion: {question}"
+        ),
+        "next_step": (
+            "Answer the question in several steps. Write only the next sentence of the reasoning, stating one fact "
+            'from the documents. When the thoughts so far give the answer, write "So the answer is: ANSWER."\n'
+            "Documents:\n{passages}\nQuestion: {question}\nThoughts so far: {thoughts}\nNext sentence:"
+        ),
+    },
     chat=True,
     template=search_r1.TEMPLATE,
 )
@@ -111,11 +114,7 @@ ENGLISH = Prompts(
 _SEARCHED = f"{demo.PROMPT} <search> {{question}} </search>{demo.OBSERVATION}"
 DEMO = Prompts(
     name="demo",
-    direct=f"{demo.PROMPT} <answer>",
-    cot="",
-    rag=_SEARCHED,
-    rag_cot=_SEARCHED,
-    next_step="",
+    parts={"direct": f"{demo.PROMPT} <answer>", "rag": _SEARCHED, "rag_cot": _SEARCHED},
     chat=False,
     template=demo.TEMPLATE,
     stops=("</answer>",),
