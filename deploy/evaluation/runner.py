@@ -7,7 +7,6 @@ methods run here, over the engines or the endpoint.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,6 @@ from rollout_server.rewards.resources import RewardResources
 from rollout_server.search import build_search
 from rollout_server.search.base import NoSearchSettings
 
-log = logging.getLogger(__name__)
 GIVE_UP = 20
 """Consecutive failed episodes that end the evaluation: a service is down or wrong."""
 JUDGED_AT_ONCE = 16
@@ -231,7 +229,7 @@ class _Failures:
     def note(self, found: dict[str, Any]) -> None:
         self._row = self._row + 1 if is_failed(found) else 0
         if self._row >= GIVE_UP:
-            raise ForayError(f"{GIVE_UP} episodes failed one after the other, the last with: {found['cause']}")
+            raise ForayError(f"{GIVE_UP} episodes failed one after the other, the last with: {found['detail']}")
 
 
 def _model(served: Served, session: Any, resources: RewardResources) -> LanguageModel:
@@ -243,17 +241,17 @@ def _model(served: Served, session: Any, resources: RewardResources) -> Language
 
 
 async def _play(method: Method, question: Question, episode: Episode) -> dict[str, Any]:
-    status, cause, answer = Status.ANSWERED, "", None
+    status, cause, detail, answer = Status.ANSWERED, "", "", None
     try:
         answer = await method(question.text, episode)
         status = Status.ANSWERED if answer is not None else Status.OUT_OF_TURNS
     except EpisodeFailed as error:
-        log.info("question %s: %s", question.id, error)
-        status, cause = Status.FAILED, error.cause
+        status, cause, detail = Status.FAILED, error.cause, str(error)[:500]
     return {
         "answer": answer,
         "status": str(status),
         "cause": cause,
+        "detail": detail,
         "version": "+".join(episode.versions),
         "searches": episode.searches,
         "turns": episode.turns,

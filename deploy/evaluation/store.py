@@ -99,7 +99,7 @@ class ResultStore:
         self.directory, self.protocol = directory, protocol
         self._rows = {key_of(row): row for row in rows}
         self._first = next((row for row in self._rows.values() if _policy(row)), None)
-        self._lock = threading.Lock()
+        self._lock, self._replaced = threading.Lock(), False
         directory.mkdir(parents=True, exist_ok=True)
         atomic_write(directory / PROTOCOL, json.dumps(protocol, indent=1) + "\n", durable=False)
         self._write_all()
@@ -119,14 +119,18 @@ class ResultStore:
             if _policy(row):
                 self._first = self._first or row
                 _refuse_another_policy(row, self._first)
+            self._replaced |= key_of(row) in self._rows
             self._rows[key_of(row)] = row
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file. Safe to call twice."""
+        """Close the file, without lines that later ones replaced. Safe to call twice."""
         with self._lock:
             self._file.close()
+            if self._replaced:
+                self._write_all()
+                self._replaced = False
 
     def _write_all(self) -> None:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows.values())
