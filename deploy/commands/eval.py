@@ -26,7 +26,7 @@ POLICY = ("run", "lineage_id", "model")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `foray eval`."""
     parser.add_argument("where", help="run directory, or the URL of a rollout server")
-    parser.add_argument("--questions", type=Path, required=True, help="JSON lines with `question` and `answers`")
+    parser.add_argument("--questions", type=Path, required=True, help="questions, in any format of docs/data.md")
     parser.add_argument("--limit", type=int, help="use only the first LIMIT questions")
     parser.add_argument("--n", type=int, default=1, help="episodes per question (default: 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
@@ -61,12 +61,6 @@ def run(args: argparse.Namespace) -> int:
     from deploy.monitor.evaluate import evaluate
     from learner.data.questions import load_questions
 
-    if not args.questions.is_file():
-        raise UserError(
-            f"cannot read the questions {args.questions}",
-            why="the file does not exist",
-            todo="give --questions a file of JSON lines with `question` and `answers`",
-        )
     questions = load_questions(args.questions).questions[: args.limit]
     how = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "search": not args.no_search}
     done = _earlier(args.out, how, questions) if args.resume else _fresh(args.out)

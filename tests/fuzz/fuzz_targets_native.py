@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 from fuzz_targets import Decoder, scratch
 
 from protocol.errors import UserError
-from retriever.corpus.formats.base import RecordReader
+from protocol.runtime.records import RecordReader
+from retriever.corpus.formats.base import COLUMNS, PASSAGES
 from retriever.index.faiss_flat import open_file, stored_vectors
 
 REFUSED = 3
@@ -64,7 +65,7 @@ def _ending(work: Callable[[], object]) -> int:
 def _parquet(path: Path) -> Callable[[bytes], object]:
     def read(raw: bytes) -> object:
         path.write_bytes(raw)
-        return list(RecordReader(path))
+        return list(RecordReader(path, PASSAGES, COLUMNS))
 
     return read
 

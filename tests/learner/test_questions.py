@@ -28,7 +28,8 @@ def test_every_known_shape_is_read(tmp_path: Path, record: dict[str, Any]) -> No
     (question,) = load_questions(write(tmp_path / "q.jsonl", record)).questions
     assert (question.text, question.answers) == ("who ?", ("Ada", "A. L."))
     assert question.id == record.get("id", "line-1")
-    assert question.meta == ({"hops": 2, "supporting_ids": "4,6"} if "hops" in record else {})
+    found = {"hops": 2, "supporting_ids": "4,6"} if "hops" in record else {}
+    assert question.meta == {"source": "q"} | found
 
 
 def test_hotpotqa_has_one_answer_and_its_own_id_field(tmp_path: Path) -> None:
@@ -39,8 +40,9 @@ def test_hotpotqa_has_one_answer_and_its_own_id_field(tmp_path: Path) -> None:
         "type": "bridge",
         "supporting_facts": [["x", 1]],
     }
+    meta = {"type": "bridge", "source": "hotpotqa", "supporting_ids": "x"}
     (question,) = load_questions(write(tmp_path / "q.jsonl", record)).questions
-    assert (question.id, question.answers, question.meta) == ("5a8", ("Badr Hari",), {"type": "bridge"})
+    assert (question.id, question.answers, question.meta) == ("5a8", ("Badr Hari",), meta)
 
 
 def test_the_fingerprint_depends_on_the_questions_not_on_the_file_format(tmp_path: Path) -> None:
@@ -55,7 +57,7 @@ def test_the_fingerprint_depends_on_the_questions_not_on_the_file_format(tmp_pat
     ("line", "why"),
     [
         ("{", "not JSON"),
-        ("[1]", "a list, not an object"),
+        ("[1]", "expected an object, found a list"),
         ({"answers": ["x"]}, "no `question`"),
         ({"question": " ", "answers": ["x"]}, "no `question`"),
         ({"question": "who ?"}, "no answer"),
@@ -68,7 +70,7 @@ def test_the_fingerprint_depends_on_the_questions_not_on_the_file_format(tmp_pat
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, why: str) -> None:
     with pytest.raises(UserError) as caught:
         load_questions(write(tmp_path / "q.jsonl", SHAPES[0], line))
-    assert "line 2 of the questions" in caught.value.what and why in caught.value.why
+    assert "line 2 of " in caught.value.what and "q.jsonl" in caught.value.what and why in caught.value.why
 
 
 def test_missing_empty_and_binary_files_are_refused(tmp_path: Path) -> None:
