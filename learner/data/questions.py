@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -96,7 +96,7 @@ def format_of(source: QuestionSource) -> str:
     return source.format or (_detected(first[2], source) if first else "foray")
 
 
-def read_questions(source: QuestionSource, form: QuestionFormat | None = None) -> Iterator[Question]:
+def read_questions(source: QuestionSource, form: QuestionFormat | None = None) -> Generator[Question, None, None]:
     """Yield the questions of one source; `form` replaces the format. Raises the errors of `load_questions`."""
     for reader, number, asked in read_asked(source, form):
         if asked is not None:

@@ -209,25 +209,6 @@ def record_files(path: Path, kind: RecordKind) -> tuple[Path, ...]:
     return (path,)
 
 
-def columns_of(path: Path) -> list[str]:
-    """Return the names of the columns of a parquet file; raises OSError for a damaged one."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return list(pq.read_schema(path).names)
-    except pa.ArrowInvalid as error:
-        raise OSError(str(error)) from None
-
-
-def write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
-    """Write `records` as one parquet file. Raises ImportError without pyarrow."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(records), path)
-
-
 def _several(path: Path, splits: Collection[str]) -> UserError:
     names = sorted(splits)
     return UserError(f"{path} holds several splits: {', '.join(names)}", todo=f"name one of them: {path / names[0]}")
