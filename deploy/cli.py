@@ -50,6 +50,7 @@ VERBS: dict[str, Verb] = {
     "export": Verb("write the policy of a checkpoint as a Hugging Face model", "deploy.commands.export"),
     "eval": Verb("evaluate the policy of a running rollout server on questions", "deploy.commands.eval"),
     "doctor": Verb("check a machine or a configuration for problems and suggest fixes", "deploy.commands.doctor"),
+    "data": Verb("download, convert, inspect, mix and compare questions and corpora", "deploy.commands.data"),
     "index": Verb("build, inspect, verify, search or size a search index", "deploy.commands.index"),
     "redis": Verb("run a Redis in the foreground, with the settings that a run needs", "deploy.commands.redis"),
     "retriever": Verb("run one retriever", process="retriever"),

@@ -11,7 +11,7 @@ from protocol.runtime.records import Record
 
 ANSWER_FIELDS = ("answers", "golden_answers", "answer")
 SOURCE_FIELDS = ("source", "data_source", "dataset")
-META_FIELDS = ("hops", "type", "level")
+META_FIELDS = ("hops", "type", "level", "split")
 """Scalar fields of a record that are kept as metadata."""
 
 
