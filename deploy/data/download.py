@@ -94,7 +94,7 @@ def fetch(remote: Remote, target: Path, pulse: Pulse) -> str:
     else:
         part = target.with_name(target.name + ".part")
         _over_http(remote, part, pulse)
-    pulse.say(f"{remote.name}: verifying")
+    pulse.beat(lambda: f"{remote.name}: verifying")
     found = sha256_file(part)
     if expected and found != expected:
         part.unlink()

@@ -18,6 +18,7 @@ from deploy.data.files import write_questions
 from learner.config.questions import QuestionSource
 from learner.data.questions import load_questions, read_questions
 from protocol.messages import Question
+from tests.support.environments import write_tokenizer
 
 
 def asked(name: str, text: str, *golds: str) -> Question:
@@ -212,13 +213,12 @@ def test_inspect_shows_what_may_go_wrong(tmp_path: Path, capsys: pytest.CaptureF
     assert "1 passages, format contents" in capsys.readouterr().out
 
 
-def test_inspect_measures_prompts_with_a_runs_template(
-    run_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_measures_prompts_with_a_runs_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "run.yaml"
+    write_tokenizer(tmp_path / "model", "words")
     tree = {
-        "run": {"model": str(run_files / "model")},
-        "rollout": {"episode": {"template": "demo", "max_context": 64}},
+        "run": {"model": str(tmp_path / "model")},
+        "rollout": {"episode": {"template": "demo", "max_context": 64, "max_obs_tokens": 16}},
     }
     config.write_text(json.dumps(tree))
     path = write(tmp_path / "q.jsonl", asked("1", "who ?"), asked("2", "who " * 60))
@@ -232,3 +232,6 @@ def test_the_table_of_formats_has_both_kinds(capsys: pytest.CaptureFixture[str])
     rows = json.loads(capsys.readouterr().out)
     assert {row["of"] for row in rows} == {"questions", "corpus"}
     assert {"search_r1", "2wiki", "contents"} <= {row["name"] for row in rows}
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    wrong = [row["name"] for row in rows if f"| `{row['name']}` | {row['fields']} |\n" not in page]
+    assert not wrong, "the tables of docs/data.md are those of `foray data formats`"

@@ -63,7 +63,7 @@ def test_no_alias_hides_a_command() -> None:
         (["up", "{dir}/run.yaml", "foo"], ["'foo' is not of the form key=value", "learner.optim.lr=1e-4"]),
         (["up"], ["needs a configuration", "foray init run.yaml"]),
         (["up", "{dir}/run.yaml", "--dryrun"], ["--dryrun", "did you mean '--dry-run'?"]),
-        (["eval", "{dir}", "--questions", "{dir}/nope"], ["cannot read the questions", "--questions"]),
+        (["eval", "{dir}", "--questions", "{dir}/nope"], ["cannot read the questions", "docs/data.md"]),
         (["index", "search", "{dir}", "q"], ["is not a built index", "foray index build --corpus"]),
         (["index", "serch", "{dir}", "q"], ["`foray index serch`", "did you mean 'search'?"]),
         (["index"], ["needs a subcommand", "build, estimate, info, verify, search"]),

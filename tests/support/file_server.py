@@ -36,7 +36,7 @@ class FileServer:
     def content(self, path: str) -> bytes | None:
         path = path.lstrip("/")
         if path.startswith("api/"):
-            kind, owner, repo, *_ = path.removeprefix("api/").split("/")
+            kind, owner, repo, *_ = [*path.removeprefix("api/").split("/"), "", ""]
             prefix = f"{'datasets/' if kind == 'datasets' else ''}{owner}/{repo}/resolve/main/"
             names = [name.removeprefix(prefix) for name in self.files if name.startswith(prefix)]
             return json.dumps({"siblings": [{"rfilename": name} for name in names]}).encode()
