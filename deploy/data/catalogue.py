@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -137,14 +136,14 @@ def get_url(url: str, root: Path, pulse: Pulse, sha256: str = "") -> Path:
     return root / name
 
 
-def recorded(root: Path) -> dict[str, dict[str, Any]]:
-    """Return path -> {url, sha256, bytes} of everything that was downloaded into `root`."""
+def recorded(root: Path) -> dict[str, dict[str, str]]:
+    """Return path -> {url, sha256} of everything that was downloaded into `root`."""
     try:
-        found: dict[str, dict[str, Any]] = json.loads((root / RECORD).read_text())["files"]
-        return found
+        rows = json.loads((root / RECORD).read_bytes())["files"]
+        return {str(path): {name: str(row[name]) for name in ("url", "sha256")} for path, row in rows.items()}
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"cannot read {root / RECORD}", why=str(error), todo="delete it: checksums are then recorded again"
         ) from None
@@ -152,13 +151,13 @@ def recorded(root: Path) -> dict[str, dict[str, Any]]:
 
 def _fetch(remote: Remote, root: Path, path: str, pulse: Pulse) -> None:
     known = recorded(root).get(path)
-    first = known["sha256"] if known is not None and known.get("url") == remote.url else ""
+    first = known["sha256"] if known is not None and known["url"] == remote.url else ""
     target = root / path
-    expected = remote.sha256 or str(first)
+    expected = remote.sha256 or first
     sha256 = fetch(Remote(remote.name, remote.url, remote.repo, remote.path, expected), target, pulse)
     if not expected:
         pulse.say(f"{remote.name}: no checksum is published; recorded sha256 {sha256[:16]}.. in {root / RECORD}")
-    files = recorded(root) | {path: {"url": remote.url, "sha256": sha256, "bytes": target.stat().st_size}}
+    files = recorded(root) | {path: {"url": remote.url, "sha256": sha256}}
     atomic_write(root / RECORD, json.dumps({"files": files}, indent=1) + "\n", durable=False)
 
 
