@@ -23,7 +23,7 @@ from learner.data.formats.base import ANSWER_FIELDS, Asked, QuestionFormat
 from protocol.codec import LIMITS, pack
 from protocol.errors import UserError
 from protocol.messages import Question, supporting_meta
-from protocol.runtime.records import Record, RecordKind, RecordReader, record_files
+from protocol.runtime.records import SPLITS, Record, RecordKind, RecordReader, record_files
 
 MAX_QUESTION_BYTES = LIMITS["task"] - 4096
 """The rest is reserved for the other fields of a task."""
@@ -31,7 +31,7 @@ EXAMPLE = '{"id": "q1", "question": "who ..?", "answers": ["..."]}'
 QUESTIONS = RecordKind(
     "question", "questions file", f"give a file of a format in docs/data.md, e.g. lines of {EXAMPLE}"
 )
-_SPLITS = {"train", "dev", "val", "valid", "validation", "test", "questions", "data"}
+_UNTELLING = SPLITS | {"questions", "data"}
 """File names that say nothing about the data set: the folder is then its name."""
 _UNNAMEABLE = re.compile(r"[^A-Za-z0-9_.-]+")
 
@@ -138,7 +138,7 @@ def fingerprint(questions: tuple[Question, ...]) -> str:
 
 
 def _records(source: QuestionSource) -> Iterator[tuple[RecordReader, int, Record]]:
-    for path in record_files(source.path, QUESTIONS):
+    for path in record_files(source.path, QUESTIONS, one_split=True):
         reader = RecordReader(path, QUESTIONS)
         for number, record in reader:
             yield reader, number, record
@@ -190,7 +190,7 @@ def _prefixed(questions: Iterator[Question]) -> Iterator[Question]:
 def _named_after(path: Path) -> str:
     """Return the name of a data set from its file: "nq" for nq/train.jsonl and for nq.jsonl.gz."""
     stem = path.name.partition(".")[0]
-    return path.absolute().parent.name if stem.lower() in _SPLITS else stem
+    return path.absolute().parent.name if stem.lower() in _UNTELLING else stem
 
 
 def _empty(path: Path) -> UserError:

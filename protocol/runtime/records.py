@@ -25,6 +25,7 @@ Where = tuple[int, Record]
 """Number of the record (or line), from 1, and the record."""
 SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".gz", ".tsv", ".csv"})
 TABLES = {".tsv", ".csv"}
+SPLITS = frozenset({"train", "dev", "val", "valid", "validation", "test"})
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}\b")
 """Name of a shard of a split, as `datasets` and the Hugging Face hub write it."""
 _ROWS = 1024
@@ -182,11 +183,11 @@ class RecordReader:
             yield number, row
 
 
-def record_files(path: Path, kind: RecordKind) -> tuple[Path, ...]:
+def record_files(path: Path, kind: RecordKind, *, one_split: bool = False) -> tuple[Path, ...]:
     """Return the files of a data set: `path` itself, or those of a folder in order.
 
-    In a folder of shards of several splits, `FOLDER/SPLIT` names one split. Raises UserError if there are none, or of
-    several splits.
+    In a folder of several splits, `FOLDER/SPLIT` names one of them. Raises UserError if there are none; with
+    `one_split`, also for files of several splits: a test set must not be trained on because a folder was named.
     """
     if (path / "dataset_dict.json").is_file():
         raise _several(path, [child.name for child in path.iterdir() if child.is_dir()])
@@ -194,23 +195,30 @@ def record_files(path: Path, kind: RecordKind) -> tuple[Path, ...]:
         found = sorted(f for f in path.iterdir() if f.suffix in SUFFIXES and f.is_file() and not f.name.startswith("."))
         if (path / "state.json").is_file():
             found = [file for file in found if file.suffix == ".arrow"]
-        splits = {shard[1] for file in found if (shard := _SHARD.match(file.name))}
+        splits = {split for file in found if (split := _split_of(file))}
         if not found:
             raise UserError(
                 f"no {kind.file} found in {path}", why="no file ends in " + ", ".join(sorted(SUFFIXES)), todo=kind.todo
             )
-        if len(splits) > 1:
+        if one_split and len(splits) > 1:
             raise _several(path, splits)
         return tuple(found)
     if not path.exists() and path.parent.is_dir():
-        shards = [f for f in path.parent.iterdir() if (shard := _SHARD.match(f.name)) and shard[1] == path.name]
-        if shards:
-            return tuple(sorted(shards))
+        found = [f for f in path.parent.iterdir() if f.suffix in SUFFIXES and _split_of(f) == path.name]
+        if found:
+            return tuple(sorted(found))
     return (path,)
 
 
+def _split_of(file: Path) -> str:
+    """Return the split that a file name states: "train" for train.jsonl and train-00000-of-00002.parquet; else ""."""
+    shard = _SHARD.match(file.name)
+    stem = file.name.partition(".")[0]
+    return shard[1] if shard else stem if stem in SPLITS else ""
+
+
 def _several(path: Path, splits: Collection[str]) -> UserError:
-    names = sorted(splits)
+    names = sorted(splits, key=lambda name: (name != "train", name))
     return UserError(f"{path} holds several splits: {', '.join(names)}", todo=f"name one of them: {path / names[0]}")
 
 

@@ -7,6 +7,7 @@ A format is one file and one line in a registry: `learner.data.formats.FORMATS` 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,26 @@ def test_a_sample_of_passages_is_detected_and_read(name: str, tmp_path: Path) ->
     path.write_text(json.dumps([record, {"id": "1"}]))
     with pytest.raises(UserError, match=r"record 2 of .* does not match the format"):
         list(documents(read_input(path), lambda share, count: None))
+
+
+@pytest.mark.data
+def test_the_published_files_are_read() -> None:
+    directory = Path(os.environ.get("FORAY_DATA", "")) / "formats"
+    if not directory.is_dir():
+        pytest.skip("FORAY_DATA does not name a directory with formats/")
+    expected = {
+        "2wiki_500_simpledeepsearcher.json": ("simpledeepsearcher", 500, "2wiki"),
+        "NQ-open.efficientqa.dev.1.1.jsonl": ("nq_open", 1800, "NQ-open"),
+        "bamboogle_flashrag.jsonl": ("flashrag", 125, "bamboogle_flashrag"),
+        "hotpotqa_distractor_40.json": ("hotpotqa", 40, "hotpotqa"),
+        "musique_10.json": ("musique", 10, "musique"),
+        "strategyqa_dev.json": ("strategyqa", 229, "strategyqa"),
+    }
+    for name, (form, count, source) in expected.items():
+        found = load_questions(directory / name).questions
+        assert (len(found), {question.source for question in found}) == (count, {source})
+        assert check_questions(QuestionSource(path=directory / name), 3) == (3, form)
+    aliases = [q for q in load_questions(directory / "musique_10.json").questions if len(q.answers) > 1]
+    assert len(aliases) == 4 and all(question.supporting for question in aliases)
+    yes_no = {answer for q in load_questions(directory / "strategyqa_dev.json").questions for answer in q.answers}
+    assert yes_no == {"yes", "no"}

@@ -129,8 +129,17 @@ def test_folders_of_datasets_and_of_shards_are_read(tmp_path: Path) -> None:
     for name, part in (("train-00000-of-00001", rows[:3]), ("test-00000-of-00001", rows[3:])):
         pq.write_table(pa.Table.from_pylist(part), shards / f"{name}.parquet")
     assert len(load_questions(shards / "train")) == 3
-    with pytest.raises(UserError, match="several splits: test, train"):
+    with pytest.raises(UserError, match="several splits: train, test") as caught:
         load_questions(shards)
+    assert caught.value.todo.endswith("data/train")
+
+    plain = tmp_path / "triviaqa"  # FlashRAG's layout: a test set must not be trained on because a folder was named
+    plain.mkdir()
+    write(plain / "train.jsonl", *rows[:3])
+    write(plain / "test.jsonl", rows[3])
+    with pytest.raises(UserError, match="several splits: train, test"):
+        load_questions(plain)
+    assert len(load_questions(plain / "train")) == 3
 
 
 def test_questions_without_an_answer_in_the_corpus_are_left_out(tmp_path: Path) -> None:
