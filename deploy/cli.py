@@ -74,6 +74,8 @@ MEANT = {
     "`foray top RUN_DIR`": ("watch", "monitor", "dashboard"),
     "`foray doctor run.yaml`": ("check", "diagnose", "validate", "lint"),
     "`foray index build --corpus FILE --out DIR`": ("build", "corpus"),
+    "`foray data list` and `foray data get NAME`": ("download", "get", "fetch", "dataset", "datasets"),
+    "`foray data convert FILE OUT`; a run reads most files as they are (docs/data.md)": ("convert", "preprocess"),
     "`foray init run.yaml` writes one; `foray up run.yaml --dry-run` prints it with every default": ("config", "new"),
     "`foray curves RUN_DIR`": ("plot", "metrics"),
 }

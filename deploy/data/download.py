@@ -171,7 +171,7 @@ def _continue(remote: Remote, part: Path, login: str, pulse: Pulse) -> None:
             raise ConnectionError(f"the connection was closed after {_size(done)} of {_size(total)}")
 
 
-def _through_hub(client: Callable[..., str], remote: Remote, target: Path, pulse: Pulse) -> Path:
+def _through_hub(client: _HubClient, remote: Remote, target: Path, pulse: Pulse) -> Path:
     """Download with `huggingface_hub`, which keeps partial files itself; return the complete file."""
     kind, _, repo = remote.repo.partition("/")
     folder = target.parent / ".hub"
@@ -179,14 +179,14 @@ def _through_hub(client: Callable[..., str], remote: Remote, target: Path, pulse
     done, failures = "", 0
     while not done:
         try:
-            done = client(
+            done = client.download(
                 repo,
                 remote.path,
                 repo_type=kind.removesuffix("s"),
                 local_dir=folder,
                 endpoint=endpoint(),
             )
-        except (OSError, ValueError, HTTPException) as error:
+        except client.failures as error:
             status = getattr(getattr(error, "response", None), "status_code", 0)
             if 400 <= status < 500 and status != 429:
                 raise _unreachable(remote.url, error) from None
@@ -201,12 +201,21 @@ def _through_hub(client: Callable[..., str], remote: Remote, target: Path, pulse
     return part
 
 
-def _hub_client() -> Callable[..., str] | None:
+@dataclass(frozen=True)
+class _HubClient:
+    """`huggingface_hub.hf_hub_download`, and what it raises for a connection that fails."""
+
+    download: Callable[..., str]
+    failures: tuple[type[Exception], ...]
+
+
+def _hub_client() -> _HubClient | None:
     try:
+        import httpx
         from huggingface_hub import hf_hub_download
     except ImportError:
         return None
-    return cast(Callable[..., str], hf_hub_download)
+    return _HubClient(cast(Callable[..., str], hf_hub_download), (OSError, ValueError, httpx.HTTPError))
 
 
 class _Here(urllib.request.HTTPRedirectHandler):

@@ -142,6 +142,20 @@ def test_questions_come_from_the_hub_and_are_listed(
     assert "format flashrag\nsources: nq 1" in capsys.readouterr().out
 
 
+def test_a_hub_that_keeps_cutting_is_an_error_that_says_how_to_go_on(
+    hub: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(download, "ATTEMPTS", 0)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    hub.files[f"{HUB}/bamboogle/test.jsonl"] = CONTENT
+    hub.cuts = [10] * 60
+    assert main(["data", "get", "bamboogle", "--to", str(tmp_path)]) == 1
+    assert "the same command continues" in capsys.readouterr().err
+    hub.cuts = []
+    assert main(["data", "get", "bamboogle", "--to", str(tmp_path)]) == 0
+    assert (tmp_path / "bamboogle" / "test.jsonl").read_bytes() == CONTENT
+
+
 def test_the_hubs_checksum_of_a_large_file_is_verified(
     hub: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
