@@ -102,7 +102,8 @@ def fetch(remote: Remote, target: Path, pulse: Pulse) -> str:
         raise UserError(
             f"{remote.name} has the wrong checksum and was deleted",
             why=f"its sha256 is {found}, expected {expected} ({remote.url})",
-            todo="download it again; if it stays wrong, the file on the server was changed or is damaged",
+            todo="download it again; if it stays wrong, the file on the server is damaged or was changed: to accept a "
+            "change, delete the file's entry in downloads.json",
         )
     part.replace(target)
     _tag_file(part).unlink(missing_ok=True)

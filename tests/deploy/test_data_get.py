@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ import pytest
 from deploy.cli import main
 from deploy.data import catalogue, download
 from deploy.data.unpack import unpack
+from deploy.heartbeat import Pulse
+from learner.data.questions import load_questions
 from protocol.errors import UserError
 from tests.support.file_server import FileServer, file_server
 
@@ -182,6 +185,18 @@ def test_search_r1s_corpus_and_index_are_unpacked_and_joined(hub: FileServer, tm
     names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert names == {"wiki-18.jsonl", "wiki-18-e5/e5_Flat.index", "downloads.json"}
     assert main(["data", "inspect", str(tmp_path / "wiki-18.jsonl")]) == 0
+
+
+def test_strategyqa_is_taken_from_its_archive(server: FileServer, tmp_path: Path) -> None:
+    record = {"qid": "s", "question": "is it so?", "answer": True, "facts": [], "decomposition": []}
+    files = {"strategyqa_train.json": json.dumps([record]).encode(), "strategyqa_train_filtered.json": b"[]"}
+    server.files["strategyqa_dataset.zip"] = archive(tmp_path / "a.zip", files).read_bytes()
+    entry = replace(catalogue.entry("strategyqa"), url=f"{server.url}/strategyqa_dataset.zip")
+    assert not entry.present(tmp_path)
+    (path,) = catalogue.get(entry, tmp_path, Pulse(print))
+    assert entry.present(tmp_path) and path == tmp_path / "strategyqa" / "train.json"
+    (question,) = load_questions(path).questions
+    assert (question.answers, question.source) == (("yes",), "strategyqa")
 
 
 def test_of_a_model_only_weights_and_tokenizer_are_downloaded(hub: FileServer, tmp_path: Path) -> None:
