@@ -52,6 +52,7 @@ VERBS: dict[str, Verb] = {
         "evaluate a run, checkpoint, model or endpoint on data sets, beside baselines", "deploy.commands.eval"
     ),
     "doctor": Verb("check a machine or a configuration for problems and suggest fixes", "deploy.commands.doctor"),
+    "data": Verb("download, convert, inspect, mix and compare questions and corpora", "deploy.commands.data"),
     "index": Verb("build, inspect, verify, search or size a search index", "deploy.commands.index"),
     "redis": Verb("run a Redis in the foreground, with the settings that a run needs", "deploy.commands.redis"),
     "retriever": Verb("run one retriever", process="retriever"),
@@ -83,6 +84,8 @@ MEANT = {
     "`foray top RUN_DIR`": ("watch", "monitor", "dashboard"),
     "`foray doctor run.yaml`": ("check", "diagnose", "validate", "lint"),
     "`foray index build --corpus FILE --out DIR`": ("build", "corpus"),
+    "`foray data list` and `foray data get NAME`": ("download", "get", "fetch", "dataset", "datasets"),
+    "`foray data convert FILE OUT`; a run reads most files as they are (docs/data.md)": ("convert", "preprocess"),
     "`foray init run.yaml` writes one; `foray up run.yaml --dry-run` prints it with every default": ("config", "new"),
     "`foray curves RUN_DIR`": ("plot", "metrics"),
 }

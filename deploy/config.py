@@ -139,7 +139,12 @@ class RunConfig(Settings):
 
     def to_yaml(self) -> str:
         """Return every setting with its value, including defaults, as a file that each process can read."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+        tree = self.model_dump(mode="json")
+        if self.retriever.index_dir is not None:
+            # a built index knows its corpus and settings, which a written default would contradict
+            for name in {"index", "corpus"} - self.retriever.model_fields_set:
+                del tree["retriever"][name]
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
 _SECTIONS: dict[str, type[Settings]] = {

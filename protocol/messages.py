@@ -7,6 +7,7 @@ Compatibility rules (a reader of schema 1.x reads every 1.y):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Literal
@@ -41,6 +42,24 @@ class Question(Message):
     text: Text
     answers: tuple[Text, ...] = ()
     meta: dict[Name, Scalar] = Field(default_factory=dict, max_length=64)
+
+    @property
+    def source(self) -> str:
+        """Return the data set that the question comes from, "" if it is unknown."""
+        return str(self.meta.get("source") or "")
+
+    @property
+    def supporting(self) -> tuple[str, ...]:
+        """Return the ids or titles of the passages that support the answer, as `supporting_meta` wrote them."""
+        names = str(self.meta.get("supporting_ids") or "")
+        return tuple(name for part in names.split("\n" if "\n" in names else ",") if (name := part.strip()))
+
+
+def supporting_meta(names: Iterable[str]) -> str:
+    """Return ids or titles as one text for a question's `meta["supporting_ids"]`: comma-separated, or one per line if
+    a title contains a comma."""
+    names = list(names)
+    return "".join(f"{name}\n" for name in names) if any("," in name for name in names) else ",".join(names)
 
 
 class Sampling(Message):

@@ -44,7 +44,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "datasets": ("benchmarks/learner/trl_baseline.py",),
     "peft": ("learner/model/lora.py",),
     "matplotlib": ("deploy/monitor/plot.py",),
-    "pyarrow": ("retriever/corpus/formats/",),
+    "pyarrow": ("protocol/runtime/records.py",),
     "pickle": (),
 }
 """Framework -> the only places that may import it (files or folders)."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.demo.warmstart import lay_copying
+from learner.config.questions import question_sources
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -205,7 +206,8 @@ def prepare(config: RunConfig, steps: int, say: Callable[[str], None]) -> None:
     building = target.with_name(target.name + ".building")
     with config.retriever.corpus.open(encoding="utf-8") as lines:
         corpus = {record["id"]: record for record in map(json.loads, lines)}
-    questions = [json.loads(line) for line in config.learner.questions.read_text(encoding="utf-8").splitlines() if line]
+    (source,) = question_sources(config.learner.questions)
+    questions = [json.loads(line) for line in source.path.read_text(encoding="utf-8").splitlines() if line]
     say(f"{len(corpus)} passages, {len(questions)} questions")
     texts = (p["contents"] for p in list(corpus.values())[::4])
     train_tokenizer(texts, building)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
-from learner.data.questions import ANSWER_FIELDS, check_questions
+from learner.config.questions import QuestionSource, question_sources
+from learner.data.questions import check_questions
 from protocol.errors import UserError
 from protocol.runtime.torch_safety import refuse_pickled
 
 ROWS = 100
 """Number of questions and passages to read: a wrong format shows in the first ones."""
 MODEL_FILES = "give a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json): run.model=..."
-TO_LINES = (
-    "import json, pyarrow.parquet as p; t = p.read_table({path!r}, columns={columns}); "
-    "[print(json.dumps(row)) for row in t.to_pylist()]"
-)
 
 
 def files(config: RunConfig) -> Iterator[Finding]:
@@ -28,7 +24,8 @@ def files(config: RunConfig) -> Iterator[Finding]:
     if config.num_retrievers and config.retriever.online is None:
         yield _unless_prepared(config, config.retriever.needed_corpus, _corpus(config))
     if config.launch.learner:
-        yield _unless_prepared(config, config.learner.questions, _questions(config.learner.questions))
+        for source in question_sources(config.learner.questions):
+            yield _unless_prepared(config, source.path, _questions(source))
 
 
 def awaits_preparation(config: RunConfig) -> bool:
@@ -111,31 +108,13 @@ def _corpus(config: RunConfig) -> Finding:
     return Finding("retriever.corpus", "ok", f"{corpus}: the first {count} passages are readable")
 
 
-def _questions(path: Path) -> Finding:
+def _questions(source: QuestionSource) -> Finding:
     try:
-        count = check_questions(path, ROWS)
+        count, form = check_questions(source, ROWS)
     except UserError as error:
-        found = Finding.of("learner.questions", error)
-        return _with_columns(path, found) if "Parquet" in error.what else found
-    return Finding("learner.questions", "ok", f"{path}: the first {count} questions are readable")
-
-
-def _with_columns(path: Path, found: Finding) -> Finding:
-    """Return `found` with the columns of the Parquet file, and a command that converts it if they have known names."""
-    try:
-        from retriever.corpus.formats.base import columns_of
-
-        columns = columns_of(path)
-    except (ImportError, OSError):
-        return found
-    why = f"{found.why}; its columns are {', '.join(columns)}"
-    wanted = [name for name in ("id", "question", *ANSWER_FIELDS) if name in columns]
-    fix = found.fix
-    if "question" in wanted and wanted[-1] in ANSWER_FIELDS:
-        code, lines = TO_LINES.format(path=str(path), columns=wanted), path.with_suffix(".jsonl")
-        quoted = shlex.quote(code) if set(code) & set('"$`\\') else f'"{code}"'
-        fix = f"python -c {quoted} > {shlex.quote(str(lines))}; then learner.questions={lines}"
-    return Finding(found.check, found.verdict, found.detail, fix, why)
+        return Finding.of("learner.questions", error)
+    detail = f"{source.path}: the first {count} questions are readable (format {form})"
+    return Finding("learner.questions", "ok", detail)
 
 
 def _unless_prepared(config: RunConfig, path: Path | None, found: Finding) -> Finding:

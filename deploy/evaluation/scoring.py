@@ -57,7 +57,7 @@ def score(answer: str | None, golds: Sequence[str]) -> dict[str, float]:
 def has_evidence(question: Question, segments: Sequence[Mapping[str, Any]]) -> bool | None:
     """Return whether a passage that was read contains a gold answer or is a supporting one; None if that is unknown.
 
-    segments  of an episode: `owner`, `text`, `query`, `passage_ids` and, where known, `titles`
+    segments  of an episode: `owner`, `text`, `passage_ids`, and `titles` where they are known
     """
     if not targets(question, "either"):
         return None
@@ -66,13 +66,18 @@ def has_evidence(question: Question, segments: Sequence[Mapping[str, Any]]) -> b
             "",
             observation=str(segment.get("text", "")),
             passage_ids=tuple(map(str, segment.get("passage_ids", ()))),
-            titles=tuple(map(str, segment.get("titles", ()))),
+            titles=tuple(map(str, segment.get("titles") or _named_in(str(segment.get("text", "")), question))),
         )
         for segment in segments
         # the words around the passages are the environment's, and no evidence
         if segment.get("owner") == "environment" and segment.get("passage_ids")
     )
     return any(found(question, turn, "either") for turn in turns)
+
+
+def _named_in(text: str, question: Question) -> list[str]:
+    """Return the supporting passages that a text names: episodes of a rollout server have ids and no titles."""
+    return [name for name in question.supporting if covers(text, (name,))]
 
 
 def failure_of(*, correct: bool, answer: str | None, searches: int, evidence: bool | None) -> Failure:

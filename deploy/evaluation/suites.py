@@ -107,5 +107,5 @@ def _file_of(name: str, split: str, data: Path, suite: str) -> Path:
     raise UserError(
         f"the suite {suite} needs the data set {name} ({split}), which is not in {data}",
         why=f"none of the files {', '.join(f'{stem}.*' for stem in stems)} exists",
-        todo="fetch or copy the files, or give their directory with --data DIR",
+        todo=f"foray data get {name} --to {data}, or give another directory with --data DIR",
     )

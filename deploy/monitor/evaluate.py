@@ -156,7 +156,7 @@ def evaluate(
 def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeout_s: float) -> Iterator[Episode]:
     """Yield episodes as they end, from one request at one version. Raises what `evaluate` raises."""
     url = f"{url.rstrip('/')}/v1/episodes"
-    asked = [{"id": q.id, "question": q.text, "answers": list(q.answers)} for q in questions]
+    asked = [{"id": q.id, "question": q.text, "answers": list(q.answers), "meta": q.meta} for q in questions]
     body = how | {"questions": asked, "pin": True, "stream": True}
     try:
         with ask(url, "operator", body=json.dumps(body).encode(), timeout_s=timeout_s) as response:

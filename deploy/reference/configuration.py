@@ -86,7 +86,8 @@ class _Page:
                 if seen is None:
                     groups.append((where, default, members, _many(field.annotation)))
                     seen = where, {}
-                shown = f"Group [`{seen[0]}`](#{_anchor(seen[0])})"
+                plain = "" if default is None or isinstance(default, BaseModel | tuple) else f"{shown}, or "
+                shown = f"{plain}Group [`{seen[0]}`](#{_anchor(seen[0])})"
                 text += _differing(seen[1], default)
             elif name == "type" and _is_tag(field):
                 continue

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from learner.config.algorithm import AlgorithmSettings, GrpoSettings
 from learner.config.model import CriticSettings, DeepSpeedSettings, ModelSettings, OptimSettings, ReferenceSettings
+from learner.config.questions import Questions
 from learner.config.trackers import TrackerSettings
 from protocol.errors import UserError
 from protocol.settings import RunSettings, Settings
@@ -167,8 +168,9 @@ PublishSettings = Annotated[
 class LearnerSettings(TrainerSettings):
     """The whole section: training (`TrainerSettings`), input, output and intervals."""
 
-    questions: Path = Path("questions.jsonl")
-    """JSON lines file of training questions: `question`, `answers` | `golden_answers` | `answer`, optionally `id`."""
+    questions: Questions = Path("questions.jsonl")
+    """Training questions: a file (JSON lines with `question` and `answers`, Search-R1's parquet, HotpotQA's, ..:
+    docs/data.md), or a list of sources: [nq.parquet, hotpotqa.json], [{path: nq.parquet, weight: 2}, ..]."""
     checkpoint_every: int = Field(default=25, ge=1)
     """Steps between checkpoints. Redis keeps the groups trained since the last one."""
     checkpoint_s: float = Field(default=600.0, gt=0)
@@ -239,6 +241,13 @@ class LearnerSettings(TrainerSettings):
             if publish.alpha != lora.alpha:
                 raise ValueError(f"publish.alpha {publish.alpha:g} and model.lora.alpha {lora.alpha:g} must be equal")
         return self
+
+    @field_validator("questions")
+    @classmethod
+    def _has_questions(cls, value: Questions) -> Questions:
+        if value == ():
+            raise ValueError("the list is empty: name at least one file of questions")
+        return value
 
     @field_validator("trackers", mode="before")
     @classmethod

@@ -1,99 +1,131 @@
-"""The training questions: reads JSON lines in the usual formats, returns `Question`s and a fingerprint.
+"""Read questions: files of the formats in `learner.data.formats`, alone or several with weights. Imports no framework.
 
-Known formats: FlashRAG / Search-R1 {"id", "question", "golden_answers"}, NQ-open {"question", "answer": [..]}, HotpotQA
-{"_id", "question", "answer": ".."}, and Foray's {"id", "question", "answers", "supporting_ids", "hops"}.
+load_questions("train.jsonl").questions           # Question(id, text, answers, meta), with `.source`
+load_questions([nq, hotpotqa])                    # several QuestionSource
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
+from learner.config.questions import QuestionSource, question_sources
+from learner.data.formats import FORMATS, detect
+from learner.data.formats.base import ANSWER_FIELDS, Asked, QuestionFormat
 from protocol.codec import LIMITS, pack
 from protocol.errors import UserError
-from protocol.messages import Question, Scalar
+from protocol.messages import Question, supporting_meta
+from protocol.runtime.records import SPLITS, Record, RecordKind, RecordReader, record_files
 
-ANSWER_FIELDS = ("answers", "golden_answers", "answer")
-META_FIELDS = ("dataset", "hops", "type", "level", "supporting_ids")
-"""Fields of a record that are kept as metadata; a list becomes a comma-separated string."""
 MAX_QUESTION_BYTES = LIMITS["task"] - 4096
 """The rest is reserved for the other fields of a task."""
-
-
 EXAMPLE = '{"id": "q1", "question": "who ..?", "answers": ["..."]}'
+QUESTIONS = RecordKind(
+    "question", "questions file", f"give a file of a format in docs/data.md, e.g. lines of {EXAMPLE}"
+)
+_UNTELLING = SPLITS | {"questions", "data"}
+"""File names that say nothing about the data set: the folder is then its name."""
+_UNNAMEABLE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions in file order, never empty. `fingerprint`: sha256 hex over id, text and answers of all questions."""
+    """Questions in file order, never empty.
+
+    fingerprint  sha256 hex over id, text and answers of all questions
+    shares       (number of questions, weight) of each source, in order; empty: all questions are equally frequent
+    """
 
     questions: tuple[Question, ...]
     fingerprint: str
+    shares: tuple[tuple[int, float], ...] = ()
 
     def __len__(self) -> int:
         return len(self.questions)
 
 
-def load_questions(path: Path) -> QuestionSet:
-    """Read a JSON-lines file. Raises UserError that names the file and the invalid line."""
-    questions = tuple(_read(path))
-    if not questions:
-        raise UserError(f"the questions file {path} is empty", todo="use a file with at least one question")
-    return QuestionSet(questions, fingerprint(questions))
+def load_questions(questions: Path | str | Sequence[QuestionSource | Path | str]) -> QuestionSet:
+    """Read the questions of one file or of several sources.
+
+    Each question has its data set in `meta["source"]`. With several sources, ids begin with the source.
+    Raises UserError that names the file and the line (or row) of an invalid question.
+    """
+    sources = question_sources(questions)
+    weights = [source.weight for source in sources]
+    if None in weights and any(weights):
+        raise UserError(
+            "some sources of learner.questions have a weight and some have none",
+            why="the number of questions of one cannot be compared with the weight of another",
+            todo="set `weight` for every source, or for none of them",
+        )
+    found: list[Question] = []
+    shares = []
+    for source in sources:
+        before = len(found)
+        found += _prefixed(read_questions(source)) if len(sources) > 1 else read_questions(source)
+        if len(found) == before:
+            raise _empty(source.path)
+        shares.append((len(found) - before, source.weight or 0.0))
+    whole = tuple(found)
+    return QuestionSet(whole, fingerprint(whole), tuple(shares) if weights[0] and len(sources) > 1 else ())
 
 
-def check_questions(path: Path, rows: int) -> int:
-    """Read the first `rows` questions of a file of any size, and return their number.
+def check_questions(source: QuestionSource, rows: int) -> tuple[int, str]:
+    """Read the first `rows` questions of a source of any size. Return (their number, the name of the format).
 
     Raises the errors of `load_questions` for these rows.
     """
-    count = sum(1 for _ in islice(_read(path), rows))
+    with closing(read_questions(source)) as questions:
+        count = sum(1 for _ in islice(questions, rows))
     if not count:
-        raise UserError(f"the questions file {path} is empty", todo="use a file with at least one question")
-    return count
+        raise _empty(source.path)
+    return count, format_of(source)
 
 
-def _read(path: Path) -> Iterator[Question]:
-    try:
-        with path.open("rb") as file:
-            _refuse_format(path, file.read(4096))
-        # universal newlines are off: JSON may contain U+2028 and similar characters
-        with path.open(encoding="utf-8", newline="\n") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _question(line, number, path)
-    except OSError as error:
-        raise UserError(
-            f"cannot read the questions file {path}",
-            why=error.strerror or str(error),
-            todo="set learner.questions to a file of JSON lines with `question` and `answers`",
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"the questions file {path} is not UTF-8 text",
-            why=str(error),
-            todo=f"convert them to JSON lines: {EXAMPLE}",
-        ) from None
+def format_of(source: QuestionSource) -> str:
+    """Return the name of the format of a source. Raises UserError for an unknown one."""
+    first = next(_records(source), None)
+    return source.format or (_detected(first[2], source) if first else "foray")
 
 
-def _refuse_format(path: Path, head: bytes) -> None:
-    """Raise UserError for files of another format, by their first bytes."""
-    if head.startswith(b"PAR1"):
-        name, todo = "a Parquet file", f"convert it to JSON lines: {EXAMPLE}"
-    elif head.startswith(b"\x1f\x8b"):
-        name, todo = "compressed with gzip", f"gunzip --keep {path}"
-    elif head.lstrip().startswith(b"["):
-        name, todo = "one JSON array", f"jq -c '.[]' {path} > {path.with_suffix('.jsonl')}, or write lines: {EXAMPLE}"
-    else:
-        return
-    raise UserError(f"the questions file {path} is {name}", why="questions are read from JSON lines", todo=todo)
+def read_questions(source: QuestionSource, form: QuestionFormat | None = None) -> Generator[Question, None, None]:
+    """Yield the questions of one source; `form` replaces the format. Raises the errors of `load_questions`."""
+    for reader, number, asked in read_asked(source, form):
+        if asked is not None:
+            yield _question(asked, reader, number)
+
+
+def read_asked(
+    source: QuestionSource, form: QuestionFormat | None = None
+) -> Iterator[tuple[RecordReader, int, Asked | None]]:
+    """Yield (reader, number, question) of every record, with id and source; None for a question without an answer.
+
+    Raises UserError that names file and line for a record of another format.
+    """
+    for reader, number, record in _records(source):
+        if form is None:
+            form = FORMATS[_known(source) or _detected(record, source)]
+        try:
+            asked = form.read(record)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _bad(reader, number, f"no {error}" if isinstance(error, KeyError) else str(error)) from None
+        if asked is None:
+            yield reader, number, None
+            continue
+        name = source.source or asked.source or form.source or _named_after(source.path)
+        yield (
+            reader,
+            number,
+            replace(asked, id=asked.id or f"{reader.unit}-{number}", source=_UNNAMEABLE.sub("-", name)[:64]),
+        )
 
 
 def fingerprint(questions: tuple[Question, ...]) -> str:
@@ -105,59 +137,69 @@ def fingerprint(questions: tuple[Question, ...]) -> str:
     return digest.hexdigest()
 
 
-def _question(line: str, number: int, path: Path) -> Question:
+def _records(source: QuestionSource) -> Iterator[tuple[RecordReader, int, Record]]:
+    for path in record_files(source.path, QUESTIONS, one_split=True):
+        reader = RecordReader(path, QUESTIONS)
+        for number, record in reader:
+            yield reader, number, record
+
+
+def _known(source: QuestionSource) -> str:
+    if source.format and source.format not in FORMATS:
+        raise UserError(f"unknown format of questions {source.format!r}", todo="use one of: " + ", ".join(FORMATS))
+    return source.format
+
+
+def _detected(record: Record, source: QuestionSource) -> str:
+    if name := detect(record):
+        return name
+    # a record with a question and no answer, or the reverse, is a mistake in a file of the common format
+    if "question" in record or any(name in record for name in ANSWER_FIELDS):
+        return "foray"
+    raise UserError(
+        f"unknown format of questions: {source.path}",
+        why=f"its first record has {', '.join(sorted(map(str, record)))}",
+        todo="foray data convert --question COLUMN --answers COLUMN, or one of the formats of `foray data formats`",
+    )
+
+
+def _question(asked: Asked, reader: RecordReader, number: int) -> Question:
+    meta = dict(asked.meta) | {"source": asked.source}
+    if asked.supporting:
+        meta["supporting_ids"] = supporting_meta(asked.supporting)
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _bad(path, number, f"not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise _bad(path, number, f"a {type(record).__name__}, not an object")
-    text = record.get("question")
-    if not isinstance(text, str) or not text.strip():
-        raise _bad(path, number, "no `question`")
-    try:
-        question = Question(
-            id=str(record.get("id", record.get("_id", f"line-{number}"))),
-            text=text,
-            answers=_answers(record, path, number),
-            meta=_meta(record),
-        )
+        question = Question(id=asked.id, text=asked.text, answers=asked.golds, meta=meta)
         size = len(pack(question.model_dump()))
         if size > MAX_QUESTION_BYTES:
             raise ValueError(f"{size} bytes exceed a task's limit of {MAX_QUESTION_BYTES}")
         return question
     except ValidationError as error:
-        raise _bad(path, number, error.errors()[0]["msg"]) from None
+        raise _bad(reader, number, error.errors()[0]["msg"]) from None
     except (ValueError, OverflowError) as error:  # a number beyond 64 bits, half a surrogate pair
-        raise _bad(path, number, f"it cannot be encoded: {str(error)[:200]}") from None
+        raise _bad(reader, number, f"it cannot be encoded: {str(error)[:200]}") from None
 
 
-def _answers(record: dict[str, Any], path: Path, number: int) -> tuple[str, ...]:
-    for name in ANSWER_FIELDS:
-        if name not in record:
-            continue
-        value = record[name]
-        answers = [value] if isinstance(value, str) else value
-        if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
-            raise _bad(path, number, f"`{name}` is not a string or a list of strings")
-        return tuple(answers)
-    raise _bad(path, number, f"no answer: none of the fields {', '.join(ANSWER_FIELDS)}")
+def _prefixed(questions: Iterator[Question]) -> Iterator[Question]:
+    """Yield the questions with ids that begin with the source: data sets number their questions alike."""
+    for question in questions:
+        prefix = f"{question.source}/"
+        named = question.id if question.id.startswith(prefix) else f"{prefix}{question.id}"
+        yield question.model_copy(update={"id": named[:256]})
 
 
-def _meta(record: dict[str, Any]) -> dict[str, Scalar]:
-    meta: dict[str, Scalar] = {}
-    for name in META_FIELDS:
-        value = record.get(name)
-        if isinstance(value, list):
-            value = ",".join(str(item) for item in value)
-        if isinstance(value, str | int | float | bool):
-            meta[name] = value
-    return meta
+def _named_after(path: Path) -> str:
+    """Return the name of a data set from its file: "nq" for nq/train.jsonl and for nq.jsonl.gz."""
+    stem = path.name.partition(".")[0]
+    return path.absolute().parent.name if stem.lower() in _UNTELLING else stem
 
 
-def _bad(path: Path, number: int, why: str) -> UserError:
+def _empty(path: Path) -> UserError:
+    return UserError(f"the questions file {path} is empty", todo="use a file with at least one question")
+
+
+def _bad(reader: RecordReader, number: int, why: str) -> UserError:
     return UserError(
-        f"line {number} of the questions file {path} is invalid",
+        f"{reader.unit} {number} of the questions file {reader.path} is invalid",
         why=why,
-        todo=f"write each line as {EXAMPLE}",
+        todo=f"correct or remove it; the formats are in docs/data.md, e.g. {EXAMPLE}",
     )

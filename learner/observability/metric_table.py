@@ -19,6 +19,18 @@ STEP: Table = {
         "part",
         name="reward_part_mean",
     ),
+    "source_groups/*": gauge("Groups of the step whose question is of this data set.", "source"),
+    "source_reward/*": gauge(
+        "Mean reward of the step's valid trajectories whose question is of this data set.",
+        "source",
+        name="source_reward_mean",
+    ),
+    "source_reward_part/*": gauge(
+        "Mean of one part of the reward, before weighting, over the valid trajectories of this data set that have it.",
+        "source",
+        "part",
+        name="source_reward_part_mean",
+    ),
     "status/*": gauge(
         "Share of the step's trajectories with this status: answered, out_of_turns and truncated are valid, stale and "
         "failed are not.",

@@ -117,6 +117,21 @@ def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str,
         values |= {"reward_mean": _mean(rewards), "reward_std": float(np.std(np.asarray(rewards, np.float64)))}
     for part in sorted({name for t in valid for name in t.rewards}):
         values[f"reward/{part}"] = _mean([t.rewards[part] for t in valid if part in t.rewards])
+    return values | _by_source(groups)
+
+
+def _by_source(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Return the number of groups of each data set, and the means of its rewards over the valid trajectories."""
+    values: dict[str, float] = {}
+    for source in sorted({g.question.source for g in groups} - {""}):
+        here = [g for g in groups if g.question.source == source]
+        values[f"source_groups/{source}"] = float(len(here))
+        valid = [t for g in here for t in g.trajectories if t.status.is_valid]
+        if valid:
+            values[f"source_reward/{source}"] = _mean([t.reward for t in valid])
+        for part in sorted({name for t in valid for name in t.rewards}):
+            scores = [t.rewards[part] for t in valid if part in t.rewards]
+            values[f"source_reward_part/{source}/{part}"] = _mean(scores)
     return values
 
 

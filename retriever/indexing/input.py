@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
+from protocol.runtime.records import Record, RecordReader, record_files
 from retriever.config import RetrieverSettings
 from retriever.corpus.corpus import open_corpus, read_texts
 from retriever.corpus.formats import FORMATS, detect
-from retriever.corpus.formats.base import Document, Record, RecordReader, content_id
+from retriever.corpus.formats.base import COLUMNS, PASSAGES, Document, content_id
 from retriever.corpus.formats.synthetic import PREFIX, Synthetic, corpus_spec
 
 CORPUS = "corpus.jsonl"
 """Name of a converted corpus in the index directory."""
-_SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".tsv"}
 _PROGRESS_EVERY = 256
 
 
@@ -68,21 +68,12 @@ def read_input(corpus: Path | str, form: str | None = None, words: int | None = 
     if form is not None and form not in FORMATS:
         raise UserError(f"unknown format {form!r}", todo="use one of: " + ", ".join(FORMATS))
     path = Path(corpus).absolute()
-    paths = _files(path)
-    with closing(iter(RecordReader(paths[0]))) as records:
+    paths = tuple(map(open_corpus, record_files(path, PASSAGES)))
+    with closing(iter(RecordReader(paths[0], PASSAGES, COLUMNS))) as records:
         first = next(records, None)
     chosen = form or (detect(first[1], paths[0]) if first is not None else "contents")
     in_place = chosen == "contents" and not words and len(paths) == 1 and _is_lines(paths[0])
     return CorpusInput(corpus_spec(path), paths, chosen, words or 0, in_place)
-
-
-def _files(path: Path) -> tuple[Path, ...]:
-    if not path.is_dir():
-        return (open_corpus(path),)
-    found = tuple(sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()))
-    if not found:
-        raise UserError(f"no corpus found in {path}", why="no file ends in " + ", ".join(sorted(_SUFFIXES)))
-    return found
 
 
 def _is_lines(path: Path) -> bool:
@@ -164,7 +155,7 @@ def _raw(given: CorpusInput) -> Iterator[tuple[Callable[[], float], Document]]:
         return
     total, before = max(given.size, 1), 0
     for path in given.paths:
-        records, size = RecordReader(path), path.stat().st_size
+        records, size = RecordReader(path, PASSAGES, COLUMNS), path.stat().st_size
 
         def fraction(records: RecordReader = records, before: int = before, size: int = size) -> float:
             return (before + records.fraction * size) / total

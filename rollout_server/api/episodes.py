@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from protocol.errors import ForayError
-from protocol.messages import Name, Question, Sampling, Segment, Status, Text
+from protocol.messages import Name, Question, Sampling, Scalar, Segment, Status, Text
 from rollout_server.api.evaluation_pin import LOOK_S, EvaluationPin
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.engine.base import Generate
@@ -38,9 +38,11 @@ class EpisodeQuestion(BaseModel):
     id: Name
     question: Annotated[Text, Field(validation_alias=AliasChoices("question", "text"))]
     answers: tuple[Text, ...] = ()
+    meta: dict[Name, Scalar] = Field(default_factory=dict, max_length=64)
+    """Metadata for rewards: `source` (the data set), `supporting_ids`."""
 
     def as_message(self) -> Question:
-        return Question(id=self.id, text=self.question, answers=self.answers)
+        return Question(id=self.id, text=self.question, answers=self.answers, meta=self.meta)
 
 
 class EpisodesRequest(BaseModel):

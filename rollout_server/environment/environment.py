@@ -16,7 +16,7 @@ from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.environment.prompts.base import PromptTemplate, tokenizer_for
 from rollout_server.environment.tokenizer import TrajectoryTokenizer, load_tokenizer
 from rollout_server.rewards import build_reward
-from rollout_server.rewards.composite import CompositeReward
+from rollout_server.rewards.composite import CompositeReward, RewardPart
 from rollout_server.rewards.resources import RewardResources
 from rollout_server.tools import build_tool
 from rollout_server.tools.base import NoTool, Tool
@@ -162,7 +162,9 @@ def build_environment(
         template=template,
         tokenizer=tokenizer,
         prompt_tokenizer=tokenizer_for(template, tokenizer, model_dir, day),
-        score=CompositeReward([(build_reward(reward, resources), reward.weight) for reward in settings.rewards]),
+        score=CompositeReward(
+            [RewardPart(build_reward(part, resources), part.weight, part.sources) for part in settings.rewards]
+        ),
         resources=resources,
         before=before,
         after=after,

@@ -83,6 +83,8 @@ class RewardSettingsBase(Settings):
     type: str
     weight: float = 1.0
     """Weight in the trajectory's reward; 0 only records the score."""
+    sources: tuple[str, ...] = ()
+    """Score only questions of these data sets (docs/data.md). Empty: all questions."""
 
     @property
     def key(self) -> str:

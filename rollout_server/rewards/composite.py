@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollout_server.rewards.base import Reward, RewardError, RewardInput, TurnReward
 
@@ -24,22 +25,38 @@ class TrajectoryReward:
     turns: tuple[float, ...]
 
 
-class CompositeReward:
-    """Computes all `parts` (reward, weight) concurrently."""
+class RewardPart(NamedTuple):
+    """One reward, its weight, and the data sets whose questions it scores (empty: all)."""
 
-    def __init__(self, parts: Sequence[tuple[Reward | TurnReward, float]]) -> None:
-        self._parts = tuple(parts)
+    reward: Reward | TurnReward
+    weight: float
+    sources: tuple[str, ...] = ()
+
+
+class CompositeReward:
+    """Computes all `parts` that apply to a question's source concurrently."""
+
+    def __init__(self, parts: Sequence[RewardPart | tuple[Reward | TurnReward, float]]) -> None:
+        self._parts = tuple(RewardPart(*part) for part in parts)
 
     async def __call__(self, outcome: RewardInput) -> TrajectoryReward:
-        """Return the reward. Raises RewardError for a non-finite score, or the first error of a part."""
+        """Return the reward.
+
+        Raises RewardError for a non-finite score, for a question whose source no part scores, or the first error of a
+        part.
+        """
+        source = outcome.question.source
+        scored = [part for part in self._parts if not part.sources or source in part.sources]
+        if self._parts and not scored:
+            raise RewardError(f"no reward of rollout.episode.rewards has {source!r} among its `sources`")
         try:
             async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(_score(reward, outcome), name=reward.name) for reward, _ in self._parts]
+                asked = [tasks.create_task(_score(part.reward, outcome), name=part.reward.name) for part in scored]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         total, turns = 0.0, [0.0] * len(outcome.turns)
         parts: dict[str, float] = {}
-        for (reward, weight), task in zip(self._parts, asked, strict=True):
+        for (reward, weight, _), task in zip(scored, asked, strict=True):
             whole, each = task.result()
             parts[reward.name] = whole
             total += weight * whole

@@ -1,7 +1,7 @@
 """Retrieval rewards: the targets of a question's searches, and which of them a turn was shown. Pure.
 
 There are up to 1 + n targets: the gold answer, as words in a passage as shown (cut, escaped), and each of the n
-supporting passages in the question's `meta["supporting_ids"]` (comma-separated ids or titles). The gold answers yes, no
+supporting passages in the question's `meta["supporting_ids"]` (ids or titles). The gold answers yes, no
 and noanswer occur in any text and are not targets. Only passages count, not text of the policy or the environment.
 """
 
@@ -25,7 +25,7 @@ _ANSWER = "answer"
 def targets(question: Question, by: By) -> frozenset[str]:
     """Return the names of the question's targets; empty if it has none."""
     answer = {_ANSWER} if by != "passage" and _golds(question) else set()
-    return frozenset(answer | ({_passage(name) for name in _supporting(question)} if by != "answer" else set()))
+    return frozenset(answer | ({_passage(name) for name in question.supporting} if by != "answer" else set()))
 
 
 def found(question: Question, turn: TurnText, by: By) -> frozenset[str]:
@@ -35,7 +35,7 @@ def found(question: Question, turn: TurnText, by: By) -> frozenset[str]:
         hits.add(_ANSWER)
     if by != "answer":
         titles = {normalise(title) for title in turn.titles} - {""}
-        shown = {n for n in _supporting(question) if n in turn.passage_ids or normalise(n) in titles}
+        shown = {n for n in question.supporting if n in turn.passage_ids or normalise(n) in titles}
         hits |= {_passage(name) for name in shown}
     return frozenset(hits)
 
@@ -62,11 +62,6 @@ def _words(text: str) -> str:
 def _golds(question: Question) -> tuple[str, ...]:
     # Both sides are folded: a passage may contain "ﬁ" for "fi".
     return tuple(fold_text(gold) for gold in question.answers if normalise(gold) not in _UNTELLING)
-
-
-def _supporting(question: Question) -> set[str]:
-    names = str(question.meta.get("supporting_ids") or "").split(",")
-    return {name.strip() for name in names} - {""}
 
 
 def _passage(name: str) -> str:

@@ -57,6 +57,8 @@ def segment(text: str, *, owner: str = "environment", ids: tuple[str, ...] = ("7
         ([segment("It is by Jane Austen's hand.")], True),
         ([segment("a novel", ids=("9",))], True),
         ([segment("a novel", titles=["emma"])], True),
+        ([segment("Doc 1(Title: Emma) a novel")], True),
+        ([segment("Emmanuel, a novel")], False),
         ([segment("a novel")], False),
         ([segment("Jane Austen", owner="policy")], False),
         ([segment("My previous action is invalid, Jane Austen", ids=())], False),

@@ -47,6 +47,16 @@ def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeyp
     assert anchored(settled) == settled
 
 
+def test_a_built_index_is_left_to_know_its_settings() -> None:
+    """A written default (bm25) would contradict a dense index."""
+    given = load_config(None, ["retriever.index_dir=/data/index"])
+    settled = settle(given, Addresses("redis://127.0.0.1:1/0", None, (), ()))
+    assert not {"index", "corpus"} & yaml.safe_load(settled.to_yaml())["retriever"].keys()
+    chosen = load_config(None, ["retriever.index_dir=/data/index", "retriever.index={type: memory}"])
+    report = yaml.safe_load(settle(chosen, Addresses("redis://127.0.0.1:1/0", None, (), ())).to_yaml())
+    assert report["retriever"]["index"]["type"] == "memory" and "corpus" not in report["retriever"]
+
+
 @pytest.mark.parametrize("before", ["/old/runs/x", "runs/x"])
 def test_a_moved_run_is_read_where_it_is(before: str, tmp_path: Path) -> None:
     tree = {"run": {"id": "x", "dir": before, "model": f"{before}/model", "redis_url": "redis://127.0.0.1:1/0"}}

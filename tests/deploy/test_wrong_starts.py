@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +26,6 @@ from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.run_dir import RECORD
 from deploy.launcher.supervisor import Supervisor
 from learner.config.learner import LearnerSettings
-from learner.data.questions import load_questions
 from learner.delivery.store import RunStore
 from learner.interfaces import TrainEngine
 from learner.main import serve as serve_learner
@@ -56,7 +53,12 @@ SMALL = {
 CAPPED = SMALL | {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
 LINEAR = SMALL | {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
 STRETCHED = SMALL | {"model_type": "phi3", "rope_scaling": {"type": "longrope"}}
-SEARCH_R1 = {"id": "train_0", "question": "who ?", "golden_answers": ["Ada"], "data_source": "nq"}
+SEARCH_R1 = {
+    "data_source": "nq",
+    "prompt": [{"role": "user", "content": "Question: who ?"}],
+    "reward_model": {"style": "rule", "ground_truth": {"target": ["Ada"]}},
+    "extra_info": {"split": "train", "index": 0},
+}
 
 
 @dataclass
@@ -107,10 +109,13 @@ def holds(name: str, content: Any) -> Callable[[Start], None]:
     return make
 
 
-def parquet(start: Start) -> None:
-    path = start.directory / "train.parquet"
-    pq.write_table(pa.Table.from_pylist([SEARCH_R1]), path)
-    start.overrides.append(f"learner.questions={path}")
+def parquet(row: dict[str, Any]) -> Callable[[Start], None]:
+    def make(start: Start) -> None:
+        path = start.directory / "train.parquet"
+        pq.write_table(pa.Table.from_pylist([row]), path)
+        start.overrides.append(f"learner.questions={path}")
+
+    return make
 
 
 def evicting(start: Start) -> None:
@@ -169,10 +174,13 @@ def half_a_model(start: Start) -> None:
 
 WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     # error: how it is caused, texts in the first error message
-    "parquet questions": (parquet, ["is a Parquet file", "question, golden_answers", "pyarrow.parquet"]),
-    "a JSON array of questions": (
-        holds("questions.jsonl", [SEARCH_R1]),
-        ["learner.questions", "one JSON array", "jq -c '.[]'"],
+    "parquet of unknown columns": (
+        parquet({"query": "who ?", "gold": "Ada"}),
+        ["unknown format of questions", "train.parquet", "gold, query", "foray data convert --question COLUMN"],
+    ),
+    "a passage file as questions": (
+        holds("questions.jsonl", [{"id": "0", "contents": "Ada"}]),
+        ["unknown format of questions", "contents, id"],
     ),
     "a question without an answer": (
         holds("questions.jsonl", b'{"question": "who ?", "answer": "Ada"}\n\n{"question": "who ?"}\n'),
@@ -322,22 +330,17 @@ def test_the_run_that_fills_redis_may_go_on(start: Start, capsys: pytest.Capture
 
 
 def test_all_that_is_wrong_is_said_at_once(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    parquet(start)
+    parquet({"query": "who ?"})(start)
     bare_python(start)
     assert main(["up", *start.argv]) == EXIT_USER
     said = capsys.readouterr().err
-    assert said.count("error: ") == 2 and "Parquet" in said and "SGLang is not installed" in said
+    assert said.count("error: ") == 2 and "unknown format of questions" in said and "SGLang is not installed" in said
 
 
-def test_the_command_that_is_offered_for_parquet_converts_it(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    parquet(start)
-    assert main(["up", *start.argv]) == EXIT_USER
-    (todo,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("   do: ")]
-    command = todo.removeprefix("   do: ").partition("; then ")[0]
-    assert command.startswith("python -c ")
-    subprocess.run(command.replace("python", shlex.quote(sys.executable), 1), shell=True, check=True, timeout=60)
-    (question,) = load_questions(start.directory / "train.jsonl").questions
-    assert (question.id, question.text, question.answers) == ("train_0", "who ?", ("Ada",))
+def test_the_doctor_reads_the_rows_of_search_r1(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    parquet(SEARCH_R1)(start)
+    assert main(["doctor", *start.argv]) == 0
+    assert "train.parquet: the first 1 questions are readable (format search_r1)" in capsys.readouterr().out
 
 
 def test_weights_of_unknown_size_give_no_line_about_the_disk(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from fuzz_targets import Decoder, scratch
 from fuzz_targets_protocol import entries, resealed
 
 from deploy.config import load_config
+from deploy.data.catalogue import recorded
 from deploy.doctor import data as doctor_data
 from deploy.doctor import engine as doctor_engine
 from learner.checkpoint.checkpoint import MANIFEST, Checkpoints
@@ -35,6 +36,7 @@ from protocol.errors import ProtocolError, UserError
 from protocol.header import seal
 from protocol.messages import Task
 from protocol.versions import PolicyVersion
+from tests.support.format_samples import QUESTIONS
 from tests.support.messages import make_group
 
 LLAMA = {
@@ -145,6 +147,17 @@ def _questions(folder: Path) -> Any:
     return read
 
 
+DOWNLOADS = b'{"files": {"nq/train.jsonl": {"url": "https://x/y", "sha256": "ab"}}}'
+
+
+def _downloads(folder: Path) -> Any:
+    def read(raw: bytes) -> object:
+        (folder / "downloads.json").write_bytes(raw)
+        return [row["sha256"] + row["url"] for row in recorded(folder).values()]
+
+    return read
+
+
 def _model_config(folder: Path) -> Any:
     """The config.json of a foreign model, as read by doctor and `foray up`: any text yields findings."""
     model = folder / "model"
@@ -168,6 +181,7 @@ def decoders() -> tuple[Decoder, ...]:
         b'{"_id": 3, "question": "what ?", "answer": "b"}\n',
         '{"id": "q1", "question": "who\u2028 was ?", "golden_answers": ["a", "é"]}\n'.encode(),
     )
+    samples = [json.dumps(record).encode() for rows in QUESTIONS.values() for record, _ in rows]
     return (
         Decoder("entry.read_entry", _entry, (BadEntry, ProtocolError), entries(), "msgpack", resealed, share=4),
         Decoder(
@@ -184,5 +198,7 @@ def decoders() -> tuple[Decoder, ...]:
         Decoder("checkpoint.current", _current(folder), (UserError,), (b"step_4.e1\n",), "text", share=0.5),
         Decoder("doctor.model_config", _model_config(folder), (), MODEL_CONFIGS, "json", share=0.5),
         Decoder("questions.load", _questions(folder), (UserError,), asked, "text", share=0.5),
+        Decoder("questions.formats", _questions(folder), (UserError,), samples, "json"),
+        Decoder("data.downloads", _downloads(folder), (UserError,), (DOWNLOADS,), "json", share=0.3),
         Decoder("questions.record", _questions(folder), (UserError,), (asked[0].splitlines()[0],), "json", share=0.5),
     )

@@ -16,9 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fuzz_targets import Decoder, scratch
 
+from learner.data.questions import load_questions
 from protocol.errors import UserError
-from retriever.corpus.formats.base import RecordReader
+from protocol.runtime.records import RecordReader
+from retriever.corpus.formats.base import COLUMNS, PASSAGES
 from retriever.index.faiss_flat import open_file, stored_vectors
+from tests.support.format_samples import QUESTIONS
 
 REFUSED = 3
 
@@ -64,7 +67,15 @@ def _ending(work: Callable[[], object]) -> int:
 def _parquet(path: Path) -> Callable[[bytes], object]:
     def read(raw: bytes) -> object:
         path.write_bytes(raw)
-        return list(RecordReader(path))
+        return list(RecordReader(path, PASSAGES, COLUMNS))
+
+    return read
+
+
+def _question_rows(path: Path) -> Callable[[bytes], object]:
+    def read(raw: bytes) -> object:
+        path.write_bytes(raw)
+        return load_questions(path)
 
     return read
 
@@ -84,9 +95,12 @@ def decoders() -> tuple[Decoder, ...]:
     graph, lists = faiss.IndexHNSWFlat(4, 4, inner), faiss.IndexIVFFlat(faiss.IndexFlatIP(4), 4, 2, inner)
     table, written = pa.table({"id": ["a", "b"], "text": ["c", "d"], "title": ["e", None]}), io.BytesIO()
     pq.write_table(table, written)
+    rows = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([QUESTIONS["search_r1"][0][0]]), rows)
     return (
         Decoder("faiss.flat", _faiss(folder / "a"), (UserError, Dies), [_index(flat), _index(half)], share=0.3),
         Decoder("faiss.hnsw", _faiss(folder / "b"), (UserError, Dies), [_index(graph)], share=0.2),
         Decoder("faiss.ivf", _faiss(folder / "c"), (UserError, Dies), [_index(lists)], share=0.2),
+        Decoder("questions.parquet", _question_rows(folder / "e.parquet"), (UserError,), [rows.getvalue()], share=0.1),
         Decoder("corpus.parquet", _parquet(folder / "d.parquet"), (UserError,), [written.getvalue()], share=0.1),
     )

@@ -26,10 +26,11 @@ from protocol.errors import UserError
 from protocol.runtime.http.auth import Access
 from protocol.runtime.http.server import SERVER_OPTIONS
 from protocol.runtime.log import without_trace_of_clients
+from protocol.runtime.records import RecordReader
 from retriever.api.app import create_app
 from retriever.api.base import RetrieverState
 from retriever.config import RetrieverSettings
-from retriever.corpus.formats.base import RecordReader
+from retriever.corpus.formats.base import COLUMNS, PASSAGES
 from retriever.index.faiss_flat import check_readable
 from rollout_server.api import app as rollout_app
 from rollout_server.api.episodes import EpisodesRequest
@@ -233,8 +234,8 @@ def test_the_first_complete_action_is_the_one_that_the_plain_pattern_finds(piece
 def test_an_array_of_many_small_records_is_read_in_linear_time(tmp_path: Path) -> None:
     path = tmp_path / "many.json"
     path.write_text("[" + ",".join('{"text":"a"}' for _ in range(60_000)) + "]")
-    assert spent(lambda: [None for _ in RecordReader(path)]) < 5
-    assert sum(1 for _ in RecordReader(path)) == 60_000
+    assert spent(lambda: [None for _ in RecordReader(path, PASSAGES, COLUMNS)]) < 5
+    assert sum(1 for _ in RecordReader(path, PASSAGES, COLUMNS)) == 60_000
 
 
 def test_a_question_may_hold_unicode_line_separators(tmp_path: Path) -> None:

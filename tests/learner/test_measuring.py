@@ -172,3 +172,22 @@ def test_lags_are_counted_by_token_and_by_group() -> None:
     assert token_lags(groups, 8) == slow and len(slow) > 3
     oldest = [min(v.step for t in g.trajectories if (v := t.first_version())) for g in groups]
     assert group_lags(groups, 8) == [8 - step for step in oldest]
+
+
+def test_rewards_are_reported_for_each_data_set() -> None:
+    groups = []
+    for seq, source, rewards in ((1, "nq", (1.0, 0.0)), (2, "hotpotqa", (0.5, 0.5)), (3, "nq", (1.0, 1.0))):
+        group = make_group(seq, rewards)
+        question = group.question.model_copy(update={"meta": {"source": source}})
+        groups.append(group.model_copy(update={"question": question}))
+    values = group_metrics(groups, 1)
+    found = {name: value for name, value in values.items() if name.startswith("source")}
+    assert found == {
+        "source_groups/nq": 2.0,
+        "source_groups/hotpotqa": 1.0,
+        "source_reward/nq": 0.75,
+        "source_reward/hotpotqa": 0.5,
+        "source_reward_part/nq/em": 0.75,
+        "source_reward_part/hotpotqa/em": 0.5,
+    }
+    assert not [name for name in group_metrics([make_group(1, (1.0,))], 1) if name.startswith("source")]

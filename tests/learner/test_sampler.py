@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from learner.data.questions import QuestionSet, fingerprint
-from learner.data.sampler import Sampler
+from learner.data.sampler import BLOCK, Sampler
 from tests.support.messages import make_question
 
 
@@ -46,3 +46,35 @@ def test_seed_and_questions_change_the_order_and_the_fingerprint() -> None:
 def test_seqs_begin_at_one() -> None:
     with pytest.raises(ValueError, match="below 1"):
         Sampler(question_set(3), 0).question(0)
+
+
+def weighted(*shares: tuple[int, float]) -> Sampler:
+    whole = question_set(sum(size for size, _ in shares))
+    return Sampler(QuestionSet(whole.questions, whole.fingerprint, shares), seed=5)
+
+
+def test_weights_give_each_source_its_share_in_every_block() -> None:
+    sampler = weighted((10, 3.0), (50, 1.0))
+    for block in range(3):
+        got = [int(name[1:]) for name in ids(sampler, range(1 + block * BLOCK, 1 + (block + 1) * BLOCK))]
+        assert sum(number < 10 for number in got) == BLOCK * 3 // 4
+
+
+def test_each_source_passes_through_all_of_its_questions() -> None:
+    sampler = weighted((700, 1.0), (700, 1.0))
+    got = [int(name[1:]) for name in ids(sampler, range(1, 1 + 3 * BLOCK))]
+    first = [number for number in got if number < 700]
+    assert len(set(first[:700])) == 700 and len(set(first[700:1400])) == 700 and first[:700] != first[700:1400]
+    assert got != sorted(got)
+
+
+def test_a_tiny_weight_is_sampled_and_weights_change_the_fingerprint() -> None:
+    assert any(name == "q5" for name in ids(weighted((5, 1e6), (1, 1.0)), range(1, BLOCK + 2)))
+    names = {weighted((5, a), (5, 1.0)).fingerprint for a in (1.0, 2.0)} | {Sampler(question_set(10), 5).fingerprint}
+    assert len(names) == 3
+
+
+def test_the_mix_is_the_same_on_every_machine() -> None:
+    # Written down, as above.
+    got = ids(weighted((6, 2.0), (6, 1.0)), range(1, 13))
+    assert got == ["q7", "q3", "q6", "q2", "q9", "q0", "q8", "q4", "q11", "q1", "q5", "q2"]

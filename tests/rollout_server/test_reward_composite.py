@@ -13,7 +13,7 @@ from protocol.messages import Question, Status
 from protocol.runtime.config import section
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.rewards.base import RewardError, RewardInput, TurnText
-from rollout_server.rewards.composite import CompositeReward, TrajectoryReward
+from rollout_server.rewards.composite import CompositeReward, RewardPart, TrajectoryReward
 
 
 class Fixed:
@@ -122,3 +122,16 @@ def test_settings_that_cannot_work_are_refused(tree: dict[str, object], message:
 def test_custom_rewards_may_be_many_by_different_names() -> None:
     two = [CUSTOM | {"name": "a"}, CUSTOM | {"name": "b"}]
     assert [r.key for r in section({"rollout": {"rewards": two}}, "rollout", EnvironmentSettings).rewards] == ["a", "b"]
+
+
+async def test_a_reward_scores_the_questions_of_its_sources_only() -> None:
+    def of(source: str) -> RewardInput:
+        return RewardInput(Question(id="q", text="?", meta={"source": source}), Status.ANSWERED, None, (), 0)
+
+    score = CompositeReward(
+        [RewardPart(Fixed("em", 1.0), 1.0, ("nq", "mine")), RewardPart(Fixed("f1", 0.5), 1.0, ("hotpotqa",))]
+    )
+    assert (await score(of("nq"))).parts == {"em": 1.0}
+    assert await score(of("hotpotqa")) == TrajectoryReward(0.5, {"f1": 0.5}, ())
+    with pytest.raises(RewardError, match=r"no reward of .* has 'other' among its `sources`"):
+        await score(of("other"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from protocol.errors import UserError
-from retriever.corpus.formats.base import CorpusFormat, Record
+from protocol.runtime.records import Record
+from retriever.corpus.formats.base import CorpusFormat
 from retriever.corpus.formats.multihop import HOTPOTQA, MUSIQUE
 from retriever.corpus.formats.plain import CONTENTS, TITLE_TEXT
 

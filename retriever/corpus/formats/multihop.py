@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from retriever.corpus.formats.base import CorpusFormat, Document, Record, text_of
+from protocol.runtime.records import Record
+from retriever.corpus.formats.base import CorpusFormat, Document, text_of
 
 
 def _context_documents(record: Record) -> Iterator[Document]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from retriever.corpus.formats.base import CorpusFormat, Document, Record, fields_of, id_of, text_of
+from protocol.runtime.records import Record
+from retriever.corpus.formats.base import CorpusFormat, Document, fields_of, id_of, text_of
 
 _CONTENTS_KEYS = frozenset({"id", "_id", "contents"})
 

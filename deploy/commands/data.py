@@ -1,0 +1,275 @@
+"""List, download, convert, inspect, mix and compare questions, corpora, indexes and models.
+
+    foray data list                                    what `get` knows, and what of it is here
+    foray data get nq wiki-18 [--to data]              download, verify, unpack; the same command continues after a stop
+    foray data formats                                 formats of questions and of passages
+    foray data inspect FILE [--config run.yaml]        schema, examples, duplicates, lengths, answers that cannot match
+    foray data convert FILE OUT.jsonl                  any format to Foray's; --corpus for passages
+    foray data merge A B --out F [--weights 2,1]       one file of several, in random order
+    foray data split FILE --out DIR train=0.95 dev=rest
+    foray data sample FILE --rows 500 --out F
+    foray data dedupe TRAIN --against TEST --out F     remove repeats, and what the test set has too
+
+A run needs no conversion: `learner.questions` reads every format, and several files with weights (docs/data.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.heartbeat import Pulse
+from protocol.errors import UserError
+
+_FILE = "a file of questions, or a folder that `datasets` saved"
+
+
+def subcommands() -> dict[str, str]:
+    """Return name -> help."""
+    return {
+        "list": "List known data sets, corpora, indexes and models, and what of them is on this disk.",
+        "get": "Download by name or address: resumable, verified, unpacked.",
+        "formats": "List the formats of questions and passages.",
+        "inspect": "Show schema, examples, duplicates, lengths, and answers that cannot match.",
+        "convert": "Write questions as Foray's JSON lines, or passages as corpus lines.",
+        "merge": "Write the questions of several files as one file, in random order.",
+        "split": "Divide questions into files; equal questions stay together.",
+        "sample": "Write a random sample of the questions.",
+        "dedupe": "Remove repeated questions, and those that a test set has too.",
+    }
+
+
+def configure(parser: argparse.ArgumentParser, action: str) -> None:
+    """Add the arguments of `foray data ACTION`."""
+    if action in ("list", "get"):
+        parser.add_argument("names", nargs="*" if action == "list" else "+", metavar="NAME",
+                            help="name in the catalogue" + (", or an address" if action == "get" else ""))  # fmt: skip
+        parser.add_argument("--to", type=Path, default=Path("data"), help="data directory (default: data)")
+    if action == "get":
+        parser.add_argument("--sha256", default="", help="expected checksum of one address")
+    if action in ("list", "formats", "inspect", "dedupe"):
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    if action == "inspect":
+        parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=f"{_FILE}, or of passages")
+        parser.add_argument("--config", type=Path, help="measure prompts with the template, model and limits of a run")
+        parser.add_argument("--corpus", action="store_true", help="read the passages of the file, not its questions")
+        parser.add_argument("--examples", type=int, default=3, help="records to show (default: 3)")
+    if action == "convert":
+        parser.add_argument("file", type=Path, metavar="FILE", help=_FILE)
+        parser.add_argument("out", type=Path, metavar="OUT", help="JSON lines to write")
+        parser.add_argument("--corpus", action="store_true", help="convert the passages of the file")
+        parser.add_argument("--question", default="", help="column of the question, for a format of your own")
+        parser.add_argument("--answers", default="", help="column of the answers, with --question")
+        parser.add_argument("--id", default="", help="column of the id, with --question")
+    if action in ("merge", "dedupe"):
+        parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=_FILE)
+    if action in ("split", "sample"):
+        parser.add_argument("file", type=Path, metavar="FILE", help=_FILE)
+    if action == "split":
+        parser.add_argument("parts", nargs="+", metavar="NAME=SHARE", help="share, number of questions, or `rest`")
+    if action in ("merge", "sample"):
+        parser.add_argument("--rows", type=int, help="number of questions to write")
+    if action == "merge":
+        parser.add_argument("--weights", default="", help="shares of the files, e.g. 2,1 (default: by size)")
+    if action in ("merge", "split", "sample"):
+        parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    if action in ("merge", "split", "sample", "dedupe"):
+        parser.add_argument("--out", type=Path, required=True, help="directory" if action == "split" else "file")
+    if action == "dedupe":
+        parser.add_argument("--against", type=Path, nargs="+", default=[], metavar="FILE", help="test sets")
+        parser.add_argument("--near", type=float, default=0.8,
+                            help="share of common words (Jaccard) from which questions with a common answer are near "
+                            "duplicates; 0: only exact ones (default: 0.8)")  # fmt: skip
+    if action in ("convert", "sample", "split", "inspect"):
+        parser.add_argument("--format", default="", help="format of the file (default: that of the first record)")
+    if action == "convert":
+        parser.add_argument("--source", default="", help="name of the data set, instead of that in the file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 on success. Raises UserError for what the user must correct."""
+    return _ACTIONS[args.action](args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from deploy.data.catalogue import catalogue, entry, recorded
+
+    chosen = [entry(name) for name in args.names] or list(catalogue().values())
+    if args.json or args.names:
+        record = recorded(args.to)
+        rows = [
+            {
+                **{"name": e.name, "kind": e.kind, "about": e.about, "source": e.address, "found in": e.seen},
+                **e.facts,
+                "present": e.present(args.to),
+                "files": [str(args.to / path) for path in e.results()] or [str(args.to / e.folder)],
+                "sha256": {path: row["sha256"] for path, row in record.items() if row["url"].startswith(e.address)},
+            }
+            for e in chosen
+        ]
+        print(json.dumps(rows if args.json else rows if len(rows) > 1 else rows[0], indent=1, ensure_ascii=False))
+        return 0
+    width = max(len(e.name) for e in chosen)
+    for e in chosen:
+        here = "present" if e.present(args.to) else "-"
+        print(f"{e.name:<{width}}  {e.kind:<9}  {here:<7}  {e.about}")
+    print(f"\nin {args.to.absolute()}; `foray data list NAME` shows its source, `foray data get NAME` downloads it")
+    return 0
+
+
+def _get(args: argparse.Namespace) -> int:
+    from deploy.data.catalogue import entry, get, get_url
+    from deploy.data.download import Interrupted
+
+    urls = [name for name in args.names if "://" in name]
+    if args.sha256 and (len(urls) != 1 or len(args.names) != 1):
+        raise UserError("--sha256 is the checksum of one address", todo="give one address with it")
+    wanted = [(name, None if "://" in name else entry(name)) for name in args.names]
+    pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        for name, known in wanted:
+            paths = [get_url(name, args.to, pulse, args.sha256)] if known is None else get(known, args.to, pulse)
+            for path in paths:
+                print(path)
+    except Interrupted as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _formats(args: argparse.Namespace) -> int:
+    from deploy.data.files import format_table
+
+    table = format_table()
+    if args.json:
+        print(json.dumps([row._asdict() for row in table], indent=1))
+        return 0
+    width = max(len(row.name) for row in table)
+    for of in ("questions", "corpus"):
+        print(f"{of}:")
+        for row in table:
+            if row.of == of:
+                print(f"  {row.name:<{width}}  {row.fields}")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from deploy.data.inspection import inspect_corpus, inspect_questions, is_corpus, render
+
+    reports = []
+    for path in args.files:
+        if args.corpus or (not args.format and is_corpus(path)):
+            reports.append(inspect_corpus(path, args.examples))
+        else:
+            reports.append(inspect_questions(path, args.format, args.examples, args.config))
+    print(json.dumps(reports, indent=1, ensure_ascii=False) if args.json else "\n\n".join(map(render, reports)))
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from deploy.data.files import convert_corpus, convert_questions
+
+    if bool(args.question) != bool(args.answers):
+        raise UserError("--question and --answers belong together", todo="give both columns")
+    if args.corpus:
+        count = convert_corpus(args.file, args.out, args.format)
+        print(f"wrote {count} passages to {args.out}")
+        return 0
+    count, skipped = convert_questions(
+        args.file, args.out, form=args.format, source=args.source, columns=(args.question, args.answers, args.id)
+    )
+    without = f"; {skipped} without an answer in the corpus were left out" if skipped else ""
+    print(f"wrote {count} questions to {args.out}{without}")
+    return 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from deploy.data.files import merge, write_questions
+    from learner.config.questions import QuestionSource
+
+    weights = _weights(args.weights, len(args.files))
+    sources = [QuestionSource(path=path, weight=w) for path, w in zip(args.files, weights, strict=True)]
+    merged = merge(sources, args.rows, args.seed)
+    write_questions(args.out, merged)
+    return _tell(args.out, merged)
+
+
+def _split(args: argparse.Namespace) -> int:
+    from deploy.data.files import split, write_questions
+    from learner.config.questions import QuestionSource
+    from learner.data.questions import load_questions
+
+    found = load_questions([QuestionSource(path=args.file, format=args.format)]).questions
+    for name, part in split(found, args.parts, args.seed).items():
+        write_questions(args.out / f"{name}.jsonl", part)
+        _tell(args.out / f"{name}.jsonl", part)
+    return 0
+
+
+def _sample(args: argparse.Namespace) -> int:
+    from deploy.data.files import sample, write_questions
+    from learner.config.questions import QuestionSource
+    from learner.data.questions import load_questions
+
+    if args.rows is None:
+        raise UserError("`foray data sample` needs --rows", todo="give the number of questions, e.g. --rows 500")
+    found = load_questions([QuestionSource(path=args.file, format=args.format)]).questions
+    chosen = sample(found, args.rows, args.seed)
+    write_questions(args.out, chosen)
+    return _tell(args.out, chosen)
+
+
+def _dedupe(args: argparse.Namespace) -> int:
+    from deploy.data.dedupe import dedupe
+    from deploy.data.files import write_questions
+    from learner.data.questions import load_questions
+
+    if not 0 <= args.near <= 1:
+        raise UserError(f"--near is {args.near:g}", todo="give a share between 0 and 1, e.g. 0.8")
+    train = load_questions(args.files if len(args.files) > 1 else args.files[0]).questions
+    tests = [question for path in args.against for question in load_questions(path).questions]
+    result = dedupe(train, tests, args.near)
+    write_questions(args.out, result.kept)
+    if args.json:
+        print(json.dumps(result.report(), indent=1, ensure_ascii=False))
+        return 0
+    for line in result.lines():
+        print(line)
+    return _tell(args.out, result.kept)
+
+
+def _tell(path: Path, questions: list) -> int:  # type: ignore[type-arg]
+    sources: dict[str, int] = {}
+    for question in questions:
+        sources[question.source] = sources.get(question.source, 0) + 1
+    by_source = ", ".join(f"{name} {count}" for name, count in sorted(sources.items()))
+    print(f"wrote {len(questions)} questions to {path} ({by_source})")
+    return 0
+
+
+def _weights(text: str, count: int) -> list[float | None]:
+    if not text:
+        return [None] * count
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != count or not all(weight > 0 for weight in weights):
+        raise UserError(f"--weights {text} is not one number above 0 for each file", todo=f"give {count} numbers: 2,1")
+    return list(weights)
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
+    "get": _get,
+    "formats": _formats,
+    "inspect": _inspect,
+    "convert": _convert,
+    "merge": _merge,
+    "split": _split,
+    "sample": _sample,
+    "dedupe": _dedupe,
+}

@@ -1,0 +1,1 @@
+"""Data sets, corpora, indexes and models: download, convert, inspect, mix, compare. Behind `foray data`."""

@@ -1,0 +1,311 @@
+"""Download one file over HTTP: resumable, verified. Files of the Hugging Face hub go through `huggingface_hub` if it is
+installed (Xet, logins), else over plain HTTP.
+
+A partial file is `NAME.part`, with the server's tag of the content in `NAME.part.json`: if the content changed in the
+meantime, the download begins again (`If-Range`, RFC 9110, section 13.1.5).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.message import Message
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import IO, cast
+
+from deploy.heartbeat import Pulse
+from protocol.errors import ForayError, UserError
+from protocol.runtime.files import sha256_file
+
+ATTEMPTS = 6
+"""Connections in a row that may fail without a byte."""
+TIMEOUT_S, PAUSE_S = 60.0, 1.0
+CHUNK = 1 << 20
+HUB = "https://huggingface.co"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file on a server.
+
+    name    how messages call it
+    url     its address
+    repo    of the Hugging Face hub: "datasets/OWNER/NAME" or "models/OWNER/NAME", with `path` in it; "" elsewhere
+    sha256  expected checksum in hex, "" if unknown
+    """
+
+    name: str
+    url: str
+    repo: str = ""
+    path: str = ""
+    sha256: str = ""
+
+
+class Interrupted(ForayError):
+    """The connection failed too often; the partial file is kept."""
+
+
+def hub_file(repo: str, path: str, sha256: str = "") -> Remote:
+    """Return the file `path` of a repository of the Hugging Face hub, at HF_ENDPOINT if it is set."""
+    kind, _, name = repo.partition("/")
+    prefix = "datasets/" if kind == "datasets" else ""
+    return Remote(path, f"{endpoint()}/{prefix}{name}/resolve/main/{urllib.parse.quote(path)}", repo, path, sha256)
+
+
+def endpoint() -> str:
+    """Return the address of the hub."""
+    return os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+
+
+def hub_listing(repo: str) -> list[str]:
+    """Return the paths of a repository's files. Raises UserError."""
+    url = f"{endpoint()}/api/{repo}/revision/main"
+    try:
+        with _open(urllib.request.Request(url), _login()) as response:
+            found = json.loads(response.read())
+        return [str(file["rfilename"]) for file in found["siblings"]]
+    except (OSError, ValueError, KeyError, TypeError, HTTPException) as error:
+        raise _unreachable(url, error) from None
+
+
+def fetch(remote: Remote, target: Path, pulse: Pulse) -> str:
+    """Download `remote` to `target` unless it is complete there; return its sha256.
+
+    Raises UserError if the server has no such file, or the checksum is wrong (the file is then deleted); Interrupted if
+    the connection fails too often (what arrived is kept, and the next call continues).
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    expected = remote.sha256
+    if remote.repo and not expected:
+        expected = _hub_checksum(remote)
+    through_hub = _hub_client() if remote.repo else None
+    if through_hub is not None:
+        part = _through_hub(through_hub, remote, target, pulse)
+    else:
+        part = target.with_name(target.name + ".part")
+        _over_http(remote, part, pulse)
+    pulse.beat(lambda: f"{remote.name}: verifying")
+    found = sha256_file(part)
+    if expected and found != expected:
+        part.unlink()
+        _tag_file(part).unlink(missing_ok=True)
+        raise UserError(
+            f"{remote.name} has the wrong checksum and was deleted",
+            why=f"its sha256 is {found}, expected {expected} ({remote.url})",
+            todo="download it again; if it stays wrong, the file on the server is damaged or was changed: to accept a "
+            "change, delete the file's entry in downloads.json",
+        )
+    part.replace(target)
+    _tag_file(part).unlink(missing_ok=True)
+    return found
+
+
+def _over_http(remote: Remote, part: Path, pulse: Pulse) -> None:
+    """Download into `part`, continuing what is there."""
+    login = _login() if remote.repo else ""
+    failures = 0
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            _continue(remote, part, login, pulse)
+            return
+        except urllib.error.HTTPError as error:
+            if error.code < 500 and error.code != 429:
+                raise _unreachable(remote.url, error) from None
+            why = f"{error.code} {error.reason}"
+        except (OSError, HTTPException) as error:
+            why = str(error) or type(error).__name__
+        gained = (part.stat().st_size if part.exists() else 0) - before
+        failures = 1 if gained > 0 else failures + 1
+        if failures > ATTEMPTS:
+            raise Interrupted(
+                f"{remote.url}: {why}; {_size(before + gained)} of {remote.name} are kept in {part}: the same command "
+                "continues there"
+            )
+        pulse.say(f"{remote.name}: {why}; connecting again")
+        time.sleep(PAUSE_S * 2 ** (failures - 1) if gained <= 0 else 0)
+
+
+def _continue(remote: Remote, part: Path, login: str, pulse: Pulse) -> None:
+    """Append the rest of the file to `part`. Raises OSError or HTTPException if the connection ends early."""
+    have, tag = part.stat().st_size if part.exists() else 0, _read_tag(part, remote.url)
+    request = urllib.request.Request(remote.url, headers={"Accept-Encoding": "identity"})
+    if have and tag:
+        request.add_header("Range", f"bytes={have}-")
+        request.add_header("If-Range", tag)
+    try:
+        response = _open(request, login)
+    except urllib.error.HTTPError as error:
+        if error.code != 416:
+            raise
+        # all of it was there, or more than all of it
+        complete = error.headers.get("Content-Range", "").rpartition("/")[2] == str(have)
+        if not complete:
+            part.unlink()
+            raise ConnectionError("the partial file does not fit the server's") from None
+        return
+    with response:
+        resumed = response.status == 206
+        length = response.headers.get("Content-Length")
+        total = int(length) + (have if resumed else 0) if length else None
+        _write_tag(part, remote.url, _strong(response.headers.get("ETag")))
+        _require_space(part, (total or 0) - (have if resumed else 0))
+        done, begun = have if resumed else 0, time.monotonic()
+        start = done
+        with part.open("ab" if resumed else "wb") as file:
+            while chunk := response.read(CHUNK):
+                file.write(chunk)
+                done += len(chunk)
+                rate = (done - start) / max(time.monotonic() - begun, 1e-3)
+                pulse.beat(lambda done=done, rate=rate: _progress(remote.name, done, total, rate))  # type: ignore[misc]
+        if total is not None and done < total:
+            raise ConnectionError(f"the connection was closed after {_size(done)} of {_size(total)}")
+
+
+def _through_hub(client: _HubClient, remote: Remote, target: Path, pulse: Pulse) -> Path:
+    """Download with `huggingface_hub`, which keeps partial files itself; return the complete file."""
+    kind, _, repo = remote.repo.partition("/")
+    folder = target.parent / ".hub"
+    pulse.say(f"{remote.name}: downloading from {remote.repo.partition('/')[2]}")
+    done, failures = "", 0
+    while not done:
+        try:
+            done = client.download(
+                repo,
+                remote.path,
+                repo_type=kind.removesuffix("s"),
+                local_dir=folder,
+                endpoint=endpoint(),
+            )
+        except client.failures as error:
+            status = getattr(getattr(error, "response", None), "status_code", 0)
+            if 400 <= status < 500 and status != 429:
+                raise _unreachable(remote.url, error) from None
+            failures += 1
+            if failures > ATTEMPTS:
+                raise Interrupted(f"{remote.url}: {error}; the same command continues") from None
+            pulse.say(f"{remote.name}: {str(error).splitlines()[0][:200]}; connecting again")
+            time.sleep(PAUSE_S * 2 ** (failures - 1))
+    part = target.with_name(target.name + ".part")
+    shutil.move(done, part)
+    shutil.rmtree(folder)
+    return part
+
+
+@dataclass(frozen=True)
+class _HubClient:
+    """`huggingface_hub.hf_hub_download`, and what it raises for a connection that fails."""
+
+    download: Callable[..., str]
+    failures: tuple[type[Exception], ...]
+
+
+def _hub_client() -> _HubClient | None:
+    try:
+        import httpx
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        return None
+    return _HubClient(cast(Callable[..., str], hf_hub_download), (OSError, ValueError, httpx.HTTPError))
+
+
+class _Here(urllib.request.HTTPRedirectHandler):
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+    ) -> None:
+        """Refuse redirects: the hub's answer itself names the checksum, not that of the storage behind it."""
+
+
+def _hub_checksum(remote: Remote) -> str:
+    """Return the sha256 that the hub has for a file, "" if it has none (it does for large files only)."""
+    request = urllib.request.Request(remote.url, method="HEAD")
+    if login := _login():
+        request.add_unredirected_header("Authorization", login)
+    try:
+        with urllib.request.build_opener(_Here).open(request, timeout=TIMEOUT_S) as response:
+            headers = response.headers
+    except urllib.error.HTTPError as error:
+        if error.code not in (301, 302, 303, 307, 308):
+            raise _unreachable(remote.url, error) from None
+        headers = error.headers
+    except (OSError, HTTPException) as error:
+        raise _unreachable(remote.url, error) from None
+    tag = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").strip('"')
+    return tag if _SHA256.fullmatch(tag) else ""
+
+
+def _open(request: urllib.request.Request, login: str) -> HTTPResponse:
+    if login:  # not sent to the target of a redirect, which is another host
+        request.add_unredirected_header("Authorization", login)
+    return cast(HTTPResponse, urllib.request.urlopen(request, timeout=TIMEOUT_S))
+
+
+def _login() -> str:
+    token = os.environ.get("HF_TOKEN", "")
+    return f"Bearer {token}" if token else ""
+
+
+def _unreachable(url: str, error: Exception) -> UserError:
+    code = getattr(error, "code", 0) or getattr(getattr(error, "response", None), "status_code", 0)
+    todo = "check the address and your network; behind a mirror, set HF_ENDPOINT"
+    if code in (401, 403):
+        todo = "accept the terms on the repository's page, then export HF_TOKEN with a token of your account"
+    elif code == 404:
+        todo = "check the name: the server has no such file"
+    return UserError(f"cannot download {url}", why=str(error).strip().splitlines()[0][:300], todo=todo)
+
+
+def _strong(tag: str | None) -> str:
+    """Return the entity tag if it may be used to resume: a weak one may not."""
+    return "" if tag is None or tag.startswith("W/") else tag
+
+
+def _tag_file(part: Path) -> Path:
+    return part.with_name(part.name + ".json")
+
+
+def _read_tag(part: Path, url: str) -> str:
+    try:
+        found = json.loads(_tag_file(part).read_text())
+        return str(found["etag"]) if found["url"] == url else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _write_tag(part: Path, url: str, tag: str) -> None:
+    _tag_file(part).write_text(json.dumps({"url": url, "etag": tag}))
+
+
+def _require_space(part: Path, needed: int) -> None:
+    free = shutil.disk_usage(part.parent).free
+    if needed > free:
+        raise UserError(
+            f"not enough disk space in {part.parent.absolute()}",
+            why=f"{_size(needed)} are needed, {_size(free)} are free",
+            todo="free some, or give another directory with --to",
+        )
+
+
+def _progress(name: str, done: int, total: int | None, rate: float) -> str:
+    if total is None:
+        return f"{name}: {_size(done)}, {_size(rate)}/s"
+    left = (total - done) / max(rate, 1.0)
+    return f"{name}: {_size(done)} of {_size(total)} ({done / max(total, 1):.0%}), {_size(rate)}/s, {left:.0f} s left"
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    raise AssertionError
