@@ -179,8 +179,8 @@ def command_run(url: str, tmp_path: Path, *more: str) -> int:
     """`foray eval` of a run directory whose rollout server is at `url`."""
     write_record(tmp_path, {"rollouts": [url]})
     lines = [json.dumps({"id": q.id, "question": q.text, "answers": q.answers}) for q in QUESTIONS]
-    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
-    given = ["--suite", str(tmp_path / "questions.jsonl"), "--out", str(tmp_path / "out"), *more]
+    (tmp_path / "asked.jsonl").write_text("\n".join(lines))
+    given = ["--suite", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out"), *more]
     return foray(["eval", str(tmp_path), *given])
 
 
@@ -194,13 +194,13 @@ def test_the_command_finds_the_server_of_a_run_directory_and_names_the_version(
     assert command_run(server[0], tmp_path, "--limit", "1", "--n", "2", "--json") == 1, "an episode failed"
     report = json.loads(capsys.readouterr().out)
     (cell,) = report["scores"]
-    assert (cell["method"], cell["data_set"], cell["episodes"], cell["failed"]) == ("policy", "questions", 2, 1)
+    assert (cell["method"], cell["data_set"], cell["episodes"], cell["failed"]) == ("policy", "asked", 2, 1)
     assert report["versions"] == {"1.5": 1} and report["protocol"]["sampler"]["temperature"] == 0.0
     assert [(e["index"], e["version"], e["rewards"]["em"]) for e in stored(tmp_path)] == [(0, "1.5", 1.0), (1, "", 0.0)]
     (tmp_path / "more").mkdir()
     assert command_run(server[0], tmp_path / "more") == 0
     shown = capsys.readouterr().out
-    assert "policy, questions" in shown and str(tmp_path / "more" / "out" / "report.html") in shown
+    assert "policy, asked" in shown and str(tmp_path / "more" / "out" / "report.html") in shown
     assert "Protocol" in (tmp_path / "more" / "out" / "report.md").read_text()
 
 
