@@ -207,7 +207,8 @@ async def test_the_proof_of_a_group_comes_before_the_answer_and_changes_nothing(
         answer = await learner.hears("prepared")
         assert engine.swap() == [JOIN, PAUSE, BEGIN, BUCKET, END, CONTINUE] and not engine.paused
         assert engine.bodies[BUCKET][0]["names"] == ["norm.weight"] and engine.bodies[BUCKET][0]["group_name"] == "g"
-        assert not answer.touched and has_state(world, NodeState.READY, V1)()
+        assert not answer.touched
+        await eventually(has_state(world, NodeState.READY, V1), "READY at the version before")
         learner.say("transfer")
         await learner.hears("loaded")
         assert engine.swap()[6:12] == [PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK]
