@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from learner.checkpoint.checkpoint import CheckpointFailed, PartialCheckpoint
 from learner.checkpoint.journal import BatchConditions
 from learner.config.learner import LearnerSettings
 from learner.context import LearnerContext
-from learner.data.batch import Batch, build_batch
+from learner.data.batch import UnscaledBatch, prepare_batch
 from learner.data.replay_buffer import ReplayedGroup
 from learner.delivery.entry import StreamEntry
 from learner.delivery.token_accounting import token_split
@@ -53,12 +53,12 @@ def batch_for_step(
     settings: LearnerSettings,
     *,
     more_lag: int = 0,
-) -> Batch:
+) -> UnscaledBatch:
     """Build the batch of these groups: recorded inputs from `conditions`, the rest from the settings.
 
     more_lag  steps by which tokens may exceed `run.max_lag` (a replay that forms other batches)
     """
-    return build_batch(
+    return prepare_batch(
         groups,
         engine.algorithm,
         now_step=conditions.now_step,
@@ -86,9 +86,18 @@ class WritingCheckpoint:
     ended: Callable[[], bool] = lambda: True
 
 
+@dataclass(frozen=True)
+class BatchAhead:
+    """A batch that is built before its step."""
+
+    conditions: BatchConditions
+    groups: list[TrajectoryGroup]
+    call: BackgroundCall[UnscaledBatch]
+
+
 class TrainingLoop:
     """Runs to the last step, or until `stopping()`. All of it runs in the training thread, but for the writing of
-    checkpoints.
+    checkpoints and the building of the next batch.
 
     lineage      first version of each learner start
     policy_step  optimiser steps in the weights; one ahead of `delivery.step` between an update and its commit
@@ -103,6 +112,7 @@ class TrainingLoop:
         self._files_wanted = False
         self._checkpoint_step, self._checkpoint_time = ctx.delivery.step, time.monotonic()
         self._writing: WritingCheckpoint | None = None
+        self._ahead: BatchAhead | None = None
         self._guard = NonFiniteGuard(ctx.settings.max_skipped, ctx.run.dir / "skipped")
         self._timer = StepTimer(ctx.meter)
         self._best_effort = BestEffort()
@@ -138,7 +148,8 @@ class TrainingLoop:
         conditions = self._conditions(groups, replayed)
         everything = [*groups, *(r.group for r in replayed)]
         with ctx.meter.blocked_on("compute"):
-            batch = batch_for_step(conditions, everything, ctx.engine, ctx.run, ctx.settings)
+            batch = self._batch(conditions, everything).scaled(ctx.engine.algorithm)
+            self._prepare_next()
             report = ctx.engine.train(batch)
         if report.skipped:
             self._skip(entries, report)
@@ -156,6 +167,33 @@ class TrainingLoop:
         ctx.maintenance.wake.set()
         ctx.report_step(groups, report, self._timer.lap(), now_step=conditions.now_step, replayed=len(replayed))
         return True
+
+    def _batch(self, conditions: BatchConditions, groups: list[TrajectoryGroup]) -> UnscaledBatch:
+        """Return the batch that was built for these groups and conditions during the last step, else build it."""
+        ahead, self._ahead = self._ahead, None
+        if (
+            ahead is not None
+            and ahead.conditions == conditions
+            and list(map(id, ahead.groups)) == list(map(id, groups))
+        ):
+            return ahead.call.result()
+        return batch_for_step(conditions, groups, self.ctx.engine, self.ctx.run, self.ctx.settings)
+
+    def _prepare_next(self) -> None:
+        """Build the next batch in the background while this one trains, if its groups are there.
+
+        It is built for the conditions of its own step. If they or its groups turn out to be others (a skipped step, a
+        new epoch, groups dropped as stale), it is not used.
+        """
+        ctx = self.ctx
+        if ctx.settings.replay_mix.share:  # this step's groups may be mixed into the next batch
+            return
+        messages = (entry.message for entry in ctx.consumer.peek(ctx.run.groups_per_step))
+        groups = [message for message in messages if isinstance(message, TrajectoryGroup)]
+        if groups:
+            conditions = replace(self._conditions(groups, []), now_step=self.policy_step + 1)
+            build = partial(batch_for_step, conditions, groups, ctx.engine, ctx.run, ctx.settings)
+            self._ahead = BatchAhead(conditions, groups, BackgroundCall("batch", build))
 
     def _draw_replayed(self, groups: list[TrajectoryGroup]) -> list[ReplayedGroup]:
         # A non-finite replayed group would spoil every batch: draw none after a skipped batch.

@@ -147,9 +147,9 @@ def gathered(
     device  device for communication between ranks
     """
     if partition.whole or torch.distributed.get_world_size() == 1:
-        for name, piece in partition.pieces.items():
+        for name, whole in partition.pieces.items():
             if wanted(name):
-                yield name, piece.of(kept[id(piece.flat)]).reshape(partition.shapes[name])
+                yield name, whole.of(kept[id(whole.flat)]).reshape(partition.shapes[name])
         return
     for names in byte_chunks({name: shape.numel() * 4 for name, shape in partition.shapes.items()}):
         places, end = {}, 0

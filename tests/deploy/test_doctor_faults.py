@@ -387,7 +387,7 @@ def test_a_snapshot_needs_twelve_bytes_of_main_memory_per_parameter(world: World
         assert [f.verdict for f in main_memory(config, 64 << 20)] == (["ok"] if mib else [])
         short = list(main_memory(config, 1 << 20))
     assert [f.verdict for f in short] == (["fail"] if mib else [])
-    assert not mib or (f"{mib} MiB needed" in short[0].detail and "async_checkpoints: false" in short[0].todo)
+    assert not mib or (f"{mib} MiB needed" in short[0].detail and "async_checkpoints: false" in short[0].fix)
 
 
 def test_a_strong_token_opens_a_service_to_the_network(world: World) -> None:

@@ -38,6 +38,10 @@ class SimBatch:
     groups: Sequence[TrajectoryGroup]
     stats: dict[str, float] = field(default_factory=dict)
 
+    def scaled(self, algorithm: Any) -> SimBatch:
+        """Return the batch itself."""
+        return self
+
     @property
     def micro_batches(self) -> list[Any]:
         """One, with every token that the policy sampled."""
