@@ -303,8 +303,8 @@ class WeightView(Message):
 
     number    counts the views of an epoch from 1
     phase     prepare: join `group` and answer; transfer: pause, receive every bucket, answer with the checksum;
-              commit: set the version and resume (its WeightUpdate is now the target); abort: the view has ended,
-              a member that has received a tensor holds weights of no version
+              commit: set the version and resume (its WeightUpdate is now the target, or was before the view);
+              abort: the view has ended, a member that has received a tensor holds weights of no version
     members   "engine id/incarnation" of rank 1, 2, ... in order
     rank_offsets  first rank of each member, which has `EngineInfo.ranks` ranks (tensor parallel)
     deadline  seconds on the Redis clock; a member that has heard nothing by then treats the view as aborted
