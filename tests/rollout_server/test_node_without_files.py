@@ -92,7 +92,7 @@ async def test_a_view_that_fails_leaves_it_waiting_in_place_and_the_next_one_men
         incarnation = world.registered("e").incarnation
         learner.say("prepare")
         await learner.hears("prepared")
-        learner.say("transfer", left_s=0.5 if end == "deadline" else 10.0)
+        learner.say("transfer", left_s=3.0 if end == "deadline" else 10.0)
         await learner.hears("loaded")
         if end == "abort":
             learner.say("abort", buckets=())
