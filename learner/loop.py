@@ -264,6 +264,7 @@ class TrainingLoop:
                     self.recovery.retry_until_available(self._announce_if_forgotten)
                 if self._update is not None and self._update.is_initial:
                     self.recovery.retry_until_available(self._write_wanted_files)
+                self.recovery.retry_until_available(self._send_again)
                 entries = ctx.consumer.take(run.groups_per_step, self.policy_step, max_lag=max_lag, timeout_s=POLL_S)
                 if entries:
                     return entries
@@ -344,6 +345,12 @@ class TrainingLoop:
             log.info("publishing the initial model as files for %s", ", ".join(wanting))
             self._files_wanted, self._update = True, None
             self.announce()
+
+    def _send_again(self) -> None:
+        """Send the announced version to engines that have no other way to get it: they may be the only ones."""
+        ctx = self.ctx
+        if self._update is not None and self._update.version == PolicyVersion(ctx.lease.epoch, self.policy_step):
+            ctx.publisher.send_again(GatheredWeights(lambda: ctx.engine.iter_weights(ctx.publisher.device)))
 
     def _publish(self) -> None:
         with self.ctx.meter.blocked_on("publish"):

@@ -101,6 +101,8 @@ class SimPublisher:
     def announce(self, update: WeightUpdate, state: str) -> None:
         self._link.target(update, state)
 
+    def send_again(self, weights: Iterable[Any]) -> None: ...
+
     def collect(self, in_use: Collection[PolicyVersion]) -> None: ...
 
     def facts(self) -> Mapping[str, float]:
