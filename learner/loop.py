@@ -313,6 +313,7 @@ class TrainingLoop:
             ctx.publisher.announce(self._update, state)
         except BadWeights as error:
             ctx.event_log.emit("weights-refused", f"{version.label} was rejected: {error}")
+            self.keep_written()  # the message names the last checkpoint
             raise UserError(
                 f"the weights of version {version.label} were rejected: {error}",
                 why="engines would generate noise, and the run would train on it; the engines keep the previous "
@@ -459,6 +460,7 @@ class TrainingLoop:
         try:
             writing.result()
             name = self.ctx.checkpoints.commit(writing.part, self.ctx.lease.confirm).name
+            self._checkpoint_step = writing.step
             log.info("checkpoint %s is current", name)
         except (ForayError, OSError) as error:
             log.warning("the checkpoint of step %d was not committed: %s", writing.step, error)

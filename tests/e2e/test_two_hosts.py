@@ -162,7 +162,6 @@ def engine_b(demo: Demo, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.fault(5, 18)
 def test_an_engine_of_another_host_joins_by_hand_leaves_and_is_killed(demo: Demo) -> None:
     log = demo.home.parent / "b" / "engine.log"
     with engine_b(demo) as node:

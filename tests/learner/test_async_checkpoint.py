@@ -63,7 +63,6 @@ def install(fault: str) -> None:
         RunStore.ack = lambda self, ids: (die if ids else acknowledge)(self, ids)
 
 
-@pytest.mark.fault(7, 9)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_learner_killed_during_a_checkpoint_trains_each_seq_once(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], fault: str
@@ -156,7 +155,6 @@ def test_a_learner_fenced_while_it_writes_commits_nothing(
     assert not (run.checkpoint_dir / "CURRENT").exists()
 
 
-@pytest.mark.fault(10)
 def test_a_signal_while_a_checkpoint_is_written_ends_with_the_last_step_in_one(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

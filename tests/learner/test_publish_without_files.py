@@ -139,7 +139,6 @@ def leave(fleet: Fleet, name: str) -> None:
     assert node.wait(20) == 0
 
 
-@pytest.mark.fault(15, 16)
 def test_a_failed_transfer_costs_it_one_version_and_nothing_else(fleet: Fleet) -> None:
     publisher, v = start(fleet)
     before = fleet.info("b")
@@ -184,7 +183,6 @@ def with_a_wrong_sum(answers: dict[str, ViewAnswer]) -> dict[str, ViewAnswer]:
     return answers | wrong
 
 
-@pytest.mark.fault(16, 18)
 def test_a_joiner_that_dies_in_its_first_transfer_costs_the_others_one_version_by_files(fleet: Fleet) -> None:
     publisher, v = start(fleet)
     fleet.start("c", blind=True)
@@ -202,7 +200,6 @@ def test_a_joiner_that_dies_in_its_first_transfer_costs_the_others_one_version_b
     both_hold(fleet, v[2], fleet.shifted(0.25))
 
 
-@pytest.mark.fault(16, 19)
 @pytest.mark.parametrize("stopped", ["node", "engine"])
 def test_a_joiner_that_hangs_is_left_out_until_it_is_back(fleet: Fleet, stopped: str) -> None:
     publisher, v = start(fleet, prepare_s=4.0, stall_s=3.0)
@@ -238,7 +235,6 @@ def arrives(fleet: Fleet, publisher: WeightPublisher, name: str, version: Policy
     assert fleet.checksums(name) == fleet.expected(weights)
 
 
-@pytest.mark.fault(7, 18)
 def test_a_learner_that_resumes_with_only_such_engines_goes_on(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     start(fleet)
     leave(fleet, "a")

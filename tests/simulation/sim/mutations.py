@@ -240,7 +240,7 @@ MUTATIONS: dict[str, Mutation] = {
     "ack before commit": Mutation(ack_before_commit, ("acknowledged is durable",)),
     "ack before the disk": Mutation(ack_before_the_disk, ("acknowledged is durable",)),
     "ack what came later": Mutation(ack_what_came_later, ("acknowledged is durable",)),
-    "no ledger check": Mutation(no_ledger_check, ("trained once", "the ledger is true"), {"learner killed": 3}),
+    "no ledger check": Mutation(no_ledger_check, ("trained once", "the ledger is true"), {"redis rolled back": 4}),
     "not fenced": Mutation(not_fenced, ("fenced",)),
     "reissue after one look": Mutation(one_look, ("missing twice",), {"redis stopped": 3}),
     "no reconciler": Mutation(no_reconciler, ENDLESS, {"task deleted": 3}),
