@@ -65,8 +65,9 @@ $(SGLANG_STAMP): requirements/sglang_cpu.txt
 
 # The engine contract with the fake, the embedded engine and real SGLang. FORAY_SGLANG_PYTHON names another
 # interpreter with SGLang; FORAY_SGLANG_URL and FORAY_SGLANG_MODEL name a running SGLang server.
+# ARGS="-m architectures" loads published weights of every architecture into it (about 10 minutes).
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
-	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine $(ARGS)
+	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine -m "not architectures" $(ARGS)
 
 $(PEERS_STAMP): requirements/peers.txt
 	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)

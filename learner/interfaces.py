@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -41,7 +41,7 @@ class StepReport:
 
 
 class TrainEngine(Protocol):
-    """The policy and its optimiser. All calls come from one thread."""
+    """The policy and its optimiser. All calls come from one thread, except that of a snapshot's function."""
 
     @property
     def algorithm(self) -> AdvantageEstimator:
@@ -68,6 +68,14 @@ class TrainEngine(Protocol):
 
     def save_state(self, directory: Path) -> None:
         """Write model, optimiser, schedule and RNG into an empty folder."""
+        ...
+
+    def snapshot_state(self, directory: Path) -> Callable[[], None]:
+        """Copy that state into main memory. Return the function that writes it into `directory`.
+
+        Another thread may call it, once, while this engine trains: what it writes is equal to what `save_state` would
+        have written. It raises OSError if it fails. It must have ended before the next snapshot.
+        """
         ...
 
     def load_state(self, directory: Path) -> None:

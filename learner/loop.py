@@ -13,12 +13,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from learner.checkpoint.checkpoint import CheckpointFailed
+from learner.background_call import BackgroundCall
+from learner.checkpoint.checkpoint import CheckpointFailed, PartialCheckpoint
 from learner.checkpoint.journal import BatchConditions
 from learner.config.learner import LearnerSettings
 from learner.context import LearnerContext
-from learner.data.batch import Batch, build_batch
+from learner.data.batch import UnscaledBatch, prepare_batch
 from learner.data.replay_buffer import ReplayedGroup
 from learner.delivery.entry import StreamEntry
 from learner.delivery.token_accounting import token_split
@@ -26,7 +30,7 @@ from learner.interfaces import NO_TOKENS, StepReport, TrainEngine
 from learner.observability.metrics import StepTimer
 from learner.recovery import CheckpointRetry, NonFiniteGuard, Recovery
 from learner.weights.base import BadWeights, GatheredWeights, in_use, wants_files
-from protocol.errors import StateLost, UserError
+from protocol.errors import ForayError, StateLost, UserError
 from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup, WeightUpdate
 from protocol.run_meta import LINEAGE_FIELD
@@ -49,12 +53,12 @@ def batch_for_step(
     settings: LearnerSettings,
     *,
     more_lag: int = 0,
-) -> Batch:
+) -> UnscaledBatch:
     """Build the batch of these groups: recorded inputs from `conditions`, the rest from the settings.
 
     more_lag  steps by which tokens may exceed `run.max_lag` (a replay that forms other batches)
     """
-    return build_batch(
+    return prepare_batch(
         groups,
         engine.algorithm,
         now_step=conditions.now_step,
@@ -66,8 +70,34 @@ def batch_for_step(
     )
 
 
+@dataclass(frozen=True)
+class WritingCheckpoint:
+    """A checkpoint that is being written.
+
+    state   the delivery state as of the snapshot
+    result  waits for the end of writing, and raises its error
+    ended   whether `result` would return at once
+    """
+
+    step: int
+    state: dict[str, Any]
+    part: PartialCheckpoint
+    result: Callable[[], None]
+    ended: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True)
+class BatchAhead:
+    """A batch that is built before its step."""
+
+    conditions: BatchConditions
+    groups: list[TrajectoryGroup]
+    call: BackgroundCall[UnscaledBatch]
+
+
 class TrainingLoop:
-    """Runs to the last step, or until `stopping()`. All of it runs in the training thread.
+    """Runs to the last step, or until `stopping()`. All of it runs in the training thread, but for the writing of
+    checkpoints and the building of the next batch.
 
     lineage      first version of each learner start
     policy_step  optimiser steps in the weights; one ahead of `delivery.step` between an update and its commit
@@ -81,6 +111,8 @@ class TrainingLoop:
         self._update: WeightUpdate | None = None
         self._files_wanted = False
         self._checkpoint_step, self._checkpoint_time = ctx.delivery.step, time.monotonic()
+        self._writing: WritingCheckpoint | None = None
+        self._ahead: BatchAhead | None = None
         self._guard = NonFiniteGuard(ctx.settings.max_skipped, ctx.run.dir / "skipped")
         self._timer = StepTimer(ctx.meter)
         self._best_effort = BestEffort()
@@ -116,7 +148,8 @@ class TrainingLoop:
         conditions = self._conditions(groups, replayed)
         everything = [*groups, *(r.group for r in replayed)]
         with ctx.meter.blocked_on("compute"):
-            batch = batch_for_step(conditions, everything, ctx.engine, ctx.run, ctx.settings)
+            batch = self._batch(conditions, everything).scaled(ctx.engine.algorithm)
+            self._prepare_next()
             report = ctx.engine.train(batch)
         if report.skipped:
             self._skip(entries, report)
@@ -134,6 +167,33 @@ class TrainingLoop:
         ctx.maintenance.wake.set()
         ctx.report_step(groups, report, self._timer.lap(), now_step=conditions.now_step, replayed=len(replayed))
         return True
+
+    def _batch(self, conditions: BatchConditions, groups: list[TrajectoryGroup]) -> UnscaledBatch:
+        """Return the batch that was built for these groups and conditions during the last step, else build it."""
+        ahead, self._ahead = self._ahead, None
+        if (
+            ahead is not None
+            and ahead.conditions == conditions
+            and list(map(id, ahead.groups)) == list(map(id, groups))
+        ):
+            return ahead.call.result()
+        return batch_for_step(conditions, groups, self.ctx.engine, self.ctx.run, self.ctx.settings)
+
+    def _prepare_next(self) -> None:
+        """Build the next batch in the background while this one trains, if its groups are there.
+
+        It is built for the conditions of its own step. If they or its groups turn out to be others (a skipped step, a
+        new epoch, groups dropped as stale), it is not used.
+        """
+        ctx = self.ctx
+        if ctx.settings.replay_mix.share:  # this step's groups may be mixed into the next batch
+            return
+        messages = (entry.message for entry in ctx.consumer.peek(ctx.run.groups_per_step))
+        groups = [message for message in messages if isinstance(message, TrajectoryGroup)]
+        if groups:
+            conditions = replace(self._conditions(groups, []), now_step=self.policy_step + 1)
+            build = partial(batch_for_step, conditions, groups, ctx.engine, ctx.run, ctx.settings)
+            self._ahead = BatchAhead(conditions, groups, BackgroundCall("batch", build))
 
     def _draw_replayed(self, groups: list[TrajectoryGroup]) -> list[ReplayedGroup]:
         # A non-finite replayed group would spoil every batch: draw none after a skipped batch.
@@ -204,12 +264,16 @@ class TrainingLoop:
                     self.recovery.retry_until_available(self._announce_if_forgotten)
                 if self._update is not None and self._update.is_initial:
                     self.recovery.retry_until_available(self._write_wanted_files)
+                self.recovery.retry_until_available(self._send_again)
                 entries = ctx.consumer.take(run.groups_per_step, self.policy_step, max_lag=max_lag, timeout_s=POLL_S)
                 if entries:
                     return entries
+                self._commit_written()
+                if self._writing is not None:
+                    continue
                 if self.checkpoint_retry.failures:
                     if self.checkpoint_retry.due:
-                        self.checkpoint()
+                        self.begin_checkpoint()
                 elif time.monotonic() > starving_since + STARVING_S:
                     self.recovery.retry_until_available(self._make_room_in_redis)
                     starving_since = time.monotonic()
@@ -225,7 +289,7 @@ class TrainingLoop:
         if (full or overdue) and ctx.delivery.has_uncommitted():
             if full:
                 log.warning("Redis is full and no batch arrives: writing a checkpoint to free space in Redis")
-            self.checkpoint()
+            self.begin_checkpoint()
         elif full:
             self._best_effort(self._trim_diagnostics)
 
@@ -249,6 +313,7 @@ class TrainingLoop:
             ctx.publisher.announce(self._update, state)
         except BadWeights as error:
             ctx.event_log.emit("weights-refused", f"{version.label} was rejected: {error}")
+            self.keep_written()  # the message names the last checkpoint
             raise UserError(
                 f"the weights of version {version.label} were rejected: {error}",
                 why="engines would generate noise, and the run would train on it; the engines keep the previous "
@@ -282,6 +347,12 @@ class TrainingLoop:
             self._files_wanted, self._update = True, None
             self.announce()
 
+    def _send_again(self) -> None:
+        """Send the announced version to engines that have no other way to get it: they may be the only ones."""
+        ctx = self.ctx
+        if self._update is not None and self._update.version == PolicyVersion(ctx.lease.epoch, self.policy_step):
+            ctx.publisher.send_again(GatheredWeights(lambda: ctx.engine.iter_weights(ctx.publisher.device)))
+
     def _publish(self) -> None:
         with self.ctx.meter.blocked_on("publish"):
             try:
@@ -302,44 +373,97 @@ class TrainingLoop:
     # --- checkpoints ---
 
     def _checkpoint_if_due(self) -> None:
-        ctx = self.ctx
-        old = time.monotonic() - self._checkpoint_time >= ctx.settings.checkpoint_s
-        due = old or ctx.delivery.step - self._checkpoint_step >= ctx.settings.checkpoint_every
-        if (due or self.checkpoint_retry.failures) and ctx.delivery.step < ctx.run.steps:
+        self._commit_written()
+        ctx, writing = self.ctx, self._writing
+        old = writing is None and time.monotonic() - self._checkpoint_time >= ctx.settings.checkpoint_s
+        last = self._checkpoint_step if writing is None else writing.step
+        due = old or ctx.delivery.step - last >= ctx.settings.checkpoint_every
+        if ctx.delivery.step >= ctx.run.steps:
+            return
+        if self.checkpoint_retry.failures:  # the groups of few more steps have room in Redis: wait for the result
             self.checkpoint()
+        elif due:
+            self.begin_checkpoint()
 
     def checkpoint(self) -> bool:
-        """Commit a checkpoint, then acknowledge. Return False if it could not be written: training may continue."""
+        """Commit a checkpoint of the current state, then acknowledge. Return False if it could not be written: training
+        may continue.
+        """
+        return self.begin_checkpoint() and self._commit_written(wait=True)
+
+    def begin_checkpoint(self) -> bool:
+        """Begin a checkpoint of the current state, unless the current one contains it. Return False if that failed.
+
+        One is written at a time: the previous one is waited for, and committed.
+        """
+        self._commit_written(wait=True)
         ctx = self.ctx
         if ctx.checkpoints.committed(ctx.delivery.step, ctx.lease.epoch) and not ctx.delivery.has_uncommitted():
             return True
         state = ctx.delivery.to_state() | ctx.audit.to_state()
         names = {"run": ctx.run.id, LINEAGE_FIELD: ctx.lease.lineage_id, "sampler": ctx.sampler.fingerprint}
+        facts = state | names | {"steps": ctx.run.steps}
+        step, epoch = ctx.delivery.step, ctx.lease.epoch
         with ctx.meter.blocked_on("checkpoint"):
             try:
                 if ctx.journal is not None:
                     ctx.journal.flush()
-                written = ctx.checkpoints.write(
-                    state | names | {"steps": ctx.run.steps},
-                    step=ctx.delivery.step,
-                    epoch=ctx.lease.epoch,
-                    lineage=self.lineage,
-                    save=ctx.engine.save_state,
-                    confirm=lambda: self.recovery.retry_until_available(ctx.lease.confirm),
-                )
+                part = ctx.checkpoints.begin(facts, step=step, epoch=epoch, lineage=self.lineage)
+            except (CheckpointFailed, OSError) as error:
+                self.checkpoint_retry.failed(error, self._checkpoint_step)
+                return False
+            if ctx.settings.async_checkpoints:
+                save = ctx.engine.snapshot_state(part.state)
+                call = BackgroundCall("checkpoint", lambda: ctx.checkpoints.fill(part, save))
+                self._writing = WritingCheckpoint(step, state, part, call.result, lambda: call.ended)
+            else:
+                save = partial(ctx.engine.save_state, part.state)
+                self._writing = WritingCheckpoint(step, state, part, lambda: ctx.checkpoints.fill(part, save))
+                return self._commit_written(wait=True)
+        return True
+
+    def _commit_written(self, *, wait: bool = False) -> bool:
+        """Commit the checkpoint that was being written, then acknowledge what it contains, and nothing later.
+
+        Return False if it could not be written. Without `wait`, do nothing while it is being written.
+        """
+        ctx, writing = self.ctx, self._writing
+        if writing is None or not (wait or writing.ended()):
+            return True
+        with ctx.meter.blocked_on("checkpoint"):
+            self._writing = None
+            try:
+                writing.result()
+                confirm = partial(self.recovery.retry_until_available, ctx.lease.confirm)
+                written = ctx.checkpoints.commit(writing.part, confirm)
             except (CheckpointFailed, OSError) as error:
                 self.checkpoint_retry.failed(error, self._checkpoint_step)
                 return False
             self.checkpoint_retry.succeeded(written.name)
-            self._checkpoint_step, self._checkpoint_time = ctx.delivery.step, time.monotonic()
-            ctx.meter.set(checkpoint_step=ctx.delivery.step)
+            self._checkpoint_step, self._checkpoint_time = writing.step, time.monotonic()
+            ctx.meter.set(checkpoint_step=writing.step)
             if ctx.journal is not None:
-                ctx.journal.prune(needed_from=ctx.delivery.step - ctx.run.max_lag + 1)
-            ids = ctx.delivery.mark_durable(state)
+                ctx.journal.prune(needed_from=writing.step - ctx.run.max_lag + 1)
+            ids = ctx.delivery.mark_durable(writing.state)
             self.recovery.retry_until_available(lambda: ctx.store.ack(ids))
             ctx.delivery.mark_acknowledged(ids)
-            ctx.audit.committed(state, written.name)
+            ctx.audit.committed(writing.state, written.name)
         return True
+
+    def keep_written(self) -> None:
+        """After an error: wait for the checkpoint that is being written, and commit it if this learner still may. The
+        next start acknowledges what it contains.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+            name = self.ctx.checkpoints.commit(writing.part, self.ctx.lease.confirm).name
+            self._checkpoint_step = writing.step
+            log.info("checkpoint %s is current", name)
+        except (ForayError, OSError) as error:
+            log.warning("the checkpoint of step %d was not committed: %s", writing.step, error)
 
     def _acknowledge_rest(self) -> None:
         """Acknowledge entries of seqs that the loaded checkpoint has settled but its writer did not acknowledge."""

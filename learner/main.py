@@ -3,6 +3,7 @@
 training thread     loop.py        take groups -> train -> journal -> publish -> settle -> checkpoint -> acknowledge
 reader thread       consumer.py    stream entries -> buffered groups
 maintenance thread  background.py  renew the lease, issue tasks, reconcile, metrics
+checkpoint thread   loop.py        write a snapshot of the state; the training thread commits it
 """
 
 from __future__ import annotations
@@ -332,6 +333,8 @@ def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> N
         if not stop.is_set():
             raise
         _interrupt(loop)
+    finally:
+        loop.keep_written()
     ctx.maintainer.stop()
     ctx.lease.release()
 

@@ -271,6 +271,8 @@ INITIAL = "initial-"
 """Prefix of `WeightUpdate.digest` for the run's initial model."""
 NEEDS_FILES = "its run.model differs from the learner's: it needs files of"
 """Prefix of the detail of an engine that cannot hold the announced initial model."""
+NEEDS_BROADCAST = "it waits for a broadcast:"
+"""Prefix of the detail of an engine whose host does not have the announced files."""
 
 
 class WeightUpdate(Message):
@@ -289,6 +291,8 @@ class WeightUpdate(Message):
     transport: Transport = "disk"
     path: Text
     num_bytes: Count = 0
+    broadcast: bool = False
+    """The learner also broadcasts: an engine whose host does not have `path` can wait for that."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -318,8 +322,8 @@ class WeightView(Message):
 
     number    counts the views of an epoch from 1
     phase     prepare: join `group` and answer; transfer: pause, receive every bucket, answer with the checksum;
-              commit: set the version and resume (its WeightUpdate is now the target); abort: the view has ended,
-              a member that has received a tensor holds weights of no version
+              commit: set the version and resume (its WeightUpdate is now the target, or was before the view);
+              abort: the view has ended, a member that has received a tensor holds weights of no version
     members   "engine id/incarnation" of rank 1, 2, ... in order
     rank_offsets  first rank of each member, which has `EngineInfo.ranks` ranks (tensor parallel)
     deadline  seconds on the Redis clock; a member that has heard nothing by then treats the view as aborted
@@ -433,6 +437,11 @@ class EngineInfo(Message):
     @property
     def version(self) -> PolicyVersion:
         return PolicyVersion(self.epoch, self.step)
+
+    @property
+    def needs_broadcast(self) -> bool:
+        """Whether it is up, whatever its state, and its host does not have the files of the announced version."""
+        return self.detail.startswith(NEEDS_BROADCAST)
 
 
 class MetricsSnapshot(Message):

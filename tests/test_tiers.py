@@ -35,7 +35,7 @@ def selections(target: str) -> list[str | None]:
         ("test", ["not slow"]),
         ("test-slow", ["slow"]),
         ("test-all", [None]),
-        ("test-sglang", [None]),
+        ("test-sglang", ["not architectures"]),
         ("test-peers", [None]),
     ],
 )

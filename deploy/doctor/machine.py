@@ -127,6 +127,37 @@ def disk(config: RunConfig) -> Iterator[Finding]:
         yield Finding("disk", "ok", detail)
 
 
+def snapshot_bytes(config: RunConfig) -> int:
+    """Return the main memory of all ranks for the snapshot of a checkpoint: float32 weights and two moments, and the
+    moving average if there is one. 0 for adapters, without `async_checkpoints`, or if the model's size is unknown here.
+    """
+    learner, model = config.learner, config.run.model
+    if learner.model.lora.rank or not learner.async_checkpoints:
+        return 0
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    averaged = bool(learner.algorithm.kl.coefficient) and learner.reference.kind != "frozen"
+    critic = learner.algorithm.type == "ppo" and learner.critic.backbone == "own"
+    return int(weights / _stored_bytes(model) * (12 + 4 * averaged + 12 * critic))
+
+
+def main_memory(config: RunConfig, available: int) -> Iterator[Finding]:
+    """Check that `available` bytes of main memory suffice for snapshots of the learner's state."""
+    needed = snapshot_bytes(config)
+    if not needed or not config.launch.learner:
+        return
+    detail = f"{_gib(available)} available, {_gib(needed)} needed for snapshots of the learner's state"
+    if available < needed:
+        yield Finding("main memory", "fail", detail, "set learner.async_checkpoints: false, or free main memory")
+    else:
+        yield Finding("main memory", "ok", detail)
+
+
+def available_memory() -> int:
+    """Return the bytes of main memory that a new process can use without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
 def _stored_bytes(model: Path) -> int:
     """Return the bytes of one parameter in the files of `model`, by config.json; 4 if it has no dtype."""
     try:

@@ -65,11 +65,13 @@ def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) 
 
 
 def memory_needed(config: RunConfig) -> int:
-    """Return the maximum bytes of groups in Redis: (max_lag + 1 + K) * B groups, with K steps between checkpoints.
+    """Return the maximum bytes of groups in Redis: (max_lag + 1 + K) * B groups, with K steps between checkpoints, or
+    2 K if one may be written for so long that the next is due.
 
     Each group counts with its maximum length: G trajectories of `max_context` tokens.
     """
-    groups = (config.run.max_lag + 1 + config.learner.checkpoint_every) * config.run.groups_per_step
+    unsaved = config.learner.checkpoint_every * (2 if config.learner.async_checkpoints else 1)
+    groups = (config.run.max_lag + 1 + unsaved) * config.run.groups_per_step
     return int(groups * config.run.group_size * config.rollout.episode.max_context * BYTES_PER_TOKEN)
 
 

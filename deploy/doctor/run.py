@@ -50,6 +50,7 @@ def inputs(config: RunConfig) -> list[Finding]:
         *engine.gpus(config),
         *engine.learner(config),
         *machine.disk(config),
+        *machine.main_memory(config, machine.available_memory()),
     ]
 
 

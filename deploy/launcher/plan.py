@@ -108,12 +108,14 @@ class Addresses:
 
 def checkpoint_s(config: RunConfig) -> float:
     """Return how many seconds the learner's last checkpoint may take: 12 bytes per parameter (float32 weights and two
-    moments), written and hashed at CHECKPOINT_BYTES_PER_S. 0 for adapters, or if the model's size is unknown here.
+    moments), written and hashed at CHECKPOINT_BYTES_PER_S; twice that if one may be in the background at the signal.
+    0 for adapters, or if the model's size is unknown here.
     """
     if config.learner.model.lora.rank:
         return 0.0
     weights = sum(path.stat().st_size for path in config.run.model.glob("*.safetensors"))
-    return weights / BYTES_PER_WEIGHT * 12 / CHECKPOINT_BYTES_PER_S
+    checkpoints = 2 if config.learner.async_checkpoints else 1
+    return checkpoints * weights / BYTES_PER_WEIGHT * 12 / CHECKPOINT_BYTES_PER_S
 
 
 def _limits(config: RunConfig, kind: str, cores: int, stop_s: float) -> dict[str, str]:

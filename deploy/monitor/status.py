@@ -336,6 +336,15 @@ def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
         for e in seen.engines
         if e.state in (NodeState.QUARANTINED, NodeState.SUSPECT)
     ]
+    found += [
+        Problem(
+            f"engine {e.id} is {e.state} at {e.version.label}: {e.detail}",
+            "it takes part in the next broadcast. Only an engine that shares run.dir with the learner can also load a "
+            "version after a failed broadcast; the learner's log has the reasons of failures",
+        )
+        for e in seen.engines
+        if e.needs_broadcast and e.state in (NodeState.SYNCING, NodeState.READY)
+    ]
     target = seen.target
     usable = [e for e in seen.engines if e.state is NodeState.READY]
     if target is not None:

@@ -1,7 +1,7 @@
 """Checkpoints: policy, optimiser and delivery state in one directory, renamed into place and named in `CURRENT`.
 
 Write order: temporary directory, manifest last, flush, confirm the lease, rename, replace CURRENT. Entries may be
-acknowledged only after `write` has returned. A crash at any point leaves the previous checkpoint current and every
+acknowledged only after `commit` has returned. A crash at any point leaves the previous checkpoint current and every
 entry since then pending.
 
 The manifest lists every file with its sha256 and is signed with the run's key (`learner.checkpoint.signing`), so a
@@ -23,8 +23,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,26 @@ class Checkpoint:
                 )
 
 
+@dataclass(frozen=True)
+class PartialCheckpoint:
+    """A checkpoint that is being written.
+
+    path      its temporary directory
+    epoch     number of the learner start that writes it
+    manifest  content of the manifest, without the files
+    """
+
+    name: str
+    path: Path
+    epoch: int
+    manifest: dict[str, Any]
+
+    @property
+    def state(self) -> Path:
+        """Return the train engine's directory."""
+        return self.path / STATE
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -153,31 +174,56 @@ class Checkpoints:
         save: Callable[[Path], None],
         confirm: Callable[[], None],
     ) -> Path:
-        """Commit a checkpoint and return its directory.
+        """Commit a checkpoint and return its directory: `begin`, `fill` and `commit` in one call.
 
-        save     writes the train engine's state into a directory that exists and is empty
-        confirm  raises Fenced if this learner may no longer commit
-        Raises CheckpointFailed if the disk is full or fails. The current checkpoint is never modified: if it has the
-        same step and epoch, the new one gets the next revision.
+        save  writes the train engine's state into a directory that exists and is empty
+        """
+        part = self.begin(facts, step=step, epoch=epoch, lineage=lineage)
+        self.fill(part, lambda: save(part.state))
+        return self.commit(part, confirm)
+
+    def begin(
+        self, facts: dict[str, Any], *, step: int, epoch: int, lineage: Sequence[PolicyVersion]
+    ) -> PartialCheckpoint:
+        """Create the directory of a new checkpoint. Raises CheckpointFailed if the disk is full or fails.
+
+        The current checkpoint is never modified: if it has the same step and epoch, the new one gets the next revision.
         """
         name, revision = f"step_{step}.e{epoch}", 1
         if self.committed(step, epoch) and (found := self._current()):
             revision = _order(found)[2] + 1
             name += f".r{revision}"
-        part, final = self._folder / f".{name}.tmp", self._folder / name
-        try:
+        versions = [list(version) for version in lineage]
+        place = {"step": step, "epoch": epoch, "revision": revision}
+        manifest = {"format": FORMAT, **place, "lineage": versions, **facts}
+        part = PartialCheckpoint(name, self._folder / f".{name}.tmp", epoch, manifest)
+        with _discarded_unless_complete(part):
             durable_mkdir(self._folder)
-            shutil.rmtree(part, ignore_errors=True)
-            (part / STATE).mkdir(parents=True)
-            save(part / STATE)
-            listed = _listing(part)
-            versions = [list(version) for version in lineage]
-            place = {"step": step, "epoch": epoch, "revision": revision}
-            manifest = {"format": FORMAT, **place, "lineage": versions, **facts, "files": listed}
+            shutil.rmtree(part.path, ignore_errors=True)
+            part.state.mkdir(parents=True)
+        return part
+
+    def fill(self, part: PartialCheckpoint, save: Callable[[], None]) -> None:
+        """Call `save`, which writes into `part.state`, then write the manifest and flush everything.
+
+        Another thread may do this while the training thread goes on. Raises CheckpointFailed as `begin` does.
+        """
+        with _discarded_unless_complete(part):
+            save()
+            manifest = part.manifest | {"files": _listing(part.path)}
             if self._key is not None:
                 manifest[SIGNATURE] = self._key.sign(manifest)
-            atomic_write(part / MANIFEST, json.dumps(manifest, indent=1), durable=True)
-            fsync_tree(part)
+            atomic_write(part.path / MANIFEST, json.dumps(manifest, indent=1), durable=True)
+            fsync_tree(part.path)
+
+    def commit(self, part: PartialCheckpoint, confirm: Callable[[], None]) -> Path:
+        """Make the filled `part` the current checkpoint and return its directory.
+
+        confirm  raises Fenced if this learner may no longer commit
+        Raises CheckpointFailed as `begin` does.
+        """
+        name, epoch, final = part.name, part.epoch, self._folder / part.name
+        with _discarded_unless_complete(part):
             confirm()
             # A learner that is suspended between check and rename must not undo its successor's commit.
             with folder_lock(self._folder):
@@ -186,16 +232,9 @@ class Checkpoints:
                 if found and int(found[2]) > epoch and (newest := self.current_epoch()) > epoch:
                     raise Fenced(f"epoch {newest} has committed a checkpoint, this learner is epoch {epoch}")
                 shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier attempt that could not replace CURRENT
-                part.rename(final)
+                part.path.rename(final)
                 fsync_path(self._folder)
                 atomic_write(self._folder / CURRENT, name + "\n", durable=True)
-        # torch reports a full disk as RuntimeError
-        except (OSError, RuntimeError) as error:
-            shutil.rmtree(part, ignore_errors=True)
-            raise CheckpointFailed(f"checkpoint {name} could not be written: {error}") from error
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
         self._collect(name, epoch)
         return final
 
@@ -283,6 +322,20 @@ class Checkpoints:
             # a successor's directory is still being written
             if (m := _NAME.match(left.name[1:-4])) and int(m[2]) <= epoch:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _discarded_unless_complete(part: PartialCheckpoint) -> Iterator[None]:
+    """After an exception remove the files; raise CheckpointFailed for one of the disk."""
+    try:
+        yield
+    # torch reports a full disk as RuntimeError
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(part.path, ignore_errors=True)
+        raise CheckpointFailed(f"checkpoint {part.name} could not be written: {error}") from error
+    except BaseException:
+        shutil.rmtree(part.path, ignore_errors=True)
+        raise
 
 
 def _listing(part: Path) -> dict[str, dict[str, Any]]:

@@ -183,7 +183,7 @@ class ReplayLoop:
                 run,
                 self.settings,
                 more_lag=item.more_lag,
-            )
+            ).scaled(self.engine.algorithm)
             report = self.engine.train(batch)
         if report.skipped:
             log.warning("skipped the batch of seqs %s: %s", seqs, report.reason)

@@ -172,9 +172,14 @@ class LearnerSettings(TrainerSettings):
     """Training questions: a file (JSON lines with `question` and `answers`, Search-R1's parquet, HotpotQA's, ..:
     docs/data.md), or a list of sources: [nq.parquet, hotpotqa.json], [{path: nq.parquet, weight: 2}, ..]."""
     checkpoint_every: int = Field(default=25, ge=1)
-    """Steps between checkpoints. Redis keeps the groups trained since the last one."""
+    """Steps between checkpoints. Redis keeps the groups trained since the last one. If the next is due before the last
+    one is written, training waits."""
     checkpoint_s: float = Field(default=600.0, gt=0)
     """Write a checkpoint also when the last one is this many seconds old."""
+    async_checkpoints: bool = True
+    """Write checkpoints in the background while training goes on. Training then stops only to copy the state into main
+    memory: 12 bytes per trained parameter (16 with a moving average), kept for the next checkpoint and divided over the
+    ranks. False: training waits for each checkpoint, and less memory is needed."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep; the committed one is always kept."""
     on_stale: Literal["mask", "drop"] = "mask"

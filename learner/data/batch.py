@@ -8,8 +8,8 @@ denominators) is computed here once, so that micro-batches are independent of ea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -130,6 +130,28 @@ class Batch:
         return [RankBatch(share, self.temperature, self.num_tokens, self.stats) for share in self.shares]
 
 
+@dataclass(frozen=True)
+class UnscaledBatch:
+    """A batch before the algorithm scales its rewards, by factors that may depend on all batches before it.
+
+    credited  the outcomes with the rewards that are trained
+    """
+
+    batch: Batch
+    credited: Outcomes
+
+    def scaled(self, algorithm: AdvantageEstimator) -> Batch:
+        """Return the batch for training. Call it once for each batch, in order of training."""
+        scale = np.float32(algorithm.reward_scale(self.credited))
+        if scale == 1:
+            return self.batch
+
+        def part(minibatch: MiniBatch) -> MiniBatch:
+            return tuple(replace(m, rewards=m.rewards * scale) for m in minibatch)
+
+        return replace(self.batch, shares=tuple(tuple(map(part, share)) for share in self.batch.shares))
+
+
 @dataclass
 class _Row:
     """A trajectory to be trained: inputs [L], and the fields of `MicroBatch` for its n trained tokens.
@@ -160,7 +182,7 @@ class _Tally:
     invalid: int = 0
 
 
-def build_batch(
+def prepare_batch(
     groups: Sequence[TrajectoryGroup],
     algorithm: AdvantageEstimator,
     *,
@@ -170,8 +192,8 @@ def build_batch(
     settings: BatchSettings,
     temperature: float,
     ranks: int = 1,
-) -> Batch:
-    """Build the batch of `groups`, independent of their order.
+) -> UnscaledBatch:
+    """Build the batch of `groups`, independent of their order, without changing the algorithm's state.
 
     now_step  step of the policy that is about to be updated
     lineage   first version of each learner start, for `is_orphan`
@@ -192,9 +214,6 @@ def build_batch(
         credited = outcomes.shuffled(now_step)
         for row in rows:
             row.rewards = np.append(np.zeros(len(row.trained) - 1), credited.rewards[row.number]).astype(np.float32)
-    scale = algorithm.reward_scale(credited)
-    for row in rows:
-        row.rewards = row.rewards * np.float32(scale)
     advantages = algorithm.advantages(credited)
     by_turn = None if settings.shuffle_rewards else algorithm.turn_advantages(credited, Turns.of(groups))
     # one column per turn, or one for all turns
@@ -205,7 +224,12 @@ def build_batch(
     parts = [_part(part, table, algorithm, capacity, settings, ranks) for part in divided if part]
     shares = tuple(tuple(part[rank] for part in parts) for rank in range(ranks))
     stats = _statistics(rows, parts, tally, outcomes, np.abs(table).max(1, initial=0.0))
-    return Batch(shares, temperature, sum(len(r.trained) for r in rows), stats)
+    return UnscaledBatch(Batch(shares, temperature, sum(len(r.trained) for r in rows), stats), credited)
+
+
+def build_batch(groups: Sequence[TrajectoryGroup], algorithm: AdvantageEstimator, **facts: Any) -> Batch:
+    """Build the batch of `groups` for training. Arguments as `prepare_batch`."""
+    return prepare_batch(groups, algorithm, **facts).scaled(algorithm)
 
 
 def _part(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
+from itertools import islice
 
 from learner.data.filter import NO_VARIANCE, GroupFilter
 from learner.delivery.dead_letters import DeadLetterStore, EventLog
@@ -211,6 +212,11 @@ class StreamConsumer:
             taken = [self._buffer.popleft() for _ in range(count)]
             self._changed.notify_all()
             return taken
+
+    def peek(self, count: int) -> list[StreamEntry]:
+        """Return the groups that `take` would return now, [] if there are not so many; it may drop some first."""
+        with self._changed:
+            return list(islice(self._buffer, count)) if len(self._buffer) >= count else []
 
     def _drop_stale(self, now_step: int, max_lag: int | None) -> int:
         if max_lag is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,6 +150,8 @@ class DeepSpeedEngine:
         )
         self._partition = partition_of(self._engine.module, self._engine.optimizer, self.stage)
         self._averages = False
+        self._room: dict[str, torch.Tensor] = {}
+        """Main memory of snapshots."""
 
     @property
     def device(self) -> torch.device:
@@ -226,7 +228,8 @@ class DeepSpeedEngine:
         key  master | exp_avg | exp_avg_sq | ema (after `start_ema`)
         """
         kept = {id(flat): self._optimizer.kept(flat, key) for flat, _ in self._partition.groups}
-        return gathered(self._partition, kept, self.device, device)
+        for name, tensor in gathered(self._partition, kept, self.device):
+            yield name, tensor.to(device, copy=True)
 
     @torch.no_grad()
     def start_ema(self) -> None:
@@ -250,6 +253,14 @@ class DeepSpeedEngine:
         Each rank writes its share of files into `directory`. Raises OSError on all ranks if one fails.
         """
         self._files(directory).save(self.updates, self.stage, averages=self._averages)
+
+    def snapshot_state(self, directory: Path) -> Callable[[], None]:
+        """Copy this rank's share of the state into main memory; collective. Return the function that writes it into
+        `directory` as `save_state` does, not collective, which another thread may call while this engine trains.
+
+        The memory is kept for the next snapshot, so there may be one at a time. The function raises OSError.
+        """
+        return self._files(directory).snapshot(self.updates, self.stage, self._room, averages=self._averages)
 
     @torch.no_grad()
     def load_state(self, directory: Path) -> None:

@@ -139,15 +139,18 @@ def gathered(
     partition: Partition,
     kept: Mapping[int, torch.Tensor],
     device: torch.device,
-    out: str,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, a new whole float32 tensor on `out`) of the `wanted` parameters; collective.
+    """Yield (name, whole float32 tensor, to be copied before the next) of the `wanted` parameters; collective.
 
     kept    id of a flat master tensor -> requested state, of the same shape
     device  device for communication between ranks
     """
-    alone = partition.whole or torch.distributed.get_world_size() == 1
+    if partition.whole or torch.distributed.get_world_size() == 1:
+        for name, whole in partition.pieces.items():
+            if wanted(name):
+                yield name, whole.of(kept[id(whole.flat)]).reshape(partition.shapes[name])
+        return
     for names in byte_chunks({name: shape.numel() * 4 for name, shape in partition.shapes.items()}):
         places, end = {}, 0
         for name in names:
@@ -160,10 +163,8 @@ def gathered(
             if piece is not None:
                 place = buffer.narrow(0, places[name] + piece.start, piece.count)
                 place.copy_(piece.of(kept[id(piece.flat)]).view(torch.int32))
-        if not alone:
-            torch.distributed.all_reduce(buffer)
+        torch.distributed.all_reduce(buffer)
         for name in names:
             if wanted(name):
                 shape = partition.shapes[name]
-                part = buffer.narrow(0, places[name], shape.numel()).view(torch.float32)
-                yield name, part.reshape(shape).to(out, copy=True)
+                yield name, buffer.narrow(0, places[name], shape.numel()).view(torch.float32).reshape(shape)

@@ -6,14 +6,14 @@ buffers.safetensors      buffers of the module
 random.RANK.safetensors  random state of a rank
 
 The tensors are distributed over the ranks, which write in parallel. Each rank flushes and hashes a file in a thread
-while it gathers the next, and lists its files for the manifest (`learner.checkpoint`). Frozen parameters are not saved:
-they equal those of the initial model.
+while it gathers or writes the next, and lists its files for the manifest (`learner.checkpoint`). Frozen parameters are
+not saved: they equal those of the initial model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,6 @@ class StateFiles:
         self.directory, self.partition, self.optimizer = directory, partition, optimizer
         self.buffers, self.device, self.seed = buffers, device, seed
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._written: dict[str, Future[dict[str, Any]]] = {}
 
     def save(self, updates: int, stage: int, *, averages: bool) -> None:
         """Write this rank's files and, last, the index (rank 0); collective.
@@ -65,47 +64,39 @@ class StateFiles:
         Raises OSError on every rank if one of them fails, and only at the end: all ranks must take part in every
         collective.
         """
-        failures: list[OSError] = []
-        with ThreadPoolExecutor(HASHING_THREADS) as self._pool:
-            self._save_all(updates, stage, failures, averages=averages)
-        self._list_written(failures)
+        plan = {key: self._plan(key) for key in _keys(averages)}
+        index = self._index_of(updates, stage, plan, averages=averages)
+        failures = self._write(self._contents(plan, None), index)
         if fail_together(bool(failures), self.device):
             raise failures[0] if failures else OSError("another rank failed to write its files")
 
-    def _save_all(self, updates: int, stage: int, failures: list[OSError], *, averages: bool) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            failures.append(error)
-        files = {key: self._plan(key) for key in _keys(averages)}
-        for key, file_of in files.items():
-            self._save_key(key, file_of, failures)
-        self._try(f"random.{self.rank:05}.safetensors", _random_state(), failures)
-        if self.rank == 0:
-            self._try(BUFFERS, {n: b.detach().cpu().contiguous() for n, b in self.buffers.items()}, failures)
-        if not failures and self.rank == 0:
-            index = {
-                "format": FORMAT,
-                "updates": updates,
-                "averages": averages,
-                "zero_stage": stage,
-                "ranks": self.ranks,
-                "shapes": {name: list(shape) for name, shape in self.partition.shapes.items()},
-                "steps": self._steps(),
-                "files": files,
-            }
-            try:
-                (self.directory / INDEX).write_text(json.dumps(index, indent=1))
-            except OSError as error:
-                failures.append(error)
+    def snapshot(
+        self, updates: int, stage: int, room: dict[str, torch.Tensor], *, averages: bool
+    ) -> Callable[[], None]:
+        """Copy what `save` would write on this rank into `room` (filled at the first call); collective. Return the
+        function that writes it, which raises OSError and may run in another thread.
+        """
+        plan = {key: self._plan(key) for key in _keys(averages)}
+        index = self._index_of(updates, stage, plan, averages=averages)
+        contents = list(self._contents(plan, room))
 
-    def _list_written(self, failures: list[OSError]) -> None:
-        try:
-            listed = {file: entry.result() for file, entry in self._written.items()}
-            if not failures:
-                (self.directory / f"{WRITTEN}.{self.rank:05}.json").write_text(json.dumps(listed))
-        except OSError as error:
-            failures.append(error)
+        def write() -> None:
+            if failures := self._write(contents, index):
+                raise failures[0]
+
+        return write
+
+    def _index_of(self, updates: int, stage: int, plan: Mapping[str, Any], *, averages: bool) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "updates": updates,
+            "averages": averages,
+            "zero_stage": stage,
+            "ranks": self.ranks,
+            "shapes": {name: list(shape) for name, shape in self.partition.shapes.items()},
+            "steps": self._steps(),
+            "files": plan,
+        }
 
     def _plan(self, key: str) -> dict[str, str]:
         """Return the file of each tensor, the same on every rank: tensor i belongs to rank i % R."""
@@ -118,27 +109,63 @@ class StateFiles:
             files[name] = f"{key}.{owner:05}.{number[owner]:03}.safetensors"
         return files
 
-    def _save_key(self, key: str, file_of: Mapping[str, str], failures: list[OSError]) -> None:
+    def _contents(
+        self, plan: Mapping[str, Mapping[str, str]], room: dict[str, torch.Tensor] | None
+    ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Yield (name, tensors in main memory) of each file of this rank, copies in `room` or new ones; collective."""
+        for key, file_of in plan.items():
+            yield from self._contents_of(key, file_of, room)
+        yield f"random.{self.rank:05}.safetensors", _random_state()
+        if self.rank == 0:
+            yield BUFFERS, {name: b.detach().to("cpu", copy=True).contiguous() for name, b in self.buffers.items()}
+
+    def _contents_of(
+        self, key: str, file_of: Mapping[str, str], room: dict[str, torch.Tensor] | None
+    ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         kept = {id(flat): self.optimizer.kept(flat, key) for flat, _ in self.partition.groups}
         mine = f"{key}.{self.rank:05}."
         held: dict[str, torch.Tensor] = {}
         file = ""
-        for name, tensor in gathered(self.partition, kept, self.device, "cpu", lambda n: file_of[n].startswith(mine)):
+        for name, tensor in gathered(self.partition, kept, self.device, lambda n: file_of[n].startswith(mine)):
             if held and file_of[name] != file:
-                self._try(file, held, failures)
+                yield file, held
                 held = {}
-            file, held[name] = file_of[name], tensor
+            file = file_of[name]
+            if room is None:
+                held[name] = tensor.to("cpu", copy=True)
+            else:  # the same pages again: new ones take longer than the copy
+                held[name] = room.setdefault(f"{key} {name}", torch.empty(0)).resize_(tensor.shape).copy_(tensor)
         if held:
-            self._try(file, held, failures)
+            yield file, held
 
-    def _try(self, file: str, tensors: dict[str, torch.Tensor], failures: list[OSError]) -> None:
+    def _write(
+        self, contents: Iterable[tuple[str, dict[str, torch.Tensor]]], index: Mapping[str, Any]
+    ) -> list[OSError]:
+        """Write all files, the index and the list of what was written. Return the errors, after all of `contents`."""
+        failures: list[OSError] = []
+        written: dict[str, Future[dict[str, Any]]] = {}
         try:
-            save_file(tensors, self.directory / file)
-            self._written[file] = self._pool.submit(_finish, self.directory / file)
+            self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             failures.append(error)
-        except SafetensorError as error:  # a full disk, for instance
-            failures.append(OSError(f"{self.directory / file}: {error}"))
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
+            for file, tensors in contents:
+                try:
+                    save_file(tensors, self.directory / file)
+                    written[file] = pool.submit(_finish, self.directory / file)
+                except OSError as error:
+                    failures.append(error)
+                except SafetensorError as error:  # a full disk, for instance
+                    failures.append(OSError(f"{self.directory / file}: {error}"))
+        try:
+            if not failures and self.rank == 0:
+                (self.directory / INDEX).write_text(json.dumps(index, indent=1))
+            listed = {file: entry.result() for file, entry in written.items()}
+            if not failures:
+                (self.directory / f"{WRITTEN}.{self.rank:05}.json").write_text(json.dumps(listed))
+        except OSError as error:
+            failures.append(error)
+        return failures
 
     def _steps(self) -> dict[str, int]:
         return {

@@ -113,6 +113,7 @@ STEP: Table = {
     "publish_distributed": counter("Versions that were broadcast."),
     "publish_disk": counter("Versions that went to all engines as files although broadcast is configured."),
     "publish_fallbacks": counter("Broadcasts that failed, after which files were written."),
+    "publish_again": counter("Broadcasts of the announced version to engines whose hosts do not have its files."),
     "publish_snapshots": counter("Versions also written as files for engines that missed the broadcast."),
     "groups_filtered_*": counter("Groups skipped by the filter, by reason.", "reason"),
     "step": gauge("Steps that the learner has done."),

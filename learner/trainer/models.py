@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,13 @@ class Models:
         self.policy.save_state(directory / POLICY)
         if self.critic is not None:
             self.critic.engine.save_state(directory / CRITIC)
+
+    def snapshot(self, directory: Path) -> list[Callable[[], None]]:
+        """Copy what `save` writes into main memory; collective. Return the functions that write it."""
+        writers = [self.policy.snapshot_state(directory / POLICY)]
+        if self.critic is not None:
+            writers.append(self.critic.engine.snapshot_state(directory / CRITIC))
+        return writers
 
     def load(self, directory: Path) -> None:
         """Load what `save` wrote; collective."""

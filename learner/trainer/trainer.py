@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ class Trainer:
     """Trains the policy of `run.model`, on every rank of a launcher or alone.
 
     Every rank must call the collective methods (`train` or `train_rank_batch`, `iter_weights`, `save_state`,
-    `load_state`) in the same order. Raises UserError if the model is missing.
+    `snapshot_state`, `load_state`) in the same order. Raises UserError if the model is missing.
 
     adapters  `iter_weights` yields the adapters, if the model has some, instead of merged weights
     """
@@ -146,6 +146,21 @@ class Trainer:
         self._models.save(directory)
         if self.rank == 0:
             (directory / STATE).write_text(json.dumps({"algorithm": self.algorithm.state()}))
+
+    def snapshot_state(self, directory: Path) -> Callable[[], None]:
+        """Copy this rank's share of that state into main memory; collective. Return the function that writes it, which
+        another thread may call while training goes on. It raises OSError.
+        """
+        writers = self._models.snapshot(directory)
+        own = json.dumps({"algorithm": self.algorithm.state()})
+
+        def write() -> None:
+            for writer in writers:
+                writer()
+            if self.rank == 0:
+                (directory / STATE).write_text(own)
+
+        return write
 
     def load_state(self, directory: Path) -> None:
         """Restore what `save_state` wrote, with any number of ranks and at any ZeRO stage; collective."""

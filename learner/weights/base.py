@@ -110,6 +110,14 @@ class WeightPublisher(Protocol):
         """
         ...
 
+    def send_again(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send the announced version to engines that can get it in no other way, if any wait.
+
+        weights: those of that version, as for `publish`; iterated only if an engine waits, then to the end. A failed
+        transfer is not raised. Raises StateLost, Fenced.
+        """
+        ...
+
     def announce(self, update: WeightUpdate, state: str) -> None:
         """Make the result of `publish` or `initial` the target; may be repeated.
 

@@ -3,7 +3,8 @@
 Files are used for the first version of an epoch, for a version for which no engine is ready, and after a failed
 transfer (counted, and logged with its reason). An engine that is in no view gets files of a version that was sent
 (`snapshots.py`). For these, and for a failed transfer, the learner keeps a copy of the weights in main memory: as many
-bytes as the model has, plus one bucket while the copy is renewed.
+bytes as the model has, plus one bucket while the copy is renewed. An engine whose host does not have the files is in
+the next view, or gets the announced version again while training waits for data (`send_again`).
 
 With backend `nccl` the tensors stay on the learner's GPU: as many buckets as it has room for are gathered before the
 members pause, each is sent from there, and another stream copies it to main memory meanwhile (`cuda.py`, which has not
@@ -43,6 +44,7 @@ from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
+Check = Callable[[PackedBucket], None]
 PIECES, SMALLEST_BUCKET = 8, 8 << 20
 """Smaller models than eight buckets use smaller buckets, so that sending and gathering overlap; each call has a
 cost."""
@@ -59,7 +61,7 @@ class DistributedPublisher:
         self._announcement = Announcement(link)
         self._plan: tuple[WeightBucket, ...] = ()
         self._staging = staging_for(settings.backend)
-        self._membership = Membership(link, settings.backend)
+        self._membership = Membership(link, settings.backend, patience_s=settings.patience_s)
         self._proof = Proof()
         self._access = read_access(os.environ)
         self._sender: GroupSender | None = None
@@ -71,7 +73,7 @@ class DistributedPublisher:
         """A verified transfer that waits for its announcement."""
         self._epoch, self._number = 0, 0
         self._hashing = ThreadPoolExecutor(1, "hash weights")
-        self._counts = dict.fromkeys(("publish_distributed", "publish_disk", "publish_fallbacks"), 0)
+        self._counts = dict.fromkeys(("publish_distributed", "publish_disk", "publish_fallbacks", "publish_again"), 0)
         self._last: dict[str, float] = {}
         self._copy: tuple[PolicyVersion, list[KeptBucket]] | None = None
         self._copy_lock, self._writing = threading.Lock(), threading.Lock()
@@ -92,17 +94,12 @@ class DistributedPublisher:
         if not members:
             return self._publish_by_disk(version, named, why)
         copy: list[KeptBucket] = []
-        deferred, room = self._staging.deferred, self._staging.room()
-        inspection = self._disk.sanity.inspection(deferred=deferred)
-        # hashing waits for every tensor: on a GPU the inspection compares each with its bucket instead
-        sums = None if deferred else SourceChecksums(self._hashing, (_dtype(e) for e in members))
-        blind = any(not _dtype(engine) for engine in members)
+        inspection, sums = self._disk.sanity.inspection(deferred=self._staging.deferred), self._sums(members)
         packed = pack(self._plan, named, inspection, sums.add if sums else None)
-        packed = self._keep_copy(packed, copy, sums.check if sums and blind else None)
+        packed = self._keep_copy(_checked(packed, self._check(members, sums)), copy)
         transfer = self._begin(version, members, sums)
         try:
-            s = self._settings
-            transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s, room=room)
+            self._run_transfer(transfer, packed)
         except (TransferFailed, PackingError, RedisUnavailable) as error:
             self._failed(transfer, error)
             log.warning("publishing %s as files: %s", version.label, error)
@@ -121,6 +118,36 @@ class DistributedPublisher:
             raise
         self._disk.sanity.published(version, inspection)
         return self._sent(version, transfer, copy)
+
+    def send_again(self, weights: Iterable[Named]) -> None:
+        """Send the announced version to the engines that need a broadcast, in a group of their own."""
+        last = self._announcement.update
+        try:
+            members = self._membership.of_again() if last is not None and self._plan else []
+        except RedisUnavailable as error:
+            log.info("cannot look for engines that wait for a broadcast: %s", error)
+            return
+        if last is None or not members:
+            return
+        named, inspection = iter(weights), self._disk.sanity.inspection(deferred=self._staging.deferred)
+        sums = self._sums(members)
+        packed = pack(self._plan, named, inspection, sums.add if sums else None)
+        packed = _checked(packed, self._check(members, sums))
+        transfer = self._begin(last.version, members, sums)
+        try:
+            self._run_transfer(transfer, packed)
+            transfer.commit()
+        except (TransferFailed, PackingError, RedisUnavailable) as error:
+            self._failed(transfer, error)
+            log.warning("could not send %s again: %s", last.version.label, error)
+            deque(named, maxlen=0)  # gathering is collective and must be completed
+            return
+        except BaseException:
+            self._failed(transfer, None)
+            raise
+        self._membership.succeeded()
+        self._counts["publish_again"] += 1
+        log.info("sent %s again, to %s", last.version.label, ", ".join(e.id for e in members))
 
     def initial(self, version: PolicyVersion, weights: Iterable[Named]) -> WeightUpdate | None:
         """Announce `run.model` as `DiskPublisher` does; the next version can then be broadcast."""
@@ -175,6 +202,18 @@ class DistributedPublisher:
         if last is None or last.epoch != version.epoch or not self._plan:
             return [], "first version of an epoch"
         return self._membership.of_next(last)
+
+    def _sums(self, members: Sequence[EngineInfo]) -> SourceChecksums | None:
+        # hashing waits for every tensor: on a GPU the inspection compares each with its bucket instead
+        return None if self._staging.deferred else SourceChecksums(self._hashing, (_dtype(e) for e in members))
+
+    def _check(self, members: Sequence[EngineInfo], sums: SourceChecksums | None) -> Check | None:
+        blind = any(not _dtype(engine) for engine in members)
+        return sums.check if sums and blind else None
+
+    def _run_transfer(self, transfer: Transfer, packed: Iterator[PackedBucket]) -> None:
+        s, room = self._settings, self._staging.room()
+        transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s, room=room)
 
     def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceChecksums | None) -> Transfer:
         members = tuple(member_of(e) for e in engines)
@@ -231,17 +270,13 @@ class DistributedPublisher:
             stall_s=2 * s.stall_s,  # the transfer itself notices first, and knows who is late
         )
 
-    def _keep_copy(
-        self, packed: Iterator[PackedBucket], copy: list[KeptBucket], check: Callable[[PackedBucket], None] | None
-    ) -> Iterator[PackedBucket]:
-        """Yield the buckets, checked and copied; each replaces a bucket of the previous version's copy."""
+    def _keep_copy(self, packed: Iterator[PackedBucket], copy: list[KeptBucket]) -> Iterator[PackedBucket]:
+        """Yield the buckets and copy them; each replaces a bucket of the previous version's copy."""
         with self._copy_lock:
             old, self._copy = self._copy, None
         for one in packed:
             if old is not None and old[1]:
                 del old[1][0]
-            if check is not None:
-                check(one)
             yield one  # sent before it is copied
             copy.append(KeptBucket(one.bucket, self._staging.copy(one.flat)))
 
@@ -262,6 +297,7 @@ class DistributedPublisher:
             transport="distributed",
             path="",
             num_bytes=total,
+            broadcast=True,
         )
 
     # --- files ---
@@ -321,7 +357,7 @@ class DistributedPublisher:
         update = self._disk.publish(version, named)
         self._counts["publish_disk"] += 1
         self._last |= {"publish_disk_s": time.monotonic() - began, "publish_bytes": update.num_bytes}
-        return update
+        return update.model_copy(update={"broadcast": True})
 
     def _snapshot(self, update: WeightUpdate) -> WeightUpdate | None:
         """Write files of a version that was sent; return None if the next version has replaced its copy."""
@@ -334,13 +370,20 @@ class DistributedPublisher:
                     return None
                 copy = list(self._copy[1])
             written = self._disk.publish(update.version, (named for one in copy for named in one.packed().tensors()))
-            return written.model_copy(update={"transport": "distributed"})
+            return written.model_copy(update={"transport": "distributed", "broadcast": True})
 
     def _close_group(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._closing = [sender for sender in self._closing if sender.alive] + [self._sender]
         self._sender, self._group = None, ()
+
+
+def _checked(packed: Iterator[PackedBucket], check: Check | None) -> Iterator[PackedBucket]:
+    for one in packed:
+        if check is not None:
+            check(one)
+        yield one
 
 
 def _dtype(engine: EngineInfo) -> str:

@@ -129,6 +129,9 @@ class DiskPublisher:
         """Make `update` the target."""
         self._link.target(update, state)
 
+    def send_again(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Do nothing: nodes read the files."""
+
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
         """Remove versions except the newest `keep_versions` and those in use."""
         found = {p: v for p in self._folder.glob("v*") if (v := PolicyVersion.parse(p.name[1:])) is not None}

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 EXCLUDE_SLOW_MEMBER_S = 60.0
 """Seconds for which a slow member is excluded."""
+LONGEST_RETRY_S = 60.0
+"""Longest wait between two attempts to send one version again."""
 MAX_SKIPPED_VERSIONS = 32
 """After consecutive failures 0, 1, 3, 7 ... versions use files before the group is retried, at most this many."""
 SIMPLE = "norm.weight"
@@ -26,13 +28,28 @@ SIMPLE = "norm.weight"
 
 
 class Membership:
-    """Selects the members of each view. `versions`: torch and NCCL of this process; by default those installed."""
+    """Selects the members of each view.
 
-    def __init__(self, link: EngineLink, backend: str, versions: Mapping[str, str] | None = None) -> None:
-        self._link, self._backend = link, backend
+    versions    torch and NCCL of this process; by default those installed
+    patience_s  seconds that an engine which needs a broadcast waits for the next version
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        backend: str,
+        versions: Mapping[str, str] | None = None,
+        *,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._link, self._backend, self._patience_s = link, backend, patience_s
         self._versions = torch_versions() if versions is None else versions
         self._failures, self._skip_versions = 0, 0
         self._excluded: dict[str, float] = {}
+        self._retry_at = 0.0
+        """Time before which no version is sent again."""
+        self._waiting: dict[str, float] = {}
+        """Member that needs a broadcast -> since when."""
         self._reported: set[str] = set()
         """Members whose versions do not fit, as logged."""
 
@@ -41,28 +58,42 @@ class Membership:
         if self._skip_versions:
             self._skip_versions -= 1
             return [], "transfers have failed"
-        now = time.monotonic()
-        self._excluded = {member: until for member, until in self._excluded.items() if until > now}
         try:
             if self._link.evaluating():
                 return [], "an evaluation is running"
             engines = self._link.engines()
         except RedisUnavailable as error:
             return [], f"Redis: {error}"
-        found = [
-            e for e in engines if _can_receive(e, last) and member_of(e) not in self._excluded and self._compatible(e)
-        ]
-        return sorted(found, key=member_of), "no engine is ready to receive"
+        return self._admitted(e for e in engines if _can_receive(e, last)), "no engine is ready to receive"
+
+    def of_again(self) -> list[EngineInfo]:
+        """Return the engines that `last` is sent to again, in the order of their ranks: those that need a broadcast,
+        once one of them has waited for `patience_s`, unless transfers have just failed. Raises RedisUnavailable.
+        """
+        now = time.monotonic()
+        engines = [e for e in self._link.engines() if _needs_broadcast(e)]
+        self._waiting = {m: self._waiting.get(m, now) for m in map(member_of, engines)}
+        due = any(since + self._patience_s <= now for since in self._waiting.values())
+        if not due or now < self._retry_at or self._link.evaluating():
+            return []
+        return self._admitted(engines)
+
+    def _admitted(self, engines: Iterable[EngineInfo]) -> list[EngineInfo]:
+        now = time.monotonic()
+        self._excluded = {member: until for member, until in self._excluded.items() if until > now}
+        found = [e for e in engines if member_of(e) not in self._excluded and self._compatible(e)]
+        return sorted(found, key=member_of)
 
     def failed(self, missing: Sequence[str]) -> None:
         """Note a failed transfer, and the members that delayed it."""
         self._failures += 1
         self._skip_versions = min(MAX_SKIPPED_VERSIONS, 2 ** (self._failures - 1) - 1)
+        self._retry_at = time.monotonic() + min(LONGEST_RETRY_S, 2.0 ** (self._failures - 1))
         self._excluded |= dict.fromkeys(missing, time.monotonic() + EXCLUDE_SLOW_MEMBER_S)
 
     def succeeded(self) -> None:
         """Note a verified transfer."""
-        self._failures = 0
+        self._failures = self._skip_versions = 0
 
     def _compatible(self, engine: EngineInfo) -> bool:
         """Return whether the engine's torch and NCCL can meet ours; logs once per incarnation why not."""
@@ -90,10 +121,18 @@ def mismatch(ours: Mapping[str, str], theirs: Mapping[str, str], backend: str) -
 
 
 def _can_receive(engine: EngineInfo, last: WeightUpdate) -> bool:
-    """Return whether it can receive; an engine that is behind while there are files for it is probably reading them."""
+    """Return whether it can receive; an engine that is behind while there are files for it is probably reading them,
+    unless its host does not have them.
+    """
     idle = engine.version == last.version or not last.path
     ready = engine.state is NodeState.READY and engine.epoch == last.epoch
-    return ready and idle and "distributed" in engine.transports
+    return (ready and idle and "distributed" in engine.transports) or _needs_broadcast(engine)
+
+
+def _needs_broadcast(engine: EngineInfo) -> bool:
+    """Return whether it is up, and gets a version by broadcast only. Its own version does not matter: all is sent."""
+    up = engine.state in (NodeState.READY, NodeState.SYNCING, NodeState.QUARANTINED)
+    return up and engine.needs_broadcast and "distributed" in engine.transports
 
 
 def member_of(engine: EngineInfo) -> str:
@@ -127,6 +166,7 @@ class Proof:
             self._held = version, self._next
 
     def of(self, members: Sequence[EngineInfo]) -> PackedBucket | None:
-        """Return the tensor if every member holds its version and can take part; None otherwise."""
+        """Return the tensor if every member can take part, and holds its version or serves none; None otherwise."""
         version, bucket = self._held
-        return bucket if all(member.proves and member.version == version for member in members) else None
+        unharmed = all(m.version == version or m.state is not NodeState.READY for m in members)
+        return bucket if unharmed and all(m.proves for m in members) else None

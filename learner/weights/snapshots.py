@@ -79,7 +79,7 @@ class SnapshotWriter:
                 log.info("wrote %s for %s", update.version.label, ", ".join(needy))
 
     def _needs(self, engine: EngineInfo, update: WeightUpdate) -> bool:
-        if engine.state in LEAVING or engine.version == update.version:
+        if engine.state in LEAVING or engine.version == update.version or engine.needs_broadcast:
             return False
         if engine.state is NodeState.LOADING:
             return False  # a member of the view that is about to resume

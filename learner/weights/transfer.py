@@ -194,7 +194,8 @@ class Transfer:
         self._next_roll_call = time.monotonic() + MEMBERSHIP_CHECK_S
         present = {f"{e.id}/{e.incarnation}": e for e in self._link.engines()}
         for member in self.view.members:
-            if member not in present or present[member].state in GONE:
+            info = present.get(member)
+            if info is None or (info.state in GONE and not info.needs_broadcast):
                 raise TransferFailed(f"{member} is gone", [member])
 
     def _compare(self) -> None:

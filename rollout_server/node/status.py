@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from protocol.messages import EngineInfo, NodeState
+from protocol.messages import NEEDS_BROADCAST, EngineInfo, NodeState
 from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.aio import Backoff
 from protocol.runtime.redis.errors import RedisUnavailable
@@ -49,6 +49,11 @@ class EngineStatus:
     @property
     def id(self) -> str:
         return self._fixed.id
+
+    @property
+    def needs_broadcast(self) -> bool:
+        """Whether it waits for a broadcast, since this host does not have the announced files."""
+        return self.detail.startswith(NEEDS_BROADCAST)
 
     def transition_to(self, state: NodeState, detail: str = "", *, version: PolicyVersion | None = None) -> None:
         """Change the state and register it at once. A draining engine stays draining."""

@@ -51,7 +51,9 @@ class Watchdog:
             left_s = settings.hang_s - silent_s - settings.probe_s
             timeout_s = min(settings.probe_timeout_s, max(SHORTEST_LOOK_S, left_s))
             began, swapping = time.monotonic(), self._swap_lock.locked()
-            error = await (self._responds(timeout_s) if swapping else self._probe(timeout_s))
+            # one that waits for a complete version may be paused until then, and a paused SGLang reports unhealthy
+            silent = swapping or (self._status.state is NodeState.QUARANTINED and self._status.needs_broadcast)
+            error = await (self._responds(timeout_s) if silent else self._probe(timeout_s))
             if error is None or swapping != self._swap_lock.locked():
                 silent_s, refused = 0.0, 0
                 continue

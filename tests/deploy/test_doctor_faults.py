@@ -23,6 +23,7 @@ import redis
 from deploy.config import RunConfig, load_config
 from deploy.doctor import redis as doctor_redis
 from deploy.doctor.finding import Finding
+from deploy.doctor.machine import main_memory
 from deploy.doctor.run import examine
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
@@ -367,6 +368,26 @@ def test_a_checkpoint_has_twelve_bytes_per_parameter(world: World, dtype: str, m
     with small_disk(world):
         (found,) = [f for f in world.findings() if f.check == "disk"]
     assert f"about {mib} MiB needed" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("override", "mib"),
+    [
+        ("learner.publish.type=disk", 3),
+        ("learner.algorithm.type=ppo", 6),
+        ("learner.async_checkpoints=false", 0),
+        ("learner.model.lora.rank=4", 0),
+        ("launch.learner=false", 0),
+    ],
+)
+def test_a_snapshot_needs_twelve_bytes_of_main_memory_per_parameter(world: World, override: str, mib: int) -> None:
+    world.overrides.append(override)
+    with small_disk(world):  # a model of 1 MiB of float32
+        config = world.config
+        assert [f.verdict for f in main_memory(config, 64 << 20)] == (["ok"] if mib else [])
+        short = list(main_memory(config, 1 << 20))
+    assert [f.verdict for f in short] == (["fail"] if mib else [])
+    assert not mib or (f"{mib} MiB needed" in short[0].detail and "async_checkpoints: false" in short[0].fix)
 
 
 def test_a_strong_token_opens_a_service_to_the_network(world: World) -> None:

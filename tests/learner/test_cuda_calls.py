@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pkgutil import resolve_name
@@ -29,7 +30,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.current = "default"
+        self._threads = threading.local()
         self.streams = 0
         recorder = self
 
@@ -53,13 +54,18 @@ class Recorder:
 
         self.Stream, self.Event = Stream, Event
 
+    @property
+    def current(self) -> str:
+        """The stream of this thread: torch has one current stream for each."""
+        return getattr(self._threads, "stream", "default")
+
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        before, self.current = self.current, stream.name
+        before, self._threads.stream = self.current, stream.name
         try:
             yield
         finally:
-            self.current = before
+            self._threads.stream = before
 
     def set_device(self, device: Any) -> None:
         self.calls.append(f"device {device}")

@@ -130,9 +130,10 @@ def test_without_disk_space_for_checkpoints_training_continues_then_issuing_stop
     seen: dict[str, Any] = {}
 
     def fill(updates: int) -> None:
-        if updates == 3 and not steps_when_full:
+        if not steps_when_full and (run.checkpoint_dir / "CURRENT").exists():
             full.fill()
-        if updates >= 3:
+            steps_when_full.append(updates)
+        elif steps_when_full:
             steps_when_full.append(updates)
 
     def watch() -> None:
@@ -153,11 +154,16 @@ def test_without_disk_space_for_checkpoints_training_continues_then_issuing_stop
     with tiny_learner.Player(address, run.id):
         assert serve(longer, settings.model_copy(update={"checkpoint_every": 2}), before=fill) == 0
     watcher.join()
-    assert seen["step"] == 2, "the old one is in force and can be loaded"
-    assert steps_when_full[:2] == [3, 4], "training went on"
-    assert seen["values"]["issued"] <= (6 + run.max_lag + 1) * run.groups_per_step, "and then nothing more was issued"
+    first = steps_when_full[0]
+    assert 2 <= seen["step"] <= first, "the old one is in force and can be loaded"
+    assert steps_when_full[:2] == [first, first + 1], "training went on"
+    most = first + 7 + run.max_lag  # two steps until it is due, two in which it fails, two more failures
+    assert seen["values"]["issued"] <= most * run.groups_per_step, "and then nothing more was issued"
     assert "could not be written" in seen["text"]["checkpoint_error"]
-    assert "issuing tasks is paused until one succeeds" in caplog.text and "step 2 remains current" in caplog.text
+    assert (
+        "issuing tasks is paused until one succeeds" in caplog.text
+        and f"step {seen['step']} remains current" in caplog.text
+    )
     last = reported(db, run)
     assert last and last.values["checkpoint_failures"] == 0 and last.values["trained"] == 16 * run.groups_per_step
     kinds = [fields[b"kind"] for _, fields in db.xrange(Keys(run.id).events)]

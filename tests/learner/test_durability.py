@@ -19,7 +19,7 @@ import torch
 
 from learner.checkpoint import journal as journal_module
 from learner.checkpoint.checkpoint import Checkpoints
-from learner.checkpoint.journal import GroupJournal, index_of
+from learner.checkpoint.journal import GroupJournal, all_locations, index_of
 from learner.checkpoint.signing import run_key
 from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, LearnerSettings, PublishSettings
 from learner.delivery.store import RunStore
@@ -209,8 +209,13 @@ def test_whatever_is_relied_on_is_on_the_device_first(
 
     def acknowledging(self: RunStore, ids: list[bytes]) -> int:
         if ids:
-            relied.append(("ack", device.lost(run.dir)))
             name = (run.checkpoint_dir / "CURRENT").read_text().strip()
+            saved = int(name.partition(".")[0].removeprefix("step_"))
+            # later steps, trained while the checkpoint was written, are not acknowledged
+            later = {p.path for p in all_locations(run.dir / "journal") if p.step > saved}
+            later -= {p.path for p in all_locations(run.dir / "journal") if p.step <= saved}
+            names = {str(p.relative_to(run.dir.parent)) for path in later for p in (path, index_of(path))}
+            relied.append(("ack", [lost for lost in device.lost(run.dir) if lost not in names]))
             ledger = Ledger.from_state(json.loads((run.checkpoint_dir / name / "manifest.json").read_text())["ledger"])
             entries = [fields for id_ in ids for _, fields in db.xrange(self.keys.traj, id_, id_)]
             unknown.extend(seq for e in entries if (seq := read_header(e[b"h"]).seq) not in ledger)

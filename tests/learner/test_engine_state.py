@@ -309,6 +309,30 @@ def test_files_that_cannot_be_written_are_an_os_error(tmp_path: Path) -> None:
     engine.save_state(tmp_path / "folder")
 
 
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16")])
+def test_a_snapshot_is_written_bit_for_bit_as_save_state_would_although_training_goes_on(
+    stage: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_files, "FILE_BYTES", 100)
+    engine = start(stage, dtype)
+    engine.start_ema()
+    for number in (1, 2):  # the second in the memory of the first
+        update(engine, number)
+        engine.save_state(tmp_path / f"saved{number}")
+        write = engine.snapshot_state(tmp_path / f"written{number}")
+        update(engine, number + 2)
+        engine.update_ema(0.5)
+        engine.module.shift.add_(1.0)
+        torch.rand(3)
+        write()
+        content = {p.name: p.read_bytes() for p in (tmp_path / f"written{number}").iterdir()}
+        assert content == {p.name: p.read_bytes() for p in (tmp_path / f"saved{number}").iterdir()}
+        assert len(content) > 10
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        engine.snapshot_state(tmp_path / "file")()
+
+
 def test_an_average_begins_on_request(tmp_path: Path) -> None:
     engine = start(2, "float32")
     update(engine, 1)

@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from learner.weights import membership
 from learner.weights.membership import Membership, Proof, mismatch
-from protocol.messages import EngineInfo, NodeState, WeightUpdate
+from protocol.messages import NEEDS_BROADCAST, EngineInfo, NodeState, WeightUpdate
 from protocol.versions import PolicyVersion
 
 OURS = {"torch": "2.13.0+cpu", "nccl": "2.29.7"}
@@ -62,6 +63,44 @@ def test_an_engine_of_other_versions_is_left_out_and_named_once(caplog: pytest.L
     assert [e.id for e in members.of_next(LAST)[0]] == ["a", "b"], "once it is upgraded it is a member"
 
 
+def test_an_engine_that_needs_a_broadcast_is_a_member_from_any_state_and_at_any_version() -> None:
+    waits = {"detail": f"{NEEDS_BROADCAST} /v1.4 is not on this host", "epoch": 0, "step": 0}
+    states = (NodeState.READY, NodeState.SYNCING, NodeState.QUARANTINED)
+    found = [engine(str(state), state=state, **waits) for state in NodeState]
+    behind = engine("reads files", step=3)
+    link = Link(engine("z"), behind, *found, engine("adapter", state=NodeState.READY, **waits | {"transports": ()}))
+    members = Membership(cast(Any, link), "gloo", OURS)
+    assert [e.id for e in members.of_next(LAST)[0]] == sorted(["z", *map(str, states)])
+    assert [e.id for e in members.of_again()] == sorted(map(str, states))
+
+
+def test_a_version_is_sent_again_with_patience_and_after_failures_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(membership.time, "monotonic", lambda: clock[0])
+    link = Link(engine("b", state=NodeState.SYNCING, detail=f"{NEEDS_BROADCAST} why"))
+    members = Membership(cast(Any, link), "gloo", OURS, patience_s=5.0)
+    assert members.of_again() == [], "the next version may come first"
+    clock[0] += 5.0
+    assert [e.id for e in members.of_again()] == ["b"]
+    waited = []
+    for _ in range(9):
+        members.failed([])
+        before = clock[0]
+        while not members.of_again():
+            clock[0] += 1.0
+        waited.append(clock[0] - before)
+    assert waited == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0], "but never for ever"
+    members.failed(["b/a"])
+    clock[0] += 59.0
+    assert members.of_again() == []
+    clock[0] += 2.0
+    assert members.of_again(), "one that delayed the others is excluded for a minute"
+    members.succeeded()
+    assert members.of_next(LAST)[0], "and the next version is not skipped"
+
+
 def test_a_proof_is_a_small_tensor_that_every_member_holds() -> None:
     weights = [
         ("model.embed.weight", torch.ones(8, 4)),
@@ -82,3 +121,5 @@ def test_a_proof_is_a_small_tensor_that_every_member_holds() -> None:
     assert proof.of([good]) is found
     assert proof.of([good, engine("b", proves=False)]) is None, "a quantised engine"
     assert proof.of([good, engine("b", proves=True, step=3)]) is None, "an engine that is behind"
+    joins = engine("b", proves=True, step=0, epoch=0, state=NodeState.SYNCING)
+    assert proof.of([good, joins]) is found, "one that serves no version loses none"

@@ -51,12 +51,13 @@ def test_rollouts_that_are_faster_than_the_learner_are_held_back_and_redis_stays
     address: dict[str, Any],
     db: redis.Redis,
 ) -> None:
+    run = run.model_copy(update={"steps": 12})
     with tiny_learner.Player(address, run.id) as player, Gauge(db, run.id) as gauge:
         assert serve(run, settings, pace_s=0.08) == 0
     lines = tiny_learner.step_lines(run.dir)
     assert max(line["lag_max"] for line in lines) <= run.max_lag
-    # what waits to be trained, and what was trained since the last checkpoint
-    most = (run.max_lag + 1 + settings.checkpoint_every) * run.groups_per_step
+    # what waits to be trained, what the checkpoint that is being written contains, and what was trained since
+    most = (run.max_lag + 1 + 2 * settings.checkpoint_every) * run.groups_per_step
     assert max(gauge.groups) > run.groups_per_step, "it was ahead"
     assert max(gauge.groups) <= most < run.steps * run.groups_per_step
     assert len(player.seen) == run.steps * run.groups_per_step and db.xlen(Keys(run.id).traj) == 0

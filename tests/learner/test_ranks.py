@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from learner.algorithms import build_algorithm
+from learner.background_call import BackgroundCall
 from learner.config.algorithm import GrpoSettings
 from learner.config.learner import BatchSettings
 from learner.config.model import DeepSpeedSettings, OptimSettings
@@ -180,12 +181,27 @@ class ToyTrainer:
         if (directory / "full").exists() and self.rank:
             raise OSError("no space left on device")
 
+    def snapshot_state(self, directory: Path) -> Callable[[], None]:
+        write = self.engine.snapshot_state(directory)
+
+        def written() -> None:
+            write()
+            if (directory / "full").exists() and self.rank:
+                raise OSError("no space left on device")
+
+        return written
+
     def load_state(self, directory: Path) -> None:
         self.engine.load_state(directory)
 
     def close(self) -> None:
         self.engine.close()
         leave_ranks()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a state."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def drive(engine: LeaderEngine | ToyTrainer, folder: Path) -> dict[str, object]:
@@ -198,7 +214,11 @@ def drive(engine: LeaderEngine | ToyTrainer, folder: Path) -> dict[str, object]:
     engine.iter_weights()  # and never begun
     (folder / "state").mkdir()
     engine.save_state(folder / "state")
+    (folder / "written").mkdir()
+    write = BackgroundCall("checkpoint", engine.snapshot_state(folder / "written"))
     found["losses"] += [engine.train(n).loss for n in (3, 4)]
+    write.result()
+    found["same"] = content(folder / "written") == content(folder / "state")
     (folder / "bad").mkdir()
     (folder / "bad" / "full").touch()
     for call in (engine.save_state, engine.load_state):
@@ -206,6 +226,10 @@ def drive(engine: LeaderEngine | ToyTrainer, folder: Path) -> dict[str, object]:
             call(folder / "bad" if call == engine.save_state else folder / "nowhere")
         except (OSError, UserError) as error:
             found[call.__name__] = f"{type(error).__name__}: {error.args[0]}: {getattr(error, 'why', '')}"
+    try:
+        engine.snapshot_state(folder / "bad")()
+    except OSError as error:
+        found["snapshot"] = str(error)
     engine.load_state(folder / "state")
     found["again"] = [engine.train(n).loss for n in (3, 4)]
     found["weights"] = {name: t.flatten().tolist() for name, t in engine.iter_weights()}
@@ -240,6 +264,7 @@ def test_a_trainer_over_ranks_looks_like_one(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["again"] == found["losses"][2:], "the state is the one that was saved"
     assert found["save_state"] == "OSError: rank 1: no space left on device: "
+    assert found["snapshot"] == "rank 1: no space left on device" and found["same"]
     assert found["load_state"].startswith("UserError: cannot load the saved state in")
     assert "rank 0: " in found["load_state"] and "rank 1: " in found["load_state"]
     (tmp_path / "one").mkdir()

@@ -30,7 +30,7 @@ from tests.support import tiny_learner
 from tests.support.messages import observation_segment, policy_segment, prompt_segment
 
 VOCABULARY, STEPS = 40, 13
-CHAIN = ("update:2", "save:3", "commit:6", "journal:8", "rename:9", "save:12", "")
+CHAIN = ("update:2", "save:3", "commit:6", "journal:8", "rename:9", "snapshot:12", "")
 """Where each process dies; a checkpoint is due every third step."""
 
 

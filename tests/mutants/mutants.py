@@ -112,6 +112,27 @@ MUTANTS = (
         ("learner/test_loop.py", "learner/test_checkpoint.py", "learner/test_resume.py", "learner/test_durability.py"),
     ),
     Mutant(
+        "a checkpoint acknowledges steps after its snapshot",
+        "learner/loop.py",
+        "ctx.delivery.mark_durable(writing.state)",
+        "ctx.delivery.mark_durable(ctx.delivery.to_state())",
+        ("learner/test_async_checkpoint.py",),
+    ),
+    Mutant(
+        "a checkpoint is committed before it is written",
+        "learner/loop.py",
+        "                writing.result()\n                confirm",
+        "                confirm",
+        ("learner/test_async_checkpoint.py",),
+    ),
+    Mutant(
+        "a snapshot of the live state",
+        "learner/engine/state.py",
+        ".resize_(tensor.shape).copy_(tensor)",
+        ".set_(tensor)",
+        ("learner/test_engine_state.py",),
+    ),
+    Mutant(
         "tokens at the bound are masked",
         "learner/data/batch.py",
         "lag(now_step, span.version) > max_lag",
@@ -185,8 +206,8 @@ MUTANTS = (
     Mutant(
         "checkpoint without fsync of its files",
         "learner/checkpoint/checkpoint.py",
-        "            fsync_tree(part)\n            confirm()",
-        "            confirm()",
+        "            fsync_tree(part.path)\n",
+        "",
         ("learner/test_checkpoint.py", "learner/test_durability.py"),
     ),
     Mutant(

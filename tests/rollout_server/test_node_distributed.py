@@ -115,14 +115,18 @@ class Learner:
 
 
 @contextlib.asynccontextmanager
-async def ring(world: Any, tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Member, Learner]]:
-    """An engine with a node, READY at V1 which was loaded from files, and its learner. `calls` begin after that."""
+async def ring(
+    world: Any, tmp_path: Path, *, facts: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Member, Learner]]:
+    """An engine with a node, READY at V1 which was loaded from files, and its learner. `calls` begin after that.
+    facts: what the engine reports of itself."""
     run = RunSettings(
         id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=write_tokenizer(tmp_path / "model", "words")
     )
     given = {"poll_s": 0.02, "heartbeat_s": 0.1, "drain_s": 0.0, "probe_s": 60.0} | settings
     stop = ShutdownSignal()
     async with Member() as engine:
+        engine.facts = facts or {}
         node = NodeSettings(id="e", kind=AttachedEngine(url=engine.url), **given)
         serving = asyncio.create_task(serve(run, node, stop=stop))
         try:
@@ -207,7 +211,8 @@ async def test_the_proof_of_a_group_comes_before_the_answer_and_changes_nothing(
         answer = await learner.hears("prepared")
         assert engine.swap() == [JOIN, PAUSE, BEGIN, BUCKET, END, CONTINUE] and not engine.paused
         assert engine.bodies[BUCKET][0]["names"] == ["norm.weight"] and engine.bodies[BUCKET][0]["group_name"] == "g"
-        assert not answer.touched and has_state(world, NodeState.READY, V1)()
+        assert not answer.touched
+        await eventually(has_state(world, NodeState.READY, V1), "READY at the version before")
         learner.say("transfer")
         await learner.hears("loaded")
         assert engine.swap()[6:12] == [PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK]

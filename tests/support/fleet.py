@@ -26,6 +26,7 @@ from protocol.messages import EngineInfo, NodeState, WeightUpdate, WeightView
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 from tests.support.environments import write_tokenizer
+from tests.support.hosts import hidden
 from tests.support.waiting import wait_until
 
 Weights = dict[str, torch.Tensor]
@@ -83,8 +84,8 @@ class Fleet:
         self.publishers.append(publisher)
         return store, publisher, epoch
 
-    def start(self, name: str, **settings: Any) -> None:
-        """A node in a separate process."""
+    def start(self, name: str, *, blind: bool = False, **settings: Any) -> None:
+        """A node in a separate process. `blind`: it finds the run directory empty, as on another host."""
         tree = {
             "run": self.run.model_dump(mode="json"),
             "engine": {
@@ -100,6 +101,7 @@ class Fleet:
         config = self.folder / f"{name}.yaml"
         config.write_text(json.dumps(tree))
         argv = [sys.executable, "-m", "rollout_server.node", "--config", str(config)]
+        argv = [*hidden(self.run.dir), *argv] if blind else argv
         # given, so that the test can use the control routes, too: by default a node generates a secret one
         env = {**os.environ, "OMP_NUM_THREADS": "1", "FORAY_ENGINE_ADMIN_KEY": ADMIN_KEY}
         with (self.folder / f"{name}.log").open("ab") as log:

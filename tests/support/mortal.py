@@ -7,7 +7,8 @@ exit statuses (-9 where it was killed). What is heavy is imported once, before t
 Faults, at optimiser step N:
     update:N     the weights have moved, and nothing says so yet
     journal:N    the step is in the journal, and not in the delivery state
-    save:N       the checkpoint's state is written, its manifest is not
+    snapshot:N   the state is in main memory, nothing of it is written
+    save:N       the checkpoint's state is written, by its thread, and its manifest is not
     rename:N     the checkpoint is in its place, CURRENT does not name it yet
     commit:N     the checkpoint is in force, nothing is acknowledged
 """
@@ -61,8 +62,16 @@ def install(fault: str) -> None:
         after(DeepSpeedEngine, "step", lambda self, *_: self.updates == step)
     elif place == "journal":
         after(GroupJournal, "append", lambda self, at, *_: at == step)
+    elif place == "snapshot":
+        after(learner.trainer.trainer.Trainer, "snapshot_state", lambda self, directory: self.updates == step)
     elif place == "save":
-        after(learner.trainer.trainer.Trainer, "save_state", lambda self, directory: self.updates == step)
+        snapshot = learner.trainer.trainer.Trainer.snapshot_state
+
+        def fatal(self: learner.trainer.trainer.Trainer, directory: Path) -> Callable[[], None]:
+            write, fatal = snapshot(self, directory), self.updates == step
+            return lambda: die() if write() is None and fatal else None
+
+        learner.trainer.trainer.Trainer.snapshot_state = fatal  # type: ignore[method-assign]
     elif place == "rename":
         real = learner.checkpoint.checkpoint.atomic_write
 

@@ -5,6 +5,7 @@ Run as a program it is a whole learner with the tiny engine: `python -m tests.su
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import threading
@@ -89,6 +90,11 @@ class TinyEngine:
 
     def save_state(self, directory: Path) -> None:
         (directory / "tiny.json").write_text(json.dumps([self.updates, *self.weights.tolist()]))
+
+    def snapshot_state(self, directory: Path) -> Callable[[], None]:
+        frozen = copy.copy(self)
+        frozen.weights = self.weights.clone()
+        return lambda: frozen.save_state(directory)
 
     def load_state(self, directory: Path) -> None:
         self.updates, *numbers = json.loads((directory / "tiny.json").read_text())

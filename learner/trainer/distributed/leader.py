@@ -3,6 +3,9 @@
 rank 0   LeaderEngine: send each rank's share, make the same call on all ranks, then check that all succeeded
 others   follow: run one command after the other
 
+A checkpoint's snapshot is written by a thread of each rank, while these train. The threads compare their results over a
+gloo group that nothing else uses.
+
 Only rank 0 has Redis, batches and the delivery state. Checkpoint folders must be visible to every rank.
 """
 
@@ -10,9 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from learner.background_call import BackgroundCall
 from learner.data.batch import AdvantageEstimator, Batch, RankBatch
 from learner.interfaces import StepReport, TrainEngine
 from learner.trainer.distributed.channel import RankChannel, decode, encode, others_alive
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LEARN, WEIGHTS, SAVE, LOAD, CLOSE = "learn", "weights", "save", "load", "close"
+LEARN, WEIGHTS, SAVE, SNAPSHOT, LOAD, CLOSE = "learn", "weights", "save", "snapshot", "load", "close"
 NOWHERE = "meta"
 """Device of the copies of weights on other ranks than 0: they take no memory."""
 
@@ -48,8 +53,8 @@ class LeaderEngine:
     connections close.
     """
 
-    def __init__(self, trainer: SharedTrainer, ranks: RankChannel) -> None:
-        self._trainer, self._ranks = trainer, ranks
+    def __init__(self, trainer: SharedTrainer, ranks: RankChannel, writers: RankChannel) -> None:
+        self._trainer, self._ranks, self._writers = trainer, ranks, writers
         self._sending: Iterator[tuple[str, torch.Tensor]] | None = None
         self._in_step = True
 
@@ -98,6 +103,22 @@ class LeaderEngine:
     def save_state(self, directory: Path) -> None:
         """Write every rank's part into `directory`. Raises OSError if one of them fails."""
         self._together(SAVE, directory, self._trainer.save_state)
+
+    def snapshot_state(self, directory: Path) -> Callable[[], None]:
+        """Copy every rank's part into main memory. Return the function that waits until all ranks have written theirs.
+
+        The others begin to write at once, so `directory` must exist.
+        """
+        self._begin(SNAPSHOT, [str(directory).encode()] * self._ranks.size)
+        with others_alive("the snapshot"):
+            write = self._trainer.snapshot_state(directory)
+        self._in_step = True
+
+        def written() -> None:
+            if failures := _written(self._writers, write):
+                raise OSError("; ".join(failures))
+
+        return written
 
     def load_state(self, directory: Path) -> None:
         """Load every rank's part. Raises UserError if one of them fails."""
@@ -148,17 +169,27 @@ def _attempt(ranks: RankChannel, call: Callable[[Path], None], directory: Path) 
     return ranks.gather_errors(True)
 
 
+def _written(writers: RankChannel, write: Callable[[], None]) -> list[str]:
+    """Write this rank's part of a snapshot, and return the failures of all ranks. Raises RankLost."""
+    try:
+        write()
+    except Exception as error:  # the others wait for the result, whatever it is
+        log.error("cannot write the snapshot: %s", error, exc_info=not isinstance(error, OSError))
+        return writers.gather_errors(False, str(error))
+    return writers.gather_errors(True)
+
+
 def lead(trainer: SharedTrainer) -> TrainEngine:
     """Return the engine for the loop on rank 0; the trainer itself if it is alone. Collective with `run_follower`."""
-    return LeaderEngine(trainer, RankChannel()) if trainer.world_size > 1 else trainer
+    return LeaderEngine(trainer, RankChannel(), RankChannel()) if trainer.world_size > 1 else trainer
 
 
 def run_follower(trainer: SharedTrainer) -> None:
     """Follow the commands of rank 0. Raises RankLost if rank 0 ends unexpectedly."""
-    follow(trainer, RankChannel())
+    follow(trainer, RankChannel(), RankChannel())
 
 
-def follow(trainer: SharedTrainer, ranks: RankChannel) -> None:
+def follow(trainer: SharedTrainer, ranks: RankChannel, writers: RankChannel) -> None:
     """Run the commands of rank 0 until `close`.
 
     consumes      commands of rank 0, with this rank's share of a batch or the name of a folder
@@ -166,13 +197,20 @@ def follow(trainer: SharedTrainer, ranks: RankChannel) -> None:
     waits for     the next command, without a limit
     unblocked by  the command `close`, or the end of rank 0 (RankLost)
     """
+    writing: BackgroundCall[list[str]] | None = None
     while True:
         command, payload = ranks.receive()
+        if command in (SNAPSHOT, CLOSE) and writing is not None:
+            writing.result()
         if command == CLOSE:
             trainer.close()
             return
         with others_alive(command):
-            _obey(trainer, ranks, command, payload)
+            if command == SNAPSHOT:
+                write = trainer.snapshot_state(Path(payload.decode()))
+                writing = BackgroundCall("checkpoint", partial(_written, writers, write))
+            else:
+                _obey(trainer, ranks, command, payload)
 
 
 def _obey(trainer: SharedTrainer, ranks: RankChannel, command: str, payload: bytes) -> None:

@@ -1,7 +1,8 @@
 """Follow the target: verify every new policy version, load it, and read its label back.
 
 A version comes as a directory, or by broadcast in a group that the engine is invited to (`receiver.py`). A version that
-was broadcast to others has no directory at first: the learner writes one when it sees an engine that needs it.
+was broadcast to others has no directory at first: the learner writes one when it sees an engine that needs it. A host
+that does not have the directory waits for a broadcast, if the learner sends any.
 
 Verification reads every byte of the new version while the engine generates; only the swap pauses it. A failure before
 the swap changes nothing: the engine stays READY at its old version, and the node tries again. A failure during the swap
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 from protocol.errors import ForayError
-from protocol.messages import INITIAL, NEEDS_FILES, NodeState, WeightUpdate
+from protocol.messages import INITIAL, NEEDS_BROADCAST, NEEDS_FILES, NodeState, WeightUpdate
 from protocol.runtime.files import model_digest
 from protocol.runtime.redis.aio import Backoff
 from protocol.runtime.redis.errors import RedisUnavailable
@@ -27,7 +28,7 @@ from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.registry import Registry
 from rollout_server.node.status import NO_VERSION, EngineStatus
 from rollout_server.node.weights.lora import AdapterLoader
-from rollout_server.node.weights.manifest import WeightsCorrupt, verify
+from rollout_server.node.weights.manifest import WeightsAbsent, WeightsCorrupt, is_present, verify
 from rollout_server.node.weights.receiver import GROUP_POLL_S, WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -87,12 +88,12 @@ class WeightFollower:
                 if self._status.needs_recheck and not await self._recheck_version(client, target_view.target):
                     await asyncio.sleep(self._settings.poll_s)
                     continue
-                if self._receiver.is_invited(target_view) and self._status.version.epoch == self.highest_epoch:
+                if self._receiver.is_invited(target_view, epoch=self.highest_epoch):
                     async with self.swap_lock:
                         await self._receiver.receive(client, target_view)
                     continue
                 update = target_view.target
-                if update is None or not self.should_load(update):
+                if update is None or not self.should_load(update) or await self._is_elsewhere(update):
                     poll_s = self._settings.poll_s
                     await asyncio.sleep(min(poll_s, GROUP_POLL_S) if self._receiver.in_group else poll_s)
                     continue
@@ -155,8 +156,11 @@ class WeightFollower:
                 self._status.transition_to(self._status.state, f"{NEEDS_FILES} {label}")
                 return False
         except WeightsCorrupt as error:
-            self._stats.counts["strikes"] += 1
             patient = failures + 1 < self._settings.verify_attempts
+            if not patient and isinstance(error, WeightsAbsent) and self._is_sent(update):
+                self._status.transition_to(self._status.state, f"{NEEDS_BROADCAST} {error}")
+                return False
+            self._stats.counts["strikes"] += 1
             state = self._status.state if patient else NodeState.QUARANTINED
             self._status.transition_to(state, f"{label} cannot be verified: {error}")
             return False
@@ -168,6 +172,15 @@ class WeightFollower:
             if update.is_initial:
                 return await self._load_initial(client, update)
             return await (loader.load(update) if update.transport == "adapter" else self._swap(client, update))
+
+    def _is_sent(self, update: WeightUpdate) -> bool:
+        """Return whether the engine can get the version, or a later one, without its files."""
+        return update.broadcast and not update.is_initial and "distributed" in self._status.info().transports
+
+    async def _is_elsewhere(self, update: WeightUpdate) -> bool:
+        """Return whether the engine waits for a broadcast, and this host still does not have the files."""
+        waits = self._status.needs_broadcast and self._is_sent(update)
+        return waits and not await asyncio.to_thread(is_present, update)
 
     async def has_initial(self, update: WeightUpdate) -> bool:
         """Return whether this host's initial model is the one in `update`, for an engine that can read it."""

@@ -31,6 +31,15 @@ class WeightsCorrupt(ForayError):
     """The directory of a version is missing, incomplete, or differs from its manifest."""
 
 
+class WeightsAbsent(WeightsCorrupt):
+    """This host has no readable directory of the version."""
+
+
+def is_present(update: WeightUpdate) -> bool:
+    """Return whether this host has a directory of the version that it can read."""
+    return os.access(update.path, os.R_OK | os.X_OK)
+
+
 def verify(update: WeightUpdate) -> Path:
     """Check every file of `update` by size and sha256, and return its directory. Raises WeightsCorrupt.
 
@@ -39,6 +48,8 @@ def verify(update: WeightUpdate) -> Path:
     directory = Path(update.path)
     if directory.is_symlink():
         raise WeightsCorrupt(f"{directory} is a symbolic link, not the directory of a version")
+    if not is_present(update):
+        raise WeightsAbsent(f"{directory} is not on this host, or cannot be read")
     try:
         manifest = json.loads(_read(directory / MANIFEST))
         version, digest, files = str(manifest["version"]), str(manifest["digest"]), dict(manifest["files"])

@@ -11,7 +11,10 @@
 * An engine that stages (the embedded one) generates until all buckets have arrived, and pauses only for the rest.
 
 If a view ends without a commit, the engine either still holds its version and continues; or it was modified, may hold
-a mix of versions, and stays paused until a version has been loaded from files.
+a mix of versions, and stays paused until a complete version has been loaded.
+
+An engine that waits for a broadcast (`EngineInfo.needs_broadcast`) takes part whatever its state and version. The view
+may then be of the version that is announced already: only the view's phase commits it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.errors import ForayError
-from protocol.messages import NodeState, ViewAnswer, WeightBucket, WeightView
+from protocol.messages import NEEDS_BROADCAST, NodeState, ViewAnswer, WeightBucket, WeightView
 from protocol.runtime.http.auth import member_token, read_access
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.weight_sums import sum_of
@@ -50,6 +53,8 @@ LISTENS_S = 2.0
 CLEAN_UP_S = 10.0
 """Timeout of a cleanup call after a failure."""
 MARGIN_S = 1.0
+WAITING = (NodeState.READY, NodeState.SYNCING, NodeState.QUARANTINED)
+"""States in which an engine that waits for a broadcast can take part."""
 NONE = WeightChecksums("")
 PauseMode = Literal["retract", "in_place"]
 
@@ -62,6 +67,9 @@ class TransferAborted(ForayError):
 class TransferState:
     """Progress of this engine in one view. Times are from time.monotonic; 0.0: not yet.
 
+    again    the view's version is the target already
+    before   state of the engine when the view began
+    waits    it waited for a broadcast
     open     the engine has an open session
     touched  the engine may hold a mix of two versions
     """
@@ -69,6 +77,9 @@ class TransferState:
     view: WeightView
     member: str
     deadline: float
+    again: bool
+    before: NodeState
+    waits: bool
     paused_at: float = 0.0
     transfer_s: float = 0.0
     verify_s: float = 0.0
@@ -106,18 +117,22 @@ class WeightReceiver:
         """Whether the engine is in a group, and should poll for the next view."""
         return bool(self._group) and self._home == self._status.incarnation
 
-    def is_invited(self, target_view: TargetView) -> bool:
-        """Return whether a view in preparation includes this engine, and it can still join."""
+    def is_invited(self, target_view: TargetView, *, epoch: int) -> bool:
+        """Return whether a view in preparation includes this engine, and it can still join. epoch: the highest known"""
         view, status = target_view.view, self._status
-        return (
-            view is not None
-            and view.phase == "prepare"
-            and self._member in view.members
-            and (view.epoch, view.number) > self._last
-            and target_view.left_s > 0
-            and status.state is NodeState.READY
-            and view.version > status.version
-        )
+        if (
+            view is None
+            or view.phase != "prepare"
+            or self._member not in view.members
+            or (view.epoch, view.number) <= self._last
+            or target_view.left_s <= 0
+        ):
+            return False
+        if status.state is NodeState.READY and view.version <= status.version:
+            return False
+        if status.needs_broadcast:
+            return status.state in WAITING and view.epoch == epoch
+        return status.state is NodeState.READY and status.version.epoch == epoch
 
     @property
     def _member(self) -> str:
@@ -131,7 +146,15 @@ class WeightReceiver:
         view = target_view.view
         assert view is not None
         self._last = (view.epoch, view.number)
-        part = TransferState(view, self._member, time.monotonic() + target_view.left_s)
+        target, status = target_view.target, self._status
+        part = TransferState(
+            view,
+            self._member,
+            time.monotonic() + target_view.left_s,
+            again=target is not None and target.version == view.version,
+            before=status.state,
+            waits=status.needs_broadcast,
+        )
         try:
             await self._prepare(client, part)
             await self._phase(part, "transfer")
@@ -170,10 +193,13 @@ class WeightReceiver:
         """Receive a tensor that the engine holds already, and continue: the group is connected up to this engine.
 
         NCCL joins at once and connects in the first broadcast. SGLang takes a bucket only inside a session, and outside
-        a pause only when no request runs. Requests stay in place meanwhile: no weight changes.
+        a pause only when no request runs. Requests stay in place meanwhile: no weight changes. An engine without a
+        version has no requests, and holds a mix afterwards.
         """
+        serves = part.before is NodeState.READY
         if not self._stages:
-            await self._pause(client, part, "in_place")
+            await self._pause(client, part, "in_place" if serves else self._settings.pause_mode)
+            part.touched = not serves
         await self._begin(client, part)
         try:
             await client.receive_bucket(
@@ -181,7 +207,7 @@ class WeightReceiver:
             )
         finally:
             await self._end_proof(client, part)
-        if part.paused_at:
+        if part.paused_at and serves:
             await client.resume()
             part.paused_at = 0.0
             self._status.transition_to(NodeState.READY)
@@ -206,7 +232,10 @@ class WeightReceiver:
                 await asyncio.sleep(10 * PHASE_POLL_S)
                 continue
             target, now = target_view.target, target_view.view
-            if target is not None and target.version == view.version:
+            if part.again:
+                if target is None or target.version != view.version:
+                    raise TransferAborted("another version was announced")
+            elif target is not None and target.version == view.version:
                 if wanted == "commit" and target.transport == "distributed":
                     return  # the commit itself; its phase is written after the target
                 raise TransferAborted("the version was published as files")
@@ -226,7 +255,7 @@ class WeightReceiver:
     async def _load(self, client: EngineAdmin, part: TransferState) -> None:
         """Receive every bucket. The engine is paused afterwards."""
         view, stages = part.view, self._stages
-        if not stages:
+        if not stages and not part.paused_at:
             await self._pause(client, part, self._settings.pause_mode)
         began = time.monotonic()
         await self._begin(client, part)
@@ -315,19 +344,23 @@ class WeightReceiver:
         if part.open:
             await self._close_session(client, part)
         status, label = self._status, part.view.version.label
+        said = f"{label} was {'received in part' if part.touched else 'not received'}: {reason}"
+        said = f"{NEEDS_BROADCAST} {said}" if part.waits else said
         if part.touched:
-            status.transition_to(NodeState.QUARANTINED, f"{label} was received in part: {reason}", version=NO_VERSION)
+            status.transition_to(NodeState.QUARANTINED, said, version=NO_VERSION)
         try:
             await self._answer(part, "failed", detail=reason)
         except TransferAborted as error:
             log.warning("could not send the answer to the learner: %s", error)  # its deadline ends the transfer
         await self._leave(client)
-        if not part.touched and part.paused_at:
+        if part.touched or not (part.paused_at or part.waits):
+            return
+        if part.paused_at and part.before is not NodeState.QUARANTINED:
             try:
                 await client.resume()
             except EngineError as error:
                 log.warning("cannot continue after a failed transfer: %s", error)  # the watchdog checks it
-            status.transition_to(NodeState.READY, f"{label} was not received: {reason}")
+        status.transition_to(part.before, said)
 
     async def _close_session(self, client: EngineAdmin, part: TransferState) -> None:
         """Close the session, which would block the next one. In an engine that stages, this applies a complete set."""

@@ -122,13 +122,13 @@ def embedded(zygote: Zygote, model: Path, log: Path, *flags: str, env: dict[str,
 
 
 @contextlib.contextmanager
-def sglang(python: Path, model: Path, log: Path, *flags: str) -> Iterator[str]:
+def sglang(python: Path, model: Path, log: Path, *flags: str, ranks: int = 1) -> Iterator[str]:
     """Real SGLang on the CPU in a separate process group, with its output in `log`. Killed on exit."""
     port = free_port("127.0.0.1")
     command = [str(python), str(LAUNCHER), "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
     # without a limit the cache takes most of the machine's memory
-    command += ["--max-total-tokens", "65536", "--skip-server-warmup", "--enable-metrics", *flags]
+    command += ["--max-total-tokens", "65536", "--skip-server-warmup", "--enable-metrics", "--tp", str(ranks), *flags]
     LOGS.append(log)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -137,7 +137,7 @@ def sglang(python: Path, model: Path, log: Path, *flags: str) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=model.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **HEALTH},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **HEALTH, **_cores(ranks)},
             start_new_session=True,
             preexec_fn=_die_with_us,
         )
@@ -147,6 +147,13 @@ def sglang(python: Path, model: Path, log: Path, *flags: str) -> Iterator[str]:
         yield url
     finally:
         _end_group(process)
+
+
+def _cores(ranks: int) -> dict[str, str]:
+    """One core for each of several ranks: by default SGLang requires a NUMA node for each."""
+    allowed = sorted(os.sched_getaffinity(0))
+    bind = "|".join(str(allowed[rank % len(allowed)]) for rank in range(ranks))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": bind} if ranks > 1 else {}
 
 
 def _die_with_us() -> None:

@@ -62,17 +62,17 @@ class Trainer:
 
 
 @contextlib.asynccontextmanager
-async def trainer(client: Client) -> AsyncIterator[Trainer]:
+async def trainer(client: Client, ranks: int = 1) -> AsyncIterator[Trainer]:
     """A trainer whose engine has joined; both have left when this is."""
     name, port = uuid.uuid4().hex, free_port("127.0.0.1")
-    meeting = asyncio.to_thread(BroadcastGroup, Rendezvous(name, "127.0.0.1", port, 2, "gloo", 20, 20))
+    meeting = asyncio.to_thread(BroadcastGroup, Rendezvous(name, "127.0.0.1", port, ranks + 1, "gloo", 20, 20))
     join = client.post(
         "/init_weights_update_group",
         {
             "master_address": "127.0.0.1",
             "master_port": port,
             "rank_offset": 1,
-            "world_size": 2,
+            "world_size": ranks + 1,
             "group_name": name,
             "backend": "gloo",
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ class SimBatch:
     groups: Sequence[TrajectoryGroup]
     stats: dict[str, float] = field(default_factory=dict)
 
+    def scaled(self, algorithm: Any) -> SimBatch:
+        """Return the batch itself."""
+        return self
+
     @property
     def micro_batches(self) -> list[Any]:
         """One, with every token that the policy sampled."""
@@ -68,6 +73,11 @@ class SimEngine:
     def save_state(self, directory: Path) -> None:
         (directory / "history.json").write_text(json.dumps(self.history))
 
+    def snapshot_state(self, directory: Path) -> Callable[[], None]:
+        frozen = copy.copy(self)
+        frozen.history = list(self.history)
+        return lambda: frozen.save_state(directory)
+
     def load_state(self, directory: Path) -> None:
         self.history = json.loads((directory / "history.json").read_text())
 
@@ -90,6 +100,8 @@ class SimPublisher:
 
     def announce(self, update: WeightUpdate, state: str) -> None:
         self._link.target(update, state)
+
+    def send_again(self, weights: Iterable[Any]) -> None: ...
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None: ...
 

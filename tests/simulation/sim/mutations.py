@@ -58,14 +58,24 @@ def ack_before_commit() -> dict[str, Any]:
 
 def ack_before_the_disk() -> dict[str, Any]:
     """Acknowledge first, then write the checkpoint."""
-    checkpoint = TrainingLoop.checkpoint
+    begin = TrainingLoop.begin_checkpoint
 
     def broken(self: TrainingLoop) -> bool:
         ids = [name.encode() for name in self.ctx.delivery.to_state()["entries"]]
         self.recovery.retry_until_available(lambda: self.ctx.store.ack(ids))
-        return checkpoint(self)
+        return begin(self)
 
-    return {"learner.loop.TrainingLoop.checkpoint": broken}
+    return {"learner.loop.TrainingLoop.begin_checkpoint": broken}
+
+
+def ack_what_came_later() -> dict[str, Any]:
+    """Acknowledge what is settled when the checkpoint is committed, not what its snapshot contains."""
+    durable = DeliveryState.mark_durable
+
+    def broken(self: DeliveryState, state: dict[str, Any]) -> list[bytes]:
+        return durable(self, self.to_state())
+
+    return {"learner.delivery.state.DeliveryState.mark_durable": broken}
 
 
 class _Forgetful(Ledger):
@@ -186,12 +196,12 @@ def no_checkpoint_while_starving() -> dict[str, Any]:
 
 def one_checkpoint_a_step() -> dict[str, Any]:
     """Delay decisions between two steps until the next step."""
-    checkpoint = TrainingLoop.checkpoint
+    begin = TrainingLoop.begin_checkpoint
 
     def broken(self: TrainingLoop) -> bool:
-        return self.ctx.checkpoints.committed(self.ctx.delivery.step, self.ctx.lease.epoch) or checkpoint(self)
+        return self.ctx.checkpoints.committed(self.ctx.delivery.step, self.ctx.lease.epoch) or begin(self)
 
-    return {"learner.loop.TrainingLoop.checkpoint": broken}
+    return {"learner.loop.TrainingLoop.begin_checkpoint": broken}
 
 
 def refused_when_full(name: str) -> Callable[[], dict[str, Any]]:
@@ -229,7 +239,8 @@ LOCKED = (*ENDLESS, "is full")
 MUTATIONS: dict[str, Mutation] = {
     "ack before commit": Mutation(ack_before_commit, ("acknowledged is durable",)),
     "ack before the disk": Mutation(ack_before_the_disk, ("acknowledged is durable",)),
-    "no ledger check": Mutation(no_ledger_check, ("trained once", "the ledger is true"), {"learner killed": 3}),
+    "ack what came later": Mutation(ack_what_came_later, ("acknowledged is durable",)),
+    "no ledger check": Mutation(no_ledger_check, ("trained once", "the ledger is true"), {"redis rolled back": 4}),
     "not fenced": Mutation(not_fenced, ("fenced",)),
     "reissue after one look": Mutation(one_look, ("missing twice",), {"redis stopped": 3}),
     "no reconciler": Mutation(no_reconciler, ENDLESS, {"task deleted": 3}),
