@@ -23,6 +23,7 @@ from learner.delivery.store import RunStore
 from learner.interfaces import StepReport, TrainEngine
 from learner.observability.metrics import Meter
 from learner.observability.reporting import StepReporter
+from learner.validation.validator import Validator
 from learner.weights.base import WeightPublisher
 from protocol.errors import StateLost
 from protocol.messages import TrajectoryGroup
@@ -63,6 +64,7 @@ class LearnerContext:
     journal: GroupJournal | None
     skipped_journal: GroupJournal
     reporter: StepReporter
+    validator: Validator
     replay_buffer: ReplayBuffer
     reader: BackgroundLoop
     maintainer: BackgroundLoop

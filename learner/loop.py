@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from learner.background_call import BackgroundCall
+from learner.batching import BatchAhead, batch_for_step
 from learner.checkpoint.checkpoint import CheckpointFailed, PartialCheckpoint
 from learner.checkpoint.journal import BatchConditions
-from learner.config.learner import LearnerSettings
 from learner.context import LearnerContext
-from learner.data.batch import UnscaledBatch, prepare_batch
+from learner.data.batch import UnscaledBatch
 from learner.data.replay_buffer import ReplayedGroup
 from learner.delivery.entry import StreamEntry
 from learner.delivery.token_accounting import token_split
-from learner.interfaces import NO_TOKENS, StepReport, TrainEngine
+from learner.interfaces import NO_TOKENS, StepReport
 from learner.observability.metrics import StepTimer
 from learner.recovery import CheckpointRetry, NonFiniteGuard, Recovery
 from learner.weights.base import BadWeights, GatheredWeights, in_use, wants_files
@@ -35,7 +35,6 @@ from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup, WeightUpdate
 from protocol.run_meta import LINEAGE_FIELD
 from protocol.runtime.redis.errors import BestEffort, RedisUnavailable
-from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -43,31 +42,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 STARVING_S = 2.0
 """Seconds without a batch after which the learner checks whether a checkpoint would free space in Redis."""
-
-
-def batch_for_step(
-    conditions: BatchConditions,
-    groups: Sequence[TrajectoryGroup],
-    engine: TrainEngine,
-    run: RunSettings,
-    settings: LearnerSettings,
-    *,
-    more_lag: int = 0,
-) -> UnscaledBatch:
-    """Build the batch of these groups: recorded inputs from `conditions`, the rest from the settings.
-
-    more_lag  steps by which tokens may exceed `run.max_lag` (a replay that forms other batches)
-    """
-    return prepare_batch(
-        groups,
-        engine.algorithm,
-        now_step=conditions.now_step,
-        lineage=conditions.lineage if settings.on_orphan == "mask" else (),
-        max_lag=run.max_lag + more_lag,
-        settings=settings.batch,
-        temperature=conditions.temperature,
-        ranks=engine.world_size,
-    )
 
 
 @dataclass(frozen=True)
@@ -84,15 +58,6 @@ class WritingCheckpoint:
     part: PartialCheckpoint
     result: Callable[[], None]
     ended: Callable[[], bool] = lambda: True
-
-
-@dataclass(frozen=True)
-class BatchAhead:
-    """A batch that is built before its step."""
-
-    conditions: BatchConditions
-    groups: list[TrajectoryGroup]
-    call: BackgroundCall[UnscaledBatch]
 
 
 class TrainingLoop:
@@ -131,10 +96,15 @@ class TrainingLoop:
         ctx.reader.start()
         ctx.meter.set_text(state="training")
         self._timer.start()
+        name = ctx.checkpoints.current_name()
+        if ctx.validator.resume(name, ctx.delivery.step):
+            self._begin_validation(name)
         while ctx.delivery.step < ctx.run.steps and not self.stopping():
             entries = self._next_entries()
             if entries and self.step(entries):
+                self._validate_if_due()
                 self._checkpoint_if_due()
+        self._await_validation()
 
     # --- one step ---
 
@@ -330,7 +300,7 @@ class TrainingLoop:
                 todo=f"free disk space for {ctx.run.dir} and start again: it resumes from the last checkpoint",
             ) from error
         self.recovery.must_announce = False
-        ctx.publisher.collect(in_use(ctx.store.engines()))
+        ctx.publisher.collect(in_use(ctx.store.engines()) | {v for v in (ctx.validator.needed,) if v is not None})
 
     def _initial(self, version: PolicyVersion) -> WeightUpdate | None:
         """Return the announcement of the run's initial model, which the engines were launched with, if the policy still
@@ -369,6 +339,33 @@ class TrainingLoop:
 
     def _begin_epoch(self) -> None:
         self.lineage.append(PolicyVersion(self.ctx.lease.epoch, self.policy_step))
+
+    # --- validation ---
+
+    def _validate_if_due(self) -> None:
+        """Begin the validation of the policy that was just published, with a checkpoint of it."""
+        ctx, validator, step = self.ctx, self.ctx.validator, self.ctx.delivery.step
+        validator.collect(step)
+        if validator.due(step, ctx.run.steps):
+            written = validator.wants_checkpoint and self.begin_checkpoint()
+            writing = self._writing.part.name if self._writing is not None else ctx.checkpoints.current_name()
+            self._begin_validation(writing if written else "")
+
+    def _begin_validation(self, checkpoint: str) -> None:
+        if self._update is not None:
+            self.ctx.validator.begin(self._update, checkpoint)
+
+    def _await_validation(self) -> None:
+        """At the end of the run, wait for the validation in progress, then for that of the last policy."""
+        with self.ctx.meter.blocked_on("validation"):
+            for last in (False, True):
+                if last and not self.stopping():
+                    self._validate_if_due()
+                while self.ctx.validator.running and not self.stopping():
+                    self.recovery.repair_if_needed()
+                    self._commit_written()
+                    self.ctx.validator.collect(self.ctx.delivery.step)
+                    time.sleep(POLL_S / 5)
 
     # --- checkpoints ---
 

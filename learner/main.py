@@ -4,6 +4,7 @@ training thread     loop.py        take groups -> train -> journal -> publish ->
 reader thread       consumer.py    stream entries -> buffered groups
 maintenance thread  background.py  renew the lease, issue tasks, reconcile, metrics
 checkpoint thread   loop.py        write a snapshot of the state; the training thread commits it
+validation thread   asking.py      ask the questions of a validation; the training thread reports the result
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,6 +42,8 @@ from learner.loop import TrainingLoop
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.metrics_server import metrics_page, serve_prometheus
 from learner.observability.reporting import StepReporter, open_trackers, run_meta, snapshot_source, summary
+from learner.validation.results import ValidationFiles
+from learner.validation.validator import Validator
 from learner.weights import build_publisher
 from protocol.codec import decode_as
 from protocol.errors import Fenced, ForayError, StateLost, UserError
@@ -208,18 +212,20 @@ def build_context(
     delivery, meter, errors = DeliveryState(), Meter(), ErrorSlot()
     if checkpoint is not None:
         _restore(delivery, checkpoint, run, sampler)
-    trackers = open_trackers(run, settings, delivery.step, lease.epoch)
     services = build_delivery(run, settings, sampler, store, lease, delivery, meter, checkpoint)
+    trackers = open_trackers(run, settings, delivery.step, lease.epoch)
+    reporter = StepReporter(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps)
+    validator = Validator(settings.eval, ValidationFiles(run.dir), store, reporter, services.event_log)
+    checkpoints.kept = validator.kept
     metrics_server = _metrics_server(run, settings, meter, services.maintenance.snapshot)
     maintainer = BackgroundLoop("maintenance", services.maintenance.tick, errors)
     maintainer.start()
-    try:
-        engine = resumed_engine(make_engine, run, settings, checkpoint)
-    except BaseException:
-        maintainer.stop()
+    with ExitStack() as started:
+        started.callback(maintainer.stop)
         if metrics_server is not None:
-            metrics_server.close()
-        raise
+            started.callback(metrics_server.close)
+        engine = resumed_engine(make_engine, run, settings, checkpoint)
+        started.pop_all()
     lineage = [*(checkpoint.lineage if checkpoint else ()), PolicyVersion(lease.epoch, delivery.step)]
     ctx = LearnerContext(
         run=run,
@@ -241,7 +247,8 @@ def build_context(
         publisher=build_publisher(settings.publish, run, engine.model_files, store),
         journal=GroupJournal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,
         skipped_journal=GroupJournal(run.dir / "skipped"),
-        reporter=StepReporter(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps),
+        reporter=reporter,
+        validator=validator,
         replay_buffer=_replay_buffer(run, settings, delivery.step, lineage),
         reader=BackgroundLoop("reader", services.consumer.tick, errors),
         maintainer=maintainer,
@@ -334,6 +341,7 @@ def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> N
             raise
         _interrupt(loop)
     finally:
+        ctx.validator.close()
         loop.keep_written()
     ctx.maintainer.stop()
     ctx.lease.release()

@@ -8,6 +8,7 @@ learner:epoch       string   learner    max with the checkpoint
 learner:lease       hash     learner    acquired again; TTL
 wv:target           hash     learner    published again
 wv:view             string   learner    a new view is made; TTL
+wv:validated        string   learner    the version under validation, for engines that have not loaded it; TTL
 wv:answers:{e}.{n}  hash     nodes      the view times out; TTL
 engine:{id}         string   node       registers again; TTL
 engines             zset     node       id -> expiry in Redis seconds, for listing without KEYS
@@ -18,7 +19,7 @@ meta                hash     learner    written at every start: lineage id, sche
 events              stream   anyone     event log for users; bounded, informational
 dlq                 stream   anyone     dead letters; bounded, the learner's files are authoritative
 requeue             set      operator   seqs to try again, added by a user; the learner empties it
-evaluation          string   evaluator  while set, weight updates wait (or only those of eval engines); TTL
+evaluation          string   rollouts   while set, weight updates wait (`VersionPin`); TTL
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ from protocol.settings import RUN_ID
 
 TASK_GROUP = "rollout"
 TRAJ_GROUP = "learner"
-EVAL_ENGINES_ONLY = "eval-engines:"
-"""Prefix of the value of `evaluation` when engines of role `eval` serve it: all others may load new weights."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,10 @@ class Keys:
     @property
     def target(self) -> str:
         return self._key("wv:target")
+
+    @property
+    def validated(self) -> str:
+        return self._key("wv:validated")
 
     @property
     def view(self) -> str:

@@ -45,11 +45,12 @@ from protocol.errors import StateLost
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, Task, TrajectoryGroup
 from protocol.runtime.http.auth import Access, engine_key, read_access
-from protocol.runtime.http.server import announce, listening
+from protocol.runtime.http.server import announce, listening, reachable_url
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
 from protocol.runtime.redis.aio import BLOCK_MS, Backoff, RedisClient, retry_until_available
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.server import eviction_refusal, unknown_policy
+from protocol.runtime.redis.url import parse_redis_url
 from protocol.settings import RunSettings
 from rollout_server.api.app import AppState, build_app
 from rollout_server.api.episodes import Episodes
@@ -293,7 +294,17 @@ class RolloutServer:
             todo="set another rollout.port, or 0 to pick a free one",
         ) as listener:
             announce(log, self._settings.host, listener.port, port_file)
+            url = self._reachable(listener.port)
+            self._stats.text["url"] = lambda: url
             yield
+
+    def _reachable(self, port: int) -> str:
+        """Return the URL at which the learner reaches this server; "" if it is unknown: validations ask another one."""
+        try:
+            return reachable_url(self._settings.host, port, parse_redis_url(self._run.redis_url))
+        except OSError as error:
+            log.warning("cannot find the address of this host on the way to Redis: %s", error)
+            return ""
 
     async def _leave(self) -> None:
         try:

@@ -216,7 +216,7 @@ def _protocol(
 
 def _info(url: str) -> dict[str, Any] | None:
     """Return what a retriever says about its index, None if it says nothing (a server of others)."""
-    from deploy.monitor.http import ask
+    from protocol.runtime.http.client import ask
 
     try:
         with ask(f"{url.rstrip('/')}/info", "viewer", "node", timeout_s=10.0) as response:

@@ -25,11 +25,11 @@ from deploy.demo.world import World, write_jsonl
 from deploy.launcher.launcher import Launcher
 from deploy.launcher.progress import parse_record
 from deploy.launcher.run_dir import is_held, read_record, unique_id
-from deploy.monitor.evaluate import EvalScore, evaluate
 from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
 from protocol.runtime.config import read_tree
+from protocol.runtime.episodes import EvalScore, evaluate
 
 CONFIG = Path(__file__).with_name("demo.yaml")
 CONFIG_COPY = "demo.yaml"

@@ -34,12 +34,12 @@ from deploy.launcher.run_dir import (
     read_record,
     unique_id,
 )
-from deploy.monitor.http import ask
 from deploy.monitor.snapshot import take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.config import SettingsTree, read_tree, with_overrides
 from protocol.runtime.files import atomic_write, model_digest
+from protocol.runtime.http.client import ask
 from protocol.runtime.net import free_port
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.search.client import HttpSearchSettings

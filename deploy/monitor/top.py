@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from deploy.monitor.http import ask
 from deploy.monitor.snapshot import RunSnapshot
 from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_balance
 from protocol.messages import MetricsSnapshot
+from protocol.runtime.http.client import ask
 
 IN_WORDS = {
     ("learner", "data"): "the learner waits for trajectories: generation is the bottleneck (add engines)",

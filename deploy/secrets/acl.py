@@ -51,7 +51,7 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
         "(%R~{run}:wv:target %R~{run}:meta +hget +hmget +hgetall)",
         "(%R~{run}:wv:view +get)",
         "(~{run}:wv:answers:* +hset +pexpire +fcall)",
-        "(%R~{run}:evaluation +get)",
+        "(%R~{run}:evaluation %R~{run}:wv:validated +get)",
         "(~{run}:metrics:node:* +set +del)",
         "(~{run}:metrics:node:* ~{run}:processes +fcall)",
         f"(~{{run}}:processes {_SWEPT})",

@@ -23,7 +23,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,10 +122,12 @@ class Checkpoints:
     keep   number of newest checkpoints to keep
     key    signs what is written and must have signed what is loaded. None: neither (for read-only use)
     trust  load a checkpoint that the key refuses, with a warning
+    kept   returns the names of further checkpoints to keep
     """
 
     def __init__(self, folder: Path, keep: int, *, key: RunKey | None = None, trust: bool = False) -> None:
         self._folder, self._keep, self._key, self._trust = folder, keep, key, trust
+        self.kept: Callable[[], Collection[str]] = tuple
 
     def current_epoch(self) -> int:
         """Return the epoch in the committed checkpoint's manifest, 0 if there is none: the next epoch is higher.
@@ -238,6 +240,11 @@ class Checkpoints:
         self._collect(name, epoch)
         return final
 
+    def current_name(self) -> str:
+        """Return the name of the committed checkpoint, "" if there is none."""
+        found = self._current()
+        return found[0] if found is not None else ""
+
     def committed(self, step: int, epoch: int) -> bool:
         """Return whether the current checkpoint has this step and epoch."""
         found = self._current()
@@ -314,9 +321,9 @@ class Checkpoints:
 
     def _collect(self, current: str, epoch: int) -> None:
         found = sorted((_order(m), p) for p in self._folder.iterdir() if (m := _NAME.match(p.name)))
-        newest = {path for _, path in found[-self._keep :]}
+        newest, kept = {path for _, path in found[-self._keep :]}, {current, *self.kept()}
         for _, path in found:
-            if path not in newest and path.name != current:
+            if path not in newest and path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
         for left in self._folder.glob(".step_*.tmp"):
             # a successor's directory is still being written

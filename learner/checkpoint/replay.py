@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from learner.batching import batch_for_step
 from learner.checkpoint.checkpoint import Checkpoint, CheckpointFailed, Checkpoints
 from learner.checkpoint.replay_batches import Batches, RecordedBatches, Recording, RegroupedBatches, Replayed
 from learner.checkpoint.signing import run_key
@@ -25,7 +26,6 @@ from learner.config.learner import AdapterPublishSettings, DiskPublishSettings, 
 from learner.data.filter import GroupFilter
 from learner.delivery.state import DeliveryState
 from learner.interfaces import NO_TOKENS, TrainEngine
-from learner.loop import batch_for_step
 from learner.main import MakeEngine, build_trainer, resumed_engine
 from learner.observability.metrics import Meter, StepLog, StepTimer
 from learner.observability.reporting import StepReporter, open_trackers
@@ -56,9 +56,8 @@ class NoEngines:
         """None."""
         return {}
 
-    def evaluating(self) -> bool:
-        """Never."""
-        return False
+    def pin(self) -> None:
+        """None."""
 
     def now(self) -> float:
         """Return 0: a replay never waits."""

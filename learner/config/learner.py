@@ -11,6 +11,7 @@ from learner.config.algorithm import AlgorithmSettings, GrpoSettings
 from learner.config.model import CriticSettings, DeepSpeedSettings, ModelSettings, OptimSettings, ReferenceSettings
 from learner.config.questions import Questions
 from learner.config.trackers import TrackerSettings
+from learner.config.validation import ValidationSettings
 from protocol.errors import UserError
 from protocol.settings import RunSettings, Settings
 
@@ -201,6 +202,8 @@ class LearnerSettings(TrainerSettings):
     journal_max_gb: float = Field(default=0.0, ge=0)
     """Drop the oldest files of a larger journal after a checkpoint, unless a resume needs them; 0: never. The remaining
     groups can be replayed only from the policy of that time."""
+    eval: ValidationSettings = ValidationSettings()
+    """Validation on questions that are not trained on, while training goes on."""
     filter: FilterSettings = FilterSettings()
     """Groups without a learning signal."""
     replay_mix: MixSettings = MixSettings()

@@ -25,7 +25,7 @@ from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.errors import translate_errors, unusable
 from protocol.runtime.redis.server import SETTING
 from protocol.runtime.redis.url import redacted
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, VersionPin
 
 BLOCK_MS = 500
 METRICS_TTL_MS = 10_000
@@ -330,6 +330,11 @@ class RunStore(AccountingStore):
 
     def generated_per_s(self) -> float | None:
         """Return the reported tokens per second of all rollout servers; None if none reports it."""
+        values = [info.values for info in self._rollout_snapshots()]
+        rates = [found["tokens_generated_per_s"] for found in values if "tokens_generated_per_s" in found]
+        return sum(rates) if rates else None
+
+    def _rollout_snapshots(self) -> list[MetricsSnapshot]:
         with translate_errors(self.keys.processes):
             names = [
                 name.decode(errors="replace") for name in cast(list[bytes], self._db.zrange(self.keys.processes, 0, -1))
@@ -338,14 +343,22 @@ class RunStore(AccountingStore):
                 for _, _, id_ in (name.partition(":") for name in names if name.startswith("rollout:")):
                     pipe.get(self.keys.metrics("rollout", id_))
                 raws = pipe.execute()
-        snapshots = [info for raw in raws if raw is not None and (info := _decoded(MetricsSnapshot, raw)) is not None]
-        rates = [info.values["tokens_generated_per_s"] for info in snapshots if "tokens_generated_per_s" in info.values]
-        return sum(rates) if rates else None
+        return [info for raw in raws if raw is not None and (info := _decoded(MetricsSnapshot, raw)) is not None]
 
-    def evaluating(self) -> bool:
-        """Return whether an evaluation has paused weight updates."""
+    def pin(self) -> VersionPin | None:
+        """Return the pin of a running evaluation."""
         with translate_errors():
-            return bool(self._db.exists(self.keys.evaluation))
+            return VersionPin.parse(cast(bytes | None, self._db.get(self.keys.evaluation)))
+
+    def validate(self, update: WeightUpdate, ttl_s: float) -> None:
+        """Let engines load `update` after a later version was announced, if a validation needs it."""
+        with translate_errors():
+            self._db.set(self.keys.validated, encode(update), px=int(ttl_s * 1000))
+
+    def rollout_urls(self) -> list[str]:
+        """Return the addresses of the rollout servers, in the order of their names."""
+        found = {info.id: info.text.get("url", "") for info in self._rollout_snapshots()}
+        return [url for _, url in sorted(found.items()) if url]
 
     def now(self) -> float:
         """Return seconds on Redis' clock, which all hosts share."""

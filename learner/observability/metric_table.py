@@ -120,7 +120,7 @@ STEP: Table = {
     "epoch": gauge("Number of the learner start: a step of a higher epoch replaces that of a lower one."),
     "step_s": gauge("Seconds of the step, from the end of the previous one."),
     "seconds/*": gauge(
-        "Seconds of the step by cause: wait (for rollouts), compute, publish, checkpoint, redis.", "cause"
+        "Seconds of the step by cause: wait (for rollouts), compute, publish, checkpoint, redis, validation.", "cause"
     ),
     "time_s": gauge("Seconds since this learner started."),
 }
@@ -161,6 +161,14 @@ RUN: Table = {
     "checkpoint_step": gauge("Step of the last checkpoint."),
     "checkpoint_every": gauge("Steps between two checkpoints."),
     "checkpoint_failures": gauge("Consecutive checkpoints that could not be written."),
+    "validation/*": gauge(
+        "Means of the last validation: em, f1, cover_em, reward, searches, turns and tokens_generated per question, "
+        "em_stderr (standard error), questions, failed. Trackers get them too.",
+        "suite",
+        "metric",
+        name="validation",
+    ),
+    "validation_step": gauge("Step of the policy in the last validation."),
     "group_lag_steps": histogram("Lag of the trained groups in steps, by their oldest version.", COUNTS),
     "token_lag_steps": histogram("Lag in steps of the tokens that the policy sampled in the trained groups.", COUNTS),
     "group_queue_age_seconds": histogram(

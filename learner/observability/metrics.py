@@ -27,12 +27,12 @@ MAX_NAME, MAX_TEXT = 200, 500
 
 class Meter:
     """Collects measurements. Thread-safe. `waits`: seconds since the start by cause (data, publish, checkpoint, redis,
-    compute)."""
+    compute, validation)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._start = time.monotonic()
-        self._waits = dict.fromkeys(("data", "compute", "publish", "checkpoint", "redis"), 0.0)
+        self._waits = dict.fromkeys(("data", "compute", "publish", "checkpoint", "redis", "validation"), 0.0)
         self._open: dict[str, tuple[int, float]] = {}
         """cause -> (number of waits, start of the first one)"""
         self._values: dict[str, float] = {}

@@ -262,10 +262,30 @@ class StepReporter:
         self._log.append(whole)
         self._trackers.log(step, whole)
 
+    def validating(self, step: int, ended: int, total: int) -> None:
+        """Show the progress of a validation in snapshots; `total` 0: none is in progress. Thread-safe."""
+        self._meter.set_text(validating=f"step {step}: {ended} of {total} episodes" if total else "")
+
+    def show_validation(self, step: int, text: str, suites: Mapping[str, Mapping[str, float]]) -> None:
+        """Show the last validation in snapshots."""
+        self._meter.set(**validation_values(step, suites))
+        self._meter.set_text(validation=text)
+
+    def validated(self, step: int, validated: int, text: str, suites: Mapping[str, Mapping[str, float]]) -> None:
+        """Report a finished validation, of the policy after step `validated`, during step `step`."""
+        print(f"validation of {text}", flush=True)
+        self._trackers.log(step, validation_values(validated, suites))
+
     def close(self) -> None:
         """Close metrics.jsonl and the trackers, which may take a moment to flush."""
         self._log.close()
         self._trackers.close()
+
+
+def validation_values(step: int, suites: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of a validation by the names in `metric_table`."""
+    means = {f"validation/{suite}/{name}": value for suite, found in suites.items() for name, value in found.items()}
+    return means | {"validation_step": float(step)}
 
 
 def open_trackers(run: RunSettings, settings: LearnerSettings, step: int, epoch: int) -> Trackers:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from protocol.errors import ForayError
 from protocol.messages import NEEDS_FILES, EngineInfo, NodeState, ViewAnswer, WeightUpdate, WeightView
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, VersionPin
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +58,8 @@ class EngineLink(Protocol):
         """Return the last answer of each member of a view."""
         ...
 
-    def evaluating(self) -> bool:
-        """Return whether an evaluation has paused weight updates."""
+    def pin(self) -> VersionPin | None:
+        """Return the pin of a running evaluation."""
         ...
 
     def now(self) -> float:

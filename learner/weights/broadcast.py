@@ -123,7 +123,7 @@ class DistributedPublisher:
         """Send the announced version to the engines that need a broadcast, in a group of their own."""
         last = self._announcement.update
         try:
-            members = self._membership.of_again() if last is not None and self._plan else []
+            members = self._membership.of_again(last) if last is not None and self._plan else []
         except RedisUnavailable as error:
             log.info("cannot look for engines that wait for a broadcast: %s", error)
             return

@@ -59,22 +59,24 @@ class Membership:
             self._skip_versions -= 1
             return [], "transfers have failed"
         try:
-            if self._link.evaluating():
-                return [], "an evaluation is running"
-            engines = self._link.engines()
+            pin, engines = self._link.pin(), [e for e in self._link.engines() if _can_receive(e, last)]
         except RedisUnavailable as error:
             return [], f"Redis: {error}"
-        return self._admitted(e for e in engines if _can_receive(e, last)), "no engine is ready to receive"
+        # the next version is beyond every version that an evaluation can have pinned
+        free = [e for e in engines if pin is None or not pin.concerns(e.role)]
+        return self._admitted(free), "an evaluation is running" if engines else "no engine is ready to receive"
 
-    def of_again(self) -> list[EngineInfo]:
+    def of_again(self, last: WeightUpdate) -> list[EngineInfo]:
         """Return the engines that `last` is sent to again, in the order of their ranks: those that need a broadcast,
         once one of them has waited for `patience_s`, unless transfers have just failed. Raises RedisUnavailable.
         """
         now = time.monotonic()
-        engines = [e for e in self._link.engines() if _needs_broadcast(e)]
+        pin = self._link.pin()
+        waiting = [e for e in self._link.engines() if _needs_broadcast(e)]
+        engines = [e for e in waiting if pin is None or not pin.holds_back(e.role, last.version)]
         self._waiting = {m: self._waiting.get(m, now) for m in map(member_of, engines)}
         due = any(since + self._patience_s <= now for since in self._waiting.values())
-        if not due or now < self._retry_at or self._link.evaluating():
+        if not due or now < self._retry_at:
             return []
         return self._admitted(engines)
 

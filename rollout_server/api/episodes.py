@@ -15,11 +15,13 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from protocol.errors import ForayError
 from protocol.messages import Name, Question, Sampling, Scalar, Segment, Status, Text
+from protocol.versions import PolicyVersion
 from rollout_server.api.evaluation_pin import LOOK_S, EvaluationPin
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.engine.base import Generate
 from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
+from rollout_server.rewards.text_match import score
 from rollout_server.rollout.group import EpisodeResult, run_episode
 from rollout_server.search.base import NoSearch, Search
 
@@ -64,13 +66,18 @@ class EpisodesRequest(BaseModel):
     pin: bool = False
     """True: all episodes use one policy version, and engines keep it until the last episode has ended. False: the
     newest weights are used, as in training; without a learner, any READY engine."""
+    version: Annotated[str, Field(pattern=r"^([0-9]+\.[0-9]+)?$")] = ""
+    """With `pin`: the policy version to use, e.g. "1.25"; engines load it, and none after it. "": the one that most
+    engines have."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
     """Maximum number of episodes in flight."""
     stream: bool = False
     """True: reply with server-sent events, one for each finished episode."""
 
     @model_validator(mode="after")
-    def _not_too_many(self) -> EpisodesRequest:
+    def _is_possible(self) -> EpisodesRequest:
+        if self.version and not self.pin:
+            raise ValueError("version needs pin: true")
         if len(self.questions) * self.n > EPISODE_LIMIT:
             raise ValueError(
                 f"{len(self.questions)} questions times n = {self.n} exceed the limit of {EPISODE_LIMIT} episodes"
@@ -117,7 +124,7 @@ class Episodes:
             if not request.pin:
                 await self._look()
             async with (
-                self._pin.hold() if request.pin else nullcontext() as lost,
+                self._pin.hold(PolicyVersion.parse(request.version)) if request.pin else nullcontext() as lost,
                 aclosing(self._all(request, lost)) as finished,
             ):
                 async for one in finished:
@@ -196,6 +203,7 @@ class Episodes:
             "answer": trajectory.answer,
             "reward": trajectory.reward,
             "rewards": dict(trajectory.rewards),
+            "metrics": score(trajectory.answer or None, question.answers),
             "searches": trajectory.searches,
             "tool_calls": dict(Counter(segment.tool for segment in trajectory.segments if segment.tool)),
             "turns": trajectory.turns,

@@ -15,13 +15,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 
 from protocol.errors import ForayError
-from protocol.keys import EVAL_ENGINES_ONLY
-from protocol.messages import NodeState
+from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.redis.aio import Backoff, RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.metrics import Stats
 
@@ -40,6 +40,11 @@ REST_S = 5.0
 """Pause before the next pin when swaps were postponed for half of max_s or more, so that they can take place."""
 LOST = (NodeState.QUARANTINED, NodeState.GONE)
 """States in which an engine will not serve its version again."""
+
+
+def _loads(wanted: PolicyVersion, engine: EngineInfo) -> bool:
+    """Return whether `engine` has loaded `wanted`, or is about to: a node's detail ends with what it loads."""
+    return engine.version == wanted or engine.detail.rpartition(" ")[2] == wanted.label
 
 
 class PinLost(ForayError):
@@ -68,6 +73,8 @@ class EvaluationPin:
         self._free_at = -math.inf
         """When the key of the last pin was removed, or will have expired."""
         self._eval_engines = self._used = False
+        self._wanted: PolicyVersion | None = None
+        """The version that the first holder asked for; None: any."""
         self._why = ""
         """Why the version was lost."""
         self._others_at = -PIN_MS / 1000
@@ -93,20 +100,23 @@ class EvaluationPin:
         return fits
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[asyncio.Future[None]]:
+    async def hold(self, wanted: PolicyVersion | None = None) -> AsyncIterator[asyncio.Future[None]]:
         """Hold the pin inside the block. The future fails with PinLost if the version is lost meanwhile.
 
-        Raises RedisUnavailable when the pin cannot be set, PinLost when no engine becomes READY.
+        wanted  the version to hold; None: any
+        Raises RedisUnavailable when the pin cannot be set, PinLost when no engine becomes READY (at `wanted`).
         """
         lost = asyncio.get_running_loop().create_future()
         self._holders.add(lost)
         try:
             async with self._changing:
                 if self._keeping is None:
-                    await self._begin()
+                    await self._begin(wanted)
                     self._keeping = asyncio.create_task(self._keep(), name="evaluation-pin")
                 elif self._keeping.done():
                     raise PinLost(self._why)  # for its remaining holders; the next request gets a new pin
+                elif wanted not in (None, self.version):
+                    raise PinLost(f"another evaluation holds version {self.version and self.version.label}")
             yield lost
         finally:
             self._holders.discard(lost)
@@ -119,14 +129,18 @@ class EvaluationPin:
                         self._keeping = None
                     await self._end()
 
-    async def _begin(self) -> None:
+    async def _begin(self, wanted: PolicyVersion | None) -> None:
         """Set the pin once an engine is READY, and choose the version.
 
         Not before: an engine that must load its first version would wait for the evaluation, and the evaluation for the
-        engine.
+        engine. A wanted version is pinned at once, because it does not keep engines from loading it.
         """
+        self._wanted = wanted
         await self._let_swap()
         deadline = time.monotonic() + self._wait_s
+        if wanted is not None:
+            await self._arrive(wanted, deadline)
+            return
         while True:
             self._fleet.install(await self._fleet.read())
             if self._choose():
@@ -140,6 +154,34 @@ class EvaluationPin:
             if time.monotonic() > deadline:
                 raise PinLost(f"no engine became ready within {self._wait_s:g} s")
             await asyncio.sleep(LOOK_S)
+
+    async def _arrive(self, wanted: PolicyVersion, deadline: float) -> None:
+        """Pin `wanted`, and wait until an engine has loaded it."""
+        here_at = time.monotonic()
+        try:
+            while True:
+                table, now = await self._fleet.read(), time.monotonic()
+                self._fleet.install(table)
+                there = [e for e in table.engines.values() if e.state not in LOST]
+                self._eval_engines = any(e.role == "eval" for e in there)
+                await self._set()
+                serving = [e for e in there if not self._eval_engines or e.role == "eval"]
+                if any(e.state is NodeState.READY and e.version == wanted for e in serving) and self._choose():
+                    self._used = False
+                    return
+                if serving and all(e.version > wanted for e in serving):
+                    raise PinLost(f"the engines hold later versions than {wanted.label}")
+                # until it is the target's turn to change, every engine is on its way to the version
+                if table.target is None or table.target <= wanted or any(map(partial(_loads, wanted), serving)):
+                    here_at = now
+                elif now > here_at + PIN_MS / 1000:
+                    raise PinLost(f"no engine loads version {wanted.label} any more")
+                if now > deadline:
+                    raise PinLost(f"no engine held version {wanted.label} within {self._wait_s:g} s")
+                await asyncio.sleep(LOOK_S)
+        except BaseException:
+            await self._end()
+            raise
 
     async def _let_swap(self) -> None:
         """Pause if swaps were postponed for long, so that each pin may last for at least half of max_s.
@@ -173,12 +215,14 @@ class EvaluationPin:
         return self._still_since + self._max_s - time.monotonic()
 
     def _choose(self) -> bool:
-        """Choose the version that most READY engines have (ties: the newest). Return False when no engine is READY."""
-        ready = self._fleet.table.pinned(self._tokenizer)
+        """Choose the version that most READY engines have (ties: the newest). Return False when no engine is READY (at
+        the wanted version)."""
+        ready = self._fleet.table.pinned(self._tokenizer, self._wanted)
         found = Counter(engine.version for engine in ready)
         if not found:
             return False
-        self._eval_engines = ready[0].role == "eval"
+        if self._wanted is None:
+            self._eval_engines = ready[0].role == "eval"
         self._fleet.pin = max(found, key=lambda version: (found[version], version))
         return True
 
@@ -224,14 +268,15 @@ class EvaluationPin:
             holder.set_exception(PinLost(why))
 
     async def _set(self) -> None:
-        value = (EVAL_ENGINES_ONLY if self._eval_engines else "") + self._stats.id
+        value = VersionPin(self._stats.id, self._eval_engines, self._wanted)
         key = self._redis.keys.evaluation
-        before, _ = await self._redis.batch(("GET", key), ("SET", key, value, "PX", PIN_MS), atomic=True)
+        before, _ = await self._redis.batch(("GET", key), ("SET", key, str(value), "PX", PIN_MS), atomic=True)
         if before is not None and not self._is_ours(before):
             self._others_at = time.monotonic()
 
     def _is_ours(self, raw: bytes) -> bool:
-        return raw.decode(errors="replace").removeprefix(EVAL_ENGINES_ONLY) == self._stats.id
+        pin = VersionPin.parse(raw)
+        return pin is not None and pin.holder == self._stats.id
 
     async def _end(self) -> None:
         """Release the pin. If another server's pin was seen recently, let the key expire instead of removing it."""

@@ -12,9 +12,9 @@ from typing import TypeVar
 from protocol.codec import decode_as, encode
 from protocol.errors import ProtocolError
 from protocol.functions import REGISTER
-from protocol.keys import EVAL_ENGINES_ONLY
 from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.redis.aio import RedisClient
+from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.dispatch.fleet import RunCompatibility
 
 log = logging.getLogger(__name__)
@@ -26,16 +26,31 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class TargetView:
-    """Target and view of the learner at one moment, and Redis' clock in seconds."""
+    """What the learner has announced at one moment, and Redis' clock in seconds.
+
+    pin        of a running evaluation
+    validated  the version that it needs
+    """
 
     target: WeightUpdate | None
     view: WeightView | None
     now: float
+    pin: VersionPin | None = None
+    validated: WeightUpdate | None = None
 
     @property
     def left_s(self) -> float:
         """Seconds to the deadline of the view."""
         return self.view.deadline - self.now if self.view is not None else 0.0
+
+    def wanted(self, role: str, held: PolicyVersion) -> WeightUpdate | None:
+        """Return what an engine of `role` that holds `held` should load: the target, or the version under validation if
+        the target is beyond it and the engine has not reached it yet."""
+        pin, target, validated = self.pin, self.target, self.validated
+        if pin is None or pin.version is None or target is None or validated is None:
+            return target
+        late = pin.concerns(role) and held < pin.version < target.version
+        return validated if late and validated.path and validated.version == pin.version else target
 
 
 class Registry:
@@ -76,13 +91,21 @@ class Registry:
     async def target_view(self) -> TargetView:
         """Return target and view, read atomically."""
         keys = self._redis.keys
-        target, view, (seconds, micros), meta = await self._redis.batch(
-            ("HGET", keys.target, "b"), ("GET", keys.view), ("TIME",), ("HGETALL", keys.meta), atomic=True
+        target, view, (seconds, micros), meta, pin, validated = await self._redis.batch(
+            *(("HGET", keys.target, "b"), ("GET", keys.view), ("TIME",), ("HGETALL", keys.meta)),
+            *(("GET", keys.evaluation), ("GET", keys.validated)),
+            atomic=True,
         )
         if self._compatibility is not None:
             self._compatibility.check(meta)
         now = float(seconds) + float(micros) / 1e6
-        return TargetView(self._decoded(WeightUpdate, target), self._decoded(WeightView, view), now)
+        return TargetView(
+            self._decoded(WeightUpdate, target),
+            self._decoded(WeightView, view),
+            now,
+            VersionPin.parse(pin),
+            self._decoded(WeightUpdate, validated),
+        )
 
     async def answer(self, view: WeightView, answer: ViewAnswer) -> None:
         """Report the progress of this engine in `view` to the learner."""
@@ -103,7 +126,8 @@ class Registry:
             log.error("ignoring a %s: %s: %s", kind.__name__, error.reason, error)
             return None
 
-    async def evaluating(self, role: str) -> bool:
-        """Return whether an evaluation pins the versions of engines with `role`."""
-        (holder,) = await self._redis.batch(("GET", self._redis.keys.evaluation))
-        return holder is not None and (role == "eval" or not holder.startswith(EVAL_ENGINES_ONLY.encode()))
+    async def held_back(self, role: str, version: PolicyVersion) -> bool:
+        """Return whether an evaluation keeps engines of `role` from loading `version`."""
+        (raw,) = await self._redis.batch(("GET", self._redis.keys.evaluation))
+        pin = VersionPin.parse(raw)
+        return pin is not None and pin.holds_back(role, version)

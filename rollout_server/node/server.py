@@ -17,9 +17,9 @@ import aiohttp
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
-from protocol.runtime.http.server import http_url
+from protocol.runtime.http.server import EVERY_INTERFACE, http_url, reachable_url
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
-from protocol.runtime.net import free_port, local_address
+from protocol.runtime.net import free_port
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import parse_redis_url
@@ -33,9 +33,6 @@ from rollout_server.node.registry import Registry
 from rollout_server.node.status import EngineStatus
 
 log = logging.getLogger(__name__)
-
-EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Hosts that mean every interface, with the address that this machine itself uses."""
 
 
 async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSignal | None = None) -> None:
@@ -99,14 +96,11 @@ def addresses(settings: NodeSettings, redis_url: str) -> tuple[int, str, str]:
     local = http_url(EVERY_INTERFACE.get(settings.host, settings.host), port)
     if settings.advertise:
         return port, local, _advertised(settings.advertise, port)
-    place = parse_redis_url(redis_url)
-    if settings.host not in EVERY_INTERFACE or place.is_loopback:
-        return port, local, local
     try:
-        return port, local, http_url(local_address(place.hosts[0][0]), port)
+        return port, local, reachable_url(settings.host, port, parse_redis_url(redis_url))
     except OSError as error:
         raise UserError(
-            f"cannot find the address of this host on the way to Redis at {place.hosts[0][0]}",
+            "cannot find the address of this host on the way to Redis",
             why=str(error),
             todo="set engine.advertise to an address that rollout servers can reach",
         ) from None

@@ -9,12 +9,15 @@ import re
 import string
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 from rollout_server.rewards.base import RewardInput, RewardSettingsBase, WithoutOptions
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
+YES_NO = frozenset({"yes", "no"})
+_TRUTH = {"yes": "yes", "true": "yes", "no": "no", "false": "no"}
 
 
 def normalise(text: str) -> str:
@@ -145,3 +148,30 @@ class F1Settings(RewardSettingsBase):
     """Token F1 against the best gold answer."""
 
     type: Literal["f1"] = "f1"
+
+
+def is_yes_no(golds: Sequence[str]) -> bool:
+    """Return whether the gold answers are yes or no, as in StrategyQA."""
+    return bool(golds) and all(comparable(gold) in YES_NO for gold in golds)
+
+
+def yes_no(answer: str, golds: Sequence[str]) -> float:
+    """Return 1 if the answer says the gold yes or no with its first word (true and false count too), else 0."""
+    first = comparable(answer).partition(" ")[0]
+    return float(_TRUTH.get(first) in {comparable(gold) for gold in golds})
+
+
+def score(answer: str | None, golds: Sequence[str]) -> dict[str, float]:
+    """Return em, f1 and cover_em of an answer, and yes_no if the gold answers are yes or no.
+
+    The formulas are those of the rewards of these names: Search-R1's exact match, HotpotQA's token F1, cover match of
+    whole words. Without an answer all are 0.
+    """
+    said = answer or ""
+    given = answer is not None and bool(golds)
+    values = {
+        "em": float(given and any(answers_match(said, gold) for gold in golds)),
+        "f1": max((f1(said, gold) for gold in golds), default=0.0) if given else 0.0,
+        "cover_em": float(given and covers(said, tuple(golds))),
+    }
+    return values | ({"yes_no": yes_no(said, golds) if given else 0.0} if is_yes_no(golds) else {})

@@ -14,9 +14,9 @@ import pytest
 from deploy.cli import main as foray
 from deploy.evaluation.store import EPISODES, read_rows
 from deploy.launcher.run_dir import write_record
-from deploy.monitor import evaluate as module
-from deploy.monitor.evaluate import RECONNECTS, Dropped, EvalScore, answered, evaluate
 from protocol.errors import ForayError, UserError
+from protocol.runtime import episodes as module
+from protocol.runtime.episodes import RECONNECTS, Dropped, EvalScore, answered, evaluate
 from rollout_server.api.episodes import EpisodesRequest, summarise
 from tests.support.messages import make_question
 

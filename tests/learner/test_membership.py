@@ -11,7 +11,7 @@ import torch
 from learner.weights import membership
 from learner.weights.membership import Membership, Proof, mismatch
 from protocol.messages import NEEDS_BROADCAST, EngineInfo, NodeState, WeightUpdate
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, VersionPin
 
 OURS = {"torch": "2.13.0+cpu", "nccl": "2.29.7"}
 LAST = WeightUpdate(run="t", epoch=1, step=4, digest="d", path="/v1.4")
@@ -25,12 +25,13 @@ def engine(name: str, versions: dict[str, str] | None = None, **more: Any) -> En
 class Link:
     def __init__(self, *engines: EngineInfo) -> None:
         self.found = list(engines)
+        self.pinned: VersionPin | None = None
 
     def engines(self) -> list[EngineInfo]:
         return self.found
 
-    def evaluating(self) -> bool:
-        return False
+    def pin(self) -> VersionPin | None:
+        return self.pinned
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_an_engine_that_needs_a_broadcast_is_a_member_from_any_state_and_at_any_
     link = Link(engine("z"), behind, *found, engine("adapter", state=NodeState.READY, **waits | {"transports": ()}))
     members = Membership(cast(Any, link), "gloo", OURS)
     assert [e.id for e in members.of_next(LAST)[0]] == sorted(["z", *map(str, states)])
-    assert [e.id for e in members.of_again()] == sorted(map(str, states))
+    assert [e.id for e in members.of_again(LAST)] == sorted(map(str, states))
 
 
 def test_a_version_is_sent_again_with_patience_and_after_failures_ever_more_rarely(
@@ -81,22 +82,22 @@ def test_a_version_is_sent_again_with_patience_and_after_failures_ever_more_rare
     monkeypatch.setattr(membership.time, "monotonic", lambda: clock[0])
     link = Link(engine("b", state=NodeState.SYNCING, detail=f"{NEEDS_BROADCAST} why"))
     members = Membership(cast(Any, link), "gloo", OURS, patience_s=5.0)
-    assert members.of_again() == [], "the next version may come first"
+    assert members.of_again(LAST) == [], "the next version may come first"
     clock[0] += 5.0
-    assert [e.id for e in members.of_again()] == ["b"]
+    assert [e.id for e in members.of_again(LAST)] == ["b"]
     waited = []
     for _ in range(9):
         members.failed([])
         before = clock[0]
-        while not members.of_again():
+        while not members.of_again(LAST):
             clock[0] += 1.0
         waited.append(clock[0] - before)
     assert waited == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0], "but never for ever"
     members.failed(["b/a"])
     clock[0] += 59.0
-    assert members.of_again() == []
+    assert members.of_again(LAST) == []
     clock[0] += 2.0
-    assert members.of_again(), "one that delayed the others is excluded for a minute"
+    assert members.of_again(LAST), "one that delayed the others is excluded for a minute"
     members.succeeded()
     assert members.of_next(LAST)[0], "and the next version is not skipped"
 
@@ -123,3 +124,19 @@ def test_a_proof_is_a_small_tensor_that_every_member_holds() -> None:
     assert proof.of([good, engine("b", proves=True, step=3)]) is None, "an engine that is behind"
     joins = engine("b", proves=True, step=0, epoch=0, state=NodeState.SYNCING)
     assert proof.of([good, joins]) is found, "one that serves no version loses none"
+
+
+def test_an_evaluation_keeps_only_the_engines_that_serve_it() -> None:
+    link = Link(engine("a"), engine("e", role="eval"), engine("f", role="eval", detail=f"{NEEDS_BROADCAST} why"))
+    members = Membership(cast(Any, link), "gloo", OURS)
+
+    def taking_part() -> tuple[list[str], list[str]]:
+        return [e.id for e in members.of_next(LAST)[0]], [e.id for e in members.of_again(LAST)]
+
+    assert taking_part() == (["a", "e", "f"], ["f"])
+    link.pinned = VersionPin("r", eval_engines=True)
+    assert taking_part() == (["a"], [])
+    link.pinned = VersionPin("r", eval_engines=True, version=LAST.version)
+    assert taking_part() == (["a"], ["f"]), "the version under evaluation reaches an engine that lacks it"
+    link.pinned = VersionPin("r")
+    assert members.of_next(LAST) == ([], "an evaluation is running")

@@ -18,12 +18,16 @@ from aiohttp.typedefs import Handler, Middleware
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.http.auth import Access, RequestHead, Role, Verdict, check_bind, decide
+from protocol.runtime.net import local_address
+from protocol.runtime.redis.url import RedisUrl
 
 SERVER_OPTIONS: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": 1.0}
 """`handler_args` of every aiohttp application. By default aiohttp decompresses bodies, even unread ones: for 10 s after
 an early answer."""
 BACKLOG = 4096
 """Listen backlog: a synchronous trainer opens the connections of a whole batch at the same time."""
+EVERY_INTERFACE: Mapping[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that mean every interface, with the address that this machine itself uses."""
 SHUTDOWN_S = 2.0
 """Timeout for requests in flight when a service stops, in seconds."""
 
@@ -108,6 +112,17 @@ def auth_middleware(
 def http_url(host: str, port: int) -> str:
     """Return the URL of a service; an IPv6 address is put in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def reachable_url(host: str, port: int, redis: RedisUrl) -> str:
+    """Return the base URL for other processes of the run of a service that listens on `host`.
+
+    For every interface (0.0.0.0, ::) it is this machine's address on the route to Redis. Raises OSError if there is no
+    route.
+    """
+    if host not in EVERY_INTERFACE:
+        return http_url(host, port)
+    return http_url(EVERY_INTERFACE[host] if redis.is_loopback else local_address(redis.hosts[0][0]), port)
 
 
 def announce(log: logging.Logger, host: str, port: int, port_file: Path | None) -> None:

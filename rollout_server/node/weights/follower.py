@@ -92,7 +92,7 @@ class WeightFollower:
                     async with self.swap_lock:
                         await self._receiver.receive(client, target_view)
                     continue
-                update = target_view.target
+                update = target_view.wanted(self._settings.role, self._status.version)
                 if update is None or not self.should_load(update) or await self._is_elsewhere(update):
                     poll_s = self._settings.poll_s
                     await asyncio.sleep(min(poll_s, GROUP_POLL_S) if self._receiver.in_group else poll_s)
@@ -209,11 +209,11 @@ class WeightFollower:
 
     async def _wait_for_evaluation(self, update: WeightUpdate) -> bool:
         """Wait while an evaluation runs. Return False if the target has changed meanwhile."""
-        if not await self._registry.evaluating(self._settings.role):
+        if not await self._registry.held_back(self._settings.role, update.version):
             return True
         log.info("loading %s waits for the end of an evaluation", update.version.label)
         with self._stats.waits.blocked_on("eval"):
-            while await self._registry.evaluating(self._settings.role):  # noqa: ASYNC110 - Redis has no event for it
+            while await self._registry.held_back(self._settings.role, update.version):  # noqa: ASYNC110 - Redis has no event for it
                 await asyncio.sleep(self._settings.poll_s)
         return await self._registry.target() == update
 

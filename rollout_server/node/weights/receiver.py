@@ -172,7 +172,7 @@ class WeightReceiver:
     async def _prepare(self, client: EngineAdmin, part: TransferState) -> None:
         view = part.view
         try:
-            if await self._registry.evaluating(self._settings.role):
+            if await self._registry.held_back(self._settings.role, view.version):
                 raise TransferAborted("an evaluation is running")
         except RedisUnavailable as error:
             raise TransferAborted(f"Redis: {error}") from None

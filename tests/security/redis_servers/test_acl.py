@@ -33,6 +33,7 @@ from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.server import function_library
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
+from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.dispatch.leases import LeasePool, TaskLease
 from rollout_server.dispatch.publisher import GroupPublisher
@@ -144,7 +145,8 @@ async def test_a_node_registers_follows_and_answers_as_its_own_user(
     info = EngineInfo(id="e1", url="http://127.0.0.1:1", state=NodeState.READY, epoch=1, step=0, incarnation="i")
     await registry.register(info)
     target_view = await registry.target_view()
-    assert target_view.target is None and target_view.view is None and not await registry.evaluating("rollout")
+    assert target_view.target is None and target_view.view is None
+    assert not await registry.held_back("rollout", PolicyVersion(1, 1))
     await _write(client, stats)
     await GroupPublisher(client, stats).emit_event("test", "a node speaks")
     assert users["viewer"].hget(KEYS.engine("e1"), "b") == encode(info)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.monitor.http import ask
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question
 from protocol.runtime.http.auth import variable
+from protocol.runtime.http.client import ask
 
 Episode = dict[str, Any]
 RECONNECTS = 5
@@ -105,6 +105,7 @@ def evaluate(
     search: bool = True,
     concurrency: int = 64,
     timeout_s: float = 600.0,
+    version: str = "",
     done: Sequence[Episode] = (),
     each: Callable[[Episode], None] = lambda episode: None,
 ) -> EvalScore:
@@ -115,6 +116,7 @@ def evaluate(
     search       False: every search returns nothing
     concurrency  maximum episodes in flight
     timeout_s    timeout for the next episode
+    version      policy version to use, e.g. "1.25". "": the one that most engines have
     done         episodes of an earlier call, whose questions are not evaluated again
     each         called with each episode as it ends
     After a lost connection the remaining questions are sent again; the versions show whether the policy changed
@@ -127,8 +129,8 @@ def evaluate(
             f"{len(twice)} question ids are not unique, for example {twice[0]!r}", todo="give each question its own id"
         )
     episodes = answered(questions, done, n)
-    how = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": top_k, "search": search}
-    how |= {"concurrency": concurrency}
+    how: dict[str, Any] = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": top_k, "search": search}
+    how |= {"concurrency": concurrency} | ({"version": version} if version else {})
     failures, came = 0, False
     while True:
         have = {e["question_id"] for e in episodes}

@@ -1,4 +1,4 @@
-"""HTTP requests of the `foray` command to a run's services. The token is never sent to a redirect target."""
+"""HTTP requests to the services of a run, without an event loop. The token is never sent to a redirect target."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Validation of the policy on questions that it is not trained on, while training goes on."""
