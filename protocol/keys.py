@@ -34,6 +34,13 @@ EVAL_ENGINES_ONLY = "eval-engines:"
 """Prefix of the value of `evaluation` when engines of role `eval` serve it: all others may load new weights."""
 
 
+def roles_of_pin(holder: bytes | None) -> frozenset[str]:
+    """Return the roles of engines that keep their version, from the value of `evaluation`."""
+    if holder is None:
+        return frozenset()
+    return frozenset(("eval",) if holder.startswith(EVAL_ENGINES_ONLY.encode()) else ("rollout", "eval"))
+
+
 @dataclass(frozen=True)
 class Keys:
     """Key names of run `run` (letters, digits and hyphens; raises UserError otherwise)."""

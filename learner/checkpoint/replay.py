@@ -56,9 +56,9 @@ class NoEngines:
         """None."""
         return {}
 
-    def evaluating(self) -> bool:
-        """Never."""
-        return False
+    def pinned_roles(self) -> frozenset[str]:
+        """None."""
+        return frozenset()
 
     def now(self) -> float:
         """Return 0: a replay never waits."""

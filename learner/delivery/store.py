@@ -19,7 +19,7 @@ from learner.delivery.redis_setup import prepare
 from protocol import functions
 from protocol.codec import decode_as, encode, number_of
 from protocol.errors import ProtocolError, StateLost
-from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys, roles_of_pin
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.errors import translate_errors, unusable
@@ -342,10 +342,11 @@ class RunStore(AccountingStore):
         rates = [info.values["tokens_generated_per_s"] for info in snapshots if "tokens_generated_per_s" in info.values]
         return sum(rates) if rates else None
 
-    def evaluating(self) -> bool:
-        """Return whether an evaluation has paused weight updates."""
+    def pinned_roles(self) -> frozenset[str]:
+        """Return the roles of engines whose weight updates an evaluation has paused."""
         with translate_errors():
-            return bool(self._db.exists(self.keys.evaluation))
+            holder = cast(bytes | None, self._db.get(self.keys.evaluation))
+        return roles_of_pin(holder)
 
     def now(self) -> float:
         """Return seconds on Redis' clock, which all hosts share."""

@@ -58,8 +58,8 @@ class EngineLink(Protocol):
         """Return the last answer of each member of a view."""
         ...
 
-    def evaluating(self) -> bool:
-        """Return whether an evaluation has paused weight updates."""
+    def pinned_roles(self) -> frozenset[str]:
+        """Return the roles of engines whose weight updates an evaluation has paused."""
         ...
 
     def now(self) -> float:

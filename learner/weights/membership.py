@@ -59,9 +59,10 @@ class Membership:
             self._skip_versions -= 1
             return [], "transfers have failed"
         try:
-            if self._link.evaluating():
+            pinned = self._link.pinned_roles()
+            if "rollout" in pinned:
                 return [], "an evaluation is running"
-            engines = self._link.engines()
+            engines = [e for e in self._link.engines() if e.role not in pinned]
         except RedisUnavailable as error:
             return [], f"Redis: {error}"
         return self._admitted(e for e in engines if _can_receive(e, last)), "no engine is ready to receive"
@@ -74,9 +75,10 @@ class Membership:
         engines = [e for e in self._link.engines() if _needs_broadcast(e)]
         self._waiting = {m: self._waiting.get(m, now) for m in map(member_of, engines)}
         due = any(since + self._patience_s <= now for since in self._waiting.values())
-        if not due or now < self._retry_at or self._link.evaluating():
+        if not due or now < self._retry_at:
             return []
-        return self._admitted(engines)
+        pinned = self._link.pinned_roles()
+        return self._admitted(e for e in engines if e.role not in pinned)
 
     def _admitted(self, engines: Iterable[EngineInfo]) -> list[EngineInfo]:
         now = time.monotonic()

@@ -71,8 +71,9 @@ class SnapshotWriter:
             return
         if self._since[0] is not update:
             self._since = update, time.monotonic()
-        needy = [e.id for e in self._link.engines() if self._needs(e, update)]
-        if needy:
+        engines = [e for e in self._link.engines() if self._needs(e, update)]
+        pinned = self._link.pinned_roles() if engines else ()  # these load nothing until the evaluation ends
+        if needy := [e.id for e in engines if e.role not in pinned]:
             written = self._write(update)
             if written is not None and self._announcement.add_path(written):
                 self.written += 1

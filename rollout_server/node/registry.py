@@ -12,7 +12,7 @@ from typing import TypeVar
 from protocol.codec import decode_as, encode
 from protocol.errors import ProtocolError
 from protocol.functions import REGISTER
-from protocol.keys import EVAL_ENGINES_ONLY
+from protocol.keys import roles_of_pin
 from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.redis.aio import RedisClient
 from rollout_server.dispatch.fleet import RunCompatibility
@@ -106,4 +106,4 @@ class Registry:
     async def evaluating(self, role: str) -> bool:
         """Return whether an evaluation pins the versions of engines with `role`."""
         (holder,) = await self._redis.batch(("GET", self._redis.keys.evaluation))
-        return holder is not None and (role == "eval" or not holder.startswith(EVAL_ENGINES_ONLY.encode()))
+        return role in roles_of_pin(holder)

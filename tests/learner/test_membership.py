@@ -25,12 +25,13 @@ def engine(name: str, versions: dict[str, str] | None = None, **more: Any) -> En
 class Link:
     def __init__(self, *engines: EngineInfo) -> None:
         self.found = list(engines)
+        self.pinned: frozenset[str] = frozenset()
 
     def engines(self) -> list[EngineInfo]:
         return self.found
 
-    def evaluating(self) -> bool:
-        return False
+    def pinned_roles(self) -> frozenset[str]:
+        return self.pinned
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,19 @@ def test_an_engine_that_needs_a_broadcast_is_a_member_from_any_state_and_at_any_
     members = Membership(cast(Any, link), "gloo", OURS)
     assert [e.id for e in members.of_next(LAST)[0]] == sorted(["z", *map(str, states)])
     assert [e.id for e in members.of_again()] == sorted(map(str, states))
+
+
+def test_an_evaluation_leaves_out_only_the_engines_that_serve_it() -> None:
+    waits = {"state": NodeState.SYNCING, "detail": f"{NEEDS_BROADCAST} why"}
+    link = Link(engine("a"), engine("b", role="eval"), engine("c", **waits), engine("d", role="eval", **waits))
+    members = Membership(cast(Any, link), "gloo", OURS)
+    link.pinned = frozenset({"eval"})
+    assert [e.id for e in members.of_next(LAST)[0]] == ["a", "c"], "training engines get the version"
+    assert [e.id for e in members.of_again()] == ["c"]
+    link.pinned = frozenset({"rollout", "eval"})
+    assert members.of_next(LAST) == ([], "an evaluation is running") and members.of_again() == []
+    link.pinned = frozenset()
+    assert [e.id for e in members.of_next(LAST)[0]] == ["a", "b", "c", "d"]
 
 
 def test_a_version_is_sent_again_with_patience_and_after_failures_ever_more_rarely(
