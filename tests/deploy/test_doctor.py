@@ -122,7 +122,10 @@ def test_engines_for_evaluation_are_checked_as_engines(run_files: Path, monkeypa
     for more in (
         (),
         ("learner.publish={type: distributed, backend: nccl}",),
-        ("engine.kind.type=sglang", "learner.model.dtype=bfloat16", "learner.model.fp32_lm_head=false"),
+        (
+            *("engine.kind.type=sglang", "learner.model.dtype=bfloat16"),
+            *("learner.model.fp32_lm_head=false", "learner.engine.zero_stage=1"),
+        ),
     ):
         assert checks(0, 1, *more) == checks(1, 0, *more) != checks(0, 0, *more)
     monkeypatch.setitem(machine.NEEDED, "rollout server", ("no_such_package",))
