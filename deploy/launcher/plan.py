@@ -167,9 +167,7 @@ def plan(
         port = f"retriever.port={_port(url)}"
         specs.append(process(f"retriever-{index}", "retriever", "retriever", port, ready=Ready.HTTP, url=url))
     for name, role in config.engine_roles.items():
-        extra = (f"engine.id={name}", *_drain("engine", config.engine.model_fields_set))
-        if role != config.engine.role:
-            extra = (*extra, f"engine.role={role}")
+        extra = (f"engine.id={name}", f"engine.role={role}", *_drain("engine", config.engine.model_fields_set))
         if config.engine.port and name != "engine-1":  # only one engine can listen there
             extra = (*extra, "engine.port=0")
         specs.append(process(name, "engine", "rollout_server.node", *extra, ready=Ready.ENGINE))

@@ -50,8 +50,8 @@ def test_engines_for_evaluation_come_after_the_others_with_a_role_a_name_and_a_f
         s.name: sorted(a for a in s.argv if a.startswith(("engine.id", "engine.role", "engine.port"))) for s in specs
     }
     assert given == {
-        "engine-1": ["engine.id=engine-1"],
-        "engine-2": ["engine.id=engine-2", "engine.port=0"],
+        "engine-1": ["engine.id=engine-1", "engine.role=rollout"],
+        "engine-2": ["engine.id=engine-2", "engine.port=0", "engine.role=rollout"],
         "eval-engine-1": ["engine.id=eval-engine-1", "engine.port=0", "engine.role=eval"],
         "eval-engine-2": ["engine.id=eval-engine-2", "engine.port=0", "engine.role=eval"],
     }
