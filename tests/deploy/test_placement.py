@@ -267,14 +267,15 @@ def test_the_dry_run_shows_the_table(
     path = tmp_path / "run.yaml"
     given = ["launch.hardware=8xh100", "launch.engines=2", "launch.learner_ranks=4", f"run.model={model}"]
     assert main(["init", str(path), "--preset", "search_r1_grpo", f"run.dir={tmp_path}/run", *given]) == 0
-    assert main(["up", str(path), "--dry-run"]) == 0
+    assert main(["up", str(path), "--dry-run", "launch.eval_engines=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("# GPUs as on 8xh100"))
-    rows = [line.split()[1:3] for line in lines[start + 2 : start + 7]]
+    rows = [line.split()[1:3] for line in lines[start + 2 : start + 8]]
     assert rows == [
         ["engine-1", "0"],
         ["engine-2", "1"],
-        ["learner", "2,3,4,5"],
+        ["eval-engine-1", "2"],
+        ["learner", "3,4,5,6"],
         ["retriever-1", "none"],
         ["rollout-1", "none"],
     ]
