@@ -37,7 +37,7 @@ class GpuSettings(Settings):
     """
 
     engines: tuple[Index, ...] = ()
-    """GPUs of the engines, in order; empty: assigned."""
+    """GPUs of the engines, in order, those of `launch.eval_engines` last; empty: assigned."""
     learner: tuple[Index, ...] = ()
     """GPUs of the learner's ranks; empty: assigned."""
     retrievers: tuple[Index, ...] = ()
@@ -55,6 +55,9 @@ class LaunchSettings(Settings):
 
     engines: int = Field(default=1, ge=0)
     """Number of engine nodes. More can join while the run is in progress."""
+    eval_engines: int = Field(default=0, ge=0)
+    """Number of further engine nodes, with `engine.role=eval`: they only serve evaluations, so that neither new weights
+    nor training wait for one. 0: evaluations share the other engines."""
     rollouts: int = Field(default=1, ge=0)
     """Number of rollout servers."""
     retrievers: int | None = Field(default=None, ge=0)
@@ -128,6 +131,12 @@ class RunConfig(Settings):
     """The launcher."""
     demo: dict[str, Any] = Field(default_factory=dict)
     """Used by the demo."""
+
+    @property
+    def engine_roles(self) -> dict[str, str]:
+        """Return the role of each engine node to start, by its name, in start order."""
+        names = [(f"engine-{i}", self.engine.role) for i in range(1, self.launch.engines + 1)]
+        return dict([*names, *((f"eval-engine-{i}", "eval") for i in range(1, self.launch.eval_engines + 1))])
 
     @property
     def num_retrievers(self) -> int:

@@ -17,7 +17,7 @@ def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterato
     hosts = {"rollout": ("rollout.host", config.rollout.host)}
     if config.num_retrievers:
         hosts["retriever"] = ("retriever.host", config.retriever.host)
-    if config.launch.engines:
+    if config.engine_roles:
         hosts["node"] = ("engine.host", config.engine.host)
     if config.launch.learner and config.learner.metrics_port is not None:
         hosts["learner"] = ("learner.metrics_host", config.learner.metrics_host)

@@ -43,7 +43,7 @@ PROBE_S = 30.0
 def engine(config: RunConfig) -> Iterator[Finding]:
     """Check the engine that this run starts: that it is installed and can serve the model and the episodes."""
     kind = config.engine.kind
-    if not config.launch.engines:
+    if not config.engine_roles:
         return
     if isinstance(kind, SglangEngine):
         yield _sglang(kind)
@@ -76,7 +76,7 @@ def gpus(config: RunConfig) -> Iterator[Finding]:
         of = {a.need.name: ",".join(gpu.id for gpu in a.gpus) for a in placement.assignments}
         used = "; ".join(f"{process} {ids}" for process, ids in of.items()) or "none is used"
         yield Finding("gpus", "ok", f"{used}; {placement.left} left")
-    elif config.launch.engines and isinstance(kind, SglangEngine) and EngineArgs.of(kind.args).gpus:
+    elif config.engine_roles and isinstance(kind, SglangEngine) and EngineArgs.of(kind.args).gpus:
         todo = "start it where there is a GPU; on a CPU SGLang needs --device cpu (examples/sglang_cpu/run.yaml)"
         yield Finding("gpus", "warn", "engine.kind.type is sglang, but no NVIDIA GPU was found", todo, no_device())
 
@@ -123,7 +123,7 @@ def _reward_parts(config: RunConfig) -> Iterator[Finding]:
 
 def _output_layers(config: RunConfig) -> Iterator[Finding]:
     model, kind = config.learner.model, config.engine.kind
-    if not config.launch.engines or not isinstance(kind, SglangEngine) or model.dtype != "bfloat16":
+    if not config.engine_roles or not isinstance(kind, SglangEngine) or model.dtype != "bfloat16":
         return
     if model.fp32_lm_head != kind.fp32_lm_head:
         pair = f"learner.model.fp32_lm_head is {model.fp32_lm_head}, engine.kind.fp32_lm_head {kind.fp32_lm_head}"
@@ -241,7 +241,7 @@ def _unusable(model: Path, error: Exception) -> Finding:
 
 def _nccl(config: RunConfig) -> Finding:
     todo = "learner.publish.backend=gloo, or 'learner.publish={type: disk}'"
-    if config.launch.engines and isinstance(config.engine.kind, CpuEngine):
+    if config.engine_roles and isinstance(config.engine.kind, CpuEngine):
         why = "the embedded engine supports only gloo for weight transfer"
         return Finding("learner.publish", "fail", "the backend is nccl, but engine.kind.type is cpu", todo, why)
     if reason := without_cuda():

@@ -33,10 +33,10 @@ SPARE_DISK = 2.0
 
 def packages(config: RunConfig | None = None) -> Iterator[Finding]:
     """Check which processes this environment can run, including those that `config` starts."""
-    launch = config.launch if config is not None else None
     starts = {"protocol": True}
-    if launch is not None:
-        starts |= {"learner": launch.learner, "rollout server": launch.rollouts + launch.engines > 0}
+    if config is not None:
+        serves = config.launch.rollouts > 0 or bool(config.engine_roles)
+        starts |= {"learner": config.launch.learner, "rollout server": serves}
     for process, names in NEEDED.items():
         absent = [name for name in names if importlib.util.find_spec(name) is None]
         if absent:

@@ -337,7 +337,7 @@ def serving_config(
     launch = section("launch")
     gpus = dict(launch.get("gpus") or {}) | {"learner": []}
     launch |= {"learner": False, "redis": "own", "secrets": None, "hardware": "", "prepare": [], "gpus": gpus}
-    launch["rollouts"] = 1 if needs.policy else 0
+    launch |= {"rollouts": 1 if needs.policy else 0, "engines": launch.get("engines", 1) or 1, "eval_engines": 0}
     for name in ("rollout", "engine", "retriever"):
         section(name).update(host="127.0.0.1")
     section("rollout").update(port=0)
@@ -390,7 +390,9 @@ def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[s
     url = f"http://127.0.0.1:{free_port()}"
     run = config.run.model_copy(update={"dir": directory, "id": unique_id("eval")})
     retriever = config.retriever.model_copy(update={"host": "127.0.0.1"})
-    launch = config.launch.model_copy(update={"secrets": None, "learner": False, "engines": 0, "rollouts": 0})
+    launch = config.launch.model_copy(
+        update={"secrets": None, "learner": False, "engines": 0, "eval_engines": 0, "rollouts": 0}
+    )
     config = config.model_copy(update={"run": run, "retriever": retriever, "launch": launch})
     addresses = Addresses("", None, (url,), ())
     resolved = directory / RESOLVED

@@ -166,10 +166,9 @@ def plan(
     for index, url in enumerate(addresses.retrievers, start=1):
         port = f"retriever.port={_port(url)}"
         specs.append(process(f"retriever-{index}", "retriever", "retriever", port, ready=Ready.HTTP, url=url))
-    for index in range(1, launch.engines + 1):
-        name = f"engine-{index}"
-        extra = (f"engine.id={name}", *_drain("engine", config.engine.model_fields_set))
-        if config.engine.port and index > 1:  # only one engine can listen there
+    for name, role in config.engine_roles.items():
+        extra = (f"engine.id={name}", f"engine.role={role}", *_drain("engine", config.engine.model_fields_set))
+        if config.engine.port and name != "engine-1":  # only one engine can listen there
             extra = (*extra, "engine.port=0")
         specs.append(process(name, "engine", "rollout_server.node", *extra, ready=Ready.ENGINE))
     for index, url in enumerate(addresses.rollouts, start=1):

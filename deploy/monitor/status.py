@@ -325,8 +325,11 @@ def _no_retriever(rollout: str, outage: str) -> Problem:
 
 
 def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
-    if not seen.engines:
-        return [Problem("no engine is registered", "start one: foray engine --config ...")]
+    # without a learner every engine answers, else those of role eval do not generate training data
+    serving = [e for e in seen.engines if e.role == "rollout" or seen.only_serves]
+    if not serving:
+        others = f": {len(seen.engines)} with role eval serve evaluations only" if seen.engines else ""
+        return [Problem(f"no engine is registered{others}", "start one: foray engine --config ...")]
     found = [
         Problem(
             f"engine {e.id} is {e.state}: {e.detail or 'no reason given'}",
@@ -346,10 +349,10 @@ def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
         if e.needs_broadcast and e.state in (NodeState.SYNCING, NodeState.READY)
     ]
     target = seen.target
-    usable = [e for e in seen.engines if e.state is NodeState.READY]
+    usable = [e for e in serving if e.state is NodeState.READY]
     if target is not None:
         usable = [e for e in usable if e.epoch == target.epoch and target.step - e.step <= max_lag]
-    moving = any(e.state in (NodeState.JOINING, NodeState.SYNCING, NodeState.LOADING) for e in seen.engines)
+    moving = any(e.state in (NodeState.JOINING, NodeState.SYNCING, NodeState.LOADING) for e in serving)
     if not usable and not moving and not seen.pinned_evaluations:  # a pinned evaluation keeps an older version
         label = target.version.label if target is not None else "any version"
         found.append(Problem(f"no engine is ready at {label}", "check the logs of the nodes"))
@@ -459,7 +462,8 @@ def render(seen: RunSnapshot, *, max_lag: int) -> str:
         )
     for e in seen.engines:
         lines.append(
-            f"engine    {e.id}: {e.state}, version {e.version.label}, {e.running} running, {e.waiting} waiting, "
+            f"engine    {e.id}: {e.state}, {'role eval, ' if e.role == 'eval' else ''}version {e.version.label}, "
+            f"{e.running} running, {e.waiting} waiting, "
             f"{e.tokens_per_s:.0f} tok/s, paused {e.pause_s:.2f} s at the last update, {e.url}"
         )
     lines.append(

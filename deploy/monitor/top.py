@@ -29,6 +29,7 @@ IN_WORDS = {
     ("rollout", "learner"): "rollout servers wait for the learner to start",
     ("rollout", "engine"): "rollout servers wait for engines",
     ("rollout", "window"): "turns wait for a slot at an engine: generation is the bottleneck",
+    ("rollout", "eval"): "evaluations wait for a slot at an engine of role eval (training does not)",
     ("rollout", "retriever"): "rollout servers wait for the retriever",
     ("rollout", "backlog"): "rollout servers lease no tasks: turns wait for engines",
     ("rollout", "redis"): "rollout servers wait for Redis",
@@ -94,7 +95,7 @@ def _wrapped(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, max(width, 20), subsequent_indent="      ", replace_whitespace=False) or [""]
 
 
-ENGINE_COLUMNS = ("engine", "state", "version", "running", "waiting", "tok/s", "updates", "cache")
+ENGINE_COLUMNS = ("engine", "state", "version", "running", "waiting", "tok/s", "updates", "cache", "role")
 
 
 def table(columns: tuple[str, ...], rows: Iterable[TableRow]) -> list[str]:
@@ -150,6 +151,7 @@ def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, 
                 f"{e.tokens_per_s:,.0f}",
                 str(e.updates),
                 f"{e.token_usage:.0%}",
+                e.role,
             ),
         )
         for e in seen.engines
@@ -168,7 +170,8 @@ def waits_in_words(seen: RunSnapshot, before: RunSnapshot | None) -> list[str]:
     """
     earlier = {(p.process, p.id): p for p in before.processes} if before else {}
     shares: dict[tuple[str, str], list[float]] = {}
-    for now in seen.processes:
+    apart = {("node", e.id) for e in seen.engines if e.role == "eval"}  # training does not wait for these
+    for now in (p for p in seen.processes if (p.process, p.id) not in apart):
         old = earlier.get((now.process, now.id))
         # a restarted process with the same name counts from zero again
         old = old if old is not None and old.uptime_s < now.uptime_s else None

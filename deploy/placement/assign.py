@@ -1,7 +1,8 @@
 """Who gets which GPU: a pure function from the hosts and the needs of a run to CUDA_VISIBLE_DEVICES per process.
 
-Engines come first, in order, then the learner, then retrievers; GPUs that `launch.gpus` names are assigned before. An
-engine does not span hosts, the learner may. Without GPUs nothing is assigned and every process runs as it would alone.
+Engines come first, in order, those for evaluation last, then the learner, then retrievers; GPUs that `launch.gpus`
+names are assigned before. An engine does not span hosts, the learner may. Without GPUs nothing is assigned and every
+process runs as it would alone.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def needs(
     args = EngineArgs.of(kind.args) if isinstance(kind, SglangEngine) else None
     width = args.gpus if args else 0
     memory = found.engine if found else 0
-    out = [Need(f"engine-{i}", "engine", width, memory) for i in range(1, config.launch.engines + 1)]
+    out = [Need(name, "engine", width, memory) for name in config.engine_roles]
     if config.launch.learner:
         ranks = config.launch.learner_ranks if cuda else 0
         out.append(Need("learner", "learner", ranks, found.learner if found else 0, spans=True))
@@ -175,7 +176,7 @@ def place(config: RunConfig, hosts: Sequence[Host], wanted: Sequence[Need]) -> P
         return NO_GPUS
     chosen = config.launch.gpus
     kind = config.engine.kind
-    if isinstance(kind, SglangEngine) and config.launch.engines and EngineArgs.of(kind.args).base is not None:
+    if isinstance(kind, SglangEngine) and config.engine_roles and EngineArgs.of(kind.args).base is not None:
         raise UserError(
             "engine.kind.args has --base-gpu-id",
             why="`foray up` shows each engine its own GPUs only, numbered from 0",
@@ -193,8 +194,8 @@ def place(config: RunConfig, hosts: Sequence[Host], wanted: Sequence[Need]) -> P
         raise UserError(
             f"the run needs {total} GPUs, {there} are there",
             why=f"{parts}; a GPU belongs to one process",
-            todo="lower launch.engines or launch.learner_ranks, use smaller models, or set launch.gpus.share=true "
-            f"({OWN_DOCS})",
+            todo=f"lower launch.{'eval_' if config.launch.eval_engines else ''}engines or launch.learner_ranks, "
+            f"use smaller models, or set launch.gpus.share=true ({OWN_DOCS})",
         )
     assignments: list[Assignment] = []
     for need in sorted(wanted, key=lambda need: need.optional):

@@ -40,14 +40,16 @@ hardware yet:** memory is computed, not measured. On 24 GB only adapters are tra
 
 ## Placement
 
-`foray up` gives each process its own GPUs by `CUDA_VISIBLE_DEVICES`: engines first, then the learner's ranks, then
-retrievers; processes that use no GPU see none. It uses the GPUs in its own `CUDA_VISIBLE_DEVICES` only.
+`foray up` gives each process its own GPUs by `CUDA_VISIBLE_DEVICES`: engines first (those for evaluation after the
+others), then the learner's ranks, then retrievers; processes that use no GPU see none. It uses the GPUs in its own
+`CUDA_VISIBLE_DEVICES` only.
 `foray up --dry-run` prints the table, `foray doctor` checks it. It refuses too few GPUs, too little memory, and one GPU
 for two processes.
 
 | setting | use |
 |---|---|
 | `launch.gpus.engines`, `learner`, `retrievers` | choose the GPUs yourself |
+| `launch.eval_engines` | engines that serve evaluations only; no profile has any |
 | `launch.gpus.others: [7]` | leave GPUs free for a judge, a reward model or an embedding service that you start |
 | `launch.gpus.share: true` | engine and learner on one GPU, if their memory fits together |
 | `--tp-size`, `--pp-size`, `--dp-size` in `engine.kind.args` | GPUs of one engine |

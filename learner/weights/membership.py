@@ -71,14 +71,13 @@ class Membership:
         once one of them has waited for `patience_s`, unless transfers have just failed. Raises RedisUnavailable.
         """
         now = time.monotonic()
-        pin = self._link.pin()
-        waiting = [e for e in self._link.engines() if _needs_broadcast(e)]
-        engines = [e for e in waiting if pin is None or not pin.holds_back(e.role, last.version)]
+        engines = [e for e in self._link.engines() if _needs_broadcast(e)]
         self._waiting = {m: self._waiting.get(m, now) for m in map(member_of, engines)}
         due = any(since + self._patience_s <= now for since in self._waiting.values())
         if not due or now < self._retry_at:
             return []
-        return self._admitted(engines)
+        pin = self._link.pin()
+        return self._admitted(e for e in engines if pin is None or not pin.holds_back(e.role, last.version))
 
     def _admitted(self, engines: Iterable[EngineInfo]) -> list[EngineInfo]:
         now = time.monotonic()

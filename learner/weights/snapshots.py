@@ -71,8 +71,9 @@ class SnapshotWriter:
             return
         if self._since[0] is not update:
             self._since = update, time.monotonic()
-        needy = [e.id for e in self._link.engines() if self._needs(e, update)]
-        if needy:
+        engines = [e for e in self._link.engines() if self._needs(e, update)]
+        pin = self._link.pin() if engines else None
+        if needy := [e.id for e in engines if pin is None or not pin.holds_back(e.role, update.version)]:
             written = self._write(update)
             if written is not None and self._announcement.add_path(written):
                 self.written += 1

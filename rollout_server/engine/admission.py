@@ -30,8 +30,8 @@ REMEMBERED_GROUPS = 65_536
 RECHECK_S = 0.5
 """Interval at which the queue is checked: an engine's ejection may end without a change in Redis."""
 
-Shortage = Literal["engine", "window"]
-"""What queued turns wait for: a usable engine, or capacity at one."""
+Shortage = Literal["engine", "window", "eval"]
+"""What queued turns wait for: a usable engine, capacity at one, or capacity at one that only serves evaluations."""
 
 
 class AimdLimit:
@@ -220,8 +220,9 @@ class RequestQueue:
         self._open_waits: dict[Shortage, AbstractContextManager[None]] = {}
         self._ticking = False
 
-    def __len__(self) -> int:
-        return sum(not waiter.engine.done() for queue in self._queues.values() for waiter in queue)
+    def waiting(self, *, pinned: bool) -> int:
+        """Return the number of turns of training, or of evaluation, that wait."""
+        return sum(not waiter.engine.done() for waiter in self._queues[pinned])
 
     async def acquire(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
         """Take capacity for the request and return its engine. Raises EngineError("no_engine").

@@ -154,14 +154,18 @@ class Router:
     @property
     def waiting(self) -> int:
         """Number of turns that wait for an engine."""
-        return len(self._queue)
+        return self._queue.waiting(pinned=False) + self._queue.waiting(pinned=True)
 
     def backpressure(self) -> bool:
-        """Return whether more turns wait than half of all limits, so that a new group would have to wait too."""
+        """Return whether more turns wait than half of all limits, so that a new group would have to wait too.
+
+        Evaluations count only if they use the same engines as training.
+        """
         if not self._adaptive:
             return False
         limits = sum(self.inflight.limit(e) or 0 for e in self.candidates(pinned=False))
-        return self.waiting > max(LEAST_BACKLOG, limits // 2)
+        waiting = self._queue.waiting(pinned=False) if self._shortage(True) == "eval" else self.waiting
+        return waiting > max(LEAST_BACKLOG, limits // 2)
 
     async def _acquire_engine(self, request: GenerateRequest, failures: Mapping[str, int]) -> EngineInfo:
         """Take capacity and return the engine's current table entry. Raises EngineError("no_engine")."""
@@ -207,7 +211,10 @@ class Router:
         self._queue.dispatch()
 
     def _shortage(self, pinned: bool) -> Shortage:
-        return "window" if self.candidates(pinned=pinned) else "engine"
+        candidates = self.candidates(pinned=pinned)
+        if not candidates:
+            return "engine"
+        return "eval" if candidates[0].role == "eval" else "window"
 
     async def _attempt(
         self, engine: EngineInfo, request: GenerateRequest, turn: TurnAssembler

@@ -75,7 +75,7 @@ class NodeSettings(Settings):
     port: int = Field(default=0, ge=0, le=65535)
     """Port that the engine listens on; 0 picks a free one."""
     role: Literal["rollout", "eval"] = "rollout"
-    """`rollout`, or `eval` for an engine that serves evaluation only."""
+    """`rollout`, or `eval` for an engine that serves evaluations only (`launch.eval_engines`)."""
     pause_mode: Literal["retract", "in_place"] = "retract"
     """What happens to requests in flight during a weight update. `in_place` keeps the KV cache of the old version for
     them, and requires SGLang without overlap scheduling, which would report a wrong version for one token."""

@@ -53,9 +53,14 @@ def test_the_overview_names_every_command() -> None:
 def test_a_dry_run_prints_settings_and_processes_without_a_framework(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(f"run: {{dir: {tmp_path}/none, steps: 7}}\n")
-    code, out, err = foray("up", str(config), "launch.engines=2", "--dry-run")
+    code, out, err = foray("up", str(config), "launch.engines=2", "launch.eval_engines=1", "--dry-run")
     assert code == 0, err
-    assert "steps: 7" in out and "engine-2: " in out and out.splitlines()[-1] == "LOADED"
+    assert (
+        "steps: 7" in out
+        and "#   engine-2: " in out
+        and "#   eval-engine-1: " in out
+        and out.splitlines()[-1] == "LOADED"
+    )
     assert not (tmp_path / "none").exists(), "a dry run leaves nothing behind"
     report = json.loads(foray("up", str(config), "--dry-run", "--json")[1].splitlines()[0])
     assert [p["name"] for p in report["processes"]] == ["redis", "retriever-1", "engine-1", "rollout-1", "learner"]

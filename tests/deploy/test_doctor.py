@@ -16,6 +16,9 @@ import redis
 
 from deploy.commands import doctor as command
 from deploy.config import load_config
+from deploy.doctor import engine as doctor_engine
+from deploy.doctor import machine
+from deploy.doctor.access import binds
 from deploy.doctor.finding import Finding
 from deploy.doctor.redis import memory_needed
 from deploy.doctor.run import examine
@@ -106,6 +109,30 @@ def test_engine_and_learner_round_their_logits_alike(run_files: Path) -> None:
         extra = (f"learner.model.fp32_lm_head={here}", f"engine.kind={{type: sglang, fp32_lm_head: {there}}}")
         assert ("fp32_lm_head" in findings(run_files, *bfloat16, *extra)) == (here != there)
         assert "fp32_lm_head" not in findings(run_files, *extra), "a float32 learner rounds nothing"
+
+
+def test_engines_for_evaluation_are_checked_as_engines(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checks(engines: int, eval_engines: int, *more: str) -> dict[str, str]:
+        given = (f"launch.engines={engines}", f"launch.eval_engines={eval_engines}", "engine.host=0.0.0.0", *more)
+        config = load_config(None, [f"run.model={run_files}/model", "launch.rollouts=0", *given])
+        parts = (doctor_engine.engine, doctor_engine.gpus, doctor_engine.learner, binds)
+        found = [f for part in parts for f in part(config)]
+        return {f"{f.check}: {f.detail}": f.verdict for f in found}
+
+    for more in (
+        (),
+        ("learner.publish={type: distributed, backend: nccl}",),
+        (
+            *("engine.kind.type=sglang", "learner.model.dtype=bfloat16"),
+            *("learner.model.fp32_lm_head=false", "learner.engine.zero_stage=1"),
+        ),
+    ):
+        assert checks(0, 1, *more) == checks(1, 0, *more) != checks(0, 0, *more)
+    monkeypatch.setitem(machine.NEEDED, "rollout server", ("no_such_package",))
+    for engines, verdict in ((1, "fail"), (0, "warn")):
+        config = load_config(None, ["launch.rollouts=0", "launch.engines=0", f"launch.eval_engines={engines}"])
+        (found,) = [f for f in machine.packages(config) if f.check == "rollout server packages"]
+        assert found.verdict == verdict
 
 
 def test_an_mlflow_without_what_its_files_need_is_found_before_the_start(

@@ -51,6 +51,7 @@ def tree() -> SettingsTree:
             *("run.id=mine", "run.redis_url=redis://elsewhere:6379/0", "learner.metrics_port=9000", "run.seed=7"),
             *("rollout.host=0.0.0.0", "rollout.port=80", "engine.host=0.0.0.0", "engine.port=81", "engine.role=eval"),
             *("retriever.host=0.0.0.0", "retriever.port=82", "launch.engines=3", "launch.retrievers=2"),
+            "launch.eval_engines=2",
             *(
                 "launch.secrets=secrets",
                 "launch.gpus.learner=[1]",
@@ -71,6 +72,11 @@ def test_what_is_started_listens_on_loopback_has_no_learner_and_its_own_redis(tm
     assert (config.rollout.port, config.engine.port, config.engine.role) == (0, 0, "rollout")
     assert "port" not in config.retriever.model_fields_set
     assert (config.launch.engines, config.launch.rollouts, config.num_retrievers) == (3, 1, 2), "as in the run"
+    assert list(config.engine_roles.items()) == [(f"engine-{i}", "rollout") for i in (1, 2, 3)], "none for evaluation"
+    given["launch"]["engines"] = 0  # those of the run are on other hosts
+    alone = serving_config(given, tmp_path / "m", tmp_path / "serve", EVERYTHING, ServingOptions())
+    assert alone.engine_roles == {"engine-1": "rollout"}
+    given["launch"]["engines"] = 3
     assert config.launch.gpus.engines == (0,) and config.launch.gpus.learner == ()
     assert config.run.seed == 7 and config.rollout.search.model_dump()["topk"] == 5
     again = serving_config(given, tmp_path / "m", tmp_path / "serve", EVERYTHING, ServingOptions())

@@ -55,6 +55,20 @@ def test_engines_come_first_and_then_the_ranks() -> None:
     assert found.left == 0
 
 
+def test_engines_for_evaluation_get_gpus_after_the_other_engines() -> None:
+    config = recipe("launch.engines=2", "launch.eval_engines=1", "launch.learner_ranks=4")
+    found = assigned(config)
+    assert devices(found) == {"engine-1": "0", "engine-2": "1", "eval-engine-1": "2", "learner": "3,4,5,6"}
+    memory = {a.need.name: a.need.memory for a in found.assignments}
+    assert memory["eval-engine-1"] == memory["engine-1"] > 0
+    listed = recipe("launch.engines=1", "launch.eval_engines=1", "launch.learner_ranks=4", "launch.gpus.engines=[6,7]")
+    assert devices(assigned(listed)) == {"engine-1": "6", "eval-engine-1": "7", "learner": "0,1,2,3"}
+    text = refusal(recipe("launch.engines=4", "launch.eval_engines=1", "launch.learner_ranks=4"))
+    assert "the run needs 9 GPUs, 8 are there" in text and "eval-engine-1 1" in text and "launch.eval_engines" in text
+    text = refusal(recipe("launch.engines=0", "launch.eval_engines=1", "engine.kind.args=[--base-gpu-id, '1']"))
+    assert "--base-gpu-id" in text
+
+
 def test_an_engine_is_as_wide_as_its_arguments_say() -> None:
     args = "[--tp-size, '2', --mem-fraction-static, '0.8']"
     config = recipe("launch.engines=2", "launch.learner_ranks=3", f"engine.kind.args={args}")
@@ -253,14 +267,15 @@ def test_the_dry_run_shows_the_table(
     path = tmp_path / "run.yaml"
     given = ["launch.hardware=8xh100", "launch.engines=2", "launch.learner_ranks=4", f"run.model={model}"]
     assert main(["init", str(path), "--preset", "search_r1_grpo", f"run.dir={tmp_path}/run", *given]) == 0
-    assert main(["up", str(path), "--dry-run"]) == 0
+    assert main(["up", str(path), "--dry-run", "launch.eval_engines=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("# GPUs as on 8xh100"))
-    rows = [line.split()[1:3] for line in lines[start + 2 : start + 7]]
+    rows = [line.split()[1:3] for line in lines[start + 2 : start + 8]]
     assert rows == [
         ["engine-1", "0"],
         ["engine-2", "1"],
-        ["learner", "2,3,4,5"],
+        ["eval-engine-1", "2"],
+        ["learner", "3,4,5,6"],
         ["retriever-1", "none"],
         ["rollout-1", "none"],
     ]

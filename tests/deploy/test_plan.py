@@ -10,7 +10,7 @@ import pytest
 
 from deploy.config import RunConfig, load_config
 from deploy.launcher.addresses import choose, preview, settle
-from deploy.launcher.plan import Addresses, ProcessSpec, plan
+from deploy.launcher.plan import Addresses, ProcessSpec, Ready, plan
 from protocol.errors import UserError
 from protocol.runtime.net import free_port, is_free
 
@@ -42,6 +42,23 @@ def test_counts_are_those_of_the_configuration() -> None:
     kinds = [s.kind for s in planned("launch.engines=3", "launch.learner=false")]
     assert kinds.count("engine") == 3 and "learner" not in kinds
     assert len({s.name for s in planned("launch.engines=3")}) == 7
+
+
+def test_engines_for_evaluation_come_after_the_others_with_a_role_a_name_and_a_free_port() -> None:
+    specs = [s for s in planned("launch.engines=2", "launch.eval_engines=2", "engine.port=30000") if s.kind == "engine"]
+    given = {
+        s.name: sorted(a for a in s.argv if a.startswith(("engine.id", "engine.role", "engine.port"))) for s in specs
+    }
+    assert given == {
+        "engine-1": ["engine.id=engine-1", "engine.role=rollout"],
+        "engine-2": ["engine.id=engine-2", "engine.port=0", "engine.role=rollout"],
+        "eval-engine-1": ["engine.id=eval-engine-1", "engine.port=0", "engine.role=eval"],
+        "eval-engine-2": ["engine.id=eval-engine-2", "engine.port=0", "engine.role=eval"],
+    }
+    assert all(s.ready is Ready.ENGINE and s.restarts == 3 for s in specs), "supervised as the others are"
+    assert [s.name for s in planned("launch.engines=0", "launch.eval_engines=1") if s.kind == "engine"] == [
+        "eval-engine-1"
+    ]
 
 
 def test_an_outer_redis_is_not_started_and_reaches_everybody_by_environment() -> None:

@@ -140,6 +140,24 @@ def test_what_is_wrong_is_named_with_what_to_do(
     assert any(words in p.what and p.todo for p in found), found
 
 
+def test_an_engine_for_evaluation_is_shown_as_such_and_is_none_of_the_engines_that_training_needs(
+    client: redis.Redis, look: Callable[[], RunSnapshot]
+) -> None:
+    engine(client, "eval-engine-1", role="eval", step=3)
+    seen = look()
+    assert problems(seen, max_lag=2) == [], "it may keep its version for as long as an evaluation lasts"
+    page = render(seen, max_lag=2)
+    assert "eval-engine-1: ready, role eval, version 1.3," in page and "engine-1: ready, version 1.12" in page
+    shown = frame(seen, None, {}, max_lag=2).plain().splitlines()
+    assert [line.split()[-1] for line in shown if line.split()[1:2] == ["ready"]] == ["rollout", "eval"]
+    engine(client, "engine-1", state=NodeState.DRAINING)
+    engine(client, "eval-engine-1", role="eval")
+    assert [p.what for p in problems(look(), max_lag=2)] == ["no engine is ready at 1.12"]
+    client.zrem(KEYS.engines, "engine-1")
+    (found,) = problems(look(), max_lag=2)
+    assert found.what == "no engine is registered: 1 with role eval serve evaluations only"
+
+
 def test_an_engine_that_is_loading_is_no_problem(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     engine(client, "engine-1", state=NodeState.LOADING, step=11)
     assert problems(look(), max_lag=2) == []

@@ -189,6 +189,10 @@ def test_a_history_is_of_one_epoch_and_survives_a_line_that_was_cut(tmp_path: Pa
         (RunSnapshot("r", "x", error="away"), FAILED, False, "failed", "has failed"),
         (IDLE, {"state": "running"}, True, "preparing", ""),
         (IDLE, {"state": "running", "trains": False}, True, "serving", ""),
+        (
+            replace(IDLE, engines=(ENGINE.model_copy(update={"role": "eval"}),)),
+            {"state": "running", "trains": False}, True, "serving", "",
+        ),
         (replace(IDLE, processes=(EVALUATES,)), {"trains": False}, False, "evaluating", ""),
         (IDLE, {}, False, "waiting", "no learner is running"),
         (replace(IDLE, processes=(EVALUATES,)), {"state": "running"}, True, "evaluating", ""),
@@ -223,6 +227,18 @@ def test_an_evaluation_is_shown_as_one() -> None:
     seen = replace(TRAINING, processes=(LEARNER, EVALUATES))
     assert "1 running (new weights wait for it)" in frame(seen, None, {}, max_lag=2).plain()
     assert "1 evaluation running" in render(seen, max_lag=2) and to_json(seen, max_lag=2)["evaluations"] == 1
+
+
+def test_waits_of_engines_for_evaluation_are_not_those_of_training() -> None:
+    waits = {"eval": 10.0}
+    nodes = (
+        snapshot("node", waits=waits).model_copy(update={"id": "eval-engine-1"}),
+        snapshot("node").model_copy(update={"id": ENGINE.id}),
+    )
+    seen = replace(TRAINING, processes=nodes, engines=(ENGINE, ENGINE.model_copy(update={"id": "eval-engine-1"})))
+    assert waits_in_words(seen, None) == ["100%  engines delay new weights until an evaluation ends"]
+    apart = ENGINE.model_copy(update={"id": "eval-engine-1", "role": "eval"})
+    assert waits_in_words(replace(seen, engines=(ENGINE, apart)), None) == []
 
 
 def test_a_request_for_episodes_that_pins_nothing_holds_up_no_weights_and_hides_no_problem() -> None:

@@ -103,6 +103,43 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_an_engine_for_evaluation_serves_it_alone_while_the_others_load_new_weights(tmp_path: Path) -> None:
+    with running(tmp_path, *SMALL, "launch.eval_engines=1") as run_dir:
+        wait_until(lambda: step(run_dir) >= 2, "it trains", 120)
+        out = tmp_path / "out"
+        seen: list[RunSnapshot] = []
+
+        def watch() -> None:
+            while not ended.wait(0.5):
+                seen.append(look(run_dir))
+
+        ended, watching = threading.Event(), threading.Thread(target=lambda: watch())
+        watching.start()
+        try:
+            done = asked(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
+        finally:
+            ended.set()
+            watching.join()
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        (version,) = report["versions"]
+        assert {e["version"] for e in read_rows(out)} == {version} and report["versions"] == {version: QUESTIONS}
+        assert report["scores"][0]["failed"] == 0
+        during = [now for now in seen if now.evaluations]
+        assert during and not any(now.pinned_evaluations or status.problems(now, max_lag=8) for now in during)
+        trained = [e.step for now in during for e in now.engines if e.role == "rollout"]
+        assert max(trained) > min(trained) and max(trained) > int(version.partition(".")[2]), "it loads meanwhile"
+        (node,) = [p for p in look(run_dir).of("node") if p.id == "engine-1"]
+        assert not node.waits.get("eval"), "no new weights waited"
+        assert all(status.conservation(now).closes for now in (*during, look(run_dir)) if now.learner)
+        wait_until(
+            lambda: any(e.role == "eval" and e.version.label != version for e in look(run_dir).engines),
+            "the engine for evaluation loads again after it",
+        )
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_model_without_a_learner_is_served_evaluated_and_healthy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

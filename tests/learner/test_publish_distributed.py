@@ -387,6 +387,31 @@ def test_an_evaluation_holds_the_group_back(fleet: Fleet) -> None:
     fleet.ready("a", "b", at=update.version)
 
 
+def test_an_evaluation_on_an_engine_of_its_own_leaves_the_group_to_the_others(fleet: Fleet) -> None:
+    store, publisher, epoch = fleet.learner()
+    fleet.start("e", role="eval")
+    try:
+        v0 = step(publisher, PolicyVersion(epoch, 0), fleet.weights).version
+        fleet.ready("a", "b", "e", at=v0)
+        fleet.db.set(store.keys.evaluation, "eval-engines:x")
+        for n in (1, 2):
+            update = step(publisher, PolicyVersion(epoch, n), fleet.shifted(0.5 * n))
+            assert update.transport == "distributed"
+            fleet.ready("a", "b", at=update.version)
+        time.sleep(1.0)
+        fleet.ready("e", at=v0)
+        facts = publisher.facts()
+        assert (facts["publish_fallbacks"], facts["publish_snapshots"]) == (0, 0), "no files: nobody could load them"
+        fleet.db.delete(store.keys.evaluation)
+        fleet.ready("e", at=update.version)
+        assert fleet.checksums("e") == fleet.checksums("a") == fleet.expected(fleet.shifted(1.0))
+    finally:
+        fleet.db.delete(store.keys.evaluation)
+        node = fleet.nodes.pop("e")
+        node.terminate()
+        node.wait(20)
+
+
 def test_an_adapter_reaches_a_real_engine_and_means_what_it_says(
     tmp_path_factory: pytest.TempPathFactory, redis_socket: str
 ) -> None:

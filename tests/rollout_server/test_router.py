@@ -391,6 +391,31 @@ async def test_with_windows_full_an_evaluation_on_its_own_engine_need_not_wait()
         assert {c.engine for c in await asyncio.gather(*training)} == {"a"}
 
 
+async def test_evaluations_that_wait_for_engines_of_their_own_do_not_hold_back_training() -> None:
+    table = Table()
+    async with (
+        FakeServer(version="1.5") as a,
+        FakeServer(version="1.5", latency_s=0.3) as b,
+        routing(table) as router,
+    ):
+        waits = router._queue._waits
+        own = engine("b", b.url, max_running=1, role="eval")
+        table.publish(engine("a", a.url, max_running=1), own)
+        asked = [
+            asyncio.create_task(router(request([i], session=str(i), group=str(i), pinned=True))) for i in range(30)
+        ]
+        await eventually(lambda: router.waiting == 29, "one goes, the others wait")
+        assert not router.backpressure(), "the engine for training is free"
+        await asyncio.wait_for(router(request([9], session="t", group="t")), 5.0)
+        await eventually(lambda: waits.seconds().get("eval", 0.0) > 0.1, "the wait has a cause of its own")
+        assert not waits.seconds().get("window")
+        table.publish(engine("a", a.url, max_running=1), own.model_copy(update={"role": "rollout"}))
+        assert router.backpressure(), "on an engine that both use they count"
+        for turn in asked:
+            turn.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
 @pytest.mark.fault(6, 20)
 def test_strikes_decay_and_three_in_a_row_eject() -> None:
     now = [0.0]
