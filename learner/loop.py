@@ -227,6 +227,7 @@ class TrainingLoop:
         with ctx.meter.blocked_on("data"):
             while not self.stopping():
                 self.recovery.repair_if_needed()
+                ctx.validator.collect(ctx.delivery.step)
                 if self.recovery.must_announce:
                     self.recovery.retry_until_available(self.announce)
                 if time.monotonic() > reminded + ctx.settings.reconcile_s:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.launcher.progress import RENAMED, parse_record
+from learner.validation.results import ValidationFiles
 from protocol.errors import UserError
 
-HEADLINE, EVERY = "reward/em", 10
+HEADLINE, EVERY, VALIDATION = "reward/em", 10, "validation/"
 OVERVIEW = (
     "reward_mean",
     HEADLINE,
@@ -31,7 +32,8 @@ OVERVIEW = (
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `foray curves`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="run directories")
-    parser.add_argument("--metric", help=f"a field of metrics.jsonl (default: an overview: {', '.join(OVERVIEW)})")
+    fields = f"a field of metrics.jsonl, or validation/SUITE/METRIC (default: an overview: {', '.join(OVERVIEW)})"
+    parser.add_argument("--metric", help=fields)
     text = f"steps averaged into one row (default: {EVERY}; 1 for runs shorter than {3 * EVERY} steps)"
     parser.add_argument("--every", type=int, help=text)
     parser.add_argument("--labels", default="", metavar="A,B,...", help="names of the runs, in the same order")
@@ -54,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
     runs = dict(zip(labels_of(args.runs, args.labels), args.runs, strict=True))
     found = {label: read_curves(directory, args.metric) for label, directory in runs.items()}
     metrics = [m for m in ([args.metric] if args.metric else OVERVIEW) if any(m in curves for curves in found.values())]
+    sparse = (args.metric or "").startswith(VALIDATION)
     longest = max((max(curve, default=0) for curves in found.values() for curve in curves.values()), default=0)
-    every: int = args.every or (EVERY if longest >= 3 * EVERY else 1)
+    every: int = args.every or (EVERY if longest >= 3 * EVERY and not sparse else 1)
     steps = {metric: {label: curves.get(metric, {}) for label, curves in found.items()} for metric in metrics}
     shown = args.metric or HEADLINE
     if args.plot and shown not in steps:
@@ -111,6 +114,10 @@ def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, floa
     """
     lines = read_records(directory)
     known = fields_of(lines)
+    validated = read_validations(directory)
+    if metric in validated:
+        return {metric: validated[metric]}
+    known += sorted(validated)
     if metric and lines and metric not in known:
         path, todo = directory / "metrics.jsonl", f"choose one of {', '.join(known)}"
         raise UserError(f"{path} has no field {metric!r}", todo=todo)
@@ -119,6 +126,16 @@ def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, floa
     return {
         name: {int(line["step"]): float(line[name]) for line in lines if line.get(name) is not None} for name in wanted
     }
+
+
+def read_validations(directory: Path) -> dict[str, dict[int, float]]:
+    """Return validation/SUITE/METRIC -> step -> value, from `validation.jsonl`; of one step the later line counts."""
+    found: dict[str, dict[int, float]] = {}
+    for record in ValidationFiles(directory).records():
+        for suite, means in record["suites"].items():
+            for name, value in means.items():
+                found.setdefault(f"validation/{suite}/{name}", {})[int(record["step"])] = float(value)
+    return found
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
@@ -139,6 +156,8 @@ def windows(curve: dict[int, float], every: int) -> dict[int, float]:
     """Return last step of each window -> mean over the window; the last window holds the remaining steps."""
     last_step = max(curve, default=0)
     means = {}
+    if 0 in curve:  # the initial model
+        means[0] = curve[0]
     for before in range(0, last_step, every):
         last = min(before + every, last_step)
         values = [curve[step] for step in range(before + 1, last + 1) if step in curve]
@@ -149,6 +168,8 @@ def windows(curve: dict[int, float], every: int) -> dict[int, float]:
 
 def running_means(curve: dict[int, float], every: int) -> dict[int, float]:
     """Return step -> mean of the `every` steps up to it, from the first full window on; agrees with `windows`."""
+    if every == 1:
+        return dict(curve)
     means = {}
     every = min(every, max(curve, default=every))
     for last in range(every, max(curve, default=0) + 1):

@@ -25,7 +25,10 @@ def files(config: RunConfig) -> Iterator[Finding]:
         yield _unless_prepared(config, config.retriever.needed_corpus, _corpus(config))
     if config.launch.learner:
         for source in question_sources(config.learner.questions):
-            yield _unless_prepared(config, source.path, _questions(source))
+            yield _unless_prepared(config, source.path, _questions(source, "learner.questions"))
+        for suite in config.learner.eval.suites:
+            found = _questions(QuestionSource(path=suite.path), "learner.eval.suites")
+            yield _unless_prepared(config, suite.path, found)
 
 
 def awaits_preparation(config: RunConfig) -> bool:
@@ -108,13 +111,13 @@ def _corpus(config: RunConfig) -> Finding:
     return Finding("retriever.corpus", "ok", f"{corpus}: the first {count} passages are readable")
 
 
-def _questions(source: QuestionSource) -> Finding:
+def _questions(source: QuestionSource, check: str) -> Finding:
     try:
         count, form = check_questions(source, ROWS)
     except UserError as error:
-        return Finding.of("learner.questions", error)
+        return Finding.of(check, error)
     detail = f"{source.path}: the first {count} questions are readable (format {form})"
-    return Finding("learner.questions", "ok", detail)
+    return Finding(check, "ok", detail)
 
 
 def _unless_prepared(config: RunConfig, path: Path | None, found: Finding) -> Finding:

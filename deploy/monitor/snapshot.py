@@ -135,6 +135,14 @@ class RunSnapshot:
         """Return the number of evaluation requests in progress."""
         return int(sum(p.values.get("evaluations", 0.0) for p in self.of("rollout")))
 
+    def evaluation_lines(self) -> list[str]:
+        """Return lines about evaluations in progress, and the learner's last validation."""
+        text = self.learner.text if self.learner else {}
+        running = f"{self.evaluations} evaluation{'s' if self.evaluations > 1 else ''} running"
+        found = {"episodes": running if self.evaluations else "", "validates": text.get("validating", "")}
+        found["validated"] = text.get("validation", "")
+        return [f"{name:<10}{line}" for name, line in found.items() if line]
+
     @property
     def pinned_evaluations(self) -> int:
         """Return the number of evaluations for which training engines delay new weights."""

@@ -452,8 +452,7 @@ def render(seen: RunSnapshot, *, max_lag: int) -> str:
         lines.append(f"learner   {step_line(seen)}{lag}{checkpoint}")
     if "publish_bytes" in v:
         lines.append(_weights_line(v))
-    if seen.evaluations:
-        lines.append(f"episodes  {seen.evaluations} evaluation{'s' if seen.evaluations > 1 else ''} running")
+    lines += seen.evaluation_lines()
     for p in seen.of("rollout"):
         v = p.values
         lines.append(

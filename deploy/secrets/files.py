@@ -42,7 +42,8 @@ tls-auth-clients optional
 tls-replication yes
 """
 TOKENS_OF: Mapping[str, tuple[Role, ...]] = {
-    "learner": ("viewer", "node"),  # the token of `node` admits engines to weight-update groups
+    # `node` admits engines to weight-update groups, `operator` asks rollout servers for validations
+    "learner": ("viewer", "node", "operator"),
     "rollout": ("viewer", "node", "operator"),
     "node": ("viewer", "node"),
     "retriever": ("viewer", "node"),

@@ -117,7 +117,8 @@ class ValidationFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self.path(name)
         found = _lines(path)
-        if path.exists() and path.read_bytes().count(b"\n") != len(found):
+        raw = path.read_bytes() if path.exists() else b""
+        if raw.count(b"\n") != len(found) or raw.rpartition(b"\n")[2]:
             atomic_write(path, "".join(json.dumps(one) + "\n" for one in found), durable=True)
         return found
 
