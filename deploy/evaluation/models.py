@@ -6,8 +6,11 @@ those of others (questions, passages) may not.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import math
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
 
 API_KEY = "OPENAI_API_KEY"
 """Variable with the API key of an endpoint, sent if it is set."""
-ATTEMPTS = 3
+OUTAGE_S, PAUSE_S = 300.0, 1.0
+"""How long a turn waits for engines that fail, in seconds, and the first pause; the node restarts an engine that hangs
+or has ended (`engine.start_timeout_s`)."""
 TURN_S = 600.0
 """Timeout of one turn at an engine, in seconds."""
 
@@ -162,16 +167,19 @@ class EngineModel:
         request = GenerateRequest(
             ids=ids, session=name, group=name, max_new_tokens=limit, sampling=sampling, stop=stop, pinned=True
         )
-        for left in reversed(range(ATTEMPTS)):
+        failed_at, pause = math.inf, PAUSE_S
+        while True:
             client, label = next(self._clients)
             try:
                 completion = await client.generate(request, version=label, timeout_s=TURN_S)
                 break
             except EngineError as error:
-                if not left or error.fault == "request":
+                failed_at = min(failed_at, time.monotonic())
+                final = error.fault == "request" or error.cause == "denied"
+                if final or time.monotonic() + pause > failed_at + OUTAGE_S:
                     raise EpisodeFailed(error.cause, error.detail) from None
-        else:
-            raise AssertionError("the last attempt returns or raises")
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 10.0)
         text, cut = cut_at_stop(self._tokenizer.decode_turn(completion.ids), stop)
         return Generated(
             text,
