@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from deploy.evaluation.protocol import Protocol, differences
 from deploy.evaluation.published import rows_for
 from deploy.evaluation.scoring import FAILURES
 from deploy.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
-from deploy.evaluation.store import Row
+from deploy.evaluation.store import Row, is_failed
 from deploy.evaluation.summary import METRICS, REFERENCE, Cell, Comparison, Summary, compare
 from deploy.page import Example, Measured, Report, ReportTable, Section
 
 EXAMPLES = 5
-"""Examples of each class of failure."""
+"""Examples of each class of failure, or one of each method if there are more methods."""
 MOST_CHARS = 6000
 """Characters of a transcript in an example."""
 NAMES = {"em": "EM", "f1": "F1", "cover_em": "cover EM", "yes_no": "yes/no", "judge": "judge"}
@@ -223,8 +224,12 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
 def _examples(rows: Sequence[Row]) -> list[Section]:
     found = []
     for failure in FAILURES:
-        chosen = [row for row in rows if row.get("failure") == failure][:EXAMPLES]
-        if chosen:
+        by_method: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.get("failure") == failure and not is_failed(row):
+                by_method.setdefault(row["method"], []).append(row)
+        in_turn = [row for turn in zip_longest(*by_method.values()) for row in turn if row]
+        if chosen := in_turn[: max(EXAMPLES, len(by_method))]:
             found.append(Section(f"Examples: {failure.replace('_', ' ')}", examples=tuple(map(_example, chosen))))
     return found
 
