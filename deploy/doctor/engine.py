@@ -26,8 +26,10 @@ from protocol.settings import RunSettings
 from rollout_server.cpu_engine.model.config import read_model_config
 from rollout_server.node.config import CpuEngine, SglangEngine
 
-CPU_PARAMETERS = 50_000_000
-"""Maximum parameters for the embedded engine, made for tests and demos: a larger model takes minutes per answer."""
+CPU_PARAMETERS = 1_000_000_000
+"""Maximum parameters for the embedded engine: its float32 weights take 4 GB, and an answer takes minutes."""
+SLOW_PARAMETERS = 50_000_000
+"""Parameters from which the embedded engine, made for tests and demos, is slow."""
 ON_SGLANG = "use SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
 NO_GPU = "start it on a machine with GPUs, or remove launch.hardware; `foray up FILE --dry-run` shows the placement"
 HAND = 'docs/quickstart.md, "Each process by itself"'
@@ -152,8 +154,11 @@ def _cpu(model: Path) -> Finding:
         return Finding("engine", "fail", detail, f"{ON_SGLANG}, or {error.todo or 'use another model'}", why)
     size = f"{model} has {parameters / 1e6:,.1f} million parameters"
     if parameters > CPU_PARAMETERS:
-        why = f"engine.kind.type is cpu, the engine for tests and demos, up to {CPU_PARAMETERS / 1e6:.0f} million"
+        why = f"engine.kind.type is cpu, the engine for tests and demos, up to {CPU_PARAMETERS / 1e6:,.0f} million"
         return Finding("engine", "fail", f"{size}: too large for the embedded engine", ON_SGLANG, why)
+    if parameters > SLOW_PARAMETERS:
+        why = f"engine.kind.type is cpu, fast up to {SLOW_PARAMETERS / 1e6:.0f} million"
+        return Finding("engine", "warn", f"{size}: slow on the embedded engine", ON_SGLANG, why)
     return Finding("engine", "ok", f"the embedded engine can serve it: {size}")
 
 

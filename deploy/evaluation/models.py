@@ -6,8 +6,11 @@ those of others (questions, passages) may not.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import math
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, Sampling
 from protocol.runtime.http.auth import engine_key, read_access
-from rollout_server.engine.base import EngineError, GenerateRequest
+from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.environment.tokenizer import TrajectoryTokenizer
 from rollout_server.rewards.base import RewardError
 from rollout_server.rewards.remote import EndpointSettings, JsonEndpoint
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
 
 API_KEY = "OPENAI_API_KEY"
 """Variable with the API key of an endpoint, sent if it is set."""
-ATTEMPTS = 3
+OUTAGE_S, PAUSE_S = 300.0, 1.0
+"""How long a turn waits for engines that fail, in seconds, and the first pause; the node restarts an engine that hangs
+or has ended (`engine.start_timeout_s`)."""
 TURN_S = 600.0
 """Timeout of one turn at an engine, in seconds."""
 
@@ -162,16 +167,7 @@ class EngineModel:
         request = GenerateRequest(
             ids=ids, session=name, group=name, max_new_tokens=limit, sampling=sampling, stop=stop, pinned=True
         )
-        for left in reversed(range(ATTEMPTS)):
-            client, label = next(self._clients)
-            try:
-                completion = await client.generate(request, version=label, timeout_s=TURN_S)
-                break
-            except EngineError as error:
-                if not left or error.fault == "request":
-                    raise EpisodeFailed(error.cause, error.detail) from None
-        else:
-            raise AssertionError("the last attempt returns or raises")
+        completion = await self._generate(request)
         text, cut = cut_at_stop(self._tokenizer.decode_turn(completion.ids), stop)
         return Generated(
             text,
@@ -181,6 +177,21 @@ class EngineModel:
             cut or completion.finish_reason == "stop",
             "+".join(dict.fromkeys(span.version.label for span in completion.spans)),
         )
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        """Return what the next engine generates; wait for engines that fail. Raises EpisodeFailed."""
+        failed_at, pause = math.inf, PAUSE_S
+        while True:
+            client, label = next(self._clients)
+            try:
+                return await client.generate(request, version=label, timeout_s=TURN_S)
+            except EngineError as error:
+                failed_at = min(failed_at, time.monotonic())
+                final = error.fault == "request" or error.cause == "denied"
+                if final or time.monotonic() + pause > failed_at + OUTAGE_S:
+                    raise EpisodeFailed(error.cause, error.detail) from None
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 10.0)
 
     def _tokens(self, ids: Sequence[int], logprobs: Sequence[float], length: int) -> tuple[tuple[str, float], ...]:
         """Return (text, log-prob) of the tokens within the first `length` characters. A character may take several."""

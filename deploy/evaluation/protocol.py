@@ -1,7 +1,7 @@
 """The protocol of an evaluation: everything that a score depends on besides the policy. Stored with the result. Pure.
 
     {"format": 1,
-     "foray": "0.2.0",
+     "foray": "VERSION",
      "subject": {..},          # what was evaluated: target, model digest, run; never compared
      "methods": {"policy": {..settings, "prompt_sha256"}},
      "limits": {"max_turns": 4, ..},

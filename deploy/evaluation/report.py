@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,19 @@ from deploy.evaluation.protocol import Protocol, differences
 from deploy.evaluation.published import rows_for
 from deploy.evaluation.scoring import FAILURES
 from deploy.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
-from deploy.evaluation.store import Row
+from deploy.evaluation.store import Row, is_failed
 from deploy.evaluation.summary import METRICS, REFERENCE, Cell, Comparison, Summary, compare
 from deploy.page import Example, Measured, Report, ReportTable, Section
 
 EXAMPLES = 5
-"""Examples of each class of failure."""
+"""Examples of each class of failure, or one of each method if there are more methods."""
 MOST_CHARS = 6000
 """Characters of a transcript in an example."""
 NAMES = {"em": "EM", "f1": "F1", "cover_em": "cover EM", "yes_no": "yes/no", "judge": "judge"}
-INTERVALS = f"In brackets: {LEVEL:.0%} interval, bootstrap over questions, {RESAMPLES} resamples."
+INTERVALS = (
+    f"In brackets: {LEVEL:.0%} interval, bootstrap over questions, {RESAMPLES} resamples; then the number of questions "
+    "that have the score, if not all do."
+)
 TESTS = (
     "Difference of the second minus the first on the same questions; interval: paired bootstrap; p: two-sided "
     f"sign-flip test, {RESAMPLES} draws."
@@ -43,7 +47,9 @@ def document_of(
         Section("Scores", (INTERVALS,), _scores(summary)),
         *_compared("Methods compared", summary.comparisons),
         *(section for other in against for section in _against(name, protocol, rows, other)),
-        Section("Wrong answers by cause", tuple(f"{k}: {v}." for k, v in FAILURES.items()), _failures(summary.cells)),
+        Section(
+            "Wrong answers by cause", tuple(f"{_words(k)}: {v}." for k, v in FAILURES.items()), _failures(summary.cells)
+        ),
         Section("Cost per question", (), _costs(summary.cells)),
         *_published(summary),
         Section("Protocol", (), ReportTable(("setting", "value"), tuple(_flat(protocol)))),
@@ -110,7 +116,11 @@ def _warnings(summary: Summary) -> list[Section]:
 def _scores(summary: Summary) -> ReportTable:
     shown = [metric for metric in METRICS if any(metric in cell.metrics for cell in summary.cells)]
     rows = [
-        (f"{cell.method}, {cell.data_set}", str(_questions(cell)), *(_measured(cell.metrics.get(m)) for m in shown))
+        (
+            f"{cell.method}, {cell.data_set}",
+            str(_questions(cell)),
+            *(_measured(cell.metrics.get(m), _questions(cell)) for m in shown),
+        )
         for cell in summary.cells
     ]
     rows += [
@@ -128,10 +138,13 @@ def _questions(cell: Cell) -> int:
     return max((estimate.n for estimate in cell.metrics.values()), default=0)
 
 
-def _measured(value: Estimate | None) -> str | Measured:
+def _measured(value: Estimate | None, questions: int = 0) -> str | Measured:
+    """Return a score. questions: number of the row; another one, as of yes/no questions, is shown with the score."""
     if value is None or math.isnan(value.mean):
         return "-"
     text = f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
+    if questions and value.n != questions:
+        text += f" of {value.n}"
     return Measured(text, value.mean, value.low, value.high)
 
 
@@ -172,12 +185,16 @@ def _against(name: str, protocol: Protocol, rows: Sequence[Row], other: Other) -
     return found or [Section(f"Compared with {other.name}", ("The two have no question in common.",), warning=True)]
 
 
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
 def _failures(cells: Sequence[Cell]) -> ReportTable:
     rows = tuple(
         (f"{cell.method}, {cell.data_set}", *(str(cell.failures.get(name, 0)) for name in FAILURES), str(cell.failed))
         for cell in cells
     )
-    return ReportTable(("method, data set", *(name.replace("_", " ") for name in FAILURES), "failed"), rows)
+    return ReportTable(("method, data set", *map(_words, FAILURES), "failed"), rows)
 
 
 def _costs(cells: Sequence[Cell]) -> ReportTable:
@@ -223,10 +240,21 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
 def _examples(rows: Sequence[Row]) -> list[Section]:
     found = []
     for failure in FAILURES:
-        chosen = [row for row in rows if row.get("failure") == failure][:EXAMPLES]
-        if chosen:
-            found.append(Section(f"Examples: {failure.replace('_', ' ')}", examples=tuple(map(_example, chosen))))
+        by_method: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.get("failure") == failure and not is_failed(row):
+                by_method.setdefault(row["method"], []).append(row)
+        in_turn = [row for turn in zip_longest(*by_method.values()) for row in turn if row]
+        if chosen := in_turn[: max(EXAMPLES, len(by_method))]:
+            found.append(Section(f"Examples: {_words(failure)}", examples=tuple(map(_example, chosen))))
     return found
+
+
+def _shown(segment: Mapping[str, Any]) -> str:
+    """Return the text of a segment; of a search by a method what it found, because the next prompt has the passages."""
+    if "titles" in segment:
+        return f"search: {segment['query']}\nfound: {'; '.join(segment['titles']) or 'nothing'}"
+    return str(segment.get("text", ""))
 
 
 def _example(row: Row) -> Example:
@@ -238,7 +266,7 @@ def _example(row: Row) -> Example:
     )
     parts, left = [], MOST_CHARS
     for segment in row.get("segments", ()):
-        text = str(segment.get("text", ""))[: max(0, left)]
+        text = _shown(segment)[: max(0, left)]
         left -= len(text)
         kind = segment.get("owner")
         parts.append((kind if kind in ("policy", "environment") else "prompt", text))

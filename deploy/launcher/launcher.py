@@ -120,9 +120,9 @@ class Launcher:
             cores=cores(),
         )
         launch = self.config.launch
-        readiness = Readiness(self._redis_url, self.config.run.id)
+        self._readiness = Readiness(self._redis_url, self.config.run.id)
         self.supervisor = Supervisor(
-            is_ready=readiness,
+            is_ready=self._readiness,
             ready_s=launch.ready_s,
             shutdown_s=launch.shutdown_s,
             say=self._say,
@@ -160,6 +160,7 @@ class Launcher:
             for spec in fresh:
                 if spec.kind == "redis":
                     (self.directory / "redis").mkdir(parents=True, exist_ok=True)
+                self._readiness.starting(spec)
                 self.supervisor.spawn(spec)
             self._record()
             self.supervisor.await_ready([spec.name for spec in fresh])

@@ -147,6 +147,12 @@ class Readiness:
 
     def __init__(self, redis_url: str, run_id: str) -> None:
         self._url, self._keys = redis_url, Keys(run_id)
+        self._left: dict[str, EngineInfo | None] = {}
+
+    def starting(self, spec: ProcessSpec) -> None:
+        """Remember what a killed process left in Redis for `spec`, so that it does not count as the new process."""
+        if spec.ready is Ready.ENGINE:
+            self._left[spec.name] = self._engine(spec.name)
 
     def __call__(self, spec: ProcessSpec) -> bool:
         match spec.ready:
@@ -162,14 +168,21 @@ class Readiness:
                 return True
 
     def _engine_is_ready(self, name: str) -> bool:
+        found, left = self._engine(name), self._left.get(name)
+        if found is None or found.state is not NodeState.READY:
+            return False
+        return left is None or found.incarnation != left.incarnation
+
+    def _engine(self, name: str) -> EngineInfo | None:
+        """Return the registration of an engine, None if there is none or it cannot be read."""
         import redis
 
         client = connect(self._url, timeout_s=ANSWER_S)
         try:
             raw = client.hget(self._keys.engine(name), "b")
-            return isinstance(raw, bytes) and decode_as(EngineInfo, raw).state is NodeState.READY
+            return decode_as(EngineInfo, raw) if isinstance(raw, bytes) else None
         except (redis.RedisError, OSError, ProtocolError):
-            return False
+            return None
         finally:
             client.close()
 

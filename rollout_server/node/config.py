@@ -21,6 +21,9 @@ class CpuEngine(Settings):
     """Maximum number of requests decoded together. Others are queued."""
     max_total_tokens: int = Field(default=65536, ge=256)
     """KV cache size in tokens."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of weights and KV cache. bfloat16 needs half of the memory; it is fast on processors with AVX512-BF16 or
+    AMX."""
 
 
 class SglangEngine(Settings):

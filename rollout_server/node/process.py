@@ -103,7 +103,7 @@ def command(
         return [
             *(sys.executable, "-m", "rollout_server.cpu_engine", *common),
             *("--threads", str(kind.threads), "--max-running", str(kind.max_running)),
-            *("--max-total-tokens", str(kind.max_total_tokens)),
+            *("--max-total-tokens", str(kind.max_total_tokens), "--dtype", kind.dtype),
             *(("--date", day.isoformat()) if day else ()),
             *(word for flag, name, value in named if value for word in (flag, name)),
         ]

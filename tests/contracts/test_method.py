@@ -178,7 +178,10 @@ def test_the_first_sentence(text: str, sentence: str) -> None:
         ("The answer is Paris. Paris is big.", "Paris"),
         ("so the final answer is:\nParis", "Paris"),
         ("The answer is no. No: the answer is yes", "yes"),
+        ("The answer to this question is: 2011", "2011"),
+        ("I think that the correct answer to the question is Bob.", "Bob"),
         ("The answer is: ", None),
+        ("The answer to the question is:", None),
         ("Paris", None),
     ],
 )

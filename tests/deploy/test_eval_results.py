@@ -268,6 +268,30 @@ def test_the_report_shows_scores_tests_failures_published_rows_and_warnings() ->
     assert re.search(r"policy, nq +4 +0\.500 \[0\.000, 1\.000\]", text)
 
 
+def test_examples_are_of_every_method_and_not_of_failed_episodes() -> None:
+    methods = ("policy", "direct", "cot", "rag", "iter_retgen", "ircot", "flare")
+    rows = [make_row(n, right=False, method=method, text=f"{method} {n}?") for method in methods for n in range(6)]
+    rows.insert(0, make_row(9, right=False, text="broken?", status="failed", cause="stalled"))
+    page = to_html(document_of("r", make_protocol(), rows, summarise(rows)))
+    shown = re.findall(r"<summary>(.*?)</summary>", page)
+    assert shown == [f"{method}: {method} 0?" for method in methods]
+    few = [row for row in rows if row["method"] in ("rag", "flare")]
+    shown = re.findall(r"<summary>(.*?)</summary>", to_html(document_of("r", make_protocol(), few, summarise(few))))
+    assert shown == ["rag: rag 0?", "flare: flare 0?", "rag: rag 1?", "flare: flare 1?", "rag: rag 2?"]
+
+
+def test_a_search_of_a_method_is_shown_once_and_a_score_of_some_questions_says_of_how_many() -> None:
+    segments = [
+        {"owner": "environment", "text": "A\nlong text", "query": "who?", "passage_ids": ["1"], "titles": ["A", "B"]},
+        {"owner": "prompt", "text": "Doc 1(Title: A) long text"},
+    ]
+    rows = [make_row(1, right=False, golds=("yes",), segments=segments), make_row(2, right=False)]
+    document = document_of("r", make_protocol(), rows, summarise(rows))
+    assert re.search(r"policy, nq +2 .* 0\.000 \[0\.000, 0\.000\] of 1$", to_text(document), re.MULTILINE)
+    page = to_html(document)
+    assert "search: who?\nfound: A; B<" in page and page.count("long text") == 1
+
+
 def test_the_numbers_are_json_without_nan() -> None:
     rows = [make_row(1, right=True, status="failed", cause="x"), make_row(2, right=True, method="rag")]
     numbers = to_json("n", make_protocol(), rows, summarise(rows))

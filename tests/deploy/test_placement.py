@@ -281,6 +281,13 @@ def test_the_dry_run_shows_the_table(
     ]
 
 
+def test_the_cpu_engine_serves_a_model_of_hundreds_of_millions_with_a_warning(tmp_path: Path) -> None:
+    small = {**THREE_B, "num_hidden_layers": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    found = {f.check: f for f in doctor_engine.engine(load_config(None, [f"run.model={tmp_path}"]))}
+    assert found["engine"].verdict == "warn" and "million parameters: slow on the embedded" in found["engine"].detail
+
+
 def test_the_cpu_engine_is_refused_under_a_model_of_billions_and_with_nccl(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(THREE_B | {"rms_norm_eps": 1e-6, "rope_theta": 1e6}))
     config = load_config(None, [f"run.model={tmp_path}", "learner.publish={type: distributed, backend: nccl}"])

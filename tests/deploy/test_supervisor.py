@@ -11,10 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis
 
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess, ProcessFailed
-from deploy.launcher.supervisor import Supervisor
+from deploy.launcher.supervisor import Readiness, Supervisor
+from protocol.codec import encode
+from protocol.keys import Keys
+from protocol.messages import EngineInfo, NodeState
 from tests.support.waiting import wait_until
 
 SLEEP = "import time; time.sleep(60)"
@@ -106,6 +110,27 @@ def test_a_process_that_is_never_ready_is_reported(tmp_path: Path) -> None:
             supervisor.await_ready(["retriever-1"])
     finally:
         supervisor.stop()
+
+
+def test_a_registration_that_a_killed_run_left_is_no_ready_engine(tmp_path: Path, redis_socket: str) -> None:
+    url, keys = f"unix://{redis_socket}", Keys(f"left-{os.getpid()}")
+    engine = replace(spec(tmp_path, "engine-1", SLEEP, kind="engine"), ready=Ready.ENGINE)
+
+    def register(incarnation: str, state: NodeState) -> None:
+        info = EngineInfo(id="engine-1", url="http://127.0.0.1:1", state=state, incarnation=incarnation)
+        client.hset(keys.engine("engine-1"), "b", encode(info))
+        client.expire(keys.engine("engine-1"), 60)
+
+    readiness = Readiness(url, keys.run)
+    with redis.Redis.from_url(url) as client:
+        register("old", NodeState.READY)
+        assert readiness(engine), "nothing was there before"
+        readiness.starting(engine)
+        assert not readiness(engine)
+        register("new", NodeState.SYNCING)
+        assert not readiness(engine)
+        register("new", NodeState.READY)
+        assert readiness(engine)
 
 
 def test_the_stop_goes_from_the_learner_to_redis(tmp_path: Path, supervisor: Supervisor) -> None:

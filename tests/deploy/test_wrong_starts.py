@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         holds("model/config.json", QWEN_3B),
         [
             "3,085.7 million parameters: too large for the embedded engine",
-            "up to 50 million",
+            "up to 1,000 million",
             "engine.kind={type: sglang}",
         ],
     ),

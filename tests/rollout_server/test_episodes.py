@@ -14,7 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from protocol.messages import NodeState
+from deploy.evaluation.methods import parse_methods
+from deploy.evaluation.runner import AskOptions, Progress, ask_all
+from deploy.evaluation.store import open_store
+from deploy.evaluation.suites import data_set
+from deploy.evaluation.targets import Served, monitoring
+from protocol.messages import NodeState, Question, supporting_meta
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -93,6 +98,26 @@ async def test_episodes_come_back_scored_in_the_order_of_the_questions(world, tm
     assert first["model"] == model_digest(tmp_path / "model")
     assert first["tokens"] == sum(s["tokens"] for s in first["segments"])
     assert world.published() == [], "episodes have no seq and no place in the ledger"
+
+
+async def test_foray_eval_sends_what_the_rewards_need_of_each_question(world, tmp_path: Path) -> None:
+    """The retriever's passage has the title t: it supports the question of one data set and not that of the other."""
+    sets = [
+        data_set(name, [Question(id="q", text="a ?", answers=("c",), meta={"supporting_ids": supporting_meta([name])})])
+        for name in ("t", "u")
+    ]
+    store = open_store(tmp_path / "result", {"format": 1, "subject": {}}, resume=False)
+    rewards = [{"type": "em"}, {"type": "retrieval_hit", "by": "passage"}]
+    async with serving(world, tmp_path, episode={"template": "demo", "rewards": rewards}):
+        url = f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}"
+        served = Served({"kind": "server"}, monitoring(lambda: None, print), url)
+        methods = parse_methods(["policy"])
+        with contextlib.closing(store):
+            await asyncio.to_thread(ask_all, served, methods, sets, AskOptions(timeout_s=60), store, Progress(2))
+    assert {row["data_set"]: row["rewards"] for row in store.rows} == {
+        "t": {"em": 1.0, "retrieval_hit": 1.0},
+        "u": {"em": 1.0, "retrieval_hit": 0.0},
+    }
 
 
 async def test_without_search_nothing_is_found(world, tmp_path: Path) -> None:

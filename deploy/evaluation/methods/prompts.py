@@ -17,7 +17,7 @@ from rollout_server.environment.prompts import demo, search_r1
 from rollout_server.environment.prompts.base import PromptTemplate
 
 _HOLE = re.compile(r"\{(question|passages|thoughts)\}")
-_FINAL = re.compile(r"(?:so )?the (?:final )?answer is:?", re.IGNORECASE)
+_FINAL = re.compile(r"\bthe (?:final |correct )?answer(?: to (?:the|this|your) question)? is:?", re.IGNORECASE)
 _LABEL = re.compile(r"^\s*(?:final )?answer\s*:\s*", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<=[a-z0-9\"')\]]{2})[.!?][\"')\]]*(?=\s)|\n+")
 """End of a sentence: a line break, or a mark between a word and white space; not that of an initial or of "St."."""
@@ -69,7 +69,10 @@ class Prompts:
 
 
 def final_answer(text: str) -> str | None:
-    """Return what follows the last "the answer is", up to the end of its sentence; None without one."""
+    """Return what follows the last "the answer is", up to the end of its sentence; None without one.
+
+    "The answer to the question is" counts too: small models rephrase what the prompt asks for.
+    """
     places = list(_FINAL.finditer(text))
     if not places:
         return None
