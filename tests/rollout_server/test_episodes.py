@@ -22,7 +22,7 @@ from deploy.evaluation.targets import Served, monitoring
 from protocol.messages import NodeState, Question, supporting_meta
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.api import app
 from rollout_server.api import evaluation_pin as pin
 from rollout_server.config import RolloutSettings
@@ -226,7 +226,7 @@ async def test_a_pin_that_redis_cannot_take_is_an_error_and_not_a_mixture(own_wo
         await asyncio.to_thread(own_world.process.start)
 
 
-V4 = PolicyVersion(1, 4)
+V4, V5 = PolicyVersion(1, 4), PolicyVersion(1, 5)
 
 
 def changed(world, engine: FakeServer, version: PolicyVersion) -> None:
@@ -338,6 +338,51 @@ async def test_engines_for_evaluation_let_the_others_load(world, tmp_path: Path)
         assert world.sync.get(world.keys.evaluation).startswith(b"eval-engines:")
         body = await asking
     assert body["versions"] == {"1.3": 2} and body["failed"] == 0, "training waits for nothing, so there is no limit"
+
+
+async def test_a_wanted_version_is_pinned_at_once_and_awaited(world, tmp_path: Path) -> None:
+    world.target(V4)
+    wanted = {"questions": QUESTIONS, "pin": True, "version": "1.4"}
+    async with serving(world, tmp_path) as (post, engine):
+        asking = asyncio.create_task(_json(post(wanted)))
+        await eventually(lambda: world.sync.get(world.keys.evaluation), "it is pinned")
+        held = VersionPin.parse(world.sync.get(world.keys.evaluation))
+        assert held.version == V4 and not held.holds_back("rollout", V4) and held.holds_back("rollout", V5)
+        assert not engine.requests and not asking.done(), "the engine still holds 1.3"
+        engine.version = "1.4"
+        world.register("e", engine.url, V4)
+        body = await asking
+        assert body["versions"] == {"1.4": 2} and body["episodes"][0]["metrics"] == {
+            "em": 1.0,
+            "f1": 1.0,
+            "cover_em": 1.0,
+        }
+        async with post(wanted | {"version": "1.3"}) as response:
+            assert response.status == 503 and "later versions than 1.3" in (await response.json())["error"]
+        async with post({"questions": QUESTIONS, "version": "1.4"}) as response:
+            assert response.status == 400 and "version needs pin" in (await response.json())["error"]
+        assert not world.sync.exists(world.keys.evaluation)
+
+
+async def test_an_engine_that_cannot_load_a_wanted_version_any_more_is_not_awaited(
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin, "PIN_MS", 300)
+    world.target(V5)
+    async with (
+        serving(world, tmp_path) as (post, _),
+        post({"questions": QUESTIONS, "pin": True, "version": "1.4"}) as response,
+    ):
+        assert response.status == 503 and "no engine loads version 1.4" in (await response.json())["error"]
+
+
+async def test_two_versions_cannot_be_pinned_at_the_same_time(world, tmp_path: Path) -> None:
+    async with serving(world, tmp_path, latency_s=0.5) as (post, engine):
+        asking = asyncio.create_task(_json(post({"questions": QUESTIONS, "pin": True})))
+        await eventually(lambda: engine.requests, "one runs")
+        async with post({"questions": QUESTIONS, "pin": True, "version": "1.4"}) as response:
+            assert response.status == 503 and "another evaluation holds version 1.3" in (await response.json())["error"]
+        assert (await asking)["versions"] == {"1.3": 2}
 
 
 async def test_unpinned_episodes_need_no_learner(world, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from protocol.errors import UserError
 from protocol.messages import NodeState, Sampling
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.engine.base import GenerateRequest
 from rollout_server.engine.client import SglangClient
 from rollout_server.node import agent
@@ -191,6 +191,23 @@ async def test_an_evaluation_on_engines_of_its_own_holds_up_only_those(world, tm
         assert has_state(world, NodeState.READY, V1)(), "it serves the evaluation, and waits"
         world.sync.delete(world.keys.evaluation)
         await eventually(has_state(world, NodeState.READY, V2), "then it loads")
+
+
+async def test_the_version_under_validation_is_loaded_after_a_later_one_was_announced(world, tmp_path: Path) -> None:
+    world.sync.set(world.keys.evaluation, str(VersionPin("r", eval_engines=True, version=V1)))
+    world.publish_weights(tmp_path / "weights", V1)
+    world.sync.set(world.keys.validated, world.sync.hget(world.keys.target, "b"))
+    world.publish_weights(tmp_path / "weights", V2)
+    async with FakeServer() as engine, node(world, engine, tmp_path, role="eval"):
+        await eventually(has_state(world, NodeState.READY, V1), "it loads what is validated")
+        await asyncio.sleep(0.3)
+        assert has_state(world, NodeState.READY, V1)() and engine.calls.count("/update_weights_from_disk") == 1
+        world.sync.delete(world.keys.evaluation)
+        await eventually(has_state(world, NodeState.READY, V2), "then the target")
+    async with FakeServer(version="1.0") as engine, node(world, engine, tmp_path):
+        world.sync.set(world.keys.evaluation, str(VersionPin("r", eval_engines=True, version=V1)))
+        await eventually(has_state(world, NodeState.READY, V2), "an engine of training loads the target")
+    world.sync.delete(world.keys.evaluation)
 
 
 async def test_a_swap_waits_for_an_evaluation_to_end(world, tmp_path: Path) -> None:
