@@ -227,16 +227,15 @@ class Checkpoints:
         name, epoch, final = part.name, part.epoch, self._folder / part.name
         with _discarded_unless_complete(part):
             confirm()
-            # A learner that is suspended between check and rename must not undo its successor's commit.
-            with folder_lock(self._folder):
-                found = self._current()
-                # read its manifest only if the name says so: a damaged one must not block a good one
-                if found and int(found[2]) > epoch and (newest := self.current_epoch()) > epoch:
-                    raise Fenced(f"epoch {newest} has committed a checkpoint, this learner is epoch {epoch}")
-                shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier attempt that could not replace CURRENT
-                part.path.rename(final)
-                fsync_path(self._folder)
-                atomic_write(self._folder / CURRENT, name + "\n", durable=True)
+            self._refuse_replaced(epoch)
+            shutil.rmtree(final, ignore_errors=True)  # renamed by an earlier attempt that could not replace CURRENT
+            part.path.rename(final)
+            fsync_path(self._folder)
+            try:
+                atomic_write(self._folder / CURRENT, name + "\n", durable=True, guard=self._moving_the_pointer(epoch))
+            except Fenced:
+                shutil.rmtree(final, ignore_errors=True)
+                raise
         self._collect(name, epoch)
         return final
 
@@ -244,6 +243,24 @@ class Checkpoints:
         """Return the name of the committed checkpoint, "" if there is none."""
         found = self._current()
         return found[0] if found is not None else ""
+
+    @contextmanager
+    def _moving_the_pointer(self, epoch: int) -> Iterator[None]:
+        """Hold the lock of the folder; a learner of a newer epoch may have committed since the lease was confirmed.
+
+        A learner that is suspended between check and rename must not undo its successor's commit, and keeps it waiting:
+        so nothing slow may happen inside.
+        """
+        with folder_lock(self._folder):
+            self._refuse_replaced(epoch)
+            yield
+
+    def _refuse_replaced(self, epoch: int) -> None:
+        """Raise Fenced if a learner of a newer epoch has committed a checkpoint."""
+        found = self._current()
+        # read its manifest only if the name says so: a damaged one must not block a good one
+        if found and int(found[2]) > epoch and (newest := self.current_epoch()) > epoch:
+            raise Fenced(f"epoch {newest} has committed a checkpoint, this learner is epoch {epoch}")
 
     def committed(self, step: int, epoch: int) -> bool:
         """Return whether the current checkpoint has this step and epoch."""

@@ -15,7 +15,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import BufferedReader
 from pathlib import Path
 
@@ -83,12 +83,20 @@ def durable_mkdir(folder: Path) -> None:
     fsync_path(folder.parent)
 
 
-def atomic_write(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool, mode: int = 0o666) -> None:
+def atomic_write(
+    path: Path,
+    data: str | bytes | Iterable[bytes],
+    *,
+    durable: bool,
+    mode: int = 0o666,
+    guard: AbstractContextManager[None] | None = None,
+) -> None:
     """Replace the content of `path` atomically: a reader sees the old or the new content, also after a crash.
 
     durable  the new content is on the device when this returns; without it a power cut may undo the write
+    guard    entered for the rename alone, e.g. a lock; if it raises, `path` is unchanged
     """
-    with _temporary(path, data, mode, durable=durable) as part:
+    with _temporary(path, data, mode, durable=durable) as part, guard or nullcontext():
         part.replace(path)
     if durable:
         fsync_path(path.parent)

@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -154,7 +155,7 @@ def test_a_current_that_could_not_be_moved_is_moved_by_the_next_try(
 ) -> None:
     real = module.atomic_write
 
-    def full(path: Path, text: str, *, durable: bool) -> None:
+    def full(path: Path, text: str, *, durable: bool, **_: Any) -> None:
         if path.name == "CURRENT":
             raise OSError(28, "No space left on device")
         real(path, text, durable=durable)
@@ -356,14 +357,15 @@ def test_a_learner_that_sleeps_before_it_moves_the_pointer_keeps_its_successor_w
     successor = threading.Thread(target=lambda: write(Checkpoints(tmp_path / "c", keep=2), 5, epoch=3))
     moves: list[str] = []
 
-    def sleeping(path: Path, text: str, *, durable: bool) -> None:
-        if path.name == "CURRENT" and not moves:
-            successor.start()
-            successor.join(0.3)
-            assert successor.is_alive() and not moves, "its own commit waits"
-        if path.name == "CURRENT":
-            moves.append(text)
-        atomic_write(path, text, durable=durable)
+    def sleeping(path: Path, text: str, *, durable: bool, guard: AbstractContextManager[None] | None = None) -> None:
+        with guard or nullcontext():
+            if path.name == "CURRENT" and not moves:
+                successor.start()
+                successor.join(0.3)
+                assert successor.is_alive() and not moves, "its own commit waits"
+            if path.name == "CURRENT":
+                moves.append(text)
+            atomic_write(path, text, durable=durable)
 
     atomic_write = module.atomic_write
     monkeypatch.setattr(module, "atomic_write", sleeping)

@@ -213,8 +213,8 @@ MUTANTS = (
     Mutant(
         "checkpoint in spite of a newer epoch",
         "learner/checkpoint/checkpoint.py",
-        "> epoch:\n                    raise Fenced",
-        "> epoch + 9:\n                    raise Fenced",
+        "> epoch:\n            raise Fenced",
+        "> epoch + 9:\n            raise Fenced",
         ("learner/test_checkpoint.py",),
     ),
     Mutant(

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,14 +67,15 @@ def _books(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _atomic_write(path: Path, text: str, *, durable: bool) -> None:
+def _atomic_write(path: Path, text: str, *, durable: bool, guard: AbstractContextManager[None] | None = None) -> None:
     """protocol.runtime.files.atomic_write: a crash happens before or after it, because rename is atomic."""
     part = path.with_name(f".{path.name}.{random.getrandbits(40):x}.tmp")
-    world.disk(path)
-    part.write_text(text)
-    part.replace(path)
-    if path.name == "CURRENT":
-        world.committed(world.clock.current, path.parent / text.strip())
+    with guard or nullcontext():
+        world.disk(path)
+        part.write_text(text)
+        part.replace(path)
+        if path.name == "CURRENT":
+            world.committed(world.clock.current, path.parent / text.strip())
     world.disk(path)
 
 
