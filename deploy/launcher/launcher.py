@@ -38,6 +38,7 @@ from deploy.placement.run import cores, on_this_machine
 from deploy.secrets.env import SECRET_VARIABLES
 from learner.delivery.identity import ensure_lineage_id
 from learner.observability.reporting import step_line
+from learner.validation.results import describe
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.redis.url import redacted
@@ -83,6 +84,7 @@ class Launcher:
         self._started = time.time()
         self._state = "starting"
         self._steps = StepTail(config.run.dir / "metrics.jsonl")
+        self._validations = StepTail(config.run.dir / "validation.jsonl")
 
     def __enter__(self) -> Launcher:
         """Lock the run directory and prepare the run. Raises NotReady, before anything starts, if it cannot run.
@@ -173,6 +175,8 @@ class Launcher:
         self.supervisor.check()
         for record in self._steps.read():
             self._say(step_line(record, steps=self.config.run.steps))
+        for record in self._validations.read():
+            self._say(f"validation of {describe(record)}")
         if before != {name: child.pid for name, child in self.supervisor.children.items()}:
             self._record()
 

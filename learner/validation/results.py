@@ -83,6 +83,16 @@ def best_of(records: Sequence[Record], metric: str) -> Record | None:
     return max(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
+def describe(record: Mapping[str, Any]) -> str:
+    """Return one line: the step, and em and f1 of each suite."""
+    parts = []
+    for name, means in record["suites"].items():
+        scores = [f"{metric} {means[metric]:.3f}" for metric in ("em", "f1") if metric in means]
+        failed = f"{means['failed']:.0f} of {means['questions']:.0f} questions failed" if means["failed"] else ""
+        parts.append(" ".join(part for part in (name, *scores, failed) if part))
+    return f"step {record['step']}: {', '.join(parts)}"
+
+
 class ValidationFiles:
     """The files in the run directory. Every method raises OSError if the disk fails."""
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from learner.background_call import BackgroundCall
 from learner.config.questions import QuestionSource
@@ -27,6 +25,7 @@ from learner.validation.results import (
     ValidatedPolicy,
     ValidationFiles,
     best_of,
+    describe,
     overall,
     suite_means,
 )
@@ -204,13 +203,3 @@ class Validator:
     def _lost(self, why: str) -> None:
         log.warning("%s", why)
         self._event_log.emit("validation-lost", why)
-
-
-def describe(record: Mapping[str, Any]) -> str:
-    """Return one line: the step, and em and f1 of each suite."""
-    parts = []
-    for name, means in record["suites"].items():
-        scores = [f"{metric} {means[metric]:.3f}" for metric in ("em", "f1") if metric in means]
-        failed = f"{means['failed']:.0f} of {means['questions']:.0f} questions failed" if means["failed"] else ""
-        parts.append(" ".join(part for part in (name, *scores, failed) if part))
-    return f"step {record['step']}: {', '.join(parts)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from deploy.evaluation.store import read_rows
 from deploy.launcher.run_dir import locate, read_record
 from deploy.monitor import status
 from deploy.monitor.snapshot import RunSnapshot
+from learner.validation.results import ValidationFiles
 from tests.support.waiting import wait_until
 
 SMALL = ("run.steps=500", "run.groups_per_step=2", "run.group_size=2", "run.max_lag=8", "learner.checkpoint_every=50")
@@ -161,3 +163,44 @@ def test_a_model_without_a_learner_is_served_evaluated_and_healthy(
         assert foray(["top", str(run_dir), "--once"]) == 0
         shown = capsys.readouterr().out
         assert ": serving\n" in shown and "problem" not in shown and "rollout servers wait for Redis" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_is_validated_while_it_trains_and_a_killed_learner_continues_the_validation(tmp_path: Path) -> None:
+    lines = [json.dumps({"id": f"q{n}", "question": "the mayor of x ?", "answers": ["y"]}) for n in range(24)]
+    (tmp_path / "dev.jsonl").write_text("\n".join(lines))
+    validation = {"suites": [{"path": str(tmp_path / "dev.jsonl"), "name": "dev"}], "every": 30, "concurrency": 1}
+    settings = ("run.steps=90", "launch.eval_engines=1", "launch.restart_learner=1", "learner.lease_s=3")
+    with running(tmp_path, *SMALL, *settings, f"learner.eval={json.dumps(validation)}") as run_dir:
+        current = run_dir / "checkpoints" / "CURRENT"
+
+        def halfway() -> bool:
+            learner = look(run_dir).learner
+            says = learner.text.get("validating", "") if learner else ""
+            asked = int(says.split()[2]) if says.startswith("step 30: ") else 0
+            return asked > 3 and current.exists() and current.read_text() == "step_30.e1\n"
+
+        wait_until(halfway, "the validation of step 30 is in progress", 300)
+        during = step(run_dir)
+        learner = next(p for p in read_record(run_dir)["processes"] if p["name"] == "learner")
+        os.kill(learner["pid"], signal.SIGKILL)
+        wait_until(lambda: read_record(run_dir).get("state") == "done", "the run is done", 300)
+        ended = look(run_dir)
+        assert during > 30, "the policy was updated during its validation"
+        assert status.conservation(ended).closes
+        assert ended.learner is None or ended.learner.text["validation"].startswith("step 90: dev em ")
+    files = ValidationFiles(run_dir)
+    records = files.records()
+    steps = [record["step"] for record in records]
+    assert {30, 90} <= set(steps) <= {0, 30, 60, 90} and len(steps) == len(set(steps))
+    for record in records:
+        rows = files.episodes(record["name"])
+        assert sorted(e["question_id"] for e in rows) == sorted(f"q{n}" for n in range(24))
+        assert not any(e["status"] in ("failed", "stale") for e in rows)
+        versions = {e["version"] for e in rows if e["version"]}
+        assert versions == ({"1.30", "2.30"} if record["step"] == 30 else {record["version"]}), "the same weights"
+    waited = sum(
+        json.loads(line)["seconds"]["validation"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    )
+    assert waited == 0.0, "no step waited for a validation"
