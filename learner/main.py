@@ -213,8 +213,7 @@ def build_context(
     if checkpoint is not None:
         _restore(delivery, checkpoint, run, sampler)
     services = build_delivery(run, settings, sampler, store, lease, delivery, meter, checkpoint)
-    trackers = open_trackers(run, settings, delivery.step, lease.epoch)
-    reporter = StepReporter(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps)
+    reporter = _reporter(run, settings, meter, delivery.step, lease.epoch)
     validator = Validator(settings.eval, ValidationFiles(run.dir), store, reporter, services.event_log)
     checkpoints.kept = validator.kept
     metrics_server = _metrics_server(run, settings, meter, services.maintenance.snapshot)
@@ -222,8 +221,7 @@ def build_context(
     maintainer.start()
     with ExitStack() as started:
         started.callback(maintainer.stop)
-        if metrics_server is not None:
-            started.callback(metrics_server.close)
+        started.callback(metrics_server.close if metrics_server is not None else lambda: None)
         engine = resumed_engine(make_engine, run, settings, checkpoint)
         started.pop_all()
     lineage = [*(checkpoint.lineage if checkpoint else ()), PolicyVersion(lease.epoch, delivery.step)]
@@ -255,6 +253,11 @@ def build_context(
         metrics_server=metrics_server,
     )
     return ctx, lineage
+
+
+def _reporter(run: RunSettings, settings: LearnerSettings, meter: Meter, step: int, epoch: int) -> StepReporter:
+    trackers = open_trackers(run, settings, step, epoch)
+    return StepReporter(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps)
 
 
 def resumed_engine(
