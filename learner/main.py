@@ -123,17 +123,19 @@ def serve(
 
 
 def _leave(store: RunStore, lease: LearnerLease, error: BaseException) -> None:
-    """Release the lease after `error`. Raises Fenced if the error is the work of another learner that took over.
+    """Release the lease after `error`. Raises Fenced, with the name of the other learner, if the error is its work.
 
-    A successor removes files that its predecessor is writing: the predecessor may find out by an error of its disk.
+    A successor removes files that its predecessor is writing: the predecessor may find out by an error of its disk, or
+    by the checkpoint that the successor committed.
     """
-    fenced = error if isinstance(error, Fenced) else lease.replaced()
+    fenced = lease.replaced() or (error if isinstance(error, Fenced) else None)
     if fenced is None:
         lease.release()
         return
     EventLog(store).emit("fenced", str(fenced))
-    if fenced is not error:
+    if not isinstance(error, Fenced):
         log.warning("failed after another learner took over: %s", error)
+    if fenced is not error:
         raise fenced from error
 
 

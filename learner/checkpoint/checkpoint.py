@@ -25,8 +25,9 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,8 @@ class Checkpoints:
             part.path.rename(final)
             fsync_path(self._folder)
             try:
-                atomic_write(self._folder / CURRENT, name + "\n", durable=True, guard=self._moving_the_pointer(epoch))
+                guard = partial(self._moving_the_pointer, epoch)
+                atomic_write(self._folder / CURRENT, name + "\n", durable=True, guard=guard)
             except Fenced:
                 shutil.rmtree(final, ignore_errors=True)
                 raise
@@ -245,13 +247,20 @@ class Checkpoints:
         return found[0] if found is not None else ""
 
     @contextmanager
-    def _moving_the_pointer(self, epoch: int) -> Iterator[None]:
+    def _moving_the_pointer(self, epoch: int, part: Path) -> Iterator[None]:
         """Hold the lock of the folder; a learner of a newer epoch may have committed since the lease was confirmed.
 
-        A learner that is suspended between check and rename must not undo its successor's commit, and keeps it waiting:
-        so nothing slow may happen inside.
+        A learner that is suspended between check and rename must not undo its successor's commit. Its successor waits
+        for the lock, and then removes the file that it is about to rename: its rename fails when it wakes.
         """
-        with folder_lock(self._folder):
+        with ExitStack() as held:
+            try:
+                held.enter_context(folder_lock(self._folder))
+            except TimeoutError as error:
+                log.warning("going on without the lock of a learner that does not move: %s", error)
+                for other in self._folder.glob(f".{CURRENT}.*.tmp"):
+                    if other != part:
+                        other.unlink(missing_ok=True)
             self._refuse_replaced(epoch)
             yield
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -89,14 +89,15 @@ def atomic_write(
     *,
     durable: bool,
     mode: int = 0o666,
-    guard: AbstractContextManager[None] | None = None,
+    guard: Callable[[Path], AbstractContextManager[None]] | None = None,
 ) -> None:
     """Replace the content of `path` atomically: a reader sees the old or the new content, also after a crash.
 
     durable  the new content is on the device when this returns; without it a power cut may undo the write
-    guard    entered for the rename alone, e.g. a lock; if it raises, `path` is unchanged
+    guard    called with the written temporary file; its result is entered for the rename alone, e.g. a lock. If it
+             raises, `path` is unchanged
     """
-    with _temporary(path, data, mode, durable=durable) as part, guard or nullcontext():
+    with _temporary(path, data, mode, durable=durable) as part, guard(part) if guard else nullcontext():
         part.replace(path)
     if durable:
         fsync_path(path.parent)

@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -357,8 +357,8 @@ def test_a_learner_that_sleeps_before_it_moves_the_pointer_keeps_its_successor_w
     successor = threading.Thread(target=lambda: write(Checkpoints(tmp_path / "c", keep=2), 5, epoch=3))
     moves: list[str] = []
 
-    def sleeping(path: Path, text: str, *, durable: bool, guard: AbstractContextManager[None] | None = None) -> None:
-        with guard or nullcontext():
+    def sleeping(path: Path, text: str, *, durable: bool, guard: Any = None) -> None:
+        with guard(path) if guard else nullcontext():
             if path.name == "CURRENT" and not moves:
                 successor.start()
                 successor.join(0.3)
@@ -374,15 +374,25 @@ def test_a_learner_that_sleeps_before_it_moves_the_pointer_keeps_its_successor_w
     assert moves == ["step_8.e2\n", "step_5.e3\n"] and checkpoints.load().facts["step"] == 5
 
 
-def test_a_locked_folder_is_waited_for_and_then_reported(
-    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_learner_suspended_while_it_moves_the_pointer_is_overtaken_and_moves_nothing_when_it_wakes(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(checkpoints, 4)
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.1)
-    with files.folder_lock(tmp_path / "c"), pytest.raises(CheckpointFailed, match="another process has held"):
+    refuse, checks = checkpoints._refuse_replaced, []
+
+    def sleep_under_the_lock(epoch: int) -> None:
+        refuse(epoch)
+        checks.append(epoch)
+        if len(checks) == 2:
+            write(Checkpoints(tmp_path / "c", keep=2), 5, epoch=3)
+
+    monkeypatch.setattr(checkpoints, "_refuse_replaced", sleep_under_the_lock)
+    with pytest.raises(CheckpointFailed, match=r"No such file or directory: .*\.CURRENT\."):
         write(checkpoints, 8)
-    assert checkpoints.load().facts["step"] == 4
-    write(checkpoints, 8)
+    assert "going on without the lock of a learner that does not move" in caplog.text
+    assert checkpoints.load().facts["step"] == 5
+    assert not list((tmp_path / "c").glob(".*"))
 
 
 def test_the_runs_key_is_made_once_and_only_we_can_read_it(tmp_path: Path) -> None:

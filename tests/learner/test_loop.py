@@ -21,7 +21,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.checkpoint import Checkpoints, PartialCheckpoint
 from learner.checkpoint.journal import read_journal
 from learner.config.learner import LearnerSettings
 from learner.delivery.lease import LearnerLease
@@ -371,6 +371,35 @@ def test_a_second_learner_fences_the_first(
         serve(run, settings, before=lose)
     assert manifest(run)["step"] == 3, "the fenced learner committed nothing more"
     assert rival.holder().token == "rival:1:2:3", "nor did it free the other's lease"
+    rival.close()
+
+
+def test_a_learner_that_finds_its_successors_checkpoint_names_the_successor(
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    address: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rival, commit = RunStore(run.redis_url, run.id), Checkpoints.commit
+
+    def sleep_before_the_pointer(self: Checkpoints, part: PartialCheckpoint, confirm: Callable[[], None]) -> Path:
+        def confirmed() -> None:
+            confirm()
+            successor = LearnerLease(rival, 60.0, run.checkpoint_dir / "epochs")
+            assert successor.acquire(1, takeover=True) == 2
+            self.write({}, step=3, epoch=2, lineage=[], save=lambda path: None, confirm=lambda: None)
+
+        monkeypatch.undo()
+        return commit(self, part, confirmed)
+
+    monkeypatch.setattr(Checkpoints, "commit", sleep_before_the_pointer)
+    with (
+        tiny_learner.Player(address, run.id),
+        pytest.raises(Fenced, match="was replaced by epoch 2, process") as caught,
+    ):
+        serve(run, settings)
+    assert "epoch 2 has committed a checkpoint" in str(caught.value.__cause__)
     rival.close()
 
 

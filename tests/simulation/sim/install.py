@@ -67,10 +67,13 @@ def _books(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _atomic_write(path: Path, text: str, *, durable: bool, guard: AbstractContextManager[None] | None = None) -> None:
+Guard = Callable[[Path], AbstractContextManager[None]]
+
+
+def _atomic_write(path: Path, text: str, *, durable: bool, guard: Guard | None = None) -> None:
     """protocol.runtime.files.atomic_write: a crash happens before or after it, because rename is atomic."""
     part = path.with_name(f".{path.name}.{random.getrandbits(40):x}.tmp")
-    with guard or nullcontext():
+    with guard(part) if guard else nullcontext():
         world.disk(path)
         part.write_text(text)
         part.replace(path)
