@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -215,15 +215,15 @@ def build_context(
     if checkpoint is not None:
         _restore(delivery, checkpoint, run, sampler)
     services = build_delivery(run, settings, sampler, store, lease, delivery, meter, checkpoint)
-    reporter = _reporter(run, settings, meter, delivery.step, lease.epoch)
-    validator = Validator(settings.eval, ValidationFiles(run.dir), store, reporter, services.event_log)
-    checkpoints.kept = validator.kept
     metrics_server = _metrics_server(run, settings, meter, services.maintenance.snapshot)
     maintainer = BackgroundLoop("maintenance", services.maintenance.tick, errors)
     maintainer.start()
     with ExitStack() as started:
         started.callback(maintainer.stop)
         started.callback(metrics_server.close if metrics_server is not None else lambda: None)
+        reporter = started.enter_context(closing(_reporter(run, settings, meter, delivery.step, lease.epoch)))
+        validator = Validator(settings.eval, ValidationFiles(run.dir), store, reporter, services.event_log)
+        checkpoints.kept = validator.kept
         engine = resumed_engine(make_engine, run, settings, checkpoint)
         started.pop_all()
     lineage = [*(checkpoint.lineage if checkpoint else ()), PolicyVersion(lease.epoch, delivery.step)]

@@ -77,8 +77,8 @@ def test_verbs_find_the_model_of_a_moved_run_from_another_directory(
     shutil.copytree(run, moved)
     shutil.rmtree(run)
     monkeypatch.chdir("/")
-    assert export._settings(moved, None)[0] == moved / "model"
-    assert export._settings(moved / "checkpoints" / "step_3.e1", None)[0] == moved / "model"
+    assert export.model_settings(moved, None)[0] == moved / "model"
+    assert export.model_settings(moved / "checkpoints" / "step_3.e1", None)[0] == moved / "model"
     settings = replay._settings(moved)
     assert settings is not None and settings.model == moved / "model"
 

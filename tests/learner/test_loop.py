@@ -364,6 +364,8 @@ def test_a_second_learner_fences_the_first(
     rival = RunStore(run.redis_url, run.id)
 
     def lose(updates: int) -> None:
+        while updates == 3 and any(thread.name == "checkpoint" for thread in threading.enumerate()):
+            time.sleep(0.01)  # it is committed after step 4
         if updates == 4:
             assert rival.acquire("rival:1:2:3", 1, 60_000, takeover=True) == 2
 

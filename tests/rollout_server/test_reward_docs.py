@@ -34,5 +34,9 @@ def test_every_reward_has_a_row_with_its_settings_and_a_fragment() -> None:
         row = re.search(rf"^\| `{name}`.*$", PAGE, re.MULTILINE)
         assert row and name in shown, name
         service = {"url", "model", "api_key_variable", "deadline_s", "attempts", "concurrency", "cache", "extra"}
-        own = set(member.model_fields) - {"type", "weight"} - (service if "url" in member.model_fields else set())
+        own = (
+            set(member.model_fields)
+            - {"type", "weight", "sources"}
+            - (service if "url" in member.model_fields else set())
+        )
         assert {field for field in own if f"`{field}`" not in row[0]} == set(), name
