@@ -159,7 +159,7 @@ def _continue(remote: Remote, part: Path, login: str, pulse: Pulse) -> None:
         length = response.headers.get("Content-Length")
         total = int(length) + (have if resumed else 0) if length else None
         _write_tag(part, remote.url, _strong(response.headers.get("ETag")))
-        _require_space(part, (total or 0) - (have if resumed else 0))
+        require_space(part, (total or 0) - (have if resumed else 0))
         done, begun = have if resumed else 0, time.monotonic()
         start = done
         with part.open("ab" if resumed else "wb") as file:
@@ -286,13 +286,15 @@ def _write_tag(part: Path, url: str, tag: str) -> None:
     _tag_file(part).write_text(json.dumps({"url": url, "etag": tag}))
 
 
-def _require_space(part: Path, needed: int) -> None:
-    free = shutil.disk_usage(part.parent).free
+def require_space(target: Path, needed: int) -> None:
+    """Raise UserError if the disk of `target` has less than `needed` bytes free."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise UserError(
-            f"not enough disk space in {part.parent.absolute()}",
+            f"not enough disk space for {target.name} in {target.parent.absolute()}",
             why=f"{_size(needed)} are needed, {_size(free)} are free",
-            todo="free some, or give another directory with --to",
+            todo="free some, or give another directory with --to; the next call continues",
         )
 
 

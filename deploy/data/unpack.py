@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, cast
 
+from deploy.data.download import require_space
 from protocol.errors import UserError
 
 _CHUNK = 1 << 24
@@ -23,7 +24,7 @@ Tick = Callable[[str], None]
 
 def join(parts: Sequence[Path], target: Path, tick: Tick) -> None:
     """Write the parts, one after another, as `target`, then delete them."""
-    _require_space(target, sum(part.stat().st_size for part in parts))
+    require_space(target, sum(part.stat().st_size for part in parts))
     with _building(target) as file:
         for number, part in enumerate(parts, 1):
             tick(f"{target.name}: part {number} of {len(parts)}")
@@ -46,7 +47,7 @@ def unpack(packed: Path, target: Path, tick: Tick, member: str = "") -> None:
             with zipfile.ZipFile(packed) as archive:
                 names = [info.filename for info in archive.infolist() if not info.is_dir()]
                 chosen = _chosen(names, member, packed)
-                _require_space(target, archive.getinfo(chosen).file_size)
+                require_space(target, archive.getinfo(chosen).file_size)
                 with archive.open(chosen) as source:
                     _write(source, target)
         else:
@@ -80,7 +81,7 @@ def _untar(source: IO[bytes], target: Path, packed: Path, member: str) -> None:
             if len(written) > 1:
                 _part(target).unlink(missing_ok=True)
                 raise _several(packed, written)
-            _require_space(target, info.size)
+            require_space(target, info.size)
             content = archive.extractfile(info)
             assert content is not None
             _write(content, target)
@@ -121,14 +122,3 @@ def _finish(target: Path, packed: Sequence[Path]) -> None:
     _part(target).replace(target)
     for path in packed:
         path.unlink()
-
-
-def _require_space(target: Path, needed: int) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if needed > free:
-        raise UserError(
-            f"not enough disk space to unpack {target.name} in {target.parent.absolute()}",
-            why=f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free",
-            todo="free some, then give the same command again: what was downloaded is kept",
-        )

@@ -12,9 +12,10 @@ from deploy.evaluation.protocol import Protocol, differences
 from deploy.evaluation.published import rows_for
 from deploy.evaluation.scoring import FAILURES
 from deploy.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
-from deploy.evaluation.store import Row, is_failed
+from deploy.evaluation.store import Row
 from deploy.evaluation.summary import METRICS, REFERENCE, Cell, Comparison, Summary, compare
 from deploy.page import Example, Measured, Report, ReportTable, Section
+from protocol.runtime.episodes import is_failed
 
 EXAMPLES = 5
 """Examples of each class of failure, or one of each method if there are more methods."""

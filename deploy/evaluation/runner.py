@@ -17,12 +17,12 @@ from deploy.evaluation.methods.base import Episode, Method, MethodSettingsBase
 from deploy.evaluation.methods.prompts import ENGLISH, Prompts, prompts_for
 from deploy.evaluation.models import EndpointModel, EngineModel, EpisodeFailed, LanguageModel
 from deploy.evaluation.scoring import failure_of, has_evidence, is_correct
-from deploy.evaluation.store import ResultStore, Row, is_failed
+from deploy.evaluation.store import ResultStore, Row
 from deploy.evaluation.suites import DataSet
 from deploy.evaluation.targets import Served
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question, Sampling, Status
-from protocol.runtime.episodes import evaluate
+from protocol.runtime.episodes import evaluate, is_failed
 from rollout_server.engine.client import pooled_connector
 from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.rewards.base import RewardError, RewardInput

@@ -29,16 +29,6 @@ def key_of(row: Row) -> Key:
     return str(row["method"]), str(row["data_set"]), str(row["question_id"]), int(row["index"])
 
 
-def is_failed(row: Row) -> bool:
-    """Return whether the infrastructure ended the episode, so that a retry may succeed."""
-    return row["status"] in ("failed", "stale") and not is_too_long(row)
-
-
-def is_too_long(row: Row) -> bool:
-    """Return whether the prompt left no room for an answer; a retry would not help."""
-    return bool(row.get("cause") == "prompt_too_long")
-
-
 def is_result(directory: Path) -> bool:
     """Return whether `directory` holds results."""
     return (directory / PROTOCOL).is_file()

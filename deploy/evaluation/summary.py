@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from deploy.evaluation.scoring import FAILURES
 from deploy.evaluation.statistics import Estimate, PairedTest, interval, paired_test
-from deploy.evaluation.store import Row, is_failed, is_too_long
+from deploy.evaluation.store import Row
+from protocol.runtime.episodes import is_failed, is_too_long
 
 METRICS = ("em", "f1", "cover_em", "yes_no", "judge")
 COSTS = ("searches", "tokens_generated", "tokens_read", "seconds")

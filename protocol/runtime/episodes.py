@@ -11,7 +11,7 @@ import json
 import time
 import urllib.error
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,7 +162,7 @@ def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeou
     body = how | {"questions": asked, "pin": True, "stream": True}
     try:
         with ask(url, "operator", body=json.dumps(body).encode(), timeout_s=timeout_s) as response:
-            yield from _events(response, url)
+            yield from _events(response, {question.id for question in questions}, url)
     except urllib.error.HTTPError as error:
         detail = error.read(2000).decode(errors="replace").strip()
         if error.code in (401, 403):
@@ -182,17 +182,28 @@ def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeou
         raise Dropped(f"{url}: the connection broke: {type(error).__name__}: {error}") from None
 
 
-def _events(response: http.client.HTTPResponse, url: str) -> Iterator[Episode]:
+def _events(response: http.client.HTTPResponse, asked: Set[str], url: str) -> Iterator[Episode]:
     """Yield the episodes of server-sent events. Raises ForayError for `event: error`, Dropped without a summary."""
     kind = ""
     for line in response:
         name, _, value = line.decode().rstrip("\n").partition(": ")
         if name == "event":
             kind = value
-        elif name == "data" and kind == "error":
-            raise ForayError(f"the evaluation ended early: {json.loads(value)['error']}")
         elif name == "data" and kind == "summary":
             return
         elif name == "data":
-            yield json.loads(value)
+            yield _episode(value, asked, url, error=kind == "error")
     raise Dropped(f"{url}: the stream ended before its summary")
+
+
+def _episode(data: str, asked: Set[str], url: str, *, error: bool) -> Episode:
+    """Return the episode of an event. Raises ForayError for an error or another question than `asked`."""
+    try:
+        event = json.loads(data)
+        if error:
+            raise ForayError(f"the evaluation ended early: {event['error']}")
+        if event["question_id"] in asked and isinstance(event["index"], int):
+            return dict(event)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ForayError(f"{url} sent what is no episode of these questions: {data[:80]!r}")

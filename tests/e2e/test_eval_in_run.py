@@ -67,6 +67,26 @@ def asked(run_dir: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
 
 
+def asked_and_watched(
+    run_dir: Path, tmp_path: Path, *more: str
+) -> tuple[subprocess.CompletedProcess[str], list[RunSnapshot]]:
+    """Evaluate, and return snapshots of the run taken meanwhile."""
+    seen: list[RunSnapshot] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.5):
+            seen.append(look(run_dir))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        return asked(run_dir, tmp_path, *more), seen
+    finally:
+        ended.set()
+        watching.join()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_on(tmp_path: Path) -> None:
@@ -74,25 +94,13 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
         wait_until(lambda: step(run_dir) >= 2, "it trains", 120)
         before = step(run_dir)
         out = tmp_path / "out"
-        seen: list[tuple[str, int, list[str]]] = []
-
-        def watch() -> None:
-            while not ended.wait(1.0):
-                now = look(run_dir)
-                seen.append((status.state(now), now.evaluations, [p.what for p in status.problems(now, max_lag=8)]))
-
-        ended, watching = threading.Event(), threading.Thread(target=lambda: watch())
-        watching.start()
-        try:
-            done = asked(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
-        finally:
-            ended.set()
-            watching.join()
+        done, seen = asked_and_watched(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
         after = step(run_dir)
         assert done.returncode == 0, done.stderr
-        evaluating = [(state, wrong) for state, evaluations, wrong in seen if evaluations]
-        assert evaluating and {state for state, _ in evaluating} == {"training"}
-        assert not any("no engine is ready" in what for _, wrong in evaluating for what in wrong)
+        during = [now for now in seen if now.evaluations]
+        assert during and {status.state(now) for now in during} == {"training"}
+        problems = [problem.what for now in during for problem in status.problems(now, max_lag=8)]
+        assert not any("no engine is ready" in what for what in problems)
         report = json.loads(done.stdout)
         episodes, (version,) = read_rows(out), report["versions"]
         assert {e["version"] for e in episodes} == {version} and len(episodes) == QUESTIONS
@@ -110,19 +118,7 @@ def test_an_engine_for_evaluation_serves_it_alone_while_the_others_load_new_weig
     with running(tmp_path, *SMALL, "launch.eval_engines=1") as run_dir:
         wait_until(lambda: step(run_dir) >= 2, "it trains", 120)
         out = tmp_path / "out"
-        seen: list[RunSnapshot] = []
-
-        def watch() -> None:
-            while not ended.wait(0.5):
-                seen.append(look(run_dir))
-
-        ended, watching = threading.Event(), threading.Thread(target=lambda: watch())
-        watching.start()
-        try:
-            done = asked(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
-        finally:
-            ended.set()
-            watching.join()
+        done, seen = asked_and_watched(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         (version,) = report["versions"]

@@ -260,6 +260,36 @@ def test_failed_episodes_are_asked_again_and_then_counted(
     assert (first["questions"], first["failed"], first["em"]) == (4, 1, 1.0)
 
 
+@pytest.mark.parametrize("sent", ["[]", "{", "{}", '{"question_id": "0"}', '{"question_id": "unasked", "index": 0}'])
+def test_an_answer_that_is_no_episode_is_reported_and_the_server_asked_again(
+    run: RunSettings,
+    validated: LearnerSettings,
+    serve: Serve,
+    address: dict[str, Any],
+    rollouts: type[Rollouts],
+    caplog: pytest.LogCaptureFixture,
+    sent: str,
+) -> None:
+    normal, refused = rollouts.do_POST, []
+
+    def answer(self: Rollouts) -> None:
+        if refused:
+            normal(self)
+            return
+        refused.append(sent)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f"data: {sent}\n\n".encode())
+
+    rollouts.do_POST = answer  # type: ignore[method-assign]
+    once = validated.model_copy(update={"eval": validated.eval.model_copy(update={"every": 100})})
+    with Player(address, run.id):
+        assert serve(run, once, before=validation_ends) == 0
+    assert refused and "sent what is no episode of these questions" in caplog.text
+    first = ValidationFiles(run.dir).records()[0]["suites"]["nq"]
+    assert (first["questions"], first["failed"]) == (4, 0)
+
+
 def test_means_are_over_questions_and_a_failed_episode_does_not_count() -> None:
     questions = [Question(id=f"q{i}", text="?") for i in range(3)]
 
