@@ -140,7 +140,6 @@ class DeepSpeedEngine:
             parameter_groups(module, optim.weight_decay),
             optim,
             guard=self.stage == 0,
-            fused=torch.cuda.is_available() or engine.offload_optimizer,
         )
         config = deepspeed_config(optim, engine, dtype, sum(p.numel() for p in module.parameters()))
         if self.stage == 3 and getattr(module, "stored", None) is not None:

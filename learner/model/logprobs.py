@@ -19,6 +19,7 @@ recomputed. The gradient of the logits is float32, and rounded once, to the weig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -173,26 +174,49 @@ def _chunks(count: int, weight: torch.Tensor, chunk_bytes: int) -> Iterator[slic
     return (slice(start, start + rows) for start in range(0, count, rows))
 
 
+@contextmanager
+def exact_bfloat16_products(apply: bool) -> Iterator[None]:
+    """Let oneDNN multiply float32 tensors that hold bfloat16 numbers with bfloat16 instructions, if `apply`.
+
+    The products are exact and summed in float32, at three times the speed on a CPU with AVX512_BF16 or AMX; without
+    these and on a GPU nothing changes. The setting is of the process: no other thread may compute meanwhile.
+    """
+    precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = precision.fp32_precision
+    if apply:
+        precision.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        precision.fp32_precision = before
+
+
 class _Output(NamedTuple):
-    """Output layer of one pass. fp32: float32 logits from a weight that is not float32."""
+    """Output layer of one pass.
+
+    fp32   float32 logits from a weight that is not float32
+    exact  `weight` is a float32 copy of a bfloat16 one
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    fp32: bool
+    fp32: bool = False
+    exact: bool = False
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, *, fp32: bool) -> _Output:
         """Convert the weight if there is no bfloat16 product with float32 output."""
         if not fp32 or weight.dtype != torch.bfloat16:
-            return cls(weight, bias, False)
+            return cls(weight, bias)
         if weight.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
-            return cls(weight, bias, True)
-        return cls(weight.float(), None if bias is None else bias.float(), False)
+            return cls(weight, bias, fp32=True)
+        return cls(weight.float(), None if bias is None else bias.float(), exact=True)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [n, V] of hidden states [n, H]."""
         if not self.fp32:
-            return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+            with exact_bfloat16_products(self.exact and hidden.dtype == torch.bfloat16):
+                return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         logits: torch.Tensor = torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
         return logits if self.bias is None else logits.add_(self.bias)
 

@@ -12,8 +12,10 @@ products, prompt rows padded to the longest new part.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,8 +132,9 @@ class CausalLM:
         return mixed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 [T, V], computed in float32 even for bfloat16 weights (SGLang: --enable-fp32-lm-head)."""
-        logits = F.linear(hidden.float(), self.weights.float32_head)
+        """Return float32 [T, V], also for bfloat16 weights (SGLang: --enable-fp32-lm-head)."""
+        with exact_bfloat16_products(hidden.dtype):
+            logits = F.linear(hidden.float(), self.weights.float32_head)
         return logits if self.config.logits_scale == 1 else logits.mul_(self.config.logits_scale)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -156,10 +159,9 @@ class CausalLM:
         if decode is not None:
             c, n = self.config, decode.count
             # the queries of one key/value head are the rows of one small matrix product
-            grouped = (q[:n] * self.scale).view(n, c.kv_heads, c.group, c.head_dim)
-            scores = torch.matmul(grouped, keys[:n, :, : decode.width].transpose(-1, -2))
-            scores += decode.masks[window]
-            parts.append(torch.matmul(torch.softmax(scores, -1), values[:n, :, : decode.width]).view(n, -1))
+            grouped = q[:n].view(n, c.kv_heads, c.group, c.head_dim)
+            seen = keys[:n, :, : decode.width], values[:n, :, : decode.width]
+            parts.append(self._attend_decode(grouped, *seen, decode.masks[window]).reshape(n, -1))
             q = q[n:]
         if prompts:
             mixed = q.new_empty(len(q), q.shape[1] * q.shape[2])
@@ -167,6 +169,16 @@ class CausalLM:
                 mixed[part.token] = self._attend_prompts(q[part.token], keys, values, part, part.masks[window])
             parts.append(mixed)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_decode(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend with q [rows, K, G, D] to keys and values [rows, K, width, D]. Return [rows, K, G, D]."""
+        if q.dtype == torch.bfloat16:  # fused: scores stay float32; for float32 it is not faster
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.to(q.dtype), scale=self.scale)
+        scores = torch.matmul(q * self.scale, keys.transpose(-1, -2))
+        scores += mask
+        return torch.matmul(torch.softmax(scores, -1), values)
 
     def _attend_prompts(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p: PromptPart, mask: torch.Tensor
@@ -182,6 +194,23 @@ class CausalLM:
             enable_gqa=self.config.group > 1,
         )
         return mixed.transpose(1, 2)[p.row, p.offset].view(len(q), -1)
+
+
+@contextmanager
+def exact_bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
+    """Let oneDNN compute products of float32 tensors that hold bfloat16 numbers with bfloat16 instructions.
+
+    The products are exact and summed in float32: three times the speed where the CPU has AVX512_BF16 or AMX. No
+    effect elsewhere, or unless `dtype` is bfloat16. The setting is of the process, so only one thread may compute.
+    """
+    precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = precision.fp32_precision
+    if dtype == torch.bfloat16:
+        precision.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        precision.fp32_precision = before
 
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
