@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -51,11 +51,11 @@ class BenchedEngine:
 
 
 @contextmanager
-def embedded_engine(directory: Path, model: Path, threads: int, say: Say) -> Iterator[BenchedEngine]:
+def embedded_engine(directory: Path, model: Path, threads: int, dtype: str, say: Say) -> Iterator[BenchedEngine]:
     """Run the engine as a process while the block runs. Raises ProcessFailed if it does not start."""
     url = f"http://127.0.0.1:{free_port()}"
     argv = python("rollout_server.cpu_engine", "--model-path", str(model), "--port", url.rpartition(":")[2])
-    argv += ("--threads", str(threads), "--log-level", "warning")
+    argv += ("--threads", str(threads), "--dtype", dtype, "--log-level", "warning")
     env = {"OMP_NUM_THREADS": str(threads)}
     supervisor = Supervisor(is_ready=Readiness("", "bench"), ready_s=120.0, shutdown_s=10.0, say=say)
     try:
@@ -69,9 +69,9 @@ def embedded_engine(directory: Path, model: Path, threads: int, say: Say) -> Ite
 class Baseline:
     """`benchmarks.hf_generate` as a child process: a line with prompts in, a line with seconds out."""
 
-    def __init__(self, directory: Path, model: Path, threads: int) -> None:
+    def __init__(self, directory: Path, model: Path, threads: int, dtype: str) -> None:
         self._log = directory / "transformers.log"
-        self._argv = python("benchmarks.hf_generate", str(model), str(threads))
+        self._argv = python("benchmarks.hf_generate", str(model), str(threads), dtype)
 
     def __enter__(self) -> Baseline:
         with self._log.open("wb") as log:
@@ -229,6 +229,8 @@ class EngineBench(BenchSettings):
     """Number of rounds, of which the median counts, after one warm-up round."""
     threads: int = Field(default=1, ge=1)
     """torch threads, in the engine and in the baseline."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of the weights, in the engine and in the baseline."""
     seed: int = 0
     """Random seed of the prompts."""
     url: str = ""
@@ -240,8 +242,8 @@ class EngineBench(BenchSettings):
             directory = Path(name)
             model = self.model or _demo_model(directory / "model")
             with (
-                embedded_engine(directory, model, self.threads, say) as engine,
-                Baseline(directory, model, self.threads) as baseline,
+                embedded_engine(directory, model, self.threads, self.dtype, say) as engine,
+                Baseline(directory, model, self.threads, self.dtype) as baseline,
             ):
                 rows = asyncio.run(rounds_of(self, engine, baseline, say))
         figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}

@@ -1,6 +1,7 @@
 """The baseline of the engine benchmark: `generate` of transformers, one static batch per round.
 
-`python -m benchmarks.hf_generate MODEL THREADS`. Reads {"prompts", "new_tokens"} per line, answers seconds per line.
+`python -m benchmarks.hf_generate MODEL THREADS DTYPE`. Reads {"prompts", "new_tokens"} per line, answers a line of
+figures.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 def main(argv: Sequence[str]) -> None:
     """Serve until the input ends."""
     torch.set_num_threads(int(argv[1]))
-    model = AutoModelForCausalLM.from_pretrained(argv[0], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(argv[0], dtype=getattr(torch, argv[2])).eval()
     for line in sys.stdin:
         asked = json.loads(line)
         ids = torch.tensor(asked["prompts"])

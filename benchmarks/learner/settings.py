@@ -70,9 +70,9 @@ class LearnerBench(SkewedBatch):
     """Median tokens of an observation."""
     longest: int = Field(default=1536, ge=2)
     """Maximum tokens of a trajectory; longer ones are truncated."""
-    shape: Literal["tiny", "small", "0.5b", "1.5b"] = "small"
-    """Size of the trained Qwen2, with random weights: 0.2 or 3 million parameters, or a size of Qwen2.5; all without
-    the embeddings, whose size follows from `vocabulary`."""
+    shape: Literal["tiny", "small", "135m", "0.5b", "1.5b"] = "small"
+    """Size of the trained Qwen2, with random weights: 0.2 or 3 million parameters, that of SmolLM2-135M, or one of
+    Qwen2.5; all without the embeddings, whose size follows from `vocabulary`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the computation. The optimiser always uses float32."""
     row_tokens: int = Field(default=1536, ge=0)

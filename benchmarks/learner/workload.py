@@ -158,10 +158,14 @@ def _segments(settings: SkewedBatch, rng: np.random.Generator, seq: int) -> Iter
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 160},
     "small": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 768},
+    "135m": {
+        **{"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "intermediate_size": 1536},
+        "num_key_value_heads": 3,
+    },
     "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
     "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
 }
-"""Qwen2 sizes without the embeddings; two key and two value heads, as in Qwen2.5 0.5B and 1.5B."""
+"""Qwen2 sizes without the embeddings; two key and two value heads, as in Qwen2.5 0.5B and 1.5B, if not given."""
 
 
 SETTINGS, SPEC = "settings.json", "spec.json"
@@ -248,13 +252,12 @@ def _write_model(settings: LearnerBench, directory: Path) -> Path:
     disable_progress_bar()
     config = Qwen2Config(
         vocab_size=settings.vocabulary,
-        num_key_value_heads=2,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,
-        **SHAPES[settings.shape],
+        **{"num_key_value_heads": 2, **SHAPES[settings.shape]},
     )
     torch.manual_seed(settings.seed)
     without_gpu()

@@ -23,5 +23,8 @@ def test_a_small_run_has_all_figures_of_the_engine_and_of_transformers(capsys: p
 
 @pytest.mark.slow
 def test_a_baseline_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ForayError, match="transformers failed"), Baseline(tmp_path, tmp_path / "none", 1) as baseline:
+    with (
+        pytest.raises(ForayError, match="transformers failed"),
+        Baseline(tmp_path, tmp_path / "none", 1, "float32") as baseline,
+    ):
         baseline.round([[20, 21]], 2)
