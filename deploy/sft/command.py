@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -74,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
 def _train(plan: SftPlan, pulse: Pulse, should_stop: Callable[[], bool]) -> SftProgress:
     """Train, with a line about every EVERY_S seconds."""
     pulse.say(f"sft: loading {plan.model}")
+    # Threads of torch that spin while they wait take the cores from each other; read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from learner.sft.training import train
 
     begun: list[tuple[float, int, int]] = []
