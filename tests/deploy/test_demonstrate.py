@@ -133,9 +133,8 @@ def test_the_configuration_gives_template_and_number_of_passages(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(
-        f"retriever: {{corpus: {corpus}}}\nrollout: {{search: {{type: http, topk: 1}}, episode: {{template: research_base}}}}\n"
-    )
+    rollout = {"search": {"type": "http", "topk": 1}, "episode": {"template": "research_base"}}
+    config.write_text(json.dumps({"retriever": {"corpus": str(corpus)}, "rollout": rollout}))
     report, made = run(tmp_path / "out.jsonl", capsys, questions(tmp_path / "q.jsonl", TWO_HOPS), "--config", config)
     assert report["topk"] == 1 and {len(s["passages"]) for s in made[0]["segments"][1::2]} == {1}
     assert check(made[0], "Steventon", box=True)

@@ -153,11 +153,12 @@ def test_what_a_rollout_could_not_hold_is_left_out(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model", "bytes")
     long = demonstration(*[TURNS[0]] * 4, TURNS[1], passages=[])
     path = write(tmp_path / "demos.jsonl", demonstration(TURNS[1]), long)
+    whole = max(len(example.ids) for example in encoded(model, long))
     for limits, tokens, reason in (
         ({"max_turns": 3}, 4096, "more searches than rollout.episode.max_turns"),
         ({"max_new_tokens": 10}, 4096, "a turn is longer than rollout.episode.max_new_tokens"),
-        ({"max_context": 500}, 4096, "longer than rollout.episode.max_context"),
-        ({}, 500, "longer than sft.max_tokens"),
+        ({"max_context": whole - 1}, 4096, "longer than rollout.episode.max_context"),
+        ({}, whole - 1, "longer than sft.max_tokens"),
     ):
         encoder = Encoder(model, EnvironmentSettings.model_validate(limits), max_tokens=tokens)
         if "max_new_tokens" in limits:
