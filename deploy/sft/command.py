@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 when the model is written, 1 after a SIGTERM, 130 after Ctrl-C: the same command then continues."""
     from deploy.config import load_config
-    from deploy.sft.encoding import Encoder, encode_files
+    from deploy.sft.encoding import DemonstrationEncoder, encode_files
     from learner.sft.record import SftPlan
 
     paths = [Path(word) for word in args.words if "=" not in word]
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, [word for word in args.words if "=" in word])
     model = args.model or config.run.model
     pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True), every_s=EVERY_S)
-    encoder = Encoder(model, config.rollout.episode, max_tokens=config.sft.max_tokens, day=config.run.date)
+    encoder = DemonstrationEncoder(model, config.rollout.episode, max_tokens=config.sft.max_tokens, day=config.run.date)
     examples, left_out = encode_files(paths, encoder, lambda done: pulse.beat(lambda: f"sft: {done} encoded"))
     plan = SftPlan.of(
         examples, model=model, out=args.out, settings=config.sft, trainer=config.learner, seed=config.run.seed
@@ -117,7 +117,8 @@ def _tell(args: argparse.Namespace, progress: SftProgress, left_out: Counter[str
         print(json.dumps(progress.to_json() | {"out": str(args.out), "left_out": dict(left_out)}, indent=1))
         return 0
     print(
-        f"wrote {args.out}: {progress.steps} updates, {progress.tokens:,} tokens, {progress.seconds:.0f} s, "
+        f"wrote {args.out}: {progress.steps} updates, {progress.tokens:,} tokens ({progress.trained_tokens:,} trained), "
+        f"{progress.seconds:.0f} s, "
         f"loss {progress.first_loss:.3f} to {progress.last_loss:.3f}"
     )
     for step, loss in progress.evals:

@@ -51,7 +51,7 @@ class Tokens:
         self.mask += [train] * len(ids)
 
 
-class Encoder:
+class DemonstrationEncoder:
     """Encodes records for one model, with the template and limits of episodes in `episode`.
 
     day  date for chat templates that contain one (`run.date`)
@@ -174,17 +174,17 @@ class Encoder:
         return tokens
 
 
-EncodeRecord = Callable[[Encoder, Record], tuple[Tokens, str]]
+EncodeRecord = Callable[[DemonstrationEncoder, Record], tuple[Tokens, str]]
 FORMATS: dict[tuple[str, ...], EncodeRecord] = {
-    ("messages",): Encoder.messages,
-    ("prompt", "completion"): Encoder.completion,
-    ("question", "segments"): Encoder.episode,
+    ("messages",): DemonstrationEncoder.messages,
+    ("prompt", "completion"): DemonstrationEncoder.completion,
+    ("question", "segments"): DemonstrationEncoder.episode,
 }
 """Fields of a record -> how it is encoded."""
 
 
 def encode_files(
-    paths: Sequence[Path], encoder: Encoder, progress: Callable[[int], None]
+    paths: Sequence[Path], encoder: DemonstrationEncoder, progress: Callable[[int], None]
 ) -> tuple[list[SftExample], Counter[str]]:
     """Return the conversations of the files in order, and how many were left out, by reason.
 

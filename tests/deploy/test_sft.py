@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deploy.cli import main
-from deploy.sft.encoding import Encoder, encode_files
+from deploy.sft.encoding import DemonstrationEncoder, encode_files
 from learner.sft.batches import SftExample
 from protocol.errors import UserError
 from protocol.messages import Owner, Question, Sampling, Status
@@ -38,7 +38,7 @@ def write(path: Path, *records: Any) -> Path:
 
 def encoded(model: Path, *records: Any, max_tokens: int = 4096, **episode: Any) -> list[SftExample]:
     path = write(model / "demos.jsonl", *records)
-    encoder = Encoder(model, EnvironmentSettings.model_validate(episode), max_tokens=max_tokens)
+    encoder = DemonstrationEncoder(model, EnvironmentSettings.model_validate(episode), max_tokens=max_tokens)
     return encode_files([path], encoder, lambda done: None)[0]
 
 
@@ -109,7 +109,7 @@ def test_the_first_record_of_each_file_decides(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model", "bytes")
     one = write(tmp_path / "1.jsonl", {"prompt": "a", "completion": "b", "more": 1})
     two = write(tmp_path / "2.jsonl", {"messages": [{"role": "user", "content": "c"}, MESSAGE]})
-    encoder = Encoder(model, EnvironmentSettings(), max_tokens=100)
+    encoder = DemonstrationEncoder(model, EnvironmentSettings(), max_tokens=100)
     assert [example.key for example in encode_files([one, two], encoder, lambda done: None)[0]] == ["a", "c"]
     with pytest.raises(UserError, match="unknown format of demonstrations"):
         encode_files([write(tmp_path / "3.jsonl", {"text": "e"})], encoder, lambda done: None)
@@ -160,7 +160,7 @@ def test_what_a_rollout_could_not_hold_is_left_out(tmp_path: Path) -> None:
         ({"max_context": whole - 1}, 4096, "longer than rollout.episode.max_context"),
         ({}, whole - 1, "longer than sft.max_tokens"),
     ):
-        encoder = Encoder(model, EnvironmentSettings.model_validate(limits), max_tokens=tokens)
+        encoder = DemonstrationEncoder(model, EnvironmentSettings.model_validate(limits), max_tokens=tokens)
         if "max_new_tokens" in limits:
             with pytest.raises(UserError, match="no demonstration to train on") as error:
                 encode_files([path], encoder, lambda done: None)
