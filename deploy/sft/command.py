@@ -117,9 +117,8 @@ def _tell(args: argparse.Namespace, progress: SftProgress, left_out: Counter[str
         print(json.dumps(progress.to_json() | {"out": str(args.out), "left_out": dict(left_out)}, indent=1))
         return 0
     print(
-        f"wrote {args.out}: {progress.steps} updates, {progress.tokens:,} tokens ({progress.trained_tokens:,} trained), "
-        f"{progress.seconds:.0f} s, "
-        f"loss {progress.first_loss:.3f} to {progress.last_loss:.3f}"
+        f"wrote {args.out}: {progress.steps} updates, {progress.tokens:,} tokens ({progress.trained_tokens:,} "
+        f"trained), {progress.seconds:.0f} s, loss {progress.first_loss:.3f} to {progress.last_loss:.3f}"
     )
     for step, loss in progress.evals:
         print(f"  held out after step {step:.0f}: loss {loss:.3f}")

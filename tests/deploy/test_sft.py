@@ -186,7 +186,10 @@ def command(model: Path, tmp_path: Path) -> list[str]:
 def test_the_command_writes_a_model_that_the_engine_serves(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rollout_server.cpu_engine.model.loader import read_tensors
+    import torch
+
+    from rollout_server.cpu_engine.model.config import read_model_config
+    from rollout_server.cpu_engine.model.loader import Weights
 
     assert main(command) == 0
     first = capsys.readouterr()
@@ -196,7 +199,7 @@ def test_the_command_writes_a_model_that_the_engine_serves(
     assert "tokens/s" in first.err and "held out" in first.err
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "sft.json"} <= names
-    assert read_tensors(tmp_path / "out")
+    Weights(read_model_config(tmp_path / "out"), torch.float32).load(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["attention_dropout"] == 0.2
     before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     assert main(command) == 0
