@@ -39,6 +39,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "demo": Verb("train a tiny model to search, on this machine, in minutes", "deploy.demo.command"),
     "init": Verb("write a configuration file with every setting explained", "deploy.commands.init"),
+    "sft": Verb("train a model on demonstrations: the warm start of a run", "deploy.sft.command"),
     "up": Verb("start all processes of a run on this machine and monitor them", "deploy.commands.up"),
     "down": Verb("stop a run", "deploy.commands.down"),
     "status": Verb("show a run's status: processes, engines, streams, ledger, problems", "deploy.commands.status"),
@@ -85,6 +86,7 @@ MEANT = {
     "`foray doctor run.yaml`": ("check", "diagnose", "validate", "lint"),
     "`foray index build --corpus FILE --out DIR`": ("build", "corpus"),
     "`foray data list` and `foray data get NAME`": ("download", "get", "fetch", "dataset", "datasets"),
+    "`foray sft DEMONSTRATIONS --model DIR --out DIR` trains on demonstrations": ("finetune", "warmstart", "tune"),
     "`foray data convert FILE OUT`; a run reads most files as they are (docs/data.md)": ("convert", "preprocess"),
     "`foray init run.yaml` writes one; `foray up run.yaml --dry-run` prints it with every default": ("config", "new"),
     "`foray curves RUN_DIR`": ("plot", "metrics"),

@@ -18,6 +18,7 @@ from pydantic import Field, field_validator
 
 from deploy.placement.inventory import HARDWARE
 from learner.config.learner import LearnerSettings
+from learner.config.sft import SftSettings
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name
 from protocol.runtime.config import SettingsTree, read_tree, section
@@ -127,6 +128,8 @@ class RunConfig(Settings):
     """The learner."""
     retriever: RetrieverSettings = RetrieverSettings()
     """Retrievers."""
+    sft: SftSettings = SftSettings()
+    """`foray sft`: supervised training before the run."""
     launch: LaunchSettings = LaunchSettings()
     """The launcher."""
     demo: dict[str, Any] = Field(default_factory=dict)
@@ -162,6 +165,7 @@ _SECTIONS: dict[str, type[Settings]] = {
     "engine": NodeSettings,
     "learner": LearnerSettings,
     "retriever": RetrieverSettings,
+    "sft": SftSettings,
     "launch": LaunchSettings,
 }
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 
 from protocol.errors import UserError
 
-SECTIONS = ("run", "rollout", "engine", "learner", "retriever", "demo", "launch")
+SECTIONS = ("run", "rollout", "engine", "learner", "retriever", "sft", "demo", "launch")
 """Top-level keys of the YAML file. A process reads its own section and `run`; `foray` checks all of them."""
 
 REDIS_URL_VARIABLE = "FORAY_REDIS_URL"

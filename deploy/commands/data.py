@@ -9,6 +9,7 @@
     foray data split FILE --out DIR train=0.95 dev=rest
     foray data sample FILE --rows 500 --out F
     foray data dedupe TRAIN --against TEST --out F     remove repeats, and what the test set has too
+    foray data demonstrate FILE --corpus C --out F     demonstrations of searching, for `foray sft` (docs/sft.md)
 
 A run needs no conversion: `learner.questions` reads every format, and several files with weights (docs/data.md).
 """
@@ -39,6 +40,7 @@ def subcommands() -> dict[str, str]:
         "split": "Divide questions into files; equal questions stay together.",
         "sample": "Write a random sample of the questions.",
         "dedupe": "Remove repeated questions, and those that a test set has too.",
+        "demonstrate": "Write demonstrations of searching, from questions with supporting passages.",
     }
 
 
@@ -50,7 +52,7 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("--to", type=Path, default=Path("data"), help="data directory (default: data)")
     if action == "get":
         parser.add_argument("--sha256", default="", help="expected checksum of one address")
-    if action in ("list", "formats", "inspect", "dedupe"):
+    if action in ("list", "formats", "inspect", "dedupe", "demonstrate"):
         parser.add_argument("--json", action="store_true", help="print JSON")
     if action == "inspect":
         parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=f"{_FILE}, or of passages")
@@ -66,7 +68,7 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("--id", default="", help="column of the id, with --question")
     if action in ("merge", "dedupe"):
         parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=_FILE)
-    if action in ("split", "sample"):
+    if action in ("split", "sample", "demonstrate"):
         parser.add_argument("file", type=Path, metavar="FILE", help=_FILE)
     if action == "split":
         parser.add_argument("parts", nargs="+", metavar="NAME=SHARE", help="share, number of questions, or `rest`")
@@ -76,14 +78,20 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("--weights", default="", help="shares of the files, e.g. 2,1 (default: by size)")
     if action in ("merge", "split", "sample"):
         parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
-    if action in ("merge", "split", "sample", "dedupe"):
+    if action in ("merge", "split", "sample", "dedupe", "demonstrate"):
         parser.add_argument("--out", type=Path, required=True, help="directory" if action == "split" else "file")
     if action == "dedupe":
         parser.add_argument("--against", type=Path, nargs="+", default=[], metavar="FILE", help="test sets")
         parser.add_argument("--near", type=float, default=0.8,
                             help="share of common words (Jaccard) from which questions with a common answer are near "
                             "duplicates; 0: only exact ones (default: 0.8)")  # fmt: skip
-    if action in ("convert", "sample", "split", "inspect"):
+    if action == "demonstrate":
+        parser.add_argument("--corpus", type=Path, help="corpus of the passages (default: that of --config)")
+        parser.add_argument("--config", type=Path, help="a run: its template, corpus and index")
+        parser.add_argument("--topk", type=int, help="passages per search (default: that of --config, or 2)")
+        parser.add_argument("--searches", type=int, default=3, help="maximum searches (default: 3)")
+        parser.add_argument("--limit", type=int, help="read only the first so many questions")
+    if action in ("convert", "sample", "split", "inspect", "demonstrate"):
         parser.add_argument("--format", default="", help="format of the file (default: that of the first record)")
     if action == "convert":
         parser.add_argument("--source", default="", help="name of the data set, instead of that in the file")
@@ -241,6 +249,43 @@ def _dedupe(args: argparse.Namespace) -> int:
     return _tell(args.out, result.kept)
 
 
+def _demonstrate(args: argparse.Namespace) -> int:
+    from deploy.config import load_config
+    from deploy.data.demonstrate import demonstrate, opened_search, write_demonstrations
+    from learner.config.questions import QuestionSource
+    from learner.data.questions import load_questions
+    from rollout_server.environment.prompts import TEMPLATES
+
+    if args.corpus is None and args.config is None:
+        raise UserError("no corpus is given", todo="give --corpus FILE, or --config of a run")
+    if args.searches < 1 or (args.topk is not None and args.topk < 1) or (args.limit is not None and args.limit < 1):
+        raise UserError("--searches, --topk and --limit must be at least 1")
+    config = load_config(args.config, [] if args.corpus is None else [f"retriever.corpus={args.corpus}"])
+    topk = args.topk or (getattr(config.rollout.search, "topk", 2) if args.config else 2)
+    template = TEMPLATES[config.rollout.episode.template]
+    questions = load_questions([QuestionSource(path=args.file, format=args.format)]).questions[: args.limit]
+    pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))
+    with opened_search(config.retriever, topk) as (search, find):
+        report = write_demonstrations(
+            args.out,
+            questions,
+            lambda question: demonstrate(question, search, find, template, args.searches),
+            lambda done: pulse.beat(lambda: f"{done} of {len(questions)} questions"),
+        )
+    report = {"questions": len(questions), "topk": topk, **report}
+    if args.json:
+        print(json.dumps(report, indent=1, ensure_ascii=False))
+        return 0
+    by_count = ", ".join(
+        f"{count} with {searches} search{'' if searches == '1' else 'es'}"
+        for searches, count in report["searches"].items()
+    )
+    print(f"wrote {report['demonstrations']} demonstrations to {args.out}: {by_count or 'none'}")
+    for reason, count in report["left_out"].items():
+        print(f"  left out: {count} questions, {reason}")
+    return 0
+
+
 def _tell(path: Path, questions: list) -> int:  # type: ignore[type-arg]
     sources: dict[str, int] = {}
     for question in questions:
@@ -272,4 +317,5 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "split": _split,
     "sample": _sample,
     "dedupe": _dedupe,
+    "demonstrate": _demonstrate,
 }

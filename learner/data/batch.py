@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from learner.algorithms.advantages import Outcomes, Turns, turn_of_tokens
 from learner.config.learner import BatchSettings
-from learner.data.packing import Aggregation, cost, layouts, trajectory_weights
+from learner.data.packing import Aggregation, cost, layouts, place_rows, trajectory_weights
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.staleness import lag
 from protocol.versions import PolicyVersion, is_orphan
@@ -326,29 +326,16 @@ def _credit(trajectory: Trajectory, at: IntArray) -> FloatArray:
 def _assemble(
     rows: Sequence[Sequence[_Row]], advantages: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
 ) -> MicroBatch:
-    width = max(sum(len(r.ids) for r in row) for row in rows)
-    shape = (len(rows), width)
-    ids, positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
-    index: list[IntArray] = []
-    ends: list[int] = []
-    for y, row in enumerate(rows):
-        x = 0
-        for document, part in enumerate(row):
-            n = len(part.ids)
-            ids[y, x : x + n] = part.ids
-            positions[y, x : x + n] = np.arange(n)
-            documents[y, x : x + n] = document
-            index.append(y * width + x + part.trained - 1)
-            x += n
-            ends.append(y * width + x - 1 if part.bootstraps else -1)
-        positions[y, x:] = np.arange(width - x)
+    placed = place_rows([[part.ids for part in row] for row in rows])
     parts = [part for row in rows for part in row]
+    index = [start + part.trained - 1 for start, part in zip(placed.starts, parts, strict=True)]
+    ends = [start + len(p.ids) - 1 if p.bootstraps else -1 for start, p in zip(placed.starts, parts, strict=True)]
     numbers = np.repeat([p.number for p in parts], [len(p.trained) for p in parts])
     turns = np.concatenate([p.turn for p in parts])
     return MicroBatch(
-        ids=ids,
-        positions=positions,
-        documents=documents,
+        ids=placed.ids,
+        positions=placed.positions,
+        documents=placed.documents,
         index=np.concatenate(index),
         targets=np.concatenate([p.targets for p in parts]),
         behaviour=np.concatenate([p.behaviour for p in parts]),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -157,6 +157,35 @@ def _tokens(micro_batch: list[list[int]], lengths: Sequence[int]) -> int:
 
 def _cost_of(micro_batch: list[list[int]], lengths: Sequence[int]) -> int:
     return cost(_tokens(micro_batch, lengths), sum(lengths[i] ** 2 for row in micro_batch for i in row))
+
+
+class PlacedRows(NamedTuple):
+    """Rows as arrays: ids, positions, documents [R, L] int64 as in `learner.data.batch.MicroBatch`, and `starts`, where
+    each trajectory begins in the flattened rows."""
+
+    ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.int64]
+    starts: list[int]
+
+
+def place_rows(rows: Sequence[Sequence[npt.NDArray[np.int64]]]) -> PlacedRows:
+    """Return the trajectories of each row one after the other, padded at the end to the width of the longest row."""
+    width = max(sum(map(len, row)) for row in rows)
+    shape = (len(rows), width)
+    ids, positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    starts = []
+    for y, row in enumerate(rows):
+        x = 0
+        for document, part in enumerate(row):
+            n = len(part)
+            ids[y, x : x + n] = part
+            positions[y, x : x + n] = np.arange(n)
+            documents[y, x : x + n] = document
+            starts.append(y * width + x)
+            x += n
+        positions[y, x:] = np.arange(width - x)
+    return PlacedRows(ids, positions, documents, starts)
 
 
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]

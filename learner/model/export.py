@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from learner.model.policy import PREFIX
 from learner.trainer.models import POLICY
 from learner.weights.adapter import CONFIG, WEIGHTS, in_peft_names, peft_config
 from protocol.errors import UserError
+from protocol.runtime.files import fsync_path, fsync_tree
 
 SHARD = "4GB"
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -74,6 +75,18 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
                 raise _another(state, model, f"{name} has shape {list(tensor.shape)} in the checkpoint")
             own[name].copy_(tensor)
 
+    write_model(causal, model, settings.dtype, out)
+
+
+def write_model(causal: Any, model: Path, dtype: str, out: Path, also: Mapping[str, str] | None = None) -> None:
+    """Write transformers' model `causal` to `out`, which must not exist: it appears when it is complete.
+
+    model  the folder that it was loaded from: configuration and tokenizer are copied
+    dtype  of its weights, for the configuration
+    also   further text files by name
+    """
+    _refuse_existing(out)
+
     def write(folder: Path) -> None:
         causal.save_pretrained(folder, max_shard_size=SHARD)
         for path in model.iterdir():
@@ -82,7 +95,9 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
         # The original configuration: the model in memory has its dropout set to 0.
         config = json.loads((model / "config.json").read_text())
         config.pop("torch_dtype", None)
-        (folder / "config.json").write_text(json.dumps(config | {"dtype": settings.dtype}, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+        for name, text in (also or {}).items():
+            (folder / name).write_text(text)
 
     _write_whole(out, write)
 
@@ -184,7 +199,9 @@ def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
         for path in part.iterdir():
             # safetensors writes files for the owner only; apply the folder's umask to them
             path.chmod(part.stat().st_mode & 0o666)
+        fsync_tree(part)
         part.rename(out)
+        fsync_path(out.parent)
     except OSError as error:
         raise UserError(f"cannot write {out}", why=str(error), todo="check disk space and permissions") from None
     finally:

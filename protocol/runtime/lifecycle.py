@@ -53,10 +53,14 @@ def shutdown_on_signals(shutdown: ShutdownSignal | None = None) -> Iterator[Shut
 
 
 class DeferredShutdown:
-    """The shutdown of a process without an event loop: immediate, or if `deferred` when the process reads `is_set`."""
+    """The shutdown of a process without an event loop: immediate, or if `deferred` when the process reads `is_set`.
+
+    number  the last signal that arrived, 0 if none
+    """
 
     def __init__(self) -> None:
         self.deferred = False
+        self.number = 0
         self._requested = threading.Event()
 
     def is_set(self) -> bool:
@@ -69,6 +73,7 @@ class DeferredShutdown:
             raise SystemExit(0)
         if self._requested.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
+        self.number = number
         self._requested.set()
 
 
