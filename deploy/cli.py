@@ -38,6 +38,7 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "demo": Verb("train a tiny model to search, on this machine, in minutes", "deploy.demo.command"),
+    "demo-lm": Verb("train a pretrained language model on real questions, on two cores", "deploy.demo.lm.command"),
     "init": Verb("write a configuration file with every setting explained", "deploy.commands.init"),
     "sft": Verb("train a model on demonstrations: the warm start of a run", "deploy.sft.command"),
     "up": Verb("start all processes of a run on this machine and monitor them", "deploy.commands.up"),

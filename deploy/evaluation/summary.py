@@ -93,7 +93,7 @@ def summarise(rows: Sequence[Row], *, seed: int = 0) -> Summary:
     others = [method for method in methods if method != reference]
     compared = [compare(rows, rows, other, reference, seed=seed) for other in others]
     versions = Counter(
-        str(row.get("version") or "") for row in rows if _is_valid(row) and row.get("version") is not None
+        str(row.get("version") or "") for row in rows if is_valid(row) and row.get("version") is not None
     )
     return Summary(
         cells,
@@ -143,7 +143,7 @@ def compare(
 
 
 def _cell(method: str, data_set: str, rows: Sequence[Row], seed: int) -> Cell:
-    valid = [row for row in rows if _is_valid(row)]
+    valid = [row for row in rows if is_valid(row)]
     metrics = {
         metric: interval(_values(_by_question(valid, metric)), seed=seed)
         for metric in METRICS
@@ -164,7 +164,7 @@ def _cell(method: str, data_set: str, rows: Sequence[Row], seed: int) -> Cell:
 
 
 def _averages(rows: Sequence[Row], method: str, seed: int) -> dict[str, Estimate]:
-    mine = [row for row in rows if row["method"] == method and _is_valid(row)]
+    mine = [row for row in rows if row["method"] == method and is_valid(row)]
     return {
         metric: interval(_values(_by_question(mine, metric)), seed=seed)
         for metric in ("em", "f1", "cover_em", "judge")
@@ -172,7 +172,8 @@ def _averages(rows: Sequence[Row], method: str, seed: int) -> dict[str, Estimate
     }
 
 
-def _is_valid(row: Row) -> bool:
+def is_valid(row: Row) -> bool:
+    """Return whether the policy itself ended the episode, so that it counts."""
     return not (is_failed(row) or is_too_long(row))
 
 
@@ -182,7 +183,7 @@ def _headline(rows: Sequence[Row]) -> str:
 
 
 def _compared_metric(left: Sequence[Row], right: Sequence[Row], data_set: str) -> str:
-    rows = [row for row in (*left, *right) if row["data_set"] == data_set and _is_valid(row)]
+    rows = [row for row in (*left, *right) if row["data_set"] == data_set and is_valid(row)]
     return "judge" if rows and all("judge" in row["metrics"] for row in rows) else _headline(rows)
 
 
@@ -190,7 +191,7 @@ def _by_question(rows: Iterable[Row], metric: str, *, texts: bool = False) -> By
     """Return the mean over the valid episodes of each question. texts: the text is part of a question's key."""
     collected: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        if _is_valid(row) and metric in row["metrics"]:
+        if is_valid(row) and metric in row["metrics"]:
             key = f"{row['question_id']}\0{row['question']}" if texts else str(row["question_id"])
             collected.setdefault(row["data_set"], {}).setdefault(key, []).append(float(row["metrics"][metric]))
     return {name: {key: _mean(values) for key, values in found.items()} for name, found in collected.items()}

