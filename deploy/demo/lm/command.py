@@ -1,9 +1,9 @@
 """Train a pretrained language model to answer real questions by searching, on two cores, in about 90 minutes.
 
 SmolLM2-135M-Instruct gets a supervised warm start on demonstrations in Search-R1's protocol, then GRPO through the
-whole ring, and is evaluated on questions that neither saw: untrained, with naive RAG, after the warm start, after GRPO. Each
-phase is a `foray` command; the same command continues after a stop. DATA has questions_train.jsonl (with supporting
-passages), questions_dev.jsonl and corpus_multihop.jsonl; the files may have any format of docs/data.md.
+whole ring, and is evaluated on questions that neither saw: untrained, with naive RAG, after the warm start, after
+GRPO. Each phase is a `foray` command; the same command continues after a stop. DATA has questions_train.jsonl (with
+supporting passages), questions_dev.jsonl and corpus_multihop.jsonl; the files may have any format of docs/data.md.
 """
 
 from __future__ import annotations
