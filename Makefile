@@ -36,9 +36,10 @@ demo: setup
 
 # A pretrained language model of 135M parameters learns real questions, in about 90 minutes on two cores. DATA: a folder
 # of questions and passages; without it the command says what to fetch. ARGS="--control shuffled-reward" adds the control.
-demo-lm: setup
+# ENGINE=sglang generates with SGLang on the CPU.
+demo-lm: setup $(if $(filter sglang,$(ENGINE)),sglang-env)
 	$(BIN)/python -m pip install --quiet gguf==0.19.0
-	$(BIN)/foray demo-lm $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/foray demo-lm $(if $(DATA),--data $(DATA)) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 # The fast tests, minutes on two cores, with lint in parallel.
 WORKERS ?= 2

@@ -10,6 +10,7 @@ from benchmarks.packing import PackingBench
 from benchmarks.retriever.gpu import RetrieverGpuBench
 from benchmarks.retriever.settings import RetrieverBench
 from benchmarks.rollout.bench import RolloutBench
+from benchmarks.small_lm import SmallLmBench
 from benchmarks.transfer import TransferBench
 from benchmarks.transport.settings import TransportBench
 from benchmarks.weights import WeightsBench
@@ -22,6 +23,7 @@ BENCHMARKS: dict[str, type[BenchSettings]] = {
     "retriever": RetrieverBench,
     "retriever_gpu": RetrieverGpuBench,
     "rollout": RolloutBench,
+    "small_lm": SmallLmBench,
     "transfer": TransferBench,
     "transport": TransportBench,
     "weights": WeightsBench,

@@ -195,7 +195,7 @@ def main(argv: Sequence[str]) -> None:
 
     directory = Path(argv[0])
     settings = LearnerBench.model_validate_json((directory / SETTINGS).read_text())
-    model = _write_model(settings, directory / "model")
+    model = write_model(settings, directory / "model")
     tokens = _write_batch(settings, directory / "batch.npz")
     batch = our_batch(settings, settings.row_tokens, settings.micro_batch_tokens)
     count = settings.groups * settings.group_size
@@ -242,7 +242,7 @@ def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int) 
     )
 
 
-def _write_model(settings: LearnerBench, directory: Path) -> Path:
+def write_model(settings: LearnerBench, directory: Path) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar

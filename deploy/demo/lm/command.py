@@ -29,6 +29,11 @@ CONFIG_COPY, FACTS = "demo-lm.yaml", "demo-lm.json"
 VARIABLE = "FORAY_DATA"
 HELD_OUT = 200
 FILES = {"train": "questions_train.jsonl", "dev": "questions_dev.jsonl", "corpus": "corpus_multihop.jsonl"}
+SGLANG = """engine.kind={type: sglang, python: .venv-sglang/bin/python, launcher: requirements/sglang_cpu_launch.py,
+max_running: 32, fp32_lm_head: true, args: [--device, cpu, --attention-backend, torch_native, --dtype, bfloat16,
+--max-total-tokens, "32768", --skip-server-warmup]}"""
+ENGINES = {"cpu": (), "sglang": (SGLANG, "engine.start_timeout_s=600", "launch.ready_s=600")}
+"""Engine -> settings. `make sglang-env` makes SGLang's environment."""
 FETCH = """get HotpotQA in its own format (paragraphs included), and make the three files of it:
   foray data get http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json --to data
   foray data convert --corpus data/hotpot_dev_distractor_v1.json DATA/corpus_multihop.jsonl
@@ -49,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="shuffled-reward: afterwards, train once more from the same warm start with shuffled rewards",
     )
+    parser.add_argument("--engine", choices=list(ENGINES), default="cpu", help="cpu: the embedded engine (default)")
     parser.add_argument("--limit", type=int, help="evaluate only the first LIMIT questions of each set")
     parser.add_argument("--fresh", action="store_true", help="replace an existing demo in that directory")
     parser.add_argument("--json", action="store_true", help="print result.json at the end (progress on stderr)")
@@ -110,6 +116,7 @@ def prepare(args: argparse.Namespace, directory: Path, data: dict[str, Path]) ->
     same = {
         "seed": args.seed,
         "model": model,
+        "engine": args.engine,
         "overrides": list(args.overrides),
         "questions": {"train": train.fingerprint, "dev": dev.fingerprint},
     }
@@ -146,7 +153,7 @@ def config_tree(args: argparse.Namespace, directory: Path, data: dict[str, Path]
         f"learner.questions={questions / 'train.jsonl'}",
         f"learner.eval.suites={json.dumps([suite])}",
     ]
-    return dict(read_tree(CONFIG, [*chosen, *args.overrides]))
+    return dict(read_tree(CONFIG, [*chosen, *ENGINES[args.engine], *args.overrides]))
 
 
 def phases(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> list[Phase]:
@@ -156,22 +163,18 @@ def phases(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> 
     suites = [f"{name}={directory / 'questions' / name}.jsonl" for name in ("held_out", "dev")]
     limit = ["--limit", str(args.limit)] if args.limit else []
 
-    def evaluation(name: str, target: Path, *more: str) -> Phase:
-        result = directory / "eval" / name
-        argv: list[str | Path] = [
-            "eval",
-            target,
+    def evaluation(name: str, target: Path, *methods: str) -> Phase:
+        asked = [
             "--config",
-            config,
+            str(config),
             "--suite",
             *suites,
-            "--out",
-            result,
-            "--resume",
             *limit,
-            *more,
+            "--out",
+            str(directory / "eval" / name),
+            "--resume",
         ]
-        return Phase.foray(f"eval-{name}", f"evaluate {target.name}", *argv)
+        return Phase.foray(f"eval-{name}", f"evaluate {target.name}", "eval", target, *asked, *methods)
 
     found = [
         Phase.foray(

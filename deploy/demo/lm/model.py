@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def download(directory: Path) -> Path:
 
 def convert(gguf: Path, out: Path) -> None:
     """Write the model and tokenizer of a GGUF file to `out`, which appears when it is complete."""
+    os.environ["TQDM_DISABLE"] = "1"  # read at import
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 

@@ -78,7 +78,7 @@ def _values(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, list[float]]]]
             "em": row["metrics"]["em"],
             "f1": row["metrics"]["f1"],
             "searched": row["searches"] > 0,
-            "well_formed": row["method"] == "policy" and is_well_formed(row),
+            "well_formed": is_well_formed(row) if row["method"] == "policy" else None,
             "evidence": row["evidence"],
             "tokens": row["tokens_generated"] + row["tokens_read"],
         }
@@ -180,6 +180,9 @@ def table(result: Mapping[str, Any]) -> str:
         if points:
             shown = "  ".join(f"{point['step']:g}: {point['f1']:.3f}" for point in points)
             lines.append(f"{title}, F1 by step: {shown}")
+    for example in result["examples"]:
+        lines.append(f"\n{example['question']} ({' | '.join(example['answers'])})")
+        lines += [f"  {name}: {' '.join(text.split())}" for name, text in example["text"].items()]
     lines.append("")
     for name, used in result["phases"].items():
         lines.append(f"{name:24}{used['seconds'] / 60:8.1f} min{used['cpu_seconds'] / 60:8.1f} CPU min")

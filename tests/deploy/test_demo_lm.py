@@ -1,0 +1,199 @@
+"""`foray demo-lm`: phases run once and continue after a stop; missing files are named; the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.cli import main
+from deploy.demo.lm import results
+from deploy.demo.lm.command import FILES, VARIABLE
+from deploy.demo.lm.phases import Phase, PhaseFailed, read_phases, run_phases
+from deploy.evaluation.store import EPISODES, PROTOCOL
+from learner.data.questions import load_questions
+from tests.support.sft_model import tiny_chat_model
+from tests.support.waiting import wait_until
+
+TOWNS = 220
+
+
+def python(name: str, code: str) -> Phase:
+    return Phase(name, name, ("-c", code))
+
+
+def data(folder: Path, towns: int = TOWNS) -> Path:
+    """Questions of one search each, and their passages."""
+    folder.mkdir()
+    asked = [
+        {"id": f"q{n}", "question": f"Where is Town{n} ?", "golden_answers": [f"river{n}"], "supporting_ids": [f"p{n}"]}
+        for n in range(towns)
+    ]
+    passages = [{"id": f"p{n}", "contents": f'"Town{n}"\nTown{n} lies on river{n}.'} for n in range(towns)]
+    for kind, records in (("train", asked[10:]), ("dev", asked[:10]), ("corpus", passages)):
+        (folder / FILES[kind]).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_a_finished_phase_is_skipped_and_a_failed_one_runs_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    counts = f"from pathlib import Path; p = Path({str(tmp_path)!r}) / 'n'; p.open('a').write('x'); print('one line')"
+    burns = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    fails = f"import sys; from pathlib import Path; sys.exit(0 if (Path({str(tmp_path)!r}) / 'go').exists() else 3)"
+    phases = [python("first", counts), python("burns", burns), python("last", fails)]
+    with pytest.raises(PhaseFailed, match=r"last failed \(exit code 3\)") as failed:
+        run_phases(phases, tmp_path, said.append)
+    assert failed.value.code == 3 and "  one line" in said
+    (tmp_path / "go").touch()
+    run_phases(phases, tmp_path, said.append)
+    record = read_phases(tmp_path)
+    assert (tmp_path / "n").read_text() == "x", "the finished phases did not run again"
+    assert {name: (used["starts"], used["done"]) for name, used in record.items()} == {
+        "first": (1, True), "burns": (1, True), "last": (2, True),
+    }  # fmt: skip
+    assert record["burns"]["cpu_seconds"] >= 0.3 and (tmp_path / "logs" / "first.log").read_text() == "one line\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_reaches_the_phase_and_the_same_command_continues(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "phase.py").write_text(
+        "import signal, sys, time\nfrom pathlib import Path\nhere = Path(__file__).parent\n"
+        "def stop(number, frame):\n    (here / 'stopped').write_text(str(number))\n    sys.exit(7)\n"
+        "signal.signal(signal.SIGTERM, stop); signal.signal(signal.SIGINT, stop)\n"
+        "(here / 'up').touch()\nwhile not (here / 'stopped').exists(): time.sleep(0.01)\n"
+    )
+    code = (
+        "import sys; from pathlib import Path; from deploy.demo.lm.phases import *\n"
+        f"here = Path({str(tmp_path)!r})\n"
+        "try: run_phases([Phase('long', 'long', (str(here / 'phase.py'),))], here, print)\n"
+        "except PhaseStopped as stopped: sys.exit(100 + stopped.number)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2]) as child:
+        wait_until(lambda: (tmp_path / "up").exists(), "the phase has started", 60)
+        os.kill(child.pid, number)
+        assert child.wait(60) == 100 + number
+    assert (tmp_path / "stopped").read_text() == str(int(number))
+    assert read_phases(tmp_path)["long"]["done"] is False
+    run_phases([Phase("long", "long", (str(tmp_path / "phase.py"),))], tmp_path, print)
+    assert read_phases(tmp_path)["long"]["done"] is True
+
+
+def test_without_data_the_command_says_what_to_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert main(["demo-lm", "--dir", str(tmp_path / "run")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["demo-lm", "--data", str(tmp_path / "empty"), "--dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "no questions are given" in error and "has no questions_train.jsonl, questions_dev.jsonl" in error
+    assert error.count("foray data get") == 2 and not (tmp_path / "run").exists()
+
+
+SMALL = (
+    *("run.steps=2", "run.group_size=2", "run.groups_per_step=2", "learner.filter.metric=''", "sft.max_steps=2"),
+    *("sft.dtype=float32", "learner.model.dtype=float32", "learner.engine.zero_stage=0", "engine.kind.dtype=float32"),
+    *("learner.eval.every=100", "rollout.episode.max_new_tokens=40", "rollout.episode.max_context=2048"),
+    *("sft.max_tokens=4096", "launch.ready_s=180"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_phases_with_a_tiny_model_a_kill_and_the_control(tmp_path: Path) -> None:
+    folder, run = data(tmp_path / "data"), tmp_path / "run"
+    model = tiny_chat_model(tmp_path / "model")
+    argv = [
+        "demo-lm",
+        "--data",
+        str(folder),
+        "--dir",
+        str(run),
+        "--model",
+        str(model),
+        "--limit",
+        "2",
+        "--json",
+        *SMALL,
+    ]
+    command = [sys.executable, "-m", "deploy", *argv]
+
+    def killed(when: Callable[[], bool], what: str) -> None:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+            try:
+                wait_until(when, what, 180)
+            finally:
+                child.terminate()
+            assert child.wait(60) == 1
+
+    killed(lambda: (run / "eval" / "untrained" / EPISODES).exists(), "an evaluation is in progress")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert json.loads((run / "result.json").read_text()) == result
+    held_out, train = (load_questions(run / "questions" / f"{name}.jsonl").questions for name in ("held_out", "train"))
+    assert len(held_out) == 200 and len(train) == TOWNS - 10 - 200
+    assert not {q.text for q in held_out} & {q.text for q in train}
+    assert list(result["policies"]) == ["untrained", "naive RAG", "warm start", "GRPO"]
+    assert {sets["dev"]["em"]["n"] for sets in result["policies"].values()} == {2}
+    assert [point["step"] for point in result["curve"]] == [0, 2]
+    assert all(used["done"] for used in result["phases"].values())
+    assert result["phases"]["eval-untrained"]["starts"] == 2 and result["phases"]["grpo"]["starts"] == 1
+    again = subprocess.run([*command, "run.steps=3"], capture_output=True, text=True, timeout=60)
+    assert again.returncode == 2 and "holds a demo with another overrides" in again.stderr
+    control = subprocess.run([*command, "--control", "shuffled-reward"], capture_output=True, text=True, timeout=400)
+    assert control.returncode == 0, control.stderr[-3000:]
+    found = json.loads(control.stdout)
+    assert list(found["policies"])[-1] == "GRPO, rewards shuffled" and len(found["control_curve"]) == 2
+    assert found["phases"]["grpo"]["starts"] == 1
+    assert {(row["from"], row["to"]) for row in found["differences"]} == set(results.DIFFERENCES)
+
+
+def row(question: str, em: float, *turns: str, method: str = "policy", **more: Any) -> dict[str, Any]:
+    segments = [{"owner": "prompt", "text": "?"}, *({"owner": "policy", "text": turn} for turn in turns)]
+    return {
+        "method": method, "data_set": "dev", "question_id": question, "index": 0, "question": question,
+        "answers": ["a"], "status": "answered", "metrics": {"em": em, "f1": em}, "searches": len(turns) - 1,
+        "evidence": em > 0,
+        "tokens_generated": 10, "tokens_read": 90, "segments": segments,
+    } | more  # fmt: skip
+
+
+def test_the_table_counts_what_its_columns_say(tmp_path: Path) -> None:
+    search, answer = "<think> t </think> <search> q </search>", "<think> t </think> <answer> a </answer>"
+    rows = {
+        "untrained": [
+            row("q1", 0, "hello"), row("q2", 1, answer), row("q1", 0, method="rag"), row("q2", 0, method="rag"),
+            row("q1", 1, answer, status="failed", index=1),
+        ],
+        "warm": [row("q1", 0, search, answer), row("q2", 1, search, "<answer> a </answer>", evidence=None)],
+        "grpo": [row("q1", 1, search, search, answer), row("q2", 1, search, answer)],
+    }  # fmt: skip
+    for name, episodes in rows.items():
+        folder = tmp_path / "eval" / name
+        folder.mkdir(parents=True)
+        (folder / PROTOCOL).write_text("{}")
+        (folder / EPISODES).write_text("".join(json.dumps(r) + "\n" for r in episodes))
+    result = results.summary(tmp_path, {})
+    means = {
+        name: {column: value and value["mean"] for column, value in sets["dev"].items()}
+        for name, sets in result["policies"].items()
+    }
+    assert means["untrained"] == {
+        "em": 0.5, "f1": 0.5, "searched": 0, "well_formed": 0.5, "evidence": 0.5, "tokens": 100,
+    }  # fmt: skip
+    assert means["warm start"]["well_formed"] == 0.5 and means["warm start"]["searched"] == 1
+    assert means["warm start"]["evidence"] == 0, "the unknown one does not count"
+    assert means["GRPO"]["em"] == 1 and means["GRPO"]["well_formed"] == 1
+    gain = next(r for r in result["differences"] if (r["from"], r["metric"]) == ("warm start", "em"))
+    assert gain["difference"] == 0.5 and gain["n"] == 2
+    assert result["examples"][0]["question"] == "q1" and "<search>" in result["examples"][0]["text"]["GRPO"]
+    shown = results.table(result)
+    assert "naive RAG" in shown and "warm start -> GRPO: +0.500" in shown
