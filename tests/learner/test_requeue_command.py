@@ -39,7 +39,7 @@ def test_a_dead_seq_is_requeued_by_its_number_and_trained(
             codes.append(main(["dlq", "list", "--config", str(config), "--json"]))
             codes.append(main(["dlq", "requeue", "3", "--config", str(config)]))
             codes.append(main(["dlq", "requeue", "1", "--config", str(config)]))
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while b"requeued" not in [fields[b"kind"] for _, fields in db.xrange(Keys(run.id).events)]:
                 assert time.monotonic() < deadline, "the learner sees the request"
                 time.sleep(0.02)
