@@ -191,6 +191,8 @@ def test_float32_logits_of_bfloat16_weights_have_no_rounding_but_the_gradients(w
     assert found.logprobs.dtype == torch.float32
     torch.testing.assert_close((found.logprobs.double(), found.entropy.double()), wanted, rtol=0, atol=2e-5)
     weighted(found.logprobs, found.entropy, None).backward()
+    of_float32 = torch.full((64, 64), 1.001)
+    assert ((of_float32 @ of_float32).double() - 64 * 1.001**2).abs().max() < 1e-4, "other products stay float32"
     for ours, theirs in zip([hidden, *layer.parameters()], exact, strict=True):
         assert ours.grad.dtype == torch.bfloat16
         # each number rounded once; a weight's once for each chunk that it is summed over

@@ -220,6 +220,8 @@ def test_logits_of_bfloat16_weights_are_not_rounded(tmp_path: Path) -> None:
     found = CausalLM(config, weights).logits(hidden)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    of_float32 = torch.full((64, 64), 1.001)
+    assert ((of_float32 @ of_float32).double() - 64 * 1.001**2).abs().max() < 1e-4, "other products stay float32"
 
 
 @pytest.mark.parametrize("family", ["qwen2 tied", "qwen2 untied"])
