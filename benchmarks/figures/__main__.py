@@ -5,8 +5,8 @@
     python -m benchmarks.figures --page                only the page, from the existing figures
     python -m benchmarks.figures --check               exit code 1 if the page is not up to date
 
-Each figure is a process with a limit of 15 minutes; its output is kept below runs/figures. Failures are listed at the
-end and do not stop the others; the next call continues with the missing ones.
+Each figure is a process with a time limit (`Figure.minutes`); its output is kept below runs/figures. Failures are
+listed at the end and do not stop the others; the next call continues with the missing ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from deploy.doctor.gpus import without_cuda
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 
-TIMEOUT_S = 15 * 60.0
 STOP_S = 60.0
 """Time for an interrupted process to stop its children, in seconds."""
 WARM_START = ("demo", "--prepare-only", "--fresh", "--seed", "0", "--dir", str(MODEL.parent))
@@ -101,8 +100,9 @@ def make_all(names: Sequence[str], *, force: bool) -> list[str]:
     return failed
 
 
-def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s: float | None = None) -> dict[str, Any]:
     """Run the command and write its file. Raises ForayError if it fails, times out or prints no JSON object."""
+    timeout_s = figure.minutes * 60 if timeout_s is None else timeout_s
     if figure.warm and not (root / MODEL / "model.safetensors").exists():
         _run("warm", WARM_START, root, timeout_s)
     circumstances = Circumstances(figure.modules)
