@@ -29,6 +29,8 @@ HARD = ("gate_query", "gate_evidence", "em_before", "em_after", "em_1hop_before"
         "seconds")  # fmt: skip
 COMPARE = ("reached", "em_last", "em_best", "held_out_before", "held_out_after", "held_out_greedy", "without_search",
            "seconds")  # fmt: skip
+STEP = ("reached", "half_gain")
+"""A step, or None if it was not reached."""
 _PLACE = re.compile(r"^\{\{([a-z0-9_-]+)\}\}$", re.M)
 
 
@@ -115,7 +117,7 @@ class _Page:
         rows = []
         for name, kept in self.measured_of(start).items():
             short = name.removeprefix(f"{start}-")
-            cells = ["never" if c in ("reached", "half_gain") and kept.get(c) is None else shown(kept.get(c)) for c in columns]
+            cells = ["never" if c in STEP and kept.get(c) is None else shown(kept.get(c)) for c in columns]
             rows.append([short, *cells, ", ".join(MET[t["met"]] for t in kept["targets"]), self.measured(name, kept)])
         return grid(["", *(c.replace("_", " ") for c in columns), "target", "measured"], rows)
 

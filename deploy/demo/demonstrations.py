@@ -76,6 +76,11 @@ class Demonstration:
         span = self._add(f"<think> {SAID[fact.relation]} {fact.value} </think>", POLICY_WEIGHT)
         self.evidence.append(slice(span.start + 2, span.stop - 1))
 
+    def mute(self, spans: Sequence[slice]) -> None:
+        """Remove the loss from these positions."""
+        for span in spans:
+            self.weights[span] = [0.0] * (span.stop - span.start)
+
     def answer(self, value: str) -> None:
         """Append the policy's answer."""
         self._add(f"<answer> {value} </answer>", POLICY_WEIGHT)

@@ -40,6 +40,7 @@ MARKER = ".foray-demo"
 HELD_OUT_SEED = 1_000_000
 """Worlds with this seed and above are never trained on."""
 HELD_OUT_PER_HOPS = 128
+TOPK = 2
 HOP_NAMES = {1: "one-hop", 2: "two-hop", 3: "three-hop"}
 
 Say = Callable[[str], None]
@@ -91,7 +92,7 @@ def prepare(options: DemoOptions, say: Say) -> PreparedDemo:
     config = from_tree(tree)
     say("[1/5] generating two worlds of facts")
     began = time.monotonic()
-    held_out = write_worlds(options.seed, directory / "world", options.level, config.rollout.search.topk)
+    held_out = write_worlds(options.seed, directory / "world", options.level)
     worlds_s = time.monotonic() - began
     say(f"run {config.run.id}: two worlds in {directory / 'world'}: one for training, one for evaluation")
     say("[2/5] warm start: supervised training on format and reading")
@@ -117,8 +118,11 @@ def demo_tree(options: DemoOptions) -> dict[str, Any]:
     return read_tree(CONFIG, [*hard, *chosen, *options.overrides])
 
 
-def write_worlds(seed: int, directory: Path, level: Level = SHORT, topk: int = 2) -> list[dict[str, Any]]:
-    """Write corpus, training questions and held-out questions. Return the held-out questions, one-hop first."""
+def write_worlds(seed: int, directory: Path, level: Level = SHORT) -> list[dict[str, Any]]:
+    """Write corpus, training questions and held-out questions. Return the held-out questions, one-hop first.
+
+    Every question of the hard demo needs all its searches, with the number of passages of `demo.yaml` (TOPK).
+    """
     import random
 
     train = level.world(seed, level.larger)
@@ -130,7 +134,7 @@ def write_worlds(seed: int, directory: Path, level: Level = SHORT, topk: int = 2
         if level is SHORT:
             return [record for record, _ in every]
         chains = ((record, world.steps(puzzle.chain)) for record, puzzle in every)
-        return [r for r, steps in chains if len(steps) <= level.searches and lookup.needs_all(steps, topk)]
+        return [r for r, steps in chains if len(steps) <= level.searches and lookup.needs_all(steps, TOPK)]
 
     rng = random.Random(f"foray demo questions {seed}")
     questions = records(train, 1)

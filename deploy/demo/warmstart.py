@@ -79,7 +79,7 @@ class GateReport:
 
     @property
     def passed(self) -> bool:
-        """Return whether every relation is read well and nearly every question right; hard: whether skills are half."""
+        """Return whether every relation is read well; hard: whether both skills are within `BAND`."""
         if self.hard:
             return all(BAND[0] <= skill <= BAND[1] for skill in (self.query_mean, self.mean))
         return self.worst >= WORST_AT_LEAST and self.mean >= MEAN_AT_LEAST
@@ -310,6 +310,7 @@ class WarmStartBudget:
 
 
 HARD_BUDGET = WarmStartBudget(practice=60, chunk=5, most=400, habits=0, decay=320)
+"""The gate is passed after about 100 steps. A few steps later the skills would be above it."""
 
 
 @dataclass(frozen=True)
@@ -392,6 +393,7 @@ def warm_start(
 ) -> WarmStartReport:
     """Train a new model until it passes the gate, give it bad habits, write it to `out_dir` in Hugging Face layout.
 
+    level    of the worlds to practise in. The hard one has another gate and gives no habits.
     threads  torch threads while training. Default one: a second gains little on such small matrices and, if its core is
              busy, delays each step (measured: four times slower). The result depends on (seed, budget) and, in the
              last bits, on the number of threads.
@@ -444,12 +446,11 @@ def _practise(course: _Course, seed: int, log: Log) -> tuple[GateReport, int]:
     """Practise until the gate is passed. Return its report and the number of attempts."""
     budget = course.budget
     peak, floor = budget.learning_rate, budget.learning_rate / 10
+    decay = budget.decay or budget.practice
 
     def first(step: int) -> float:
         rise = min(1.0, (step + 1) / budget.warm_up)
-        return rise * (
-            floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * step / (budget.decay or budget.practice)))
-        )
+        return rise * (floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * step / decay)))
 
     loss = course.train(practice, budget.practice, first)
     looks = 0
@@ -471,10 +472,10 @@ def _practise(course: _Course, seed: int, log: Log) -> tuple[GateReport, int]:
 def weaker(report: GateReport, scene: Scene, puzzles: dict[int, list[Puzzle]]) -> Demonstration:
     """Return practice without a loss on skills that are good enough, so that both can be within `BAND` at once."""
     shown, enough = practice(scene, puzzles), sum(BAND) / 2
-    done = shown.queries if report.query_mean > enough else []
-    done = [*done, *(slice(span.start - 1, span.stop) for span in shown.evidence if report.mean > enough)]
-    for span in done:
-        shown.weights[span] = [0.0] * (span.stop - span.start)
+    if report.query_mean > enough:
+        shown.mute(shown.queries)
+    if report.mean > enough:
+        shown.mute([slice(span.start - 1, span.stop) for span in shown.evidence])  # with the verb
     return shown
 
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from deploy.demo.run import DemoOptions, demo_tree, half_gain, prepare, write_worlds
+from deploy.demo.run import TOPK, DemoOptions, demo_tree, half_gain, prepare, write_worlds
 from deploy.demo.world import HARD, NAME_WORDS, RELATION_NAMES, SHORT, VERBS, World
 from retriever.index.bm25 import Bm25Index
 from retriever.index.config import Bm25Settings
 from tests.support.small_retriever import TextSource
 
-TOPK = 2
 Finds = dict[str, list[str]]
 
 
@@ -60,7 +59,7 @@ def fewest(start: str, wanted: str, finds: Finds, mentions: Finds) -> int:
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4])
 def test_every_question_needs_exactly_its_searches_of_the_real_index(tmp_path: Path, seed: int) -> None:
-    write_worlds(seed, tmp_path / "world", HARD, TOPK)
+    write_worlds(seed, tmp_path / "world", HARD)
     corpus = read(tmp_path / "world" / "corpus.jsonl")
     title_of = {passage["id"]: names_in(passage["contents"])[0] for passage in corpus}
     text_of = {title_of[passage["id"]]: passage["contents"] for passage in corpus}
@@ -102,6 +101,7 @@ def test_a_world_without_second_names_is_the_one_of_the_short_demo() -> None:
 def test_the_hard_demo_has_its_own_settings_and_overrides_still_win(tmp_path: Path) -> None:
     short, hard = (demo_tree(DemoOptions(tmp_path, 0, hard=hard)) for hard in (False, True))
     assert hard["run"]["steps"] > short["run"]["steps"] and hard["run"]["temperature"] < 1
+    assert hard["rollout"]["search"]["topk"] == TOPK
     assert hard["rollout"]["episode"]["max_turns"] > HARD.searches
     given = demo_tree(DemoOptions(tmp_path, 0, overrides=("run.steps=2",), hard=True))
     assert given["run"]["steps"] == 2 and given["run"]["temperature"] == hard["run"]["temperature"]
