@@ -3,9 +3,10 @@
 The demo generates a world of facts and gives a 0.2M-parameter Qwen2 a supervised warm start, which teaches the format
 and then adds bad search habits. GRPO removes them through the whole ring: Redis, retriever, engine, rollout server and
 learner as separate processes. Before and after, the model is evaluated on another world that is never trained on.
+It shows that the processes train together, not how well a model learns to search: the habits disappear in a few steps.
 
-The hard demo has no bad habits to remove. Its warm start ends while the model cannot yet query and read well, the
-questions have one to three hops, and subjects with a second name force another search.
+--hard shows learning. There are no habits to remove: the warm start ends while the model cannot yet query and read
+well, the questions have one to three hops, and subjects with a second name force another search.
 """
 
 from __future__ import annotations
