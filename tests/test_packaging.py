@@ -19,6 +19,7 @@ DATA = {
     "deploy/demo/demo.yaml",
     "deploy/demo/algorithms.yaml",
     "deploy/templates/page.html",
+    "deploy/templates/prometheus_rules.yml",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "deploy" / "presets").glob("*.yaml")),
 }
 HEAVY = ("torch", "transformers", "deepspeed", "faiss", "aiohttp", "redis", "tokenizers")
