@@ -43,12 +43,19 @@ VERBS: dict[str, Verb] = {
     "sft": Verb("train a model on demonstrations: the warm start of a run", "deploy.sft.command"),
     "up": Verb("start all processes of a run on this machine and monitor them", "deploy.commands.up"),
     "down": Verb("stop a run", "deploy.commands.down"),
-    "status": Verb("show a run's status: processes, engines, streams, ledger, problems", "deploy.commands.status"),
-    "top": Verb("show a run live: throughput, lag, reward, bottleneck", "deploy.commands.top"),
+    "status": Verb(
+        "show a run: its processes, engines, streams, ledger, problems", "deploy.commands.watch.status"
+    ),
+    "top": Verb("show a run live: throughput, lag, reward, bottleneck", "deploy.commands.watch.top"),
+    "runs": Verb("list runs: state, step, age, reward", "deploy.commands.watch.runs"),
+    "logs": Verb("show the logs of a run's processes, merged by time", "deploy.commands.watch.logs"),
+    "grafana": Verb("write a Grafana dashboard and Prometheus rules for a run", "deploy.commands.watch.grafana"),
     "dlq": Verb("list, show, requeue and purge dead letters and failed seqs", "deploy.commands.dlq"),
     "compare": Verb("run the demo with several algorithms from one warm start", "deploy.demo.compare"),
-    "curves": Verb("print or plot the learning curves of runs, side by side", "deploy.commands.curves"),
-    "replay": Verb("print trained trajectories: what the policy wrote and what it read", "deploy.commands.replay"),
+    "curves": Verb("print or plot the learning curves of runs, side by side", "deploy.commands.watch.curves"),
+    "replay": Verb(
+        "print trained trajectories: what the policy wrote and read", "deploy.commands.watch.replay"
+    ),
     "export": Verb("write the policy of a checkpoint as a Hugging Face model", "deploy.commands.export"),
     "eval": Verb(
         "evaluate a run, checkpoint, model or endpoint on data sets, beside baselines", "deploy.commands.eval"
@@ -81,8 +88,9 @@ MEANT = {
         "ask",
         "test",
     ),
-    "each process has a log file in RUN_DIR/logs, e.g. tail -f RUN_DIR/logs/learner.log": ("log", "logs", "tail"),
-    "`foray status RUN_DIR`": ("ps", "list", "show", "runs"),
+    "`foray logs RUN_DIR -f`": ("log", "tail"),
+    "`foray runs` lists runs, `foray status RUN_DIR` shows one": ("ps", "list", "ls", "show"),
+    "`foray grafana RUN_DIR`": ("prometheus", "alerts"),
     "`foray top RUN_DIR`": ("watch", "monitor", "dashboard"),
     "`foray doctor run.yaml`": ("check", "diagnose", "validate", "lint"),
     "`foray index build --corpus FILE --out DIR`": ("build", "corpus"),

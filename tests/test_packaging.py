@@ -20,6 +20,7 @@ DATA = {
     "deploy/demo/algorithms.yaml",
     "deploy/demo/hard.yaml",
     "deploy/templates/page.html",
+    "deploy/templates/prometheus_rules.yml",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "deploy" / "presets").glob("*.yaml")),
 }
 HEAVY = ("torch", "transformers", "deepspeed", "faiss", "aiohttp", "redis", "tokenizers")
