@@ -166,7 +166,8 @@ async def test_the_calls_of_a_view_and_their_order(world, tmp_path: Path, mode: 
         assert (answer.checksum, answer.touched) == ("c0ffee", True)
         assert (answer.tensors_sha256, answer.unused) == ("", ()), "SGLang holds them in another layout"
         assert 0 < answer.transfer_s < answer.pause_s
-        assert has_state(world, NodeState.LOADING, V1)(), "not READY before the commit"
+        # the state is registered after the answer
+        await eventually(has_state(world, NodeState.LOADING, V1), "LOADING before the commit")
         assert engine.bodies[BUCKET][0] == {
             "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [4]], "group_name": "g",
             "flush_cache": False, "abort_all_requests": False, "load_format": "flattened_bucket",
