@@ -235,6 +235,7 @@ def test_a_signal_stops_the_run_in_order(run_files: Path) -> None:
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell has started pytest in the background
     with pytest.raises(RunStopped) as stopped, launcher(configured(run_files, "wait"), run_files) as started:
         started.start()
+        wait_until(lambda: "start learner" in order(run_files), "the learner is there")
         os.kill(os.getpid(), signal.SIGINT)
         started.wait()
     assert stopped.value.number == signal.SIGINT

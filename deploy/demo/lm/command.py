@@ -28,6 +28,8 @@ CONFIG = Path(__file__).parent / "run.yaml"
 CONFIG_COPY, FACTS = "demo-lm.yaml", "demo-lm.json"
 VARIABLE = "FORAY_DATA"
 HELD_OUT = 200
+MOST_THREADS = 8
+"""Threads of one process: more than these wait for each other at this size."""
 FILES = {"train": "questions_train.jsonl", "dev": "questions_dev.jsonl", "corpus": "corpus_multihop.jsonl"}
 SGLANG = """engine.kind={type: sglang, python: .venv-sglang/bin/python, launcher: requirements/sglang_cpu_launch.py,
 max_running: 32, fp32_lm_head: true, args: [--device, cpu, --attention-backend, torch_native, --dtype, bfloat16,
@@ -164,6 +166,9 @@ def phases(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> 
     model = args.model.absolute() if args.model else directory / "model"
     suites = [f"{name}={directory / 'questions' / name}.jsonl" for name in ("held_out", "dev")]
     limit = ["--limit", str(args.limit)] if args.limit else []
+    # during GRPO learner and engine share the cores; before and after, one of them has all
+    cores = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    alone = [f"engine.kind.threads={cores}"] if args.engine == "cpu" else []
 
     def evaluation(name: str, target: Path, *methods: str) -> Phase:
         asked = [
@@ -175,6 +180,7 @@ def phases(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> 
             "--out",
             str(directory / "eval" / name),
             "--resume",
+            *alone,
         ]
         return Phase.foray(f"eval-{name}", f"evaluate {target.name}", "eval", target, *asked, *methods)
 
@@ -185,7 +191,8 @@ def phases(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> 
         ),
         evaluation("untrained", model, "--methods", "policy", "rag"),
         Phase.foray(
-            "sft", "supervised warm start", "sft", demos, "--model", model, "--out", warm, "--config", config
+            "sft", "supervised warm start", "sft", demos, "--model", model, "--out", warm, "--config", config,
+            f"learner.engine.threads={cores}",
         ),
         evaluation("warm", warm),
         Phase.foray("grpo", "GRPO through the ring", "up", config),

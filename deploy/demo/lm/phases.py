@@ -94,22 +94,27 @@ def run_phases(phases: Sequence[Phase], directory: Path, say: Callable[[str], No
 def _run(phase: Phase, log: Path, say: Callable[[str], None]) -> tuple[int, float, int]:
     """Return (exit code, CPU seconds with all its processes, the signal that stopped it or 0)."""
     signals = [0]
-    # a session of its own, so that Ctrl-C reaches it once: from here
-    child = subprocess.Popen(
-        [sys.executable, *phase.argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    children: list[subprocess.Popen[str]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         signals.append(number)
-        child.send_signal(number)
+        for child in children:
+            child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
+        # a session of its own, so that Ctrl-C reaches it once: from here
+        child = subprocess.Popen(
+            [sys.executable, *phase.argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        children.append(child)
+        if signals[-1]:  # it came before there was a child to pass it on to
+            child.send_signal(signals[-1])
         assert child.stdout is not None
         with log.open("a", encoding="utf-8") as file, child.stdout:
             for line in child.stdout:
