@@ -12,10 +12,10 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from benchmarks.figures.table import FOLDER, figures, read
+from benchmarks.figures.table import FOLDER, NEEDS_DATA, figures, read
 from benchmarks.figures.table import stale as is_stale
 from benchmarks.report import ROOT
-from deploy.demo.lm.results import table
+from deploy.demo.lm.results import of_control, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 TEMPLATE = FOLDER / "benchmarks.template.md"
@@ -112,7 +112,10 @@ class _Page:
         lines += [f"**{shown(kept['value'])} {kept['unit']}**, {ratio}"]
         lines += [*(f"Target: {verdict(target)}." for target in kept["targets"]), ""]
         lines += [f"Left out: {which}, {why}." for which, why in (kept.get("absent") or {}).items()]
-        details = [indent(table(kept), "    ")] if name == "lm" else tables(kept)
+        if name in NEEDS_DATA:
+            details = [indent(table(kept if name == "lm" else of_control(kept)), "    ")]
+        else:
+            details = tables(kept)
         return "\n".join([*lines, *details]).rstrip()
 
     def many(self, start: str, columns: Sequence[str]) -> str:

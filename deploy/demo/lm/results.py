@@ -16,12 +16,13 @@ from learner.validation.results import ValidationFiles
 from rollout_server.rewards.base import TurnText
 from rollout_server.rewards.format import well_formed
 
+CONTROL = "GRPO, rewards shuffled"
 POLICIES = (
     ("untrained", "untrained", "policy"),
     ("naive RAG", "untrained", "rag"),
     ("warm start", "warm", "policy"),
     ("GRPO", "grpo", "policy"),
-    ("GRPO, rewards shuffled", "grpo-control", "policy"),
+    (CONTROL, "grpo-control", "policy"),
 )
 """Row of the table -> (result in `eval/`, method)."""
 COLUMNS = {
@@ -32,8 +33,9 @@ COLUMNS = {
     "evidence": "evidence",
     "tokens": "tokens",
 }
-DIFFERENCES = (("warm start", "GRPO"), ("naive RAG", "GRPO"), ("GRPO, rewards shuffled", "GRPO"))
+DIFFERENCES = (("warm start", "GRPO"), ("naive RAG", "GRPO"), (CONTROL, "GRPO"))
 EXAMPLES = 3
+GAIN = ("held_out", "f1")
 JUDGE = "dev"
 """Data set that neither training nor validation saw."""
 
@@ -145,15 +147,16 @@ def summary(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     policies, phases = read_policies(directory), read_phases(directory)
     found = {policy.name: policy.mean("f1", JUDGE) for policy in policies}
     trained, baseline = found.get("GRPO"), found.get("warm start")
-    gains = differences(policies)
-    gain = [row for row in gains if (row["from"], row["data_set"], row["metric"]) == ("warm start", "held_out", "f1")]
+    compared = differences(policies)
+    gains = {row["from"]: row["difference"] for row in compared if (row["data_set"], row["metric"]) == GAIN}
     return {
         **facts,
         "value": trained and round(trained.mean, 4),
         "unit": f"F1 on {JUDGE} after GRPO",
         "baseline": {"name": "the warm start", "f1": baseline and round(baseline.mean, 4)},
         "ratio": round(trained.mean / baseline.mean, 3) if trained and baseline and baseline.mean else None,
-        "gain": gain[0]["difference"] if gain else None,
+        "gain": gains.get("warm start"),
+        "ahead_of_control": gains.get(CONTROL),
         "hours": round(sum(used["seconds"] for used in phases.values()) / 3600, 2),
         "cpu_hours": round(sum(used["cpu_seconds"] for used in phases.values()) / 3600, 2),
         "phases": phases,
@@ -164,10 +167,20 @@ def summary(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
             }
             for policy in policies
         },
-        "differences": gains,
+        "differences": compared,
         "curve": curve(directory / "grpo"),
         "control_curve": curve(directory / "grpo-control"),
         "examples": examples(policies),
+    }
+
+
+def of_control(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the control adds to a result."""
+    return {
+        **result,
+        "policies": {name: result["policies"][name] for name in ("GRPO", CONTROL)},
+        "differences": [row for row in result["differences"] if row["from"] == CONTROL],
+        "examples": [],
     }
 
 
