@@ -22,11 +22,11 @@ def parse_record(line: str | bytes) -> Any:
 
 
 class StepTail:
-    """Read records appended to `path` since the last call; starts at the end of the file."""
+    """Read records appended to `path` since the last call, at first since construction, or all of them if `whole`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, whole: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not whole else 0
         self.last: dict[str, Any] = {}
 
     def read(self) -> Iterator[dict[str, Any]]:

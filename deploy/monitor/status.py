@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.launcher.progress import read_history
 from deploy.launcher.run_dir import Located, is_held, read_record
-from deploy.monitor.snapshot import RunSnapshot, take_snapshot
+from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from deploy.terminal import escape_untrusted
 from protocol.messages import NodeState
 from rollout_server.search.base import NO_SUCH_PATH
@@ -236,7 +236,11 @@ STARTING_S = 60.0
 def look(found: Located) -> RunSnapshot:
     """Take a snapshot of a run from Redis, run.json and `metrics.jsonl`."""
     record = read_record(found.directory)
-    seen = take_snapshot(found.redis_url, found.run.id, found.directory)
+    if found.redis_url:
+        seen = take_snapshot(found.redis_url, found.run.id, found.directory)
+    else:
+        why, totals = "its address is unknown", read_ledger_totals(found.directory)
+        seen = RunSnapshot(found.run.id, "", error=why, totals=totals)
     seen = with_record(seen, record, alive=is_held(found.directory))
     return replace(seen, steps=found.run.steps, history=read_history(found.directory / "metrics.jsonl"))
 

@@ -1,0 +1,57 @@
+// Engines and their versions, rollout servers, nodes and retrievers, as they report now.
+
+import { badge, fill, h, number, panel, percent, short, span, table } from "../dom.js";
+
+const GOOD = ["ready"];
+const BAD = ["suspect", "quarantined", "gone"];
+
+export async function show(box, _, context) {
+  const body = h("div", {});
+  fill(box, h("h1", { class: "hidden" }, "Fleet"), body);
+
+  function refresh() {
+    const seen = context.overview;
+    const of = (kind) => seen.processes.filter((p) => p.process === kind);
+    const target = seen.target.version;
+    const behind = (version) => (target ? Number(target.split(".")[1]) - Number(version.split(".")[1]) : 0);
+    const value = (name, format = number) => (p) => format(p.values[name] ?? null);
+    fill(body,
+      panel("Engines", h("p", { class: "dim" }, target ? `the announced version is ${target} (${seen.target.state})` : "no version is announced"),
+        table([
+          { title: "engine", cell: (e) => e.id }, { title: "state", cell: (e) => badge(e.state, GOOD.includes(e.state) ? "good" : BAD.includes(e.state) ? "bad" : "plain") },
+          { title: "role", cell: (e) => e.role }, { title: "version", cell: (e) => e.version },
+          { title: "behind", num: true, cell: (e) => badge(behind(e.version), behind(e.version) > seen.max_lag ? "bad" : "plain") },
+          { title: "running", num: true, cell: (e) => number(e.running) }, { title: "waiting", num: true, cell: (e) => number(e.waiting) },
+          { title: "tokens/s", num: true, cell: (e) => number(e.tokens_per_s) }, { title: "KV cache", num: true, cell: (e) => percent(e.token_usage) },
+          { title: "updates", num: true, cell: (e) => number(e.updates) }, { title: "last pause", num: true, cell: (e) => span(e.pause_s) },
+          { title: "retractions", num: true, cell: (e) => number(e.retractions) }, { title: "detail", cell: (e) => e.detail || e.url },
+        ], seen.engines, { empty: "no engine is registered", caption: "engines" })),
+      panel("Rollout servers", table([
+        { title: "server", cell: (p) => p.id }, { title: "up", num: true, cell: (p) => span(p.uptime_s) },
+        { title: "groups in flight", num: true, cell: value("groups_in_flight") }, { title: "trajectories", num: true, cell: value("trajectories_in_flight") },
+        { title: "published", num: true, cell: value("groups_published") }, { title: "failed", num: true, cell: value("groups_failed") },
+        { title: "tokens/s", num: true, cell: value("tokens_generated_per_s") }, { title: "requests", num: true, cell: value("requests_in_flight") },
+        { title: "turns waiting", num: true, cell: value("turns_waiting") }, { title: "failovers", num: true, cell: value("failovers") },
+        { title: "duplicates", num: true, cell: value("duplicates") }, { title: "loop delay", num: true, cell: value("event_loop_lag_s", span) },
+      ], of("rollout"), { empty: "no rollout server is running", caption: "rollout servers" })),
+      panel("Search", table([
+        { title: "seen by", cell: (p) => p.id }, { title: "healthy", num: true, cell: (p) => `${number(p.values.retrievers_healthy ?? null)} of ${number(p.values.retrievers ?? null)}` },
+        { title: "searches", num: true, cell: value("searches") }, { title: "failed", num: true, cell: value("search_errors") },
+        { title: "retries", num: true, cell: value("search_retries") }, { title: "mean time", num: true, cell: value("search_s_mean", short) },
+        { title: "window", num: true, cell: value("search_window", short) }, { title: "in flight", num: true, cell: value("searches_in_flight") },
+        { title: "queued", num: true, cell: value("searches_queued") }, { title: "breaker", cell: (p) => breaker(p.values.search_breaker) },
+      ], of("rollout"), { empty: "no rollout server reports", caption: "search" }),
+        seen.retrievers.length ? h("p", { class: "dim" }, "retrievers: ", seen.retrievers.join(", ")) : null),
+      panel("Streams", h("dl", { class: "facts" }, Object.entries({
+        "tasks waiting": seen.streams.tasks_waiting, "tasks leased": seen.streams.tasks_leased, "groups ready": seen.streams.traj_ready,
+        "groups until the next checkpoint": seen.streams.traj_unacked, "Redis memory": `${number(seen.redis.memory / 2 ** 20, 1)} MiB${seen.redis.max_memory ? ` of ${number(seen.redis.max_memory / 2 ** 20)}` : ""}`,
+      }).map(([name, v]) => [h("dt", {}, name), h("dd", {}, typeof v === "number" ? number(v) : v)]))));
+  }
+  refresh();
+  return { refresh };
+}
+
+function breaker(value) {
+  if (value === undefined) return "–";
+  return value === 0 ? badge("closed", "good") : badge(value === 1 ? "open" : "half open", "bad");
+}
