@@ -5,7 +5,18 @@ import { h, short } from "./dom.js";
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#aa4499", "#b07900", "#3399cc", "#666666"];
 const DARK = ["#56b4e9", "#ff9e57", "#3ddbb0", "#e79ac6", "#f0c94a", "#9ad0f5", "#b0b7c0"];
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [4, 4], [1, 2], [10, 4]];
+const BINS = 100;
 const live = new Set();
+
+// Areas are drawn over at most BINS points: neighbours are averaged.
+function bin(values) {
+  const width = Math.ceil(values.length / BINS);
+  if (width <= 1) return values;
+  return Array.from({ length: Math.ceil(values.length / width) }, (_, i) => {
+    const part = values.slice(i * width, (i + 1) * width).filter((v) => v !== null && v !== undefined);
+    return part.length ? part.reduce((a, b) => a + b, 0) / part.length : null;
+  });
+}
 
 export function isDark() {
   const chosen = document.documentElement.dataset.theme;
@@ -29,9 +40,11 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
   const self = {
     element: box,
     set(x, series) {
-      const given = series.filter((s) => s.values.some((v) => v !== null && v !== undefined));
-      const same = plot && given.length === data.series.length && given.every((s, i) => s.label === data.series[i].label);
-      data = { x, series: given };
+      const given = series.filter((s) => s.values.some((v) => (stacked ? v > 0 : v !== null && v !== undefined)));
+      if (stacked) [x, series] = [bin(x), given.map((s) => ({ ...s, values: bin(s.values) }))];
+      const drawn = stacked ? series : given;
+      const same = plot && drawn.length === data.series.length && drawn.every((s, i) => s.label === data.series[i].label);
+      data = { x, series: drawn };
       if (same) plot.setData(columns());
       else self.draw();
       return self;
@@ -72,7 +85,7 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
       height,
       cursor: { drag: { x: true, y: false }, points: { size: 6 } },
       scales: { x: { time: false }, y: stacked ? { range: (_, __, max) => [0, percent ? 1 : max * 1.05 || 1] } : {} },
-      axes: [axis, { ...axis, size: 54, values: (_, ticks) => ticks.map((t) => text(t)) }],
+      axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map((t) => text(t)) }],
       legend: { live: true },
       series: [
         { label: "step", value: (_, v) => (v === null ? "–" : short(v)) },
@@ -84,7 +97,7 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
             stroke: colour,
             width: stacked ? 1 : 1.8,
             dash: stacked ? [] : DASHES[at % DASHES.length],
-            fill: stacked ? `${colour}${isDark() ? "99" : "b0"}` : undefined,
+            fill: stacked ? colour : undefined,
             spanGaps: true,
             points: { show: s.points || data.x.length < 30, size: 5, fill: colour },
             value: (_, v, __, index) => {

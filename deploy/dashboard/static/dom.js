@@ -81,7 +81,7 @@ export function bars(rows, { empty = "nothing recorded yet" } = {}) {
   const most = Math.max(...rows.map((row) => row[1]), 1e-12);
   return h("div", { class: "bars" }, rows.map(([label, value, text]) => {
     const bar = h("div", { class: "bar" });
-    bar.style.width = `${(100 * value) / most}%`;
+    bar.style.width = value ? `max(1px, ${(100 * value) / most}%)` : "0";
     return [h("div", { class: "bar-label" }, label), h("div", { class: "bar-track" }, bar), h("div", { class: "bar-value" }, text)];
   }));
 }

@@ -19,7 +19,7 @@ const KEYS = [
   ["Esc", "back"], ["/", "search the trajectories"], ["t", "tokens of the trajectory"], ["d", "light or dark"], ["?", "this help"],
 ];
 const main = document.getElementById("main");
-const state = { overview: null, live: false, page: null, shown: "" };
+const state = { list: "#/trajectories", overview: null, live: false, page: null, shown: "" };
 let turn = 0;
 
 function parse() {
@@ -33,6 +33,7 @@ async function route() {
   const where = parse();
   const again = state.page && state.shown === where.name && state.page.move?.(where);
   tabs(where.name);
+  if (where.name === "trajectories") state.list = location.hash;
   if (again) return;
   state.page?.destroy?.();
   state.page = null;
@@ -55,6 +56,13 @@ async function route() {
 const context = {
   get overview() {
     return state.overview;
+  },
+  get list() {
+    return state.list;
+  },
+  replace(path) {
+    history.replaceState(null, "", path);
+    state.list = path;
   },
   go(path) {
     location.hash = path;
@@ -135,7 +143,7 @@ document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("input, select, textarea");
   if (event.key === "Escape") {
     if (typing) return event.target.blur();
-    return state.page?.key?.("Escape") || (state.shown === "group" && history.back());
+    return state.page?.key?.("Escape") || (state.shown === "group" && context.go(state.list));
   }
   if (typing) return;
   const number = Number(event.key);

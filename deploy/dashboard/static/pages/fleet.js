@@ -15,6 +15,8 @@ export async function show(box, _, context) {
     const target = seen.target.version;
     const behind = (version) => (target ? Number(target.split(".")[1]) - Number(version.split(".")[1]) : 0);
     const value = (name, format = number) => (p) => format(p.values[name] ?? null);
+    if (!seen.processes.length && !seen.engines.length)
+      return fill(body, panel("Fleet", h("p", {}, `No process of this run reports (${seen.state}).`), h("p", { class: "dim" }, "Engines, rollout servers and retrievers are shown here while the run is up.")));
     fill(body,
       panel("Engines", h("p", { class: "dim" }, target ? `the announced version is ${target} (${seen.target.state})` : "no version is announced"),
         table([

@@ -18,7 +18,7 @@ export async function show(box, where, context) {
   const at = (n) => `#/group/${seq}${n === null ? "" : `/${n}`}${epoch ? `?epoch=${epoch}` : ""}`;
 
   fill(box, h("div", { class: "question" },
-    h("p", { class: "crumbs" }, h("a", { href: "#/trajectories" }, "trajectories"), ` / seq ${group.seq} · step ${group.step} · `, group.question.id,
+    h("p", { class: "crumbs" }, h("a", { href: context.list }, "trajectories"), ` / seq ${group.seq} · step ${group.step} · `, group.question.id,
       group.rolled_back ? badge("rolled back by a crash", "bad") : null),
     h("h1", {}, group.question.text), h("p", {}, h("span", { class: "dim" }, "gold: "), gold.length ? gold.join(" | ") : "none given")), chips, body);
 
@@ -86,19 +86,20 @@ export async function show(box, where, context) {
 
 function conversation(t, gold, compact) {
   return h("div", { class: "conversation" }, t.segments.map((s) => {
+    if (s.owner === "prompt" && compact) return null;
     if (s.owner === "prompt") return h("details", { class: "part prompt" }, h("summary", {}, "prompt", h("span", { class: "dim" }, ` ${s.tokens} tokens, not trained on`)), h("div", { class: "text" }, s.text));
     const masked = Object.entries(s.not_trained).map(([why, n]) => `${n} tokens not trained on: ${why}`).join("; ");
     const label = s.owner === "policy"
       ? `version ${s.versions.map((v) => v[0]).join(", ")}${s.engine ? ` · ${s.engine}` : ""} · ${s.tokens} tokens${s.finish_reason ? ` · ${s.finish_reason}` : ""}`
-      : `${s.tool ? `${s.tool}: ` : ""}${s.query ? `“${s.query}” · ` : ""}${s.tokens} tokens, not trained on · ${span(s.latency_s)}`;
+      : `${s.tool ? `${s.tool}: ` : ""}${s.query ? `“${s.query}” · ` : ""}${s.tokens} tokens, not trained on · ${number(1000 * s.latency_s)} ms`;
     return h("div", { class: `segment ${s.owner} ${masked ? "masked" : ""}` }, compact ? null : h("div", { class: "meta" }, label, s.reward ? ` · reward ${short(s.reward)}` : ""),
       s.error ? h("div", { class: "part error" }, h("span", { class: "kind" }, "error"), s.error) : null, masked ? h("div", { class: "meta" }, masked) : null,
-      s.parts.map((p) => h("div", { class: `part ${p.kind}` }, h("span", { class: "kind" }, BADGES[p.kind] || p.kind), content(p, gold))));
+      s.parts.map((p) => h("div", { class: `part ${p.kind}` }, h("span", { class: "kind" }, BADGES[p.kind] || p.kind), content(p, gold, compact))));
   }));
 }
 
-function content(part, gold) {
-  if (part.passages?.length) return part.passages.map((p) => h("details", { class: "passage", open: true }, h("summary", {}, marked(p.title || p.id, gold), h("span", { class: "dim" }, ` ${p.id}`)), h("div", { class: "text" }, marked(p.text, gold))));
+function content(part, gold, compact) {
+  if (part.passages?.length) return part.passages.map((p) => h("details", { class: "passage", open: !compact }, h("summary", {}, marked(p.title || p.id, gold), h("span", { class: "dim" }, ` ${p.id}`)), h("div", { class: "text" }, marked(p.text, gold))));
   const mark = part.kind === "answer" || part.kind === "information";
   return h("div", { class: "text" }, mark ? marked(part.text.trim(), gold) : part.text.trim());
 }

@@ -41,7 +41,9 @@ export async function show(box, _, context) {
       seen.evaluation_lines.length ? h("p", { class: "dim" }, seen.evaluation_lines.join(" · ")) : null);
     const x = steps.step;
     const col = (name) => steps.columns[name];
-    charts.reward.set(x, [{ label: "reward", values: col("reward_mean") }, { label: "exact match", values: same(col("reward/em"), col("reward_mean")) ? [] : col("reward/em") }]);
+    charts.reward.set(x, same(col("reward/em"), col("reward_mean"))
+      ? [{ label: "reward (equal to exact match)", values: col("reward_mean") }]
+      : [{ label: "reward", values: col("reward_mean") }, { label: "exact match", values: col("reward/em") }]);
     charts.waits.set(x, CAUSES.map((cause) => ({ label: IN_WORDS[cause], values: col(`seconds/${cause}`) })));
     charts.behaviour.set(x, [{ label: "searches", values: col("searches_mean") }, { label: "turns", values: col("turns_mean") }]);
     charts.length.set(x, [{ label: "tokens", values: col("response_length_mean") }]);
@@ -62,7 +64,7 @@ const IN_WORDS = {
 };
 
 function same(a, b) {
-  return a.every((v, i) => v === null || v === b[i]);
+  return a.some((v) => v !== null) && a.every((v, i) => v === b[i]);
 }
 
 function trend(steps, name) {

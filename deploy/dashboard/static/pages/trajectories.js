@@ -19,13 +19,14 @@ export async function show(box, where, context) {
   const counted = (found) => Object.entries(found).filter(([name]) => name).map(([name, n]) => [name, `${name} (${number(n)})`]);
   const form = h("form", { class: "filters", role: "search" },
     labelled("search", input("text", { type: "search", placeholder: "question, answer, queries  ( / )" })),
+    h("details", { open: matchMedia("(min-width: 700px)").matches }, h("summary", {}, "filters and order"), h("div", { class: "more" },
     labelled("status", select("status", [["", "any"], ...counted(facets.status)])),
     labelled("source", select("source", [["", "any"], ...counted(facets.source)])),
     labelled("learning signal", select("signal", [["", "any"], ["some", "rewards of the group differ"], ["none", "all rewards equal"]])),
     labelled("order", select("order", Object.entries(ORDERS))),
     range("reward", "any"), range("step", "1"),
     labelled("version", input("version", { placeholder: "1.20", size: 7 })), labelled("seq", input("seq", { type: "number", min: 1 })),
-    h("button", { type: "reset" }, "clear"));
+    h("button", { type: "reset" }, "clear"))));
   const status = h("p", { class: "dim", role: "status" });
   const fresh = h("button", { class: "fresh", hidden: true, onclick: () => load(current) });
   const body = h("div", {});
@@ -51,7 +52,7 @@ export async function show(box, where, context) {
   form.addEventListener("input", () => {
     clearTimeout(timer);
     timer = setTimeout(() => {
-      history.replaceState(null, "", address(read()));
+      context.replace(address(read()));
       load(read());
     }, 200);
   });
