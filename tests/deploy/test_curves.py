@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from deploy.cli import main
-from deploy.commands.curves import running_means, windows
+from deploy.commands.watch.curves import running_means, windows
 from deploy.launcher.progress import read_history
 
 

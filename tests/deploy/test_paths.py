@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from deploy.cli import main
-from deploy.commands import export, replay
+from deploy.commands import export
+from deploy.commands.watch import replay
 from deploy.config import load_config
 from deploy.launcher.addresses import anchored, settle
 from deploy.launcher.plan import Addresses

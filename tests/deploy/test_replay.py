@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.commands import replay as command
+from deploy.commands.watch import replay as command
 from deploy.monitor.replay_view import Shown, choose, render, to_json, visible
 from learner.checkpoint.journal import GroupJournal, read_journal
 from protocol.errors import UserError

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.commands import status as status_command
-from deploy.commands import top as top_command
 from deploy.commands.up import shown
+from deploy.commands.watch import status as status_command
+from deploy.commands.watch import top as top_command
 from deploy.launcher.run_dir import write_record
 from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from deploy.monitor.status import BUCKETS, conservation, problems, render, state, to_json, with_record

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deploy.commands import top as command
+from deploy.commands.watch import top as command
 from deploy.launcher.progress import RECENT, RunHistory, read_history
 from deploy.launcher.run_dir import LOCK, Located, write_record
 from deploy.monitor.snapshot import LedgerTotals, RunSnapshot

@@ -1,0 +1,1 @@
+"""Commands that show a run: `foray status`, `top`, `runs`, `logs`, `curves`, `replay`, `grafana`."""
