@@ -43,9 +43,7 @@ VERBS: dict[str, Verb] = {
     "sft": Verb("train a model on demonstrations: the warm start of a run", "deploy.sft.command"),
     "up": Verb("start all processes of a run on this machine and monitor them", "deploy.commands.up"),
     "down": Verb("stop a run", "deploy.commands.down"),
-    "status": Verb(
-        "show a run: its processes, engines, streams, ledger, problems", "deploy.commands.watch.status"
-    ),
+    "status": Verb("show a run: its processes, engines, streams, ledger, problems", "deploy.commands.watch.status"),
     "top": Verb("show a run live: throughput, lag, reward, bottleneck", "deploy.commands.watch.top"),
     "runs": Verb("list runs: state, step, age, reward", "deploy.commands.watch.runs"),
     "logs": Verb("show the logs of a run's processes, merged by time", "deploy.commands.watch.logs"),
@@ -53,9 +51,7 @@ VERBS: dict[str, Verb] = {
     "dlq": Verb("list, show, requeue and purge dead letters and failed seqs", "deploy.commands.dlq"),
     "compare": Verb("run the demo with several algorithms from one warm start", "deploy.demo.compare"),
     "curves": Verb("print or plot the learning curves of runs, side by side", "deploy.commands.watch.curves"),
-    "replay": Verb(
-        "print trained trajectories: what the policy wrote and read", "deploy.commands.watch.replay"
-    ),
+    "replay": Verb("print trained trajectories: what the policy wrote and read", "deploy.commands.watch.replay"),
     "export": Verb("write the policy of a checkpoint as a Hugging Face model", "deploy.commands.export"),
     "eval": Verb(
         "evaluate a run, checkpoint, model or endpoint on data sets, beside baselines", "deploy.commands.eval"
