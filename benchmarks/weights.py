@@ -2,8 +2,8 @@
 
 This process publishes versions of a random model to embedded engines in separate processes: gather, send or write,
 verify, load, until the last engine is READY at the new version. The baselines only move the same bytes: gloo's
-broadcast between as many processes, and a copy of the file. Value and ratio are of `distributed` with the most engines.
-Engines are idle, so pauses are due to the update alone.
+broadcast between as many processes, bare and with the copies and sha256 of an update, and a copy of the file. Value
+and ratio are of `distributed` with the most engines. Engines are idle, so pauses are due to the update alone.
 """
 
 from __future__ import annotations
@@ -179,11 +179,14 @@ class WeightsBench(BenchSettings):
     ) -> dict[str, Any]:
         disk = DiskPublishSettings(fsync=self.fsync, keep_versions=2)
         distributed = DistributedPublishSettings(fsync=self.fsync, keep_versions=2, bucket_mb=self.bucket_mb)
-        raw = _raw_broadcast(directory / "store", count + 1, _bytes(weights), self.rounds)
+        raw, checked = (
+            _raw_broadcast(directory / f"store-{checks}", count + 1, _bytes(weights), self.rounds, checks)
+            for checks in (False, True)
+        )
         copied = _raw_copy(fleet.run.model / "model.safetensors", directory / "copy", self.rounds, fsync=self.fsync)
-        say(f"raw: broadcast {median(raw):.3f} s, copy {median(copied):.3f} s")
+        say(f"raw: broadcast {median(raw):.3f} s, checked {median(checked):.3f} s, copy {median(copied):.3f} s")
         row: dict[str, Any] = {"engines": count, "bytes": _bytes(weights)}
-        row |= {"raw_broadcast_s": median(raw), "raw_copy_s": median(copied)}
+        row |= {"raw_broadcast_s": median(raw), "checked_broadcast_s": median(checked), "raw_copy_s": median(copied)}
         for name, settings in (("distributed", distributed), ("disk", disk)):
             figures = self._publish(fleet, settings, weights)
             say(f"{name}: {figures['seconds']:.3f} s until READY, of which paused {figures['pause_s']:.3f} s")
@@ -223,6 +226,8 @@ def _summary(rows: list[dict[str, Any]]) -> BenchResult:
         baseline={
             "name": "gloo broadcast of the same bytes",
             "bytes_per_s": raw,
+            "checked_bytes_per_s": last["bytes"] / last["checked_broadcast_s"],
+            "checked_ratio": last["checked_broadcast_s"] / last["distributed"]["seconds"],
             "copy_bytes_per_s": copy,
             "disk_ratio": last["disk"]["bytes_per_s"] / copy,
         },
@@ -272,8 +277,8 @@ def _bytes(weights: dict[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
-def _raw_broadcast(store: Path, world: int, num_bytes: int, rounds: int) -> list[float]:
-    """Return the seconds of each round."""
+def _raw_broadcast(store: Path, world: int, num_bytes: int, rounds: int, checked: bool) -> list[float]:
+    """Return the seconds of each round; `checked`: with copies and sha256 as in an update."""
     ranks = [
         subprocess.Popen(
             [
@@ -281,7 +286,7 @@ def _raw_broadcast(store: Path, world: int, num_bytes: int, rounds: int) -> list
                 "-m",
                 "benchmarks.raw_broadcast",
                 str(store),
-                *map(str, (rank, world, num_bytes, rounds)),
+                *map(str, (rank, world, num_bytes, rounds, int(checked))),
             ],
             stdout=subprocess.PIPE,
             text=True,

@@ -6,6 +6,7 @@ Raw bytes cannot grow that way.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class _Wire:
             array = self._convert(np.asarray(value))
         else:
             raise ValueError(f"expected bytes of {self.dtype.name}, not {type(value).__name__}")
-        if self.finite and not np.isfinite(array).all():
+        if self.finite and len(array) and not _extremes_finite(array):
             raise ValueError("contains a number that is not finite")
         return array
 
@@ -52,6 +53,14 @@ class _Wire:
 
     def _write(self, array: npt.NDArray[Any]) -> bytes:
         return array.astype(self.dtype, copy=False).tobytes()
+
+
+def _extremes_finite(array: npt.NDArray[Any]) -> bool:
+    """Return whether the least and the greatest number are finite; a NaN counts as both.
+
+    For the lengths of turns `argmin` and `argmax` take half the time of `isfinite(array).all()`.
+    """
+    return math.isfinite(array.item(array.argmin())) and math.isfinite(array.item(array.argmax()))
 
 
 Int32Array = Annotated[npt.NDArray[np.int32], _Wire("<i4")]

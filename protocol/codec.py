@@ -113,13 +113,15 @@ def unpack(raw: bytes) -> Any:
             raise MessageTooLarge(f"more than {MAX_VALUES} values in a message of {len(raw)} bytes")
         return value
 
+    # a byte is at most two of them, an element that is an empty container: short messages need no counting
+    hook = counted if 2 * len(raw) > MAX_VALUES else None
     try:
         return msgpack.unpackb(
             raw,
             raw=False,
             strict_map_key=True,
-            object_hook=counted,
-            list_hook=counted,
+            object_hook=hook,
+            list_hook=hook,
             # msgpack allocates an array when it reads its length, and every element takes at least one byte
             max_array_len=min(65536, len(raw)),
             max_map_len=65536,

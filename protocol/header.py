@@ -59,6 +59,7 @@ def seal(message: TrajectoryGroup | GroupFailed) -> tuple[bytes, bytes]:
             crc=checksum(body),
         )
     else:
+        versions = message.versions()
         header = EntryHeader(
             kind="group",
             run=message.run,
@@ -70,8 +71,8 @@ def seal(message: TrajectoryGroup | GroupFailed) -> tuple[bytes, bytes]:
             sampled=tuple(t.num_sampled for t in message.trajectories),
             rewards=tuple(t.reward for t in message.trajectories),
             votes=tuple(t.status.is_valid for t in message.trajectories),
-            first=message.first_version() or (0, 0),
-            last=message.last_version() or (0, 0),
+            first=min(versions, default=(0, 0)),
+            last=max(versions, default=(0, 0)),
         )
     return pack(header.model_dump(mode="python")), body
 

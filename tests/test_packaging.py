@@ -18,6 +18,7 @@ DATA = {
     "protocol/functions.lua",
     "deploy/demo/demo.yaml",
     "deploy/demo/algorithms.yaml",
+    "deploy/demo/hard.yaml",
     "deploy/templates/page.html",
     "deploy/templates/prometheus_rules.yml",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "deploy" / "presets").glob("*.yaml")),

@@ -5,8 +5,8 @@
     python -m benchmarks.figures --page                only the page, from the existing figures
     python -m benchmarks.figures --check               exit code 1 if the page is not up to date
 
-Each figure is a process with a limit of 15 minutes; its output is kept below runs/figures. Failures are listed at the
-end and do not stop the others; the next call continues with the missing ones.
+Each figure is a process with a time limit (`Figure.minutes`); its output is kept below runs/figures. Failures are
+listed at the end and do not stop the others; the next call continues with the missing ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 from benchmarks.command import rounded
 from benchmarks.figures.page import PAGE, page, verdict
-from benchmarks.figures.table import FOLDER, MODEL, NEEDS_GPU, RUNS, Figure, figures, read, stale
+from benchmarks.figures.table import FOLDER, MODEL, NEEDS_DATA, NEEDS_GPU, RUNS, Figure, figures, read, stale
 from benchmarks.report import ROOT, Circumstances, judged
+from deploy.demo.lm.command import VARIABLE
 from deploy.doctor.gpus import without_cuda
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 
-TIMEOUT_S = 15 * 60.0
 STOP_S = 60.0
 """Time for an interrupted process to stop its children, in seconds."""
 WARM_START = ("demo", "--prepare-only", "--fresh", "--seed", "0", "--dir", str(MODEL.parent))
@@ -86,6 +86,9 @@ def make_all(names: Sequence[str], *, force: bool) -> list[str]:
         if name in NEEDS_GPU and (why := without_cuda()):
             print(f"{name}: skipped, {why}", flush=True)
             continue
+        if name in NEEDS_DATA and not os.environ.get(VARIABLE):
+            print(f"{name}: skipped, {VARIABLE} names no questions", flush=True)
+            continue
         kept = read(figure)
         if kept is not None and not stale(figure, kept) and not force:
             print(f"{name}: up to date, measured {kept['machine']['date']} at {kept['machine']['commit']}", flush=True)
@@ -101,8 +104,9 @@ def make_all(names: Sequence[str], *, force: bool) -> list[str]:
     return failed
 
 
-def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s: float | None = None) -> dict[str, Any]:
     """Run the command and write its file. Raises ForayError if it fails, times out or prints no JSON object."""
+    timeout_s = figure.minutes * 60 if timeout_s is None else timeout_s
     if figure.warm and not (root / MODEL / "model.safetensors").exists():
         _run("warm", WARM_START, root, timeout_s)
     circumstances = Circumstances(figure.modules)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from benchmarks.figures.table import FOLDER, figures, read
 from benchmarks.figures.table import stale as is_stale
 from benchmarks.report import ROOT
+from deploy.demo.lm.results import table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 TEMPLATE = FOLDER / "benchmarks.template.md"
@@ -24,8 +26,13 @@ ENVELOPE = frozenset({*FACTS, "machine", "modules", "targets", "absent"})
 """Parts of a report that are not tables."""
 DEMO = ("em_before", "em_after", "em_greedy_before", "em_greedy_after", "em_after_without_search", "searches_before",
         "searches_after", "lag_mean", "lag_max", "seconds")  # fmt: skip
+HARD = ("gate_query", "gate_evidence", "em_before", "em_after", "em_1hop_before", "em_1hop_after", "em_2hop_before",
+        "em_2hop_after", "em_3hop_before", "em_3hop_after", "searches_before", "searches_after", "half_gain", "steps",
+        "seconds")  # fmt: skip
 COMPARE = ("reached", "em_last", "em_best", "held_out_before", "held_out_after", "held_out_greedy", "without_search",
            "seconds")  # fmt: skip
+STEP = ("reached", "half_gain")
+"""A step, or None if it was not reached."""
 _PLACE = re.compile(r"^\{\{([a-z0-9_-]+)\}\}$", re.M)
 
 
@@ -54,7 +61,9 @@ class _Page:
         whole: dict[str, Callable[[], str]] = {
             "summary": self.summary,
             "demo": lambda: self.many("demo", DEMO),
-            "demo-curves": self.curves,
+            "demo-curves": lambda: self.curves("demo", TENTH),
+            "demo-hard": lambda: self.many("demo-hard", HARD),
+            "demo-hard-curves": lambda: self.curves("demo-hard", 2 * TENTH),
             "compare": lambda: self.many("compare", COMPARE),
         }
         seen: set[str] = set()
@@ -103,31 +112,34 @@ class _Page:
         lines += [f"**{shown(kept['value'])} {kept['unit']}**, {ratio}"]
         lines += [*(f"Target: {verdict(target)}." for target in kept["targets"]), ""]
         lines += [f"Left out: {which}, {why}." for which, why in (kept.get("absent") or {}).items()]
-        return "\n".join([*lines, *tables(kept)]).rstrip()
+        details = [indent(table(kept), "    ")] if name == "lm" else tables(kept)
+        return "\n".join([*lines, *details]).rstrip()
 
     def many(self, start: str, columns: Sequence[str]) -> str:
-        """Return a row for each measured figure whose name begins with `start`."""
+        """Return a row for each measured figure whose name is `start` and one more part."""
         rows = []
-        for name, kept in self.kept.items():
-            if not name.startswith(f"{start}-") or kept is None:
-                continue
+        for name, kept in self.measured_of(start).items():
             short = name.removeprefix(f"{start}-")
-            cells = ["never" if c == "reached" and kept.get(c) is None else shown(kept.get(c)) for c in columns]
+            cells = ["never" if c in STEP and kept.get(c) is None else shown(kept.get(c)) for c in columns]
             rows.append([short, *cells, ", ".join(MET[t["met"]] for t in kept["targets"]), self.measured(name, kept)])
         return grid(["", *(c.replace("_", " ") for c in columns), "target", "measured"], rows)
 
-    def curves(self) -> str:
-        """Return the learning curves of the demos, as means of TENTH steps."""
+    def measured_of(self, start: str) -> dict[str, Kept]:
+        """Return the measured figures whose name is `start` and one more part."""
+        return {name: kept for name, kept in self.kept.items() if kept and name.rpartition("-")[0] == start}
+
+    def curves(self, start: str, steps: int) -> str:
+        """Return the learning curves of demos, as means of `steps` steps."""
         found = {
-            name.removeprefix("demo-"): kept["curve"]
-            for name, kept in self.kept.items()
-            if name.startswith("demo-") and kept and "curve" in kept
+            name.removeprefix(f"{start}-"): kept["curve"]
+            for name, kept in self.measured_of(start).items()
+            if "curve" in kept
         }
         if not found:
             return "Not measured yet."
-        starts = range(0, max(map(len, found.values())), TENTH)
+        starts = range(0, max(map(len, found.values())), steps)
         rows = [
-            [f"{at + 1}-{at + TENTH}", *(_mean(curve[at : at + TENTH]) for curve in found.values())] for at in starts
+            [f"{at + 1}-{at + steps}", *(_mean(curve[at : at + steps]) for curve in found.values())] for at in starts
         ]
         return grid(["steps", *found], rows)
 

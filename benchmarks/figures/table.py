@@ -25,6 +25,8 @@ SEEDS = (0, 1, 2, 3, 4)
 RING = ("protocol", "rollout_server", "learner", "retriever", "deploy/demo")
 NEEDS_GPU = ("retriever_gpu", "transfer", "learner-gpu", "demo-gpu")
 """`make gpu-check` makes these."""
+NEEDS_DATA = ("lm",)
+"""Made only where FORAY_DATA names questions and passages."""
 
 FLAGS: dict[str, tuple[str, ...]] = {
     "async": ("--model", str(MODEL), "--dir", str(RUNS / "async")),
@@ -45,6 +47,8 @@ VARIATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "learner-gpu": ("learner", GPU_LEARNER),
 }
 """Figure -> a benchmark with other flags."""
+HARD = (Target("em_after", 0.6, "exact match on questions about a world never trained on"),)
+"""Targets of the hard demo."""
 TARGETS = {"learner-gpu": (Target("ours.mfu", 0.4, "share of the GPU's own rate of matrix products"),)}
 """Targets of a figure in addition to those of its benchmark."""
 
@@ -56,6 +60,7 @@ class Figure:
     argv     arguments of `foray`; prints one JSON object
     warm     whether it needs MODEL
     part_of  name of this figure in a report of several; "": the figure is the report
+    minutes  time limit
     """
 
     name: str
@@ -64,6 +69,7 @@ class Figure:
     targets: tuple[Target, ...] = ()
     warm: bool = False
     part_of: str = ""
+    minutes: float = 15
 
     @property
     def command(self) -> str:
@@ -83,6 +89,9 @@ def figures() -> dict[str, Figure]:
     found += [_demo(f"demo-{seed}", "--seed", str(seed)) for seed in SEEDS]
     found += [_demo("demo-gpu", "--seed", "0")]
     found += [_demo("demo-control", "--seed", "0", "--control", "shuffled-reward")]
+    found += [_demo(f"demo-hard-{seed}", "--hard", "--seed", str(seed), targets=HARD, minutes=60) for seed in SEEDS]
+    found += [_demo("demo-hard-control", "--hard", "--seed", "0", "--control", "shuffled-reward", minutes=60)]
+    found.append(_language_model())
     found += [_variant(name) for name in read_variants(VARIANTS, [])]
     return {figure.name: figure for figure in found}
 
@@ -93,8 +102,15 @@ def _bench(name: str, kind: str, flags: tuple[str, ...]) -> Figure:
     return Figure(name, ("bench", kind, "--json", *flags), bench.modules, targets, warm=str(MODEL) in flags)
 
 
-def _demo(name: str, *flags: str) -> Figure:
-    return Figure(name, ("demo", *flags, "--json", "--fresh", "--dir", str(RUNS / name)), RING)
+def _demo(name: str, *flags: str, targets: tuple[Target, ...] = (), minutes: float = 15) -> Figure:
+    argv = ("demo", *flags, "--json", "--fresh", "--dir", str(RUNS / name))
+    return Figure(name, argv, RING, targets, minutes=minutes)
+
+
+def _language_model() -> Figure:
+    argv = ("demo-lm", "--control", "shuffled-reward", "--json", "--dir", str(RUNS / "lm"))
+    gained = Target("gain", 0.03, "gain of F1 by GRPO on 200 held-out questions")
+    return Figure("lm", argv, RING, (gained,), minutes=300)
 
 
 def _variant(name: str) -> Figure:

@@ -224,7 +224,7 @@ def main(argv: Sequence[str]) -> None:
     (directory / SPEC).write_text(json.dumps(spec))
 
 
-def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int) -> Batch:
+def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int, *, share: bool = False) -> Batch:
     """Return the batch for Foray's trainer. Needs the learner's packages."""
     from learner.config.algorithm import GrpoSettings
     from learner.config.learner import BatchSettings
@@ -237,7 +237,7 @@ def our_batch(settings: LearnerBench, row_tokens: int, micro_batch_tokens: int) 
         now_step=0,
         lineage=[V1],
         max_lag=0,
-        settings=BatchSettings(micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens),
+        settings=BatchSettings(micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens, share_prompts=share),
         temperature=1.0,
     )
 

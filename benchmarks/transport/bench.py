@@ -1,7 +1,8 @@
 """`foray bench transport`: groups from a rollout server's memory into the learner's, through one Redis.
 
 chain    encode + publish (the function that also acknowledges the task) + read + decode and check, one group at a time;
-         alternating with the same bytes through plain XADD and XREADGROUP, so that both run under the same conditions
+         alternating with the same bytes through plain XADD and XREADGROUP, and with the same values through msgpack
+         and a transaction, so that all run under the same conditions
 load     64 rollout clients in separate processes. First nothing reads, until Redis refuses (back-pressure); then
          the learner's side reads, decodes and acknowledges for `minutes`, while memory and event loops are monitored.
          Every seq must arrive exactly once.
@@ -211,7 +212,8 @@ def measure(bench: TransportBench, say: Say) -> BenchResult:
     from benchmarks.transport.chain import chain
 
     with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
-        ours, raw = chain(bench, Path(name), say)
+        figures = chain(bench, Path(name), say)
+    ours, unchecked, raw = (figures[name] for name in ("ours", "unchecked", "raw"))
     with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
         held = load(bench, Path(name), say)
     return BenchResult(
@@ -219,5 +221,10 @@ def measure(bench: TransportBench, say: Say) -> BenchResult:
         unit="groups/s",
         baseline={"name": "plain XADD + XREADGROUP of the same bytes", **raw},
         ratio=ours["groups_per_s"] / raw["groups_per_s"],
-        details={"chain": ours, "load": held},
+        details={
+            "chain": ours,
+            "unchecked": unchecked,
+            "unchecked_ratio": ours["groups_per_s"] / unchecked["groups_per_s"],
+            "load": held,
+        },
     )

@@ -1,14 +1,23 @@
-"""Groups one after another from object to object, and the same bytes without delivery guarantees."""
+"""Groups one after another from object to object, and the same bytes with fewer guarantees, or none.
+
+ours       `GroupPublisher`, `RunStore` and `read_entry`
+unchecked  what any queue of objects does: msgpack of plain values, one transaction that adds the group and acknowledges
+           the task, a read, a CRC-32, msgpack. No types, lengths or finiteness are checked, no lease, no counts
+raw        bytes in, bytes out: nothing is encoded, and there are no tasks
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgpack
 
 from benchmarks.base import Say
 from deploy.launcher.plan import ProcessSpec, Ready
@@ -88,13 +97,13 @@ BLOCK = 10
 """Groups per turn, alternating with the baseline, so that other load affects both."""
 
 
-def chain(settings: TransportBench, directory: Path, say: Say) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (figures of Foray, figures of the baseline)."""
+def chain(settings: TransportBench, directory: Path, say: Say) -> dict[str, dict[str, Any]]:
+    """Return the figures by name: ours, unchecked, raw."""
     with ring(directory, settings.maxmemory_mb, say) as made:
         return asyncio.run(_chain(settings, made, say))
 
 
-async def _chain(settings: TransportBench, made: TransportRing, say: Say) -> tuple[dict[str, Any], dict[str, Any]]:
+async def _chain(settings: TransportBench, made: TransportRing, say: Say) -> dict[str, dict[str, Any]]:
     from protocol.header import seal
     from protocol.runtime.redis.aio import RedisClient
     from rollout_server.dispatch.publisher import GroupPublisher
@@ -107,26 +116,28 @@ async def _chain(settings: TransportBench, made: TransportRing, say: Say) -> tup
     sink = GroupPublisher(client, Stats("rollout", "bench"))
     raw_client = connect(made.url)
     raw_client.xgroup_create("raw", "g", "0", mkstream=True)
-    spent: dict[str, float] = {}
-    raw_spent: dict[str, float] = {}
+    values = message.model_dump()
+    spent: dict[str, dict[str, float]] = {"ours": {}, "unchecked": {}, "raw": {}}
     done = 0
     try:
         while done < settings.groups:
             count = min(BLOCK, settings.groups - done)
-            seqs = range(done + 1, done + count + 1)
+            seqs = range(2 * done + 1, 2 * (done + count) + 1)
             made.store.issue(0, [(seq, a_task(seq, settings.group_size)) for seq in seqs])
-            leased = await client.read(keys.tasks, TASK_GROUP, "bench", count)
-            for seq, (entry, _) in zip(seqs, leased, strict=True):
-                await _ours(made, sink, entry.decode(), message.model_copy(update={"seq": seq}), spent)
+            leased = await client.read(keys.tasks, TASK_GROUP, "bench", 2 * count)
+            for seq, (entry, _) in zip(seqs[:count], leased[:count], strict=True):
+                await _ours(made, sink, entry.decode(), message.model_copy(update={"seq": seq}), spent["ours"])
+            for entry, _ in leased[count:]:
+                _unchecked(raw_client, keys.tasks, entry, values, spent["unchecked"])
             for _ in range(count):
-                _raw(raw_client, header, body, raw_spent)
+                _raw(raw_client, header, body, spent["raw"])
             done += count
     finally:
         raw_client.close()
         await client.aclose()
-    ours, raw = (_figures(times, done, len(header) + len(body)) for times in (spent, raw_spent))
-    say(f"chain: {ours['groups_per_s']:.0f} groups/s, raw {raw['groups_per_s']:.0f} groups/s")
-    return ours, raw
+    figures = {name: _figures(times, done, len(header) + len(body)) for name, times in spent.items()}
+    say("chain, groups/s: " + ", ".join(f"{name} {one['groups_per_s']:.0f}" for name, one in figures.items()))
+    return figures
 
 
 async def _ours(made: TransportRing, sink: Any, entry: str, message: Any, spent: dict[str, float]) -> None:
@@ -146,6 +157,28 @@ async def _ours(made: TransportRing, sink: Any, entry: str, message: Any, spent:
     t5 = time.perf_counter()
     published = max(0.0, t2 - t1 - (t1 - t0))
     _add(spent, encode_s=t1 - t0, publish_s=published, read_s=t3 - t2, decode_s=t4 - t3, acknowledge_s=t5 - t4)
+
+
+def _unchecked(client: Any, tasks: str, task: bytes, values: dict[str, Any], spent: dict[str, float]) -> None:
+    t0 = time.perf_counter()
+    body = msgpack.packb(values)
+    header = msgpack.packb({"num_bytes": len(body), "crc": zlib.crc32(body)})
+    t1 = time.perf_counter()
+    with client.pipeline(transaction=True) as pipe:
+        pipe.xadd("raw", {"h": header, "b": body})
+        pipe.xack(tasks, TASK_GROUP, task)
+        pipe.xdel(tasks, task)
+        assert pipe.execute()[1:] == [1, 1]
+    t2 = time.perf_counter()
+    [(_, [(id_, fields)])] = client.xreadgroup("g", "c", {"raw": ">"}, count=1)
+    t3 = time.perf_counter()
+    assert msgpack.unpackb(fields[b"h"])["crc"] == zlib.crc32(fields[b"b"])
+    assert msgpack.unpackb(fields[b"b"])["seq"] == values["seq"]
+    t4 = time.perf_counter()
+    client.xack("raw", "g", id_)
+    client.xdel("raw", id_)
+    t5 = time.perf_counter()
+    _add(spent, encode_s=t1 - t0, publish_s=t2 - t1, read_s=t3 - t2, decode_s=t4 - t3, acknowledge_s=t5 - t4)
 
 
 def _raw(client: Any, header: bytes, body: bytes, spent: dict[str, float]) -> None:

@@ -3,6 +3,10 @@
 The demo generates a world of facts and gives a 0.2M-parameter Qwen2 a supervised warm start, which teaches the format
 and then adds bad search habits. GRPO removes them through the whole ring: Redis, retriever, engine, rollout server and
 learner as separate processes. Before and after, the model is evaluated on another world that is never trained on.
+It shows that the processes train together, not how well a model learns to search: the habits disappear in a few steps.
+
+--hard shows learning. There are no habits to remove: the warm start ends while the model cannot yet query and read
+well, the questions have one to three hops, and subjects with a second name force another search.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed for the worlds, the model and the sampler (default: 0)"
     )
-    parser.add_argument("--dir", type=Path, help="run directory (default: runs/demo-SEED)")
+    parser.add_argument(
+        "--hard", action="store_true", help="learn to query and to read, not only to drop bad habits; takes much longer"
+    )
+    parser.add_argument("--dir", type=Path, help="run directory (default: runs/demo-SEED or runs/demo-hard-SEED)")
     parser.add_argument("--fresh", action="store_true", help="replace an existing demo in that directory")
     parser.add_argument(
         "--control",
@@ -49,9 +56,16 @@ def run(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:6.1f}s  {line}", file=out, flush=True)
 
-    directory = args.dir or Path("runs") / (f"demo-{args.seed}" + ("-control" if args.control != "none" else ""))
+    name = f"demo{'-hard' * args.hard}-{args.seed}" + ("-control" if args.control != "none" else "")
+    directory = args.dir or Path("runs") / name
     options = DemoOptions(
-        directory, args.seed, args.control == "shuffled-reward", args.model, tuple(args.overrides), args.fresh
+        directory,
+        args.seed,
+        args.control == "shuffled-reward",
+        args.model,
+        tuple(args.overrides),
+        args.fresh,
+        args.hard,
     )
     prepared = prepare(options, say)
     if args.prepare_only:
@@ -74,26 +88,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-ROWS = (("one-hop", "1hop_"), ("two-hop", "2hop_"), ("mean", ""))
-
-
 def table(summary: Mapping[str, Any]) -> str:
     """Return the summary as a table."""
+    from deploy.demo.run import HOP_NAMES
+
     s = summary
     lines = [
         "",
         f"exact match on {s['questions']} questions about a world never trained on",
-        f"{'':10}{'sampled, T=1':>24}{'greedy':>24}",
+        f"{'':10}{'sampled, T=' + format(s['temperature'], 'g'):>24}{'greedy':>24}",
         f"{'':10}{'before':>12}{'after':>12}{'before':>12}{'after':>12}",
     ]
-    for name, key in ROWS:
+    rows = [(name, f"{hops}hop_") for hops, name in HOP_NAMES.items() if f"em_{hops}hop_before" in s]
+    for name, key in [*rows, ("mean", "")]:
         cells = [s[f"em_{key}before"], s[f"em_{key}after"], s[f"em_greedy_{key}before"], s[f"em_greedy_{key}after"]]
         lines.append(f"{name:10}" + "".join(f"{cell:12.3f}" for cell in cells))
     lines += [
         "",
         _row("with search disabled", f"{s['em_after_without_search']:.3f}"),
         _row("searches per question", f"{s['searches_before']:.2f} before, {s['searches_after']:.2f} after"),
+        *_skills(s),
         _row("steps", f"{s['steps']}, {s['weight_updates']} weight updates loaded by running engines"),
+        _row("half of the gain", f"after {s['half_gain']} steps" if s["half_gain"] else "never: no gain in training"),
         _row(
             "groups", f"{s['groups_published']} published, {s['groups_trained']} trained, {s['duplicates']} duplicates"
         ),
@@ -106,6 +122,13 @@ def table(summary: Mapping[str, Any]) -> str:
         f"  after:  {_one_line(s['examples']['after'])}",
     ]
     return "\n".join(lines)
+
+
+def _skills(summary: Mapping[str, Any]) -> list[str]:
+    if "gate_query" not in summary:  # a copied model
+        return []
+    shares = f"{summary['gate_query']:.2f} of queries right, {summary['gate_evidence']:.2f} of quotes"
+    return [_row("skills at the gate", shares)]
 
 
 def _row(name: str, text: str) -> str:

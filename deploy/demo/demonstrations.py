@@ -16,7 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from deploy.demo.world import GUESS_THOUGHT, ONE_HOP, RELATIONS, THOUGHT, VERBS, Fact, Lookup, Puzzle, World, encode
+from deploy.demo.world import (
+    ALIASED,
+    GUESS_THOUGHT,
+    ONE_HOP,
+    RELATIONS,
+    SAID,
+    THOUGHT,
+    Fact,
+    Lookup,
+    Puzzle,
+    Step,
+    World,
+    encode,
+)
 from rollout_server.environment.prompts import demo
 
 if TYPE_CHECKING:
@@ -60,8 +73,13 @@ class Demonstration:
 
     def quote(self, fact: Fact) -> None:
         """Append a quote of evidence: the verb and the value."""
-        span = self._add(f"<think> {VERBS[fact.relation]} {fact.value} </think>", POLICY_WEIGHT)
+        span = self._add(f"<think> {SAID[fact.relation]} {fact.value} </think>", POLICY_WEIGHT)
         self.evidence.append(slice(span.start + 2, span.stop - 1))
+
+    def mute(self, spans: Sequence[slice]) -> None:
+        """Remove the loss from these positions."""
+        for span in spans:
+            self.weights[span] = [0.0] * (span.stop - span.start)
 
     def answer(self, value: str) -> None:
         """Append the policy's answer."""
@@ -88,11 +106,11 @@ def query(relation: str, name: str) -> str:
     return f"{relation} of {name}"
 
 
-def _look_up(shown: Demonstration, scene: Scene, fact: Fact, topk: int) -> None:
-    wanted = query(fact.relation, fact.subject)
+def _look_up(shown: Demonstration, scene: Scene, step: Step, topk: int) -> None:
+    wanted = query(step.relation, step.name)
     shown.search(wanted)
     shown.observation(scene.world, scene.lookup.top(wanted, topk))
-    shown.quote(fact)
+    shown.quote(step.found)
 
 
 def _trajectory(scene: Scene, puzzle: Puzzle, facts: Sequence[Fact], topk: int) -> Demonstration:
@@ -100,8 +118,8 @@ def _trajectory(scene: Scene, puzzle: Puzzle, facts: Sequence[Fact], topk: int) 
     shown = Demonstration()
     shown.prompt(puzzle.question)
     shown.policy(f"<think> {THOUGHT} </think>")
-    for fact in facts:
-        _look_up(shown, scene, fact, topk)
+    for step in scene.world.steps(facts):
+        _look_up(shown, scene, step, topk)
     shown.answer(facts[-1].value)
     return shown
 
@@ -183,19 +201,25 @@ def reading_drill(scene: Scene, asked: int = 5) -> Demonstration:
     shown.observation(world, names)
     for _ in range(asked):
         name = rng.choice(names)
-        fact = world.fact(name, rng.choice(RELATIONS[world.kind_of[name]])[0])
+        subject = world.first_name.get(name, name)
+        fact = world.fact(subject, rng.choice(RELATIONS[world.kind_of[subject]])[0])
+        # of a renamed subject, the passage under the present name: the first step or the last
+        step = world.steps([fact])[-1 if name in world.first_name else 0]
         shown.prompt(ONE_HOP.format(relation=fact.relation, name=name))
-        shown.search(query(fact.relation, name))
-        shown.quote(fact)
-        shown.answer(fact.value)
+        shown.search(query(step.relation, name))
+        shown.quote(step.found)
+        if step.found.relation == ALIASED:
+            shown.search(query(step.relation, step.found.value))
+        else:
+            shown.answer(fact.value)
     return shown
 
 
 def practice(scene: Scene, puzzles: dict[int, list[Puzzle]]) -> Demonstration:
-    """Return a demonstration of the first stage: half drills, half ideal trajectories of one or two hops."""
+    """Return a demonstration of the first stage: half drills, half ideal trajectories."""
     if scene.rng.random() < 0.5:
         return reading_drill(scene)
-    return ideal(scene, scene.rng.choice(puzzles[scene.rng.choice((1, 2))]), _topk(scene))
+    return ideal(scene, scene.rng.choice(puzzles[scene.rng.choice(tuple(puzzles))]), _topk(scene))
 
 
 def imperfect(scene: Scene, puzzles: dict[int, list[Puzzle]]) -> Demonstration:

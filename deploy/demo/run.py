@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from deploy.config import RunConfig, from_tree
-from deploy.demo.world import World, write_jsonl
+from deploy.demo.world import HARD, SHORT, Hops, Level, Lookup, World, write_jsonl
 from deploy.launcher.launcher import Launcher
 from deploy.launcher.progress import parse_record
 from deploy.launcher.run_dir import is_held, read_record, unique_id
@@ -32,12 +32,16 @@ from protocol.runtime.config import read_tree
 from protocol.runtime.episodes import EvalScore, evaluate
 
 CONFIG = Path(__file__).with_name("demo.yaml")
+HARD_OVERRIDES = Path(__file__).with_name("hard.yaml")
+"""Settings of the hard demo that differ, as a list of overrides."""
 CONFIG_COPY = "demo.yaml"
 MARKER = ".foray-demo"
 """Only a directory that contains this file may be removed."""
 HELD_OUT_SEED = 1_000_000
 """Worlds with this seed and above are never trained on."""
 HELD_OUT_PER_HOPS = 128
+TOPK = 2
+HOP_NAMES = {1: "one-hop", 2: "two-hop", 3: "three-hop"}
 
 Say = Callable[[str], None]
 
@@ -53,6 +57,12 @@ class DemoOptions:
     overrides: tuple[str, ...] = ()
     fresh: bool = False
     """Replace an existing demo in the directory."""
+    hard: bool = False
+
+    @property
+    def level(self) -> Level:
+        """Return what the demo asks."""
+        return HARD if self.hard else SHORT
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ def prepare(options: DemoOptions, say: Say) -> PreparedDemo:
     config = from_tree(tree)
     say("[1/5] generating two worlds of facts")
     began = time.monotonic()
-    held_out = write_worlds(options.seed, directory / "world")
+    held_out = write_worlds(options.seed, directory / "world", options.level)
     worlds_s = time.monotonic() - began
     say(f"run {config.run.id}: two worlds in {directory / 'world'}: one for training, one for evaluation")
     say("[2/5] warm start: supervised training on format and reading")
@@ -104,20 +114,36 @@ def demo_tree(options: DemoOptions) -> dict[str, Any]:
         f"learner.questions={directory / 'world' / 'questions.jsonl'}",
         *(["learner.batch.shuffle_rewards=true"] if options.shuffled_reward else []),
     ]
-    return read_tree(CONFIG, [*chosen, *options.overrides])
+    hard = yaml.safe_load(HARD_OVERRIDES.read_text()) if options.hard else []
+    return read_tree(CONFIG, [*hard, *chosen, *options.overrides])
 
 
-def write_worlds(seed: int, directory: Path) -> list[dict[str, Any]]:
-    """Write corpus, training questions and held-out questions. Return the held-out questions, one-hop first."""
+def write_worlds(seed: int, directory: Path, level: Level = SHORT) -> list[dict[str, Any]]:
+    """Write corpus, training questions and held-out questions. Return the held-out questions, one-hop first.
+
+    Every question of the hard demo needs all its searches, with the number of passages of `demo.yaml` (TOPK).
+    """
     import random
 
-    train = World(seed)
-    held_out = World(HELD_OUT_SEED + seed, avoid=train.names)
+    train = level.world(seed, level.larger)
+    held_out = level.world(HELD_OUT_SEED + seed, avoid=train.names)
+    lookup = Lookup(train, held_out)
+
+    def records(world: World, hops: Hops) -> list[dict[str, Any]]:
+        every = zip(world.questions(hops), world.puzzles(hops), strict=True)
+        if level is SHORT:
+            return [record for record, _ in every]
+        chains = ((record, world.steps(puzzle.chain)) for record, puzzle in every)
+        return [r for r, steps in chains if len(steps) <= level.searches and lookup.needs_all(steps, TOPK)]
+
     rng = random.Random(f"foray demo questions {seed}")
-    one, two = train.questions(1), train.questions(2)
-    questions = one + rng.sample(two, min(len(one), len(two)))
+    questions = records(train, 1)
+    wanted = len(questions)
+    for hops in level.hops[1:]:
+        found = records(train, hops)
+        questions += rng.sample(found, min(wanted, len(found)))
     rng.shuffle(questions)
-    asked = [q for hops in (1, 2) for q in rng.sample(held_out.questions(hops), HELD_OUT_PER_HOPS)]
+    asked = [q for hops in level.hops for q in rng.sample(records(held_out, hops), HELD_OUT_PER_HOPS)]
     directory.mkdir(parents=True, exist_ok=True)
     write_jsonl(directory / "corpus.jsonl", train.passages() + held_out.passages())
     write_jsonl(directory / "questions.jsonl", questions)
@@ -135,7 +161,7 @@ def _model(options: DemoOptions, config: RunConfig, say: Say) -> dict[str, Any]:
         return {"copied_from": str(options.model)}
     from deploy.demo.warmstart import warm_start
 
-    report = warm_start(config.run.model, options.seed, say)
+    report = warm_start(config.run.model, options.seed, say, level=options.level)
     return report.to_json()
 
 
@@ -161,7 +187,7 @@ def _clear(directory: Path, *, fresh: bool) -> None:
 
 
 LAST_VERSION_S = 60.0
-SAMPLED, GREEDY = 1.0, 0.0
+GREEDY = 0.0
 
 
 def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
@@ -169,6 +195,7 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
     seconds = dict(prepared.seconds)
     questions = [Question(id=q["id"], text=q["question"], answers=tuple(q["answers"])) for q in prepared.held_out]
     hops = [int(q["hops"]) for q in prepared.held_out]
+    sampled = prepared.config.run.temperature
     with Launcher(prepared.config, say=say, again=f"foray up {prepared.config_path}") as launcher:
         mark = time.monotonic()
         say("[3/5] starting the processes, then evaluating before training")
@@ -177,7 +204,7 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
         mark = time.monotonic()
         say(f"evaluating {len(questions)} questions about a world that is never trained on")
         doing = f"evaluating {len(questions)} questions, sampled and greedy"
-        before = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]), doing)
+        before = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [sampled, GREEDY]), doing)
         say(describe("before", before, hops))
         seconds["ask_before"] = time.monotonic() - mark
         mark = time.monotonic()
@@ -188,8 +215,8 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
         mark = time.monotonic()
         say("[5/5] evaluating the same questions again, and once with search disabled")
         seen = launcher.during(lambda: await_last_version(launcher), "waiting for all engines to load the last weights")
-        after = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED, GREEDY]), doing)
-        blind = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [SAMPLED], search=False), doing)
+        after = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [sampled, GREEDY]), doing)
+        blind = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [sampled], search=False), doing)
         say(describe("after", after, hops))
         seconds["ask_after"] = time.monotonic() - mark
     summary = scores(before, after, blind, hops) | accounting(prepared.config.run.dir, seen)
@@ -197,6 +224,8 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
     summary["seconds"] = round(time.monotonic() - began, 1)
     summary["seconds_by_phase"] = {name: round(value, 1) for name, value in seconds.items()}
     summary["warm_start"] = prepared.warm_start
+    summary |= {k: round(v, 3) for k, v in prepared.warm_start.items() if k.startswith("gate_")}
+    summary["temperature"] = sampled
     summary["run"] = prepared.config.run.id
     summary["seed"] = prepared.options.seed
     summary["control"] = "shuffled-reward" if prepared.options.shuffled_reward else "none"
@@ -235,17 +264,18 @@ def exact_match(score: EvalScore, hops: Sequence[int], wanted: int) -> float:
     return sum(values) / len(values)
 
 
-def both(score: EvalScore, hops: Sequence[int]) -> float:
-    """Return the mean of the one-hop and two-hop exact match."""
-    return (exact_match(score, hops, 1) + exact_match(score, hops, 2)) / 2
+def overall(score: EvalScore, hops: Sequence[int]) -> float:
+    """Return the mean of the exact matches of each number of hops."""
+    each = [exact_match(score, hops, wanted) for wanted in sorted(set(hops))]
+    return sum(each) / len(each)
 
 
 def describe(when: str, asked: Sequence[EvalScore], hops: Sequence[int]) -> str:
     """Return a line about the scores."""
     sampled, greedy = asked
+    each = ", ".join(f"{exact_match(sampled, hops, n):.3f} {HOP_NAMES[n]}" for n in sorted(set(hops)))
     return (
-        f"{when}: exact match {both(sampled, hops):.3f} sampled ({exact_match(sampled, hops, 1):.3f} one-hop, "
-        f"{exact_match(sampled, hops, 2):.3f} two-hop), {both(greedy, hops):.3f} greedy, "
+        f"{when}: exact match {overall(sampled, hops):.3f} sampled ({each}), {overall(greedy, hops):.3f} greedy, "
         f"{sampled.mean('searches'):.2f} searches per question"
     )
 
@@ -256,14 +286,14 @@ def scores(
     """Return the evaluation part of the summary."""
     found: dict[str, Any] = {"questions": len(hops)}
     for when, (sampled, greedy) in (("before", before), ("after", after)):
-        found[f"em_{when}"] = round(both(sampled, hops), 4)
-        found[f"em_greedy_{when}"] = round(both(greedy, hops), 4)
-        for wanted in (1, 2):
+        found[f"em_{when}"] = round(overall(sampled, hops), 4)
+        found[f"em_greedy_{when}"] = round(overall(greedy, hops), 4)
+        for wanted in sorted(set(hops)):
             found[f"em_{wanted}hop_{when}"] = round(exact_match(sampled, hops, wanted), 4)
             found[f"em_greedy_{wanted}hop_{when}"] = round(exact_match(greedy, hops, wanted), 4)
         found[f"searches_{when}"] = round(sampled.mean("searches"), 3)
         found[f"failed_{when}"] = sampled.failed + greedy.failed
-    found["em_after_without_search"] = round(both(blind[0], hops), 4)
+    found["em_after_without_search"] = round(overall(blind[0], hops), 4)
     return found
 
 
@@ -273,8 +303,10 @@ def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
     ledger = read_ledger_totals(directory)
     rollouts, learner = seen.of("rollout"), seen.learner
     trained = sum(step["tokens_trained"] for step in steps)
+    curve = [round(step["reward/em"], 3) for step in steps if "reward/em" in step]
     return {
         "steps": steps[-1]["step"],
+        "half_gain": half_gain(curve),
         "groups_trained": ledger.counts["trained"] if ledger else 0,
         "groups_published": int(sum(r.values.get("groups_published", 0) for r in rollouts)),
         "duplicates": int(sum(r.values.get("duplicates", 0) for r in rollouts))
@@ -285,8 +317,19 @@ def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
         "tokens_generated": int(sum(r.values.get("tokens_generated", 0) for r in rollouts)),
         "tokens_trained": trained,
         "weight_updates": sum(e.updates for e in seen.engines),
-        "curve": [round(s["reward/em"], 3) for s in steps if "reward/em" in s],
+        "curve": curve,
     }
+
+
+def half_gain(curve: Sequence[float], window: int = 10) -> int | None:
+    """Return the first step at which the mean of `window` steps has made half of the way from the first to the last.
+
+    None if it did not rise.
+    """
+    means = [sum(curve[i - window : i]) / window for i in range(window, len(curve) + 1)]
+    if not means or means[-1] <= means[0]:
+        return None
+    return next(i + window for i, mean in enumerate(means) if mean >= (means[0] + means[-1]) / 2)
 
 
 def example(held_out: Sequence[dict[str, Any]], before: EvalScore, after: EvalScore) -> dict[str, Any]:

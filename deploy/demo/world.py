@@ -13,7 +13,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -61,10 +61,17 @@ one use is always followed by one thing, which a model of this size can learn to
 TEXT = "{name} {first} {first_value} and {second} {second_value} ."
 """A passage's text: both facts about one subject."""
 
+ALIAS = "{name} was {other} ."
+"""The passage about the first name of a renamed subject. Its words are in the demo's vocabulary already."""
+ALIASED = "name"
+"""Relation of the two names of a renamed subject."""
+SAID = VERBS | {ALIASED: "was"}
+"""Relation -> verb, renaming included."""
+
 ONE_HOP = "what is the {relation} of {name} ?"
 TWO_HOP = "what is the {outer} of the {inner} of {name} ?"
 
-Hops = Literal[1, 2]
+Hops = Literal[1, 2, 3]
 
 
 @dataclass(frozen=True)
@@ -89,14 +96,35 @@ class Puzzle:
         return self.chain[-1].value
 
 
+@dataclass(frozen=True)
+class Step:
+    """One search of an ideal trajectory: the relation and the name that it asks for, and the fact that it finds."""
+
+    relation: str
+    found: Fact
+
+    @property
+    def name(self) -> str:
+        """Return the name in the query."""
+        return self.found.subject
+
+
 class World:
     """The facts of one world, a pure function of its arguments.
 
-    `avoid` holds names that must not occur (those of another world whose passages go into the same index).
+    avoid    names that must not occur (those of another world whose passages go into the same index)
+    renamed  share of the subjects with a second name: the passage under the first name states only the second, and the
+             facts are found under that one. Questions and values use the first name.
     """
 
     def __init__(
-        self, seed: int, persons: int = 96, cities: int = 32, companies: int = 32, avoid: frozenset[str] = frozenset()
+        self,
+        seed: int,
+        persons: int = 96,
+        cities: int = 32,
+        companies: int = 32,
+        avoid: frozenset[str] = frozenset(),
+        renamed: float = 0.0,
     ) -> None:
         self.seed = seed
         rng = random.Random(f"foray demo world {seed}")
@@ -118,22 +146,43 @@ class World:
 
         # A fact must be found by its verb, not by its position in the text.
         self.flipped = frozenset(name for name in names if rng.random() < 0.5)
+        self.alias: dict[str, str] = {}
+        if renamed:
+            free = sorted({" ".join(pair) for pair in pairs} - set(names))
+            chosen = rng.sample(names, round(renamed * len(names)))
+            self.alias = dict(zip(chosen, rng.sample(free, len(chosen)), strict=True))
+        self.first_name = {alias: name for name, alias in self.alias.items()}
+
+    @property
+    def titles(self) -> list[str]:
+        """Return the titles of all passages: every name, first the first names."""
+        return [*self.kind_of, *self.first_name]
 
     @property
     def names(self) -> frozenset[str]:
         """Return all names of this world."""
-        return frozenset(self.kind_of)
+        return frozenset(self.titles)
 
     def text(self, name: str) -> str:
-        """Return the text of the passage about `name`: its two facts, in random order."""
-        (first, _), (second, _) = RELATIONS[self.kind_of[name]][:: -1 if name in self.flipped else 1]
+        """Return the text of the passage about `name`: its two facts, in random order, or its second name."""
+        if name in self.alias:
+            return ALIAS.format(name=name, other=self.alias[name])
+        subject = self.first_name.get(name, name)
+        (first, _), (second, _) = RELATIONS[self.kind_of[subject]][:: -1 if subject in self.flipped else 1]
         return TEXT.format(
             name=name,
             first=VERBS[first],
-            first_value=self.facts[name, first],
+            first_value=self.facts[subject, first],
             second=VERBS[second],
-            second_value=self.facts[name, second],
+            second_value=self.facts[subject, second],
         )
+
+    def mentioned(self, title: str) -> list[str]:
+        """Return the names in the text of a passage, beside its title."""
+        if title in self.alias:
+            return [self.alias[title]]
+        subject = self.first_name.get(title, title)
+        return [self.facts[subject, relation] for relation, _ in RELATIONS[self.kind_of[subject]]]
 
     def passage_id(self, name: str) -> str:
         """Return the id of the passage about `name`, unique among worlds of different seeds."""
@@ -141,40 +190,84 @@ class World:
 
     def passages(self) -> list[dict[str, str]]:
         """Return the corpus, one passage per name: `{"id", "contents"}`; contents: title in quotes, newline, text."""
-        return [{"id": self.passage_id(n), "contents": f'"{n}"\n{self.text(n)}'} for n in self.kind_of]
+        return [{"id": self.passage_id(n), "contents": f'"{n}"\n{self.text(n)}'} for n in self.titles]
 
     def fact(self, name: str, relation: str) -> Fact:
         """Return a fact. Raises KeyError if `name` has no such relation."""
         return Fact(name, relation, self.facts[name, relation])
 
-    def puzzles(self, hops: Hops) -> list[Puzzle]:
-        """Return every question of `hops` hops in a fixed order, without two-hop chains that return to their start."""
+    def steps(self, chain: Sequence[Fact]) -> list[Step]:
+        """Return the searches that find the facts in order: one each, and one more for each renamed subject."""
         found = []
-        for name, kind in self.kind_of.items():
-            for relation, value_kind in RELATIONS[kind]:
-                first = self.fact(name, relation)
-                if hops == 1:
-                    found.append(Puzzle(ONE_HOP.format(relation=relation, name=name), (first,)))
-                    continue
-                for outer, _ in RELATIONS[value_kind]:
-                    second = self.fact(first.value, outer)
-                    if second.value != name:
-                        text = TWO_HOP.format(outer=outer, inner=relation, name=name)
-                        found.append(Puzzle(text, (first, second)))
+        for fact in chain:
+            alias = self.alias.get(fact.subject)
+            if alias is not None:
+                found.append(Step(fact.relation, Fact(fact.subject, ALIASED, alias)))
+            found.append(Step(fact.relation, Fact(alias or fact.subject, fact.relation, fact.value)))
         return found
 
-    def questions(self, hops: Hops) -> list[dict[str, Any]]:
-        """Return `puzzles` as records `{"id", "question", "answers", "hops", "supporting_ids"}`."""
+    def puzzles(self, hops: Hops) -> list[Puzzle]:
+        """Return every question of `hops` hops in a fixed order, without chains that visit a name twice."""
         return [
-            {
-                "id": f"world{self.seed}:{hops}hop:{number}",
-                "question": puzzle.question,
-                "answers": [puzzle.answer],
-                "hops": hops,
-                "supporting_ids": [self.passage_id(fact.subject) for fact in puzzle.chain],
-            }
-            for number, puzzle in enumerate(self.puzzles(hops))
+            Puzzle(ONE_HOP.format(relation=" of the ".join(f.relation for f in reversed(chain)), name=name), chain)
+            for name in self.kind_of
+            for chain in self._chains(name, hops, ())
         ]
+
+    def _chains(self, name: str, hops: int, before: tuple[Fact, ...]) -> Iterator[tuple[Fact, ...]]:
+        """Yield `before` continued by `hops` facts, the first one about `name`."""
+        for relation, _ in RELATIONS[self.kind_of[name]]:
+            chain = (*before, self.fact(name, relation))
+            if chain[-1].value in {fact.subject for fact in chain}:
+                continue
+            if hops == 1:
+                yield chain
+            else:
+                yield from self._chains(chain[-1].value, hops - 1, chain)
+
+    def questions(self, hops: Hops) -> list[dict[str, Any]]:
+        """Return `puzzles` as records `{"id", "question", "answers", "hops", "searches", "supporting_ids"}`."""
+        return [self._question(hops, number, puzzle) for number, puzzle in enumerate(self.puzzles(hops))]
+
+    def _question(self, hops: Hops, number: int, puzzle: Puzzle) -> dict[str, Any]:
+        steps = self.steps(puzzle.chain)
+        return {
+            "id": f"world{self.seed}:{hops}hop:{number}",
+            "question": puzzle.question,
+            "answers": [puzzle.answer],
+            "hops": hops,
+            "searches": len(steps),
+            "supporting_ids": [self.passage_id(step.name) for step in steps],
+        }
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a demo asks.
+
+    hops      numbers of hops of its questions
+    renamed   share of the subjects with a second name
+    searches  most searches of an ideal trajectory
+    larger    size of the training world, relative to the others
+    """
+
+    hops: tuple[Hops, ...]
+    renamed: float
+    searches: int
+    larger: int
+
+    def world(self, seed: int, larger: int = 1, avoid: frozenset[str] = frozenset()) -> World:
+        """Return a world of this level, of `larger` times the usual size."""
+        return World(seed, 96 * larger, 32 * larger, 32 * larger, avoid, self.renamed)
+
+    def puzzles(self, world: World) -> dict[int, list[Puzzle]]:
+        """Return the puzzles of a world that need no more searches than `searches`, by number of hops."""
+        return {h: [p for p in world.puzzles(h) if len(world.steps(p.chain)) <= self.searches] for h in self.hops}
+
+
+SHORT = Level(hops=(1, 2), renamed=0.0, searches=2, larger=1)
+HARD = Level(hops=(1, 2, 3), renamed=0.3, searches=4, larger=4)
+"""`foray demo --hard`. Its training world is larger: in more steps, a small one would be learned by heart."""
 
 
 def write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -202,21 +295,23 @@ def write_world(seed: int, directory: Path, per_hops: int | None = None, avoid: 
 
 Floats = npt.NDArray[np.float32]
 K1, B = 1.5, 0.75
-STOPWORDS = frozenset(("of", "and", "."))
+SKIPPED = frozenset((".",))
+"""Not a word for the retriever."""
 
 
 class Lookup:
-    """Rank the passages of one world for a query by BM25, as the retriever does. Results are cached.
+    """Rank the passages of worlds for a query by BM25, as the retriever does. Results are cached.
 
     Scores are Lucene's BM25 (Robertson et al. 1995 with idf = ln(1 + (N - df + 0.5) / (df + 0.5))), k1 1.5, b 0.75, as
     in bm25s. It is implemented here because the warm start sends tens of thousands of single queries to worlds that
     exist for two steps: building a real index for each would take longer than the training.
     """
 
-    def __init__(self, world: World) -> None:
-        self.names = list(world.kind_of)
-        self.fact_keys = list(world.facts)
-        texts = [[w for w in f"{name} {world.text(name)}".split() if w not in STOPWORDS] for name in self.names]
+    def __init__(self, *worlds: World) -> None:
+        about = [(name, world) for world in worlds for name in world.titles]
+        self.names = [name for name, _ in about]
+        self.fact_keys = [key for world in worlds for key in world.facts]
+        texts = [[w for w in f"{name} {world.text(name)}".split() if w not in SKIPPED] for name, world in about]
         lengths = np.array([len(text) for text in texts], dtype=np.float32)
         norm = K1 * (1 - B + B * lengths / lengths.mean())
         counts: dict[str, Floats] = {}
@@ -230,6 +325,27 @@ class Lookup:
             self._weights[word] = (idf * count / (count + norm)).astype(np.float32)
         self._nothing = np.zeros(len(texts), dtype=np.float32)
         self._seen: dict[str, list[str]] = {}
+        self._mentioned = {name: world.mentioned(name) for name, world in about}
+
+    def fewest(self, start: str, wanted: str, topk: int, most: int) -> int:
+        """Return the fewest searches, at most `most`, that find the passage about `wanted`, or `most` + 1.
+
+        A search is for one name: `start`, or any that a passage found before mentions. The relation in a query changes
+        nothing, because passages contain verbs instead.
+        """
+        known, fresh = {start}, {start}
+        for searches in range(1, most + 1):
+            found = {title for name in fresh for title in self.top(name, topk)}
+            if wanted in found:
+                return searches
+            fresh = {name for title in found for name in (title, *self._mentioned[title])} - known
+            known |= fresh
+        return most + 1
+
+    def needs_all(self, steps: Sequence[Step], topk: int) -> bool:
+        """Return whether every step finds its passage, and no search of another name finds it earlier."""
+        first = steps[0].name
+        return all(self.fewest(first, step.name, topk, at) == at for at, step in enumerate(steps, 1))
 
     def top(self, query: str, topk: int) -> list[str]:
         """Return the names with the highest scores, best first, without those that share no word with the query."""

@@ -60,6 +60,9 @@ class BatchSettings(Settings):
     """Maximum tokens in one forward pass, padding included; a longer trajectory runs alone. Increase it on GPUs."""
     row_tokens: int = Field(default=0, ge=0)
     """Trajectories are packed into rows of this many tokens (or of the longest one); 0: one row per trajectory."""
+    share_prompts: bool = False
+    """Read the common prompt of a group once for as many of its trajectories as fit into `micro_batch_tokens` (Prefix
+    Grouper, arXiv 2506.05433): the same loss from fewer tokens. Not for models that compute one trajectory per row."""
     shuffle_rewards: bool = False
     """Control experiment: permute rewards among all trajectories of the batch before advantages are computed, so that
     there is nothing to learn. The metrics still show the true rewards."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,7 +53,9 @@ class MicroBatch:
 
     ids        [R, L] int64, 0 where padding
     positions  [R, L] int64, from 0 in each trajectory
-    documents  [R, L] int64, which trajectory of its row a token belongs to (from 0), -1 where padding
+    documents  [R, L] int64, which trajectory of its row a token belongs to (from 0), -1 where padding. Trajectories
+               that share a prompt are one document: the prompt, then the rest of each, with positions that continue
+               the prompt's
     index      [N] int64, row * L + t of the input whose logits predict the trained token
     targets    [N] int64, the trained token
     behaviour  [N] float32, its log-prob when it was sampled
@@ -172,6 +175,38 @@ class _Row:
     bootstraps: bool
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """What is placed as a whole: a trajectory, or several behind one copy of their prompt.
+
+    ids, positions  [L] int64
+    parts           the trajectories
+    starts          where each continues after the prompt, minus the prompt's length: input t of part i is
+                    ids[starts[i] + t], or ids[t] within the prompt
+    prompt          length of the prompt; 0 for a single trajectory
+    """
+
+    ids: IntArray
+    positions: IntArray
+    parts: Sequence[_Row]
+    starts: Sequence[int]
+    prompt: int
+
+    @classmethod
+    def of(cls, parts: Sequence[_Row], prompt: int) -> _Unit:
+        """Return the unit of `parts`, whose first `prompt` inputs are equal."""
+        if len(parts) == 1:
+            return cls(parts[0].ids, np.arange(len(parts[0].ids)), parts, [0], 0)
+        rests = [len(part.ids) - prompt for part in parts]
+        ids = np.concatenate([parts[0].ids[:prompt], *(part.ids[prompt:] for part in parts)])
+        positions = np.concatenate([np.arange(prompt), *(prompt + np.arange(rest) for rest in rests)])
+        return cls(ids, positions, parts, np.cumsum([0, *rests[:-1]]).tolist(), prompt)
+
+    def places(self, number: int, inputs: IntArray) -> IntArray:
+        """Return where the inputs of part `number` are in `ids`."""
+        return np.where(inputs < self.prompt, inputs, inputs + self.starts[number])
+
+
 @dataclass
 class _Tally:
     """Token counts by outcome."""
@@ -250,13 +285,36 @@ def _part(
     for row in rows:
         counts[row.number] = len(row.trained)
     weights = trajectory_weights(counts.tolist(), algorithm.aggregation, algorithm.aggregation_length)
-    found = layouts([len(r.ids) for r in rows], ranks, capacity, settings.micro_batch_tokens)
+    units = _sharing(rows, settings) if settings.share_prompts else [_Unit.of([row], 0) for row in rows]
+    found = layouts([len(u.ids) for u in units], ranks, capacity, settings.micro_batch_tokens)
     longest = max(len(layout) for layout in found)
     shares = []
     for layout in found:
-        made = [_assemble([[rows[i] for i in row] for row in m], advantages, weights) for m in layout]
+        made = [_assemble([[units[i] for i in row] for row in m], advantages, weights) for m in layout]
         shares.append((*made, *[_dummy()] * (longest - len(made))))
     return shares
+
+
+def _sharing(rows: Sequence[_Row], settings: BatchSettings) -> list[_Unit]:
+    """Return units of the trajectories of each group that begin alike, of at most a row or a micro-batch."""
+    limit = settings.row_tokens or settings.micro_batch_tokens
+    units = []
+    for _, group in groupby(rows, lambda row: row.group):
+        parts = list(group)
+        prompt = _common_prompt(parts)
+        while parts:
+            sizes = np.cumsum([len(part.ids) - prompt for part in parts]) + prompt
+            count = max(1, int((sizes <= limit).sum())) if prompt else 1
+            units.append(_Unit.of(parts[:count], prompt))
+            parts = parts[count:]
+    return units
+
+
+def _common_prompt(rows: Sequence[_Row]) -> int:
+    """Return how many inputs all rows begin with, all of them before the first token that is trained in any."""
+    first = rows[0].ids
+    length = min(int(row.trained[0]) for row in rows)
+    return min(int(np.cumprod(first[:length] == row.ids[:length]).sum()) for row in rows)
 
 
 def _trained_part(
@@ -324,12 +382,16 @@ def _credit(trajectory: Trajectory, at: IntArray) -> FloatArray:
 
 
 def _assemble(
-    rows: Sequence[Sequence[_Row]], advantages: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
+    rows: Sequence[Sequence[_Unit]], advantages: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
 ) -> MicroBatch:
-    placed = place_rows([[part.ids for part in row] for row in rows])
-    parts = [part for row in rows for part in row]
-    index = [start + part.trained - 1 for start, part in zip(placed.starts, parts, strict=True)]
-    ends = [start + len(p.ids) - 1 if p.bootstraps else -1 for start, p in zip(placed.starts, parts, strict=True)]
+    placed = place_rows([[unit.ids for unit in row] for row in rows])
+    index, ends, parts = [], [], []
+    for start, unit in zip(placed.starts, (unit for row in rows for unit in row), strict=True):
+        placed.positions.ravel()[start : start + len(unit.ids)] = unit.positions
+        for number, part in enumerate(unit.parts):
+            parts.append(part)
+            index.append(start + unit.places(number, part.trained - 1))
+            ends.append(start + unit.starts[number] + len(part.ids) - 1 if part.bootstraps else -1)
     numbers = np.repeat([p.number for p in parts], [len(p.trained) for p in parts])
     turns = np.concatenate([p.turn for p in parts])
     return MicroBatch(
@@ -366,8 +428,8 @@ def _statistics(
     lags = np.concatenate([r.lags for r in rows]) if rows else np.zeros(1, np.int64)
     micro_batches = [m for part in parts for share in part for m in share if m.weights.any()]
     slots = sum(m.ids.size for m in micro_batches)
+    read = sum(int((m.documents >= 0).sum()) for m in micro_batches)
     spent = np.array([[sum(_cost(m) for m in share) for share in part] for part in parts], np.float64)
-    read = sum(len(r.ids) for r in rows)
     valid = outcomes.rewards[outcomes.valid]
     return {
         "lag_mean": float(lags.mean()),
@@ -381,6 +443,7 @@ def _statistics(
         "tokens_orphan": float(tally.orphan),
         "tokens_invalid": float(tally.invalid),
         "tokens_read": float(read),
+        "tokens_shared": float(sum(len(r.ids) for r in rows) - read),
         "padding_share": 1.0 - read / slots if slots else 0.0,
         "micro_batches": float(len(micro_batches)),
         "rank_balance": float(spent.mean(1).sum() / spent.max(1).sum()) if parts else 1.0,

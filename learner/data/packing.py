@@ -188,6 +188,12 @@ def place_rows(rows: Sequence[Sequence[npt.NDArray[np.int64]]]) -> PlacedRows:
     return PlacedRows(ids, positions, documents, starts)
 
 
+def holds_several(documents: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> bool:
+    """Return whether a row has several trajectories: several documents, or one whose positions go back."""
+    back = (np.diff(positions) != 1) & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+    return bool((documents > 0).any() or back.any())
+
+
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 

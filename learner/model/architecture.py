@@ -90,7 +90,7 @@ def no_packing(directory: Path, kind: str, why: str) -> UserError:
     return UserError(
         f"{directory} contains a {kind} model, which cannot compute several trajectories in one row",
         why=why,
-        todo="set learner.batch.row_tokens to 0",
+        todo="set learner.batch.row_tokens to 0 and learner.batch.share_prompts to false",
     )
 
 

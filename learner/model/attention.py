@@ -14,10 +14,10 @@ the computation span by span. Neither path has been run on a GPU yet.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -39,23 +39,41 @@ class Spans:
 
     widths  widths of each row's spans in order, including padding: they add up to L
     held    whether a span is a trajectory, not padding
+    shared  of each span with several trajectories behind one prompt: the widths of the prompt and of what follows it
+            in each; () of all others
     bounds  [spans + 1] int32, where the spans begin and end in the flattened rows, on the device of the rows
     """
 
     widths: tuple[tuple[int, ...], ...]
     held: tuple[tuple[bool, ...], ...]
+    shared: tuple[tuple[tuple[int, ...], ...], ...]
     bounds: torch.Tensor = field(compare=False)
 
     @classmethod
-    def of(cls, documents: torch.Tensor) -> Spans:
-        """Return the spans of documents [R, L] int64, -1 at padding; each document must be contiguous."""
-        widths, held = [], []
-        for row in documents.cpu():
+    def of(cls, documents: torch.Tensor, positions: torch.Tensor) -> Spans:
+        """Return the spans of documents and positions [R, L] int64, as in `learner.data.batch.MicroBatch`.
+
+        Each document must be contiguous. Where positions go back, another trajectory continues the prompt.
+        """
+        widths, held, shared = [], [], []
+        for row, places in zip(documents.cpu(), positions.cpu(), strict=True):
             found, counts = torch.unique_consecutive(row, return_counts=True)
             widths.append(tuple(counts.tolist()))
             held.append(tuple((found >= 0).tolist()))
+            spans = zip(torch.split(places, list(widths[-1])), held[-1], strict=True)
+            shared.append(tuple(_branches(span) if inside else () for span, inside in spans))
         bounds = torch.tensor([0, *accumulate(width for row in widths for width in row)], dtype=torch.int32)
-        return cls(tuple(widths), tuple(held), bounds.to(documents.device))
+        return cls(tuple(widths), tuple(held), tuple(shared), bounds.to(documents.device))
+
+
+def _branches(positions: torch.Tensor) -> tuple[int, ...]:
+    """Return (width of the prompt, width of each continuation) of a document, () if it is one trajectory."""
+    cuts = ((positions.diff() != 1).nonzero().flatten() + 1).tolist()
+    if not cuts:
+        return ()
+    prompt = int(positions[cuts[0]])
+    ends = [prompt, *cuts, len(positions)]
+    return prompt, *(end - start for start, end in pairwise(ends))
 
 
 def use_spans(causal: Any) -> bool:
@@ -95,10 +113,11 @@ def _attend_spans(
         return sdpa(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if attention_mask is not None:
         raise ValueError("the model builds its own mask, which spans would ignore")
-    if _kind(query, key, value) in _VARLEN and not options.get("dropout"):
+    several = any(branches for row in spans.shared for branches in row)
+    if _kind(query, key, value) in _VARLEN and not several and not options.get("dropout"):
         return _attend_varlen(query, key, value, spans, options.get("scaling")), None
-    attend = partial(sdpa, module, attention_mask=None, **options | {"is_causal": True})
-    rows = zip(*(torch.split(t, 1) for t in (query, key, value)), spans.widths, spans.held, strict=True)
+    attend = partial(sdpa, module, **options)
+    rows = zip(*(torch.split(t, 1) for t in (query, key, value)), spans.widths, spans.held, spans.shared, strict=True)
     return torch.cat([_attend_row(attend, *row) for row in rows]), None
 
 
@@ -109,13 +128,38 @@ def _attend_row(
     value: torch.Tensor,
     widths: tuple[int, ...],
     held: tuple[bool, ...],
+    shared: tuple[tuple[int, ...], ...],
 ) -> torch.Tensor:
     """Return [1, L, heads, V] of one row. The gradient of `split` is one concatenation, that of a slice a row of
     zeros."""
-    cuts = zip(*(torch.split(t, list(widths), 2) for t in (query, key, value)), held, strict=True)
+    cuts = zip(*(torch.split(t, list(widths), 2) for t in (query, key, value)), held, shared, strict=True)
     nothing = value.new_zeros(()).expand(1, query.shape[2], query.shape[1], value.shape[-1])
-    parts = [attend(q, k, v)[0] if inside else nothing[:, : q.shape[2]] for q, k, v, inside in cuts]
+    parts: list[torch.Tensor] = []
+    for q, k, v, inside, branches in cuts:
+        if branches:
+            parts += _attend_shared(attend, q, k, v, branches)
+        else:
+            parts.append(attend(q, k, v, None, is_causal=True)[0] if inside else nothing[:, : q.shape[2]])
     return torch.cat(parts, 1)
+
+
+def _attend_shared(
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    branches: tuple[int, ...],
+) -> Iterator[torch.Tensor]:
+    """Yield [1, widths, heads, V] of trajectories that share a prompt: the prompt with the first, then each other one,
+    which attends to the prompt and to itself (arXiv 2506.05433, section 3).
+    """
+    prompt, first, *_ = branches
+    queries, keys, values = (torch.split(t, [prompt + first, *branches[2:]], 2) for t in (query, key, value))
+    yield attend(queries[0], keys[0], values[0], None, is_causal=True)[0]
+    for q, k, v in zip(queries[1:], keys[1:], values[1:], strict=True):
+        seen = [torch.cat([whole[:, :, :prompt], own], 2) for whole, own in ((keys[0], k), (values[0], v))]
+        mask = torch.ones(q.shape[2], seen[0].shape[2], dtype=torch.bool, device=q.device).tril(prompt)
+        yield attend(q, *seen, mask[None, None], is_causal=False)[0]
 
 
 _VARLEN: set[tuple[Any, ...]] = set()
@@ -159,7 +203,8 @@ def use_varlen(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     documents = torch.tensor([[0] * 5 + [1] * 40 + [2] * 19, [0] * 50 + [-1] * 14], device=device)
-    spans, scaling = Spans.of(documents), width**-0.5
+    positions = torch.tensor([[*range(5), *range(40), *range(19)], [*range(50), *range(14)]], device=device)
+    spans, scaling = Spans.of(documents, positions), width**-0.5
     generator = torch.Generator(device).manual_seed(0)  # not torch's own: the run's random state must not change
 
     def rows(count: int) -> torch.Tensor:
@@ -203,29 +248,39 @@ def _with_gradients(
     return [(output * (weight != 0)).detach().float(), *(g.float() for g in gradients)]
 
 
-def block_mask(documents: torch.Tensor) -> torch.Tensor:
-    """Return [R, 1, L, L] bool of documents [R, L]: token t sees s if s <= t and both are in one trajectory (padding
-    sees padding).
+def block_mask(documents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return [R, 1, L, L] bool of documents and positions [R, L]: token t sees s if s <= t and both are in one
+    trajectory, or s is in the prompt that t continues (padding sees padding).
     """
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = (positions.diff() != 1) | (documents.diff() != 0)
+    branch = starts.cumsum(1)
+    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begun = positions.gather(1, torch.where(starts, at, 0).cummax(1).values)  # where the token's branch starts
+    own = branch[:, :, None] == branch[:, None, :]
+    prompt = (begun[:, None, :] == 0) & (positions[:, None, :] < begun[:, :, None])
     same = documents[:, :, None] == documents[:, None, :]
-    return torch.tril(same)[:, None]
+    return torch.tril(same & (own | prompt))[:, None]
 
 
-def attention_mask(documents: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
+def attention_mask(
+    documents: torch.Tensor, positions: torch.Tensor, config: Any, dtype: torch.dtype
+) -> torch.Tensor | dict[str, torch.Tensor]:
     """Return `attention_mask` of a transformers base model for rows of several trajectories.
 
-    documents [R, L] int64, -1 where padding. The masks are [R, 1, L, L]: bool for sdpa, of `dtype` and added to the
+    documents, positions [R, L] int64, as in `learner.data.batch.MicroBatch`.
+    The masks are [R, 1, L, L]: bool for sdpa, of `dtype` and added to the
     scores for eager attention. One mask, or one per kind of layer if the configuration lists other
     kinds than full attention. Raises ValueError for unsupported kinds.
     """
     kinds = layer_kinds(config)
     if kinds - {FULL, SLIDING}:
         raise ValueError(f"unsupported kinds of attention layers: {', '.join(sorted(kinds - {FULL, SLIDING}))}")
-    full = block_mask(documents)
+    full = block_mask(documents, positions)
     masks = {FULL: full}
     if SLIDING in kinds:
-        place = torch.arange(documents.shape[1], device=documents.device)
-        masks[SLIDING] = full & (place[None, :] > place[:, None] - config.sliding_window)
+        far = positions[:, None, :] <= positions[:, :, None] - config.sliding_window
+        masks[SLIDING] = full & ~far[:, None]
     if config._attn_implementation == "eager":
         masks = {kind: _added(mask, dtype) for kind, mask in masks.items()}
     if SLIDING not in kinds:

@@ -105,9 +105,9 @@ def hidden_states(
     """Return [R * L, H]: the last hidden states of a base model of transformers, rows one after the other."""
     who: dict[str, Any] = {"attention_mask": None}
     if documents is not None and takes_spans(backbone.config):
-        who["spans"] = Spans.of(documents)
+        who["spans"] = Spans.of(documents, positions)
     elif documents is not None:
-        who["attention_mask"] = attention_mask(documents, backbone.config, backbone.dtype)
+        who["attention_mask"] = attention_mask(documents, positions, backbone.config, backbone.dtype)
     output = backbone(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, **who)
     hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1)
     return hidden

@@ -67,6 +67,7 @@ STEP: Table = {
     "tokens_orphan": gauge("Sampled tokens masked because their version belongs to steps that a crash rolled back."),
     "tokens_invalid": gauge("Sampled tokens of invalid trajectories."),
     "tokens_read": gauge("Tokens that the model read, including observations, excluding padding."),
+    "tokens_shared": gauge("Prompt tokens that were not read again, because trajectories share them."),
     "padding_share": gauge("Share of the packed rows that is padding."),
     "micro_batches": gauge("Forward passes of the batch, over all ranks."),
     "rank_balance": gauge(

@@ -89,7 +89,7 @@ class Models:
 def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requirements, updates: int) -> Models:
     """Return the models of `run`, for this total number of policy updates; collective."""
     torch.manual_seed(run.seed)  # random initial adapters, equal on all ranks and at every start
-    packed = settings.batch.row_tokens > 0
+    packed = settings.batch.row_tokens > 0 or settings.batch.share_prompts
     head = settings.critic if requirements.values and settings.critic.backbone == "policy" else None
     sharded = settings.engine.zero_stage == 3
     module = load_policy(run.model, settings.model, packed=packed, critic=head, sharded=sharded)

@@ -10,6 +10,7 @@ import torch
 
 from learner.algorithms.base import TokenAdvantages, TokenScores
 from learner.data.batch import MicroBatch
+from learner.data.packing import holds_several
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class MicroBatchTensors:
         moved = {
             name: torch.from_numpy(getattr(micro_batch, name)).to(device) for name in MicroBatch.__dataclass_fields__
         }
-        packed = int(micro_batch.documents.max()) > 0
+        packed = holds_several(micro_batch.documents, micro_batch.positions)
         documents = moved.pop("documents") if packed else None
         moved.pop("documents", None)
         return cls(**moved, documents=documents, mask=moved["weights"] > 0, temperature=temperature)

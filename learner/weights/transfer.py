@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -119,7 +119,8 @@ class Transfer:
         while True:
             packed = self._gather(rest)
             while under_way and (len(under_way) > 1 or packed is None):  # one being sent, one ready
-                self._wait(under_way[0].done, min(deadline, time.monotonic() + stall_s), "transfer")
+                sent = under_way[0]
+                self._wait(sent.done, min(deadline, time.monotonic() + stall_s), "transfer", sent)
                 self._settled(under_way.popleft())
             if packed is None:
                 return
@@ -147,14 +148,18 @@ class Transfer:
         )
         self._link.view(self.view, seconds + VIEW_OUTLIVES_S)
 
-    def _wait(self, until: Callable[[], bool], deadline: float, phase: str) -> None:
+    def _wait(self, until: Callable[[], bool], deadline: float, phase: str, wakes: Future[None] | None = None) -> None:
+        """Wait for `until`, looking every POLL_S, and as soon as `wakes` is done."""
         while not until():
             self._listen()
             if time.monotonic() > deadline:
                 raise self._late(phase)
             if until():  # the last answers may complete it
                 return
-            time.sleep(POLL_S)
+            if wakes:
+                wait([wakes], POLL_S)
+            else:
+                time.sleep(POLL_S)
 
     def _all(self, *phases: str) -> bool:
         heard = self.answers

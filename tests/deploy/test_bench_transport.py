@@ -17,6 +17,9 @@ def test_clients_push_until_redis_refuses_and_no_group_is_lost(capsys: pytest.Ca
     chain, load = report["chain"], report["load"]
     assert report["ratio"] == pytest.approx(report["value"] / report["baseline"]["groups_per_s"], rel=1e-2)
     assert chain["bytes_per_group"] == report["baseline"]["bytes_per_group"] > 8 * 256 * 4
+    unchecked = report["unchecked"]
+    assert report["unchecked_ratio"] == pytest.approx(report["value"] / unchecked["groups_per_s"], rel=1e-2)
+    assert unchecked.keys() == chain.keys() and all(value > 0 for value in unchecked.values())
     assert load["until_back_pressure"]["refused_writes"] > 0, "the witness: Redis said OOM"
     assert (load["lost"], load["twice"]) == (0, 0)
     assert sum(c["published"] for c in load["clients"]) == load["groups"] > load["until_back_pressure"]["groups"]

@@ -19,6 +19,9 @@ def test_a_small_run_reports_both_transports_beside_both_baselines(capsys: pytes
     assert report["value"] == pytest.approx(row["bytes"] / row["distributed_seconds"], rel=1e-3)
     assert report["ratio"] == pytest.approx(report["value"] / report["baseline"]["bytes_per_s"], rel=1e-3)
     assert report["baseline"]["bytes_per_s"] == pytest.approx(row["bytes"] / row["raw_broadcast_s"], rel=1e-3)
+    assert report["baseline"]["checked_ratio"] == pytest.approx(
+        row["checked_broadcast_s"] / row["distributed_seconds"], rel=1e-3
+    )
     for kind in ("distributed", "disk"):
         assert 0 < row[f"{kind}_pause_s"] < row[f"{kind}_seconds"]
         assert row[f"{kind}_announced_s"] < row[f"{kind}_seconds"]

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import BENCHMARKS
 from benchmarks.base import Target
 from benchmarks.figures import __main__ as figures_run
-from benchmarks.figures.page import PAGE, STALE, page
+from benchmarks.figures.page import MET, PAGE, STALE, page
 from benchmarks.figures.table import NEEDS_GPU, Figure, figures, read, stale
 from benchmarks.report import digest, judged
 from deploy.doctor.gpus import without_cuda
@@ -60,7 +60,13 @@ def test_every_benchmark_says_what_it_measures_and_each_module_is_there(name: st
 
 def test_figures_are_commands_with_known_flags_and_all_that_was_measured_is_one() -> None:
     known = figures()
-    assert set(BENCHMARKS) < set(known) and {"demo-4", "demo-control", "compare-grpo"} < set(known)
+    assert set(BENCHMARKS) < set(known) and {
+        "demo-4",
+        "demo-control",
+        "demo-hard-4",
+        "demo-hard-control",
+        "compare-grpo",
+    } < set(known)
     for figure in known.values():
         if figure.argv[0] == "bench":
             flags = {word[2:].replace("-", "_") for word in figure.argv if word.startswith("--")} - {"json"}
@@ -91,6 +97,23 @@ def test_a_figure_whose_code_has_changed_is_marked_stale(tmp_path: Path) -> None
         assert marked.count("stale") == 2 and STALE in marked, "in the summary and beside the figure"
     (tmp_path / demo.path.name).write_text(json.dumps(report(demo, modules={"hash": ""})))
     assert page(template, tmp_path).count("stale") == 3
+
+
+def test_the_two_demos_have_tables_and_curves_of_their_own(tmp_path: Path) -> None:
+    known, template = figures(), tmp_path / "template.md"
+    names = [name for name in known if name.partition("-")[0] not in ("demo", "compare")]
+    for name, em in (("demo-1", 0.95), ("demo-hard-1", 0.7), ("demo-hard-control", 0.1)):
+        facts = {"curve": [0.25] * 20 + [em] * 20, "em_after": em, "half_gain": None if em < 0.25 else 21}
+        facts["targets"] = [judged(target, facts) for target in known[name].targets]
+        (tmp_path / f"{name}.json").write_text(json.dumps(report(known[name], **facts)))
+    for start, shown, hidden in (("demo", "| 1 |", "never"), ("demo-hard", "| control |", "0.95")):
+        places = [start, f"{start}-curves", *names]
+        template.write_text("# T\n" + "\n".join(f"{{{{{name}}}}}" for name in places) + "\n")
+        made = page(template, tmp_path)
+        assert shown in made and hidden not in made
+    assert "| steps | 1 | control |\n| --- | --- | --- |\n| 1-20 | 0.25 | 0.25 |\n| 21-40 | 0.70 | 0.10 |" in made
+    assert "never" in made and MET[True] in made
+    assert known["demo-hard-0"].minutes > known["demo-0"].minutes
 
 
 def test_the_page_shows_each_target_as_met_or_missed(tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ def tracked(
     causal = on_meta(facts, getattr(torch, settings.dtype))
     if settings.lora.rank:
         add_adapters(causal, settings.lora)
-    spans = attention.Spans(((width // 2,) * 2,) * rows, ((True, True),) * rows, torch.empty(0))
-    monkeypatch.setattr(attention.Spans, "of", lambda documents: spans)  # fake tensors have no values
+    spans = attention.Spans(((width // 2,) * 2,) * rows, ((True, True),) * rows, (((), ()),) * rows, torch.empty(0))
+    monkeypatch.setattr(attention.Spans, "of", lambda documents, positions: spans)  # fake tensors have no values
     with FakeTensorMode(allow_non_fake_inputs=True):
         causal.to_empty(device="cpu").tie_weights()
         if settings.gradient_checkpointing:

@@ -41,7 +41,7 @@ def test_an_unusable_path_is_an_error_of_three_lines(argv: list[str], capsys: py
         ("train", "`foray up run.yaml`"),
         ("chat", "`foray eval RUN_DIR --suite FILE`"),
         ("infer", "`foray export RUN_DIR OUT`"),
-        ("logs", "RUN_DIR/logs"),
+        ("tail", "foray logs RUN_DIR"),
         ("stop", "`foray down RUN_DIR`"),
         ("stauts", "did you mean `foray status`?"),
         ("xyzzy", "`foray --help` lists the commands"),

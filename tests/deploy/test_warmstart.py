@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.demo.world import ALIASED, HARD, RELATION_NAMES, Lookup, words
+
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from deploy.demo.demonstrations import collate  # noqa: E402
+from deploy.demo.demonstrations import Scene, collate  # noqa: E402
 from deploy.demo.warmstart import (  # noqa: E402  # noqa: E402
+    BAND,
     GateReport,
     WarmStartBudget,
     WarmStartFailed,
     gate,
     new_model,
     warm_start,
+    weaker,
 )
-from deploy.demo.world import words  # noqa: E402
 
 
 def quiet(line: str) -> None:
@@ -62,6 +66,35 @@ def test_one_unread_relation_closes_the_gate() -> None:
     assert GateReport(read, read).passed
     assert not GateReport(read | {"seat": 0.5}, read).passed
     assert not GateReport(read, read | {"seat": 0.5}).passed
+
+
+def test_the_gate_of_the_hard_demo_is_a_band() -> None:
+    def report(query: float, evidence: float) -> GateReport:
+        return GateReport({"mayor": evidence, "seat": evidence}, {"mayor": query, "seat": query}, hard=True)
+
+    low, high = BAND
+    assert 0.5 <= low < high <= 0.8
+    assert report(low, high).passed and report(high, low).passed
+    for one, other in ((low - 0.01, high), (high, low - 0.01), (high + 0.01, low), (low, high + 0.01), (1.0, 1.0)):
+        assert not report(one, other).passed
+
+
+def test_the_hard_gate_examines_all_depths_and_second_names() -> None:
+    report = gate(new_model(0), seed=0, asked=4, level=HARD)
+    assert report.hard and not report.passed and set(report.evidence) == {*RELATION_NAMES, ALIASED}
+    assert set(report.query) == set(RELATION_NAMES)
+
+
+def test_a_skill_that_is_good_enough_has_no_loss_until_the_other_is() -> None:
+    world = HARD.world(5)
+    scene, puzzles = Scene(world, Lookup(world), random.Random(0)), HARD.puzzles(world)
+    for query, evidence in ((1.0, 0.0), (0.0, 1.0)):
+        report = GateReport({"mayor": evidence}, {"mayor": query}, hard=True)
+        for _ in range(20):
+            shown = weaker(report, scene, puzzles)
+            assert all(bool(sum(shown.weights[span])) == (query < 0.5) for span in shown.queries)
+            assert all(bool(sum(shown.weights[span])) == (evidence < 0.5) for span in shown.evidence)
+            assert sum(shown.weights) > 0
 
 
 def test_a_budget_that_does_not_suffice_is_an_error_and_writes_no_model(tmp_path: Path) -> None:

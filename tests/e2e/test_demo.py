@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.demo.warmstart import BAND
+
 STEPS = 32
 GROUPS = 16
 
@@ -34,3 +36,18 @@ def test_the_demo_learns_to_search_through_the_whole_ring(warm_model: Path, tmp_
     # it answers from what it found, not from what it knows
     assert summary["em_after"] > summary["em_before"] + 0.2 and summary["em_after_without_search"] < 0.1
     assert json.loads((directory / "summary.json").read_text())["em_after"] == summary["em_after"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_hard_demo_starts_half_way_and_trains(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deploy", "demo", "--hard", "--json", "run.steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert all(BAND[0] <= summary[f"gate_{skill}"] <= BAND[1] for skill in ("query", "evidence"))
+    assert "skills at the gate" in done.stderr and "three-hop" in done.stderr
+    assert summary["steps"] == 2 and summary["groups_trained"] == 2 * GROUPS and summary["failed_before"] == 0
+    # it can do something of everything, and has much to learn
+    assert summary["em_1hop_before"] > summary["em_3hop_before"] and 0.05 < summary["em_before"] < 0.6
+    assert (tmp_path / "runs" / "demo-hard-0" / "summary.json").exists()

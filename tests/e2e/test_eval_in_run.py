@@ -69,19 +69,23 @@ def asked(run_dir: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProc
 
 def asked_and_watched(
     run_dir: Path, tmp_path: Path, *more: str
-) -> tuple[subprocess.CompletedProcess[str], list[RunSnapshot]]:
-    """Evaluate, and return snapshots of the run taken meanwhile."""
+) -> tuple[subprocess.CompletedProcess[str], list[RunSnapshot], list[str]]:
+    """Evaluate, and return snapshots of the run taken during the evaluation, and the problems seen with them."""
     seen: list[RunSnapshot] = []
+    problems: list[str] = []
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.5):
-            seen.append(look(run_dir))
+            if (now := look(run_dir)).evaluations:
+                seen.append(now)
+                # at once: the age of what a snapshot shows counts from now
+                problems.extend(problem.what for problem in status.problems(now, max_lag=8))
 
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        return asked(run_dir, tmp_path, *more), seen
+        return asked(run_dir, tmp_path, *more), seen, problems
     finally:
         ended.set()
         watching.join()
@@ -94,12 +98,10 @@ def test_an_evaluation_during_training_is_of_one_version_while_the_policy_moves_
         wait_until(lambda: step(run_dir) >= 2, "it trains", 120)
         before = step(run_dir)
         out = tmp_path / "out"
-        done, seen = asked_and_watched(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
+        done, during, problems = asked_and_watched(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
         after = step(run_dir)
         assert done.returncode == 0, done.stderr
-        during = [now for now in seen if now.evaluations]
         assert during and {status.state(now) for now in during} == {"training"}
-        problems = [problem.what for now in during for problem in status.problems(now, max_lag=8)]
         assert not any("no engine is ready" in what for what in problems)
         report = json.loads(done.stdout)
         episodes, (version,) = read_rows(out), report["versions"]
@@ -118,14 +120,13 @@ def test_an_engine_for_evaluation_serves_it_alone_while_the_others_load_new_weig
     with running(tmp_path, *SMALL, "launch.eval_engines=1") as run_dir:
         wait_until(lambda: step(run_dir) >= 2, "it trains", 120)
         out = tmp_path / "out"
-        done, seen = asked_and_watched(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
+        done, during, problems = asked_and_watched(run_dir, tmp_path, "--concurrency", "2", "--out", str(out))
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         (version,) = report["versions"]
         assert {e["version"] for e in read_rows(out)} == {version} and report["versions"] == {version: QUESTIONS}
         assert report["scores"][0]["failed"] == 0
-        during = [now for now in seen if now.evaluations]
-        assert during and not any(now.pinned_evaluations or status.problems(now, max_lag=8) for now in during)
+        assert during and not problems and not any(now.pinned_evaluations for now in during)
         trained = [e.step for now in during for e in now.engines if e.role == "rollout"]
         assert max(trained) > min(trained) and max(trained) > int(version.partition(".")[2]), "it loads meanwhile"
         (node,) = [p for p in look(run_dir).of("node") if p.id == "engine-1"]

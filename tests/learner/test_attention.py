@@ -35,6 +35,16 @@ def documents_of(rows: list[list[int]]) -> torch.Tensor:
     )
 
 
+def spans_of(documents: torch.Tensor) -> Spans:
+    return Spans.of(documents, positions_of(documents))
+
+
+def positions_of(documents: torch.Tensor) -> torch.Tensor:
+    """Positions of documents that are one trajectory each."""
+    counts = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in documents]
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in counts])
+
+
 def tiny(kind: str, **extra) -> transformers.PreTrainedModel:
     """Two layers, grouped-query attention, weights large enough that attention is not flat."""
     config = transformers.AutoConfig.for_model(
@@ -65,10 +75,12 @@ def test_spans_equal_the_mask_in_output_and_gradient(name, values):
     torch.manual_seed(1)
     shapes = [(len(documents), heads, documents.shape[1], width) for heads, width in ((4, 8), (2, 8), (2, values))]
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    found = attend(tensors, spans=Spans.of(documents))
+    found = attend(tensors, spans=spans_of(documents))
     query, key, value = tensors
     wide = [t.repeat_interleave(2, 1) for t in (key, value)]
-    expected = scaled_dot_product_attention(query, *wide, attn_mask=block_mask(documents), scale=0.5).transpose(1, 2)
+    expected = scaled_dot_product_attention(
+        query, *wide, attn_mask=block_mask(documents, positions_of(documents)), scale=0.5
+    ).transpose(1, 2)
     held = documents >= 0
     assert found.shape == expected.shape
     torch.testing.assert_close(found[held], expected[held], rtol=1e-12, atol=1e-12)
@@ -108,9 +120,9 @@ def test_all_spans_in_one_call_are_what_they_are_one_by_one(name, monkeypatch):
     documents = documents_of(LAYOUTS[name])
     tensors = [torch.randn(len(documents), heads, documents.shape[1], 8) for heads in (4, 2, 2)]
     held = (documents >= 0)[:, :, None, None]
-    alone = attend(tensors, spans=Spans.of(documents))
+    alone = attend(tensors, spans=spans_of(documents))
     assert attention.use_varlen(config, torch.device("cpu"), torch.float32)
-    torch.testing.assert_close(attend(tensors, spans=Spans.of(documents)) * held, alone * held)
+    torch.testing.assert_close(attend(tensors, spans=spans_of(documents)) * held, alone * held)
 
 
 @pytest.mark.usefixtures("no_varlen_left")
@@ -132,14 +144,14 @@ def test_a_variable_length_attention_that_is_wrong_or_missing_is_not_used(monkey
 
 def test_without_spans_rows_are_causal():
     tensors = [torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    one_span = attend(tensors, spans=Spans.of(documents_of([[5], [5]])))
+    one_span = attend(tensors, spans=spans_of(documents_of([[5], [5]])))
     torch.testing.assert_close(attend(tensors), one_span, rtol=1e-12, atol=1e-12)
 
 
 def test_a_model_s_own_mask_is_not_left_out_without_a_word():
     tensors = [torch.randn(1, heads, 5, 8) for heads in (4, 2, 2)]
     with pytest.raises(ValueError, match="builds its own mask"):
-        attend(tensors, spans=Spans.of(documents_of([[5]])), mask=torch.zeros(1, 1, 5, 5))
+        attend(tensors, spans=spans_of(documents_of([[5]])), mask=torch.zeros(1, 1, 5, 5))
 
 
 def inputs_of(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -198,8 +210,61 @@ def test_layers_computed_once_more_for_the_gradient_have_the_spans_too(tmp_path)
     attention.register_forward_pre_hook(lambda m, _, kwargs: seen.append(kwargs["spans"]), with_kwargs=True)
     _, right = hidden_and_gradient(causal, ids, positions, documents)
     assert [s.widths for s in seen] == [((6, 9, 2),)] * 2
-    _, wrong = hidden_and_gradient(causal, ids, positions, torch.zeros_like(documents))
+    _, wrong = hidden_and_gradient(causal, ids, torch.arange(17)[None], torch.zeros_like(documents))
     assert not torch.allclose(right["model.embed_tokens.weight"], wrong["model.embed_tokens.weight"], atol=1e-3)
+
+
+SHARED = {
+    "three": [(4, (3, 5, 2))],
+    "single tokens": [(1, (1, 1, 6))],
+    "beside others, padded": [(5, (2, 4)), (0, (6,)), (3, (1, 1, 2))],
+}
+"""Documents of a row: the width of the prompt, and of each trajectory's rest."""
+
+
+@pytest.mark.parametrize("spans", [True, False])
+@pytest.mark.parametrize("name", SHARED)
+def test_trajectories_behind_one_prompt_are_what_they_are_alone(name, spans):
+    causal = tiny("qwen3").double()
+    if spans:
+        assert use_spans(causal)
+    draw = torch.Generator().manual_seed(3)
+    row: list[tuple[int, int, int]] = []  # id, position, document
+    alone = torch.zeros((), dtype=torch.float64)
+    expected, weights = [], []
+    for number, (prompt, rests) in enumerate(SHARED[name]):
+        ids = torch.randint(0, VOCABULARY, (prompt + sum(rests),), generator=draw).tolist()
+        row += [(ids[at], at, number) for at in range(prompt)]
+        rest = prompt
+        for count, width in enumerate(rests):
+            own = ids[rest : rest + width]
+            row += [(token, prompt + at, number) for at, token in enumerate(own)]
+            rest += width
+            whole = torch.tensor([[*ids[:prompt], *own]])
+            states = causal.model(whole, use_cache=False).last_hidden_state[0]
+            kept = states if not count else states[prompt:]
+            weight = torch.randn(kept.shape, dtype=torch.float64, generator=draw)
+            expected.append(kept)
+            weights.append(weight)
+            alone = alone + (kept * weight).sum()
+    row += [(0, at, -1) for at in range(3)]
+    ids_, positions, documents = torch.tensor(row).T[:, None]
+    wanted = torch.autograd.grad(alone, list(causal.model.parameters()))
+    found = hidden_states(causal.base_model, ids_, positions, documents)[documents.flatten() >= 0]
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-9, atol=1e-9)
+    gradient = torch.autograd.grad((found * torch.cat(weights)).sum(), list(causal.model.parameters()))
+    for one, other in zip(gradient, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+
+
+def test_a_window_sees_the_end_of_the_prompt_and_no_further():
+    causal = tiny("mistral", sliding_window=4).double()
+    prompt, rests = [5, 9, 11, 3, 7, 2], ([8, 1, 6], [4, 12])
+    ids, positions = [*prompt, *rests[0], *rests[1]], [*range(6), *range(6, 9), *range(6, 8)]
+    row = (torch.tensor([ids]), torch.tensor([positions]), torch.zeros(1, len(ids), dtype=torch.long))
+    found = hidden_states(causal.base_model, *row)
+    alone = [causal.model(torch.tensor([[*prompt, *rest]]), use_cache=False).last_hidden_state[0] for rest in rests]
+    torch.testing.assert_close(found, torch.cat([alone[0], alone[1][6:]]), rtol=1e-9, atol=1e-9)
 
 
 def test_bfloat16_with_padding_stays_finite(tmp_path):
@@ -241,7 +306,7 @@ def test_windows_keep_their_mask(tmp_path):
 def test_a_model_that_spans_would_mix_up_gets_the_mask(tmp_path, monkeypatch):
     """One of the types that are checked: here its spans are lost, as in a model that does not hand them on."""
     tiny("granite").save_pretrained(tmp_path)
-    monkeypatch.setattr("learner.model.policy.Spans.of", lambda documents: None)
+    monkeypatch.setattr("learner.model.policy.Spans.of", lambda documents, positions: None)
     causal = load_policy(tmp_path, ModelSettings()).causal
     assert causal.config._attn_implementation == "sdpa"
     ids, positions, documents = inputs_of([[6, 9, -2]])

@@ -26,14 +26,16 @@ from tests.support.messages import (
 FIRST_START = (PolicyVersion(1, 0),)
 
 
-def build(groups, *, now_step=0, lineage=FIRST_START, max_lag=2, row_tokens=0, budget=4096, ranks=1, **algorithm):
+def build(
+    groups, *, now_step=0, lineage=FIRST_START, max_lag=2, row_tokens=0, budget=4096, share=False, ranks=1, **algorithm
+):
     return build_batch(
         groups,
         build_algorithm(GrpoSettings(**algorithm)),
         now_step=now_step,
         lineage=lineage,
         max_lag=max_lag,
-        settings=BatchSettings(micro_batch_tokens=budget, row_tokens=row_tokens),
+        settings=BatchSettings(micro_batch_tokens=budget, row_tokens=row_tokens, share_prompts=share),
         temperature=1.0,
         ranks=ranks,
     )
@@ -135,10 +137,41 @@ def test_the_order_of_groups_changes_nothing():
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(("row_tokens", "budget"), [(0, 1), (0, 4096), (30, 30), (64, 128), (1000, 1000)])
-def test_packing_and_cutting_change_no_trained_token(row_tokens, budget):
+def test_packing_and_cutting_change_no_trained_token(row_tokens, budget, share):
     groups = [make_group(s, (1.0, 0.0, 0.5), length=7 * s) for s in (1, 2, 3)]
-    assert tokens_of(build(groups, row_tokens=row_tokens, budget=budget)) == tokens_of(build(groups))
+    assert tokens_of(build(groups, row_tokens=row_tokens, budget=budget, share=share)) == tokens_of(build(groups))
+
+
+def behind(prompt: list[int], *rest: int, reward: float = 1.0) -> Trajectory:
+    segments = (prompt_segment(prompt), policy_segment(rest, [-0.5] * len(rest)))
+    return Trajectory(status=Status.ANSWERED, segments=segments, reward=reward)
+
+
+def test_trajectories_of_a_group_share_their_prompt():
+    group = group_of(behind([1, 2, 3], 4, 5), behind([1, 2, 3], 6, 7, 8, reward=0.0), behind([1, 2, 3], 9))
+    batch = build([group], share=True)
+    (m,) = batch.micro_batches
+    assert m.ids.tolist() == [[1, 2, 3, 4, 6, 7]] and m.positions.tolist() == [[0, 1, 2, 3, 3, 4]]
+    assert m.documents.tolist() == [[0] * 6] and m.index.tolist() == [2, 3, 2, 4, 5, 2]
+    assert m.targets.tolist() == [4, 5, 6, 7, 8, 9] and m.trajectory.tolist() == [0, 0, 1, 1, 1, 2]
+    assert batch.stats["tokens_read"] == 6 and batch.stats["tokens_shared"] == 6 and not batch.stats["padding_share"]
+
+
+def test_what_is_shared_ends_where_trajectories_differ_or_are_trained_and_fits_a_micro_batch():
+    differ = group_of(behind([1, 2, 3], 4, 5), behind([1, 9, 3], 4, 5, reward=0.0))
+    (m,) = build([differ], share=True).micro_batches
+    assert m.ids.tolist() == [[1, 2, 3, 4, 9, 3, 4]] and m.positions.tolist() == [[0, 1, 2, 3, 1, 2, 3]]
+    alike = group_of(behind([1, 2], 4, 5, 6), behind([1, 2], 4, 5, 7, reward=0.0))
+    (m,) = build([alike], share=True).micro_batches
+    assert m.ids.tolist() == [[1, 2, 4, 5, 4, 5]], "tokens that are trained are not shared"
+    other = group_of(behind([1, 2], 4), behind([3, 2], 4, reward=0.0))
+    (m,) = build([other], share=True).micro_batches
+    assert m.ids.tolist() == [[1, 2], [3, 2]], "nothing in common"
+    group = group_of(*(behind([1, 2, 3], 4, 5, 6, reward=float(n)) for n in range(5)))
+    rows = [m.ids.shape for m in build([group], share=True, budget=8).micro_batches]
+    assert rows == [(1, 7), (1, 7), (1, 5)]
 
 
 def test_tokens_beyond_max_lag_are_masked_and_counted():

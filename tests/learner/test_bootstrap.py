@@ -84,7 +84,9 @@ def areal(trained: list[bool], values: list[float], reward: float, *, truncated:
 
 
 @pytest.mark.parametrize("trainer", ["own", "policy"], indirect=True)
-@pytest.mark.parametrize("layout", [{}, {"row_tokens": 60}, {"row_tokens": 40, "micro_batch_tokens": 1}])
+@pytest.mark.parametrize(
+    "layout", [{}, {"row_tokens": 60}, {"row_tokens": 40, "micro_batch_tokens": 1}, {"share_prompts": True}]
+)
 @pytest.mark.parametrize("on", [True, False])
 def test_what_truncation_cut_off_is_worth_the_state_after_it(
     trainer: Trainer, layout: dict[str, int], on: bool

@@ -241,7 +241,8 @@ def batch_loss(settings: GrpoSettings, **layout: int) -> tuple[float, dict[tuple
 def test_the_loss_does_not_depend_on_how_the_batch_is_cut(aggregation):
     settings = GrpoSettings(aggregation=aggregation, aggregation_length=64)
     whole, gradients = batch_loss(settings)
-    for layout in ({"micro_batch_tokens": 1}, {"micro_batch_tokens": 60}, {"row_tokens": 40, "micro_batch_tokens": 80}):
+    layouts = ({"micro_batch_tokens": 1}, {"micro_batch_tokens": 60}, {"row_tokens": 40, "micro_batch_tokens": 80})
+    for layout in (*layouts, {"share_prompts": True}):
         total, cut = batch_loss(settings, **layout)
         assert total == pytest.approx(whole, rel=1e-6)
         assert cut == pytest.approx(gradients, rel=1e-6)

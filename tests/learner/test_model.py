@@ -13,6 +13,7 @@ from learner.config.algorithm import GrpoSettings
 from learner.config.learner import BatchSettings
 from learner.config.model import ModelSettings
 from learner.data.batch import build_batch
+from learner.data.packing import holds_several
 from learner.model.architecture import EAGER_ONLY
 from learner.model.attention import block_mask
 from learner.model.loading import load_policy
@@ -66,14 +67,14 @@ def some_groups(count: int = 3) -> list[TrajectoryGroup]:
     ]
 
 
-def batch_of(groups, row_tokens: int, budget: int = 4096):
+def batch_of(groups, row_tokens: int, budget: int = 4096, *, share: bool = False):
     return build_batch(
         groups,
         build_algorithm(GrpoSettings()),
         now_step=0,
         lineage=(PolicyVersion(1, 0),),
         max_lag=0,
-        settings=BatchSettings(row_tokens=row_tokens, micro_batch_tokens=budget),
+        settings=BatchSettings(row_tokens=row_tokens, micro_batch_tokens=budget, share_prompts=share),
         temperature=0.8,
     )
 
@@ -84,7 +85,7 @@ def score(model: PolicyModel, batch) -> tuple[dict[tuple[int, int], float], dict
     found: dict[tuple[int, int], float] = {}
     for m in batch.micro_batches:
         t = {name: torch.from_numpy(getattr(m, name)) for name in m.__dataclass_fields__}
-        documents = t["documents"] if int(m.documents.max()) > 0 else None
+        documents = t["documents"] if holds_several(m.documents, m.positions) else None
         scores = model(t["ids"], t["positions"], documents, t["index"], t["targets"], batch.temperature, False)
         (scores.logprobs * t["advantages"]).sum().backward()
         keys = zip(m.trajectory.tolist(), m.positions.flat[m.index].tolist(), strict=True)
@@ -115,6 +116,7 @@ def test_packed_equals_one_by_one(kind, row_tokens):
     model, groups = policy(kind), some_groups()
     batch = batch_of(groups, row_tokens)
     assert (max(int(m.documents.max()) for m in batch.micro_batches) > 0) == (row_tokens > 0)
+    assert all(holds_several(m.documents, m.positions) == (m.documents.max() > 0) for m in batch.micro_batches)
     (packed, packed_gradient), (alone, alone_gradient) = score(model, batch), one_by_one(model, groups, batch)
     assert packed.keys() == alone.keys()
     assert max(abs(packed[k] - alone[k]) for k in alone) < 1e-5
@@ -140,7 +142,7 @@ def test_a_trajectory_cannot_see_its_neighbour_in_the_row(kind):
 
 
 def test_the_mask_is_causal_within_blocks_and_padding_sees_itself():
-    mask = block_mask(torch.tensor([[0, 0, 1, -1]]))
+    mask = block_mask(torch.tensor([[0, 0, 1, -1]]), torch.tensor([[0, 1, 0, 0]]))
     assert mask.shape == (1, 1, 4, 4)
     assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
 
@@ -299,8 +301,8 @@ def test_the_check_sees_a_mask_that_leaks_in_any_dtype(dtype, tmp_path, monkeypa
     causal.save_pretrained(tmp_path)
     load_policy(tmp_path, ModelSettings(dtype=dtype))
 
-    def leaking(documents, config, dtype):
-        return block_mask(torch.zeros_like(documents))
+    def leaking(documents, positions, config, dtype):
+        return block_mask(torch.zeros_like(documents), torch.arange(documents.shape[1]).expand_as(documents))
 
     monkeypatch.setattr("learner.model.policy.attention_mask", leaking)
     monkeypatch.setattr("learner.model.parity_check.use_spans", lambda causal: False)

@@ -17,6 +17,7 @@ from learner.config.learner import LearnerSettings
 from protocol.keys import Keys
 from protocol.settings import RunSettings
 from tests.support import tiny_learner
+from tests.support.waiting import wait_until
 
 
 def test_a_dead_seq_is_requeued_by_its_number_and_trained(
@@ -34,7 +35,9 @@ def test_a_dead_seq_is_requeued_by_its_number_and_trained(
     codes: list[int] = []
 
     def ask(updates: int) -> None:
-        if updates == 4:  # the checkpoint of step 3 has booked both as dead
+        if updates == 4:  # the checkpoint of step 3, written in the background, books both as dead
+            checkpoints = Checkpoints(run.checkpoint_dir, 1)
+            wait_until(lambda: checkpoints.load().facts["step"] >= 3, "the checkpoint of step 3", 60)
             fails.clear()
             codes.append(main(["dlq", "list", "--config", str(config), "--json"]))
             codes.append(main(["dlq", "requeue", "3", "--config", str(config)]))

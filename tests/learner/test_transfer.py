@@ -5,6 +5,7 @@ The nodes are scripted here; `test_publish_distributed.py` has the same with rea
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -106,6 +107,30 @@ def test_a_member_that_does_not_connect_is_blamed_and_the_others_are_not() -> No
     with pytest.raises(TransferFailed, match="prepare timed out, waiting for e/2") as caught:
         made.run(iter([PackedBucket(layout(NAMED), flat)]), prepare_s=0.05, transfer_s=30, stall_s=30)
     assert caught.value.missing == ("e/2",)
+
+
+def test_the_next_bucket_is_sent_as_soon_as_the_last_one_is_and_not_at_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two looks at the members pass 30 seconds here: with those, three buckets would take a minute."""
+
+    class Sending(Sent):
+        def send(self, tensors: Any) -> Future[None]:
+            done: Future[None] = Future()
+            threading.Timer(0.1 if tensors else 0.0, done.set_result, [None]).start()
+            return done
+
+    bucket = layout(NAMED)
+    view = WeightView(
+        run="t", epoch=1, step=1, number=1, phase="prepare", members=("e/1",), buckets=(bucket,) * 3,
+        rank_offsets=(1,), group="g", address="127.0.0.1", port=1, world_size=2,
+    )  # fmt: skip
+    sending, packed = Sending(), PackedBucket(bucket, torch.cat([tensor.view(torch.uint8) for _, tensor in NAMED]))
+    sending.joined.result(30)
+    made = Transfer(cast(Any, EngineLink({"e/1": {}})), cast(GroupSender, sending), view, None, {"e/1": ""})
+    monkeypatch.setattr("learner.weights.transfer.POLL_S", 30.0)
+    made.run(iter([packed] * 3), prepare_s=60, transfer_s=60, stall_s=60)
+    assert made.seconds["transfer"] < 15
 
 
 def test_members_that_hold_what_the_policy_has_are_committed() -> None:

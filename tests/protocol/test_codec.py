@@ -114,6 +114,10 @@ def _with_segment(change: dict[str, object]) -> bytes:
     return msgpack.packb(envelope, use_bin_type=True)
 
 
+WRONG = (np.nan, -np.nan, np.inf, -np.inf, 0.5)
+"""What no log-prob is."""
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -121,9 +125,8 @@ def _with_segment(change: dict[str, object]) -> bytes:
         {"ids": [1, 2]},
         {"ids": "text"},
         {"ids": np.asarray([-1, 2], "<i4").tobytes()},
-        {"logprobs": np.asarray([np.nan, -1], "<f4").tobytes()},
-        {"logprobs": np.asarray([-np.inf, -1], "<f4").tobytes()},
-        {"logprobs": np.asarray([0.5, -1], "<f4").tobytes()},
+        {"ids": np.asarray([2, -1], "<i4").tobytes()},
+        *({"logprobs": np.asarray(pair, "<f4").tobytes()} for wrong in WRONG for pair in ([wrong, -1], [-1, wrong])),
         {"logprobs": np.asarray([-1], "<f4").tobytes()},
         {"spans": []},
         {"spans": [{"epoch": 1, "step": 1, "start": 0, "end": 3}]},

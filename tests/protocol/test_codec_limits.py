@@ -66,6 +66,15 @@ def test_a_hostile_message_takes_no_more_memory_than_its_values_may(what: str) -
     assert grown_mb(lambda: codec.decode(raw)) < 160, f"{len(raw) >> 20} MiB of {what}"
 
 
+def test_the_shortest_message_with_too_many_values_is_refused() -> None:
+    """Its bytes are each an element and an empty array. Shorter messages are not counted, longer ones are."""
+    assert len(codec.unpack(arrays_of(b"\x90", 7 * 65538))) == 7
+    raw = arrays_of(b"\x90", 8 * 65538)
+    assert len(raw) < 1.1 * codec.MAX_VALUES / 2
+    with pytest.raises(MessageTooLarge, match="more than 1000000 values"):
+        codec.unpack(raw)
+
+
 def test_a_deep_message_takes_little_memory() -> None:
     raw = b"\xdc\xff\xff" * 10_000 + b"\xc0" * 65536
     assert grown_mb(lambda: codec.decode(raw)) < 160

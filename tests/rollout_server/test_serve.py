@@ -35,7 +35,7 @@ async def test_a_task_becomes_a_published_group_token_by_token(world, model: Pat
         requests = list(engine.requests)
     for group in world.published():
         assert isinstance(group, TrajectoryGroup) and (group.producer, group.run) == ("r", world.keys.run)
-        assert len(group.trajectories) == 3 and group.first_version() == group.last_version() == V5
+        assert len(group.trajectories) == 3 and group.versions() == {V5} and group.first_version() == V5
         for trajectory in group.trajectories:
             assert trajectory.status is Status.ANSWERED and (trajectory.turns, trajectory.searches) == (2, 1)
             prompt, search, found, answer = trajectory.segments

@@ -34,6 +34,8 @@ COLUMNS = {
 }
 DIFFERENCES = (("warm start", "GRPO"), ("naive RAG", "GRPO"), ("GRPO, rewards shuffled", "GRPO"))
 EXAMPLES = 3
+JUDGE = "dev"
+"""Data set that neither training nor validation saw."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,17 @@ def examples(policies: Sequence[PolicyResult]) -> list[dict[str, Any]]:
 def summary(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of `result.json`."""
     policies, phases = read_policies(directory), read_phases(directory)
+    found = {policy.name: policy.mean("f1", JUDGE) for policy in policies}
+    trained, baseline = found.get("GRPO"), found.get("warm start")
+    gains = differences(policies)
+    gain = [row for row in gains if (row["from"], row["data_set"], row["metric"]) == ("warm start", "held_out", "f1")]
     return {
         **facts,
+        "value": trained and round(trained.mean, 4),
+        "unit": f"F1 on {JUDGE} after GRPO",
+        "baseline": {"name": "the warm start", "f1": baseline and round(baseline.mean, 4)},
+        "ratio": round(trained.mean / baseline.mean, 3) if trained and baseline and baseline.mean else None,
+        "gain": gain[0]["difference"] if gain else None,
         "hours": round(sum(used["seconds"] for used in phases.values()) / 3600, 2),
         "cpu_hours": round(sum(used["cpu_seconds"] for used in phases.values()) / 3600, 2),
         "phases": phases,
@@ -153,7 +164,7 @@ def summary(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
             }
             for policy in policies
         },
-        "differences": differences(policies),
+        "differences": gains,
         "curve": curve(directory / "grpo"),
         "control_curve": curve(directory / "grpo-control"),
         "examples": examples(policies),

@@ -67,9 +67,9 @@ class TensorSlot:
         self.view.copy_(source if self.order is None else source[self.order])
 
     def get(self) -> torch.Tensor:
-        """Return a copy in Hugging Face's row order."""
+        """Return it in Hugging Face's row order: a view where possible, to be read only."""
         if self.order is None:
-            return self.view.clone()
+            return self.view
         return self.view[torch.argsort(self.order)]
 
 
@@ -320,4 +320,4 @@ def _rotation_order(rows: int, head_dim: int, rotary: int) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
