@@ -38,13 +38,13 @@ MLflow or Trackio. A metric of an extension is `foray_PROCESS_extension` with it
 
 | command | shows |
 |---|---|
-| `foray top RUN_DIR` | the run live, problems first: throughput, lag, reward with sparklines, who waits for whom, engines; plain in a pipe |
-| `foray status RUN_DIR` | one page: problems with what to do, processes, streams, ledger; exit code 1 if there is a problem |
-| `foray logs RUN_DIR [PROCESS ..]` | the logs of all processes by time; `-f` follows them, `--since 10m`, `--level WARNING` |
+| `foray top RUN_DIR` | the run live, problems first, with sparklines and who waits for whom; plain in a pipe |
+| `foray status RUN_DIR` | one page: problems and remedies, processes, streams, ledger; exit code 1 if there is a problem |
+| `foray logs RUN_DIR [PROCESS ..]` | logs of all processes by time; `-f` follows, `--since 10m`, `--level WARNING` |
 | `foray runs [DIR]` | runs below a directory: state, step, last reward, age |
 
-`--json` of `status`, `top` (one object per refresh) and `runs` has the same values. `logs` reads the files that `foray up`
-writes; a line without a time, such as one of a traceback, belongs to the entry before it.
+`--json` of `status`, `top` (one object per refresh) and `runs` has the same values. `logs` reads the files that
+`foray up` writes; a line without a time, such as one of a traceback, belongs to the entry before it.
 
 ## Prometheus and Grafana
 
@@ -52,13 +52,13 @@ writes; a line without a time, such as one of a traceback, belongs to the entry 
 
 | file | use |
 |---|---|
-| `prometheus.yml` | `prometheus --config.file=monitoring/prometheus.yml` scrapes the run's processes; write it again when addresses have changed |
-| `rules.yml` | recording and alert rules; `prometheus.yml` names it, or add it to the `rule_files` of your own Prometheus |
+| `prometheus.yml` | for `prometheus --config.file`: the run's processes; write it again when addresses change |
+| `rules.yml` | recording and alert rules; `prometheus.yml` names it; or for `rule_files` of your own |
 | `grafana.json` | Dashboards, New, Import; variables for the data source and the runs |
 
-If the run has tokens, write the viewer's into a file and name it with `--token-file`. Without RUN_DIR and without a run below
-`./runs`, `prometheus.yml` is left out. In a scrape configuration of your own, give retrievers and engines the label `run`
-and names of jobs that begin with `foray-`.
+If the run has tokens, write the viewer's into a file and name it with `--token-file`. Without RUN_DIR and without a run
+below `./runs`, `prometheus.yml` is left out. In a scrape configuration of your own, give retrievers and engines the
+label `run` and names of jobs that begin with `foray-`.
 """
 
 

@@ -199,15 +199,25 @@ def test_a_group_shows_who_wrote_what(data: RunData) -> None:
     first = shown["trajectories"][0]
     owners = [(s["owner"], [p["kind"] for p in s["parts"]]) for s in first["segments"]]
     assert owners == [
-        ("prompt", ["prompt"]), ("policy", ["think", "search"]), ("environment", ["information"]), ("policy", ["answer"]),
-    ]  # fmt: skip
+        ("prompt", ["prompt"]),
+        ("policy", ["think", "search"]),
+        ("environment", ["information"]),
+        ("policy", ["answer"]),
+    ]
     passages = first["segments"][2]["parts"][0]["passages"]
     assert [(p["id"], p["title"]) for p in passages] == [("p1", "Jane"), ("p<2>", "Emily")]
     assert EVIL in passages[0]["text"], "texts are passed on as they are"
     assert first["reward_minus_mean"] == 0.5 and first["segments"][3]["parts"][0]["text"].strip() == "austen"
     # step 3 trains version 2; max_lag is 0, so the tokens of version 1 are masked
     assert first["segments"][1]["not_trained"] == {"older than max_lag": 3} and not first["segments"][3]["not_trained"]
-    assert [item["what"] for item in shown["life"]] == ["issued", "leased", "generated", "searched", "rewarded", "trained"]
+    assert [item["what"] for item in shown["life"]] == [
+        "issued",
+        "leased",
+        "generated",
+        "searched",
+        "rewarded",
+        "trained",
+    ]
     assert "engine-1" in shown["life"][2]["text"] and "versions 1.1, 1.2" in shown["life"][2]["text"]
     assert [one["seq"] for one in shown["asked"]] == [1, 4, 7, 10], "the question's other times"
     assert (shown["previous"], shown["next"]) == (6, 8)
@@ -229,7 +239,9 @@ def test_a_run_without_its_tokenizer_shows_ids(run_dir: Path) -> None:
     (run_dir / "model" / "tokenizer.json").unlink()
     data = read_all(RunData(located(run_dir)))
     first = data.group_page(7, None)["trajectories"][0]
-    assert not first["decoded"] and first["segments"][0]["text"] == "1 2 3 4" and data.group(7).tokens(0)[0]["texts"] == []
+    assert (
+        not first["decoded"] and first["segments"][0]["text"] == "1 2 3 4" and data.group(7).tokens(0)[0]["texts"] == []
+    )
 
 
 def test_what_the_policy_writes_is_never_shown_as_the_environments(data: RunData) -> None:
@@ -251,7 +263,12 @@ def test_lag_is_counted_by_token_and_group(data: RunData) -> None:
     # in step 1 there is no earlier version
     assert dict(map(tuple, ages["groups"])) == {0: 3, 1: 9}
     assert sum(row[2] for row in ages["steps"]) == sum(row[1] for row in ages["tokens"])
-    assert facets == {"status": {"answered": 24}, "source": {"nq": 18, "hotpot": 6}, "step": [1, 4], "reward": [0.0, 1.0]}
+    assert facets == {
+        "status": {"answered": 24},
+        "source": {"nq": 18, "hotpot": 6},
+        "step": [1, 4],
+        "reward": [0.0, 1.0],
+    }
 
 
 def test_steps_are_read_as_they_come_and_replaced_after_a_crash(tmp_path: Path) -> None:

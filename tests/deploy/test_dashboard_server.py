@@ -122,9 +122,13 @@ async def test_a_client_that_missed_too_much_reloads(run_dir: Path, monkeypatch:
 
 async def test_a_silent_run_sends_heartbeats(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "HEARTBEAT_S", 0.05)
-    async with dashboard(run_dir) as url, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as session:
-        async with session.get(f"{url}/events") as stream:
-            found = await events(stream, 12)
+    patient = aiohttp.ClientTimeout(30)
+    async with (
+        dashboard(run_dir) as url,
+        aiohttp.ClientSession(timeout=patient) as session,
+        session.get(f"{url}/events") as stream,
+    ):
+        found = await events(stream, 12)
     assert [one["event"] for one in found].count("") >= 2
 
 
@@ -299,7 +303,9 @@ async def test_an_exported_page_holds_hostile_passages_as_text(run_dir: Path, pa
     found.feed(html)
     assert EVIL in found.text and EVIL_IMAGE in found.text, "the passages are there, as text"
     assert not {tag for tag, _ in found.tags} & {"script", "img", "iframe", "link", "object", "a"}
-    assert not [name for _, attrs in found.tags for name, _ in attrs if name.startswith("on") or name in ("src", "href")]
+    assert not [
+        name for _, attrs in found.tags for name, _ in attrs if name.startswith("on") or name in ("src", "href")
+    ]
     assert found.text.count("reward 1") == 1 and "gold answers" in found.text
 
 

@@ -269,10 +269,14 @@ BUSY = replace(
     TRAINING,
     run="a-run-with-a-name-of-quite-some-length-as-people-give-them-0",
     processes=(
-        snapshot("learner", values={"step": 12.0, "steps": 60.0, "reward_mean": 0.4, "lag_mean": 0.5}, waits={"data": 8}),
+        snapshot(
+            "learner", values={"step": 12.0, "steps": 60.0, "reward_mean": 0.4, "lag_mean": 0.5}, waits={"data": 8}
+        ),
         snapshot("rollout", values={"searches": 7.0, "reward_mean": 0.5}, waits={"credit": 1.0}),
     ),
-    engines=tuple(ENGINE.model_copy(update={"id": f"eval-engine-{n}", "role": "eval", "detail": "x"}) for n in range(3)),
+    engines=tuple(
+        ENGINE.model_copy(update={"id": f"eval-engine-{n}", "role": "eval", "detail": "x"}) for n in range(3)
+    ),
     totals=LedgerTotals(12, 1, 60, {"trained": 60}, tokens={"generated": 10**9, "trained": 10**9}),
     history=RunHistory({}, tuple({"step_s": 2.0, "reward_mean": n / 20, "lag_mean": 1.0} for n in range(20))),
 )
