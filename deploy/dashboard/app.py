@@ -18,10 +18,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from deploy.dashboard.conversation import GroupView
 from deploy.dashboard.events import EventFeed
-from deploy.dashboard.export import group_page, trajectory_page
 from deploy.dashboard.openapi import ROUTES, describe
 from deploy.dashboard.source import RunData
+from deploy.page import render_template
 from protocol.errors import ForayError, UserError
 from protocol.runtime.http.auth import Access, RequestHead, check_request, decide
 from protocol.runtime.http.openapi import serve_document
@@ -186,26 +187,28 @@ async def _events(request: web.Request) -> web.StreamResponse:
 
 
 def _tokens(data: RunData, request: web.Request) -> dict[str, Any]:
-    view, place = data.group(_seq(request), _epoch(request)), _place(request)
-    if place >= len(view.group.trajectories):
-        raise UserError(f"the group of seq {view.group.seq} has {len(view.group.trajectories)} trajectories")
-    return {"segments": view.tokens(place)}
+    view = data.group(_seq(request), _epoch(request))
+    return {"segments": view.tokens(_place(request, view))}
 
 
 async def _export(request: web.Request) -> web.Response:
-    data, seq, epoch = request.app[DATA], _seq(request), _epoch(request)
-    place = _place(request) if "place" in request.match_info else None
+    """Answer one HTML file without scripts or references; the template escapes every text."""
 
-    def made() -> str:
-        view = data.group(seq, epoch)
-        return group_page(view) if place is None else trajectory_page(view, place)
+    def made() -> tuple[str, str]:
+        view = request.app[DATA].group(_seq(request), _epoch(request))
+        group, places = view.to_json(), list(range(len(view.group.trajectories)))
+        name = f"seq-{view.group.seq}"
+        if "place" in request.match_info:
+            places = [_place(request, view)]
+            name += f"-{places[0] + 1}"
+        group["trajectories"] = [group["trajectories"][place] for place in places]
+        return name, render_template("trajectory.html", group=group, life=view.life(), places=places)
 
-    name = f"seq-{seq}" + (f"-{place + 1}" if place is not None else "")
+    name, text = await asyncio.to_thread(made)
     headers = {
         "Content-Disposition": f'attachment; filename="{name}.html"',
         "Content-Security-Policy": EXPORT_POLICY,
     }
-    text = await asyncio.to_thread(made)
     return web.Response(text=text, content_type="text/html", charset="utf-8", headers=headers)
 
 
@@ -220,8 +223,11 @@ def _seq(request: web.Request) -> int:
     return _whole(request.match_info["seq"], "seq")
 
 
-def _place(request: web.Request) -> int:
-    return _whole(request.match_info["place"], "place")
+def _place(request: web.Request, view: GroupView) -> int:
+    place, size = _whole(request.match_info["place"], "place"), len(view.group.trajectories)
+    if place >= size:
+        raise UserError(f"the group of seq {view.group.seq} has {size} trajectories")
+    return place
 
 
 def _epoch(request: web.Request) -> int | None:

@@ -103,12 +103,14 @@ def _number(given: Mapping[str, str], name: str) -> float:
 
 
 def page_sql(wanted: TrajectoryFilter) -> tuple[str, tuple[Any, ...]]:
-    """Return the query of one page, and its parameters. Texts are joined after the page is cut."""
+    """Return the query of one page, and its parameters. Texts are joined after the page is cut:
+    CROSS JOIN makes SQLite look them up row by row."""
     order = ", ".join(wanted.order)
     rows = f"SELECT * FROM trajectories WHERE {wanted.where} ORDER BY {order} LIMIT ? OFFSET ?"
     return (
         "SELECT page.*, question, answer, groups.size, groups.reward AS group_reward, question_id, file "
-        f"FROM ({rows}) AS page JOIN words ON words.rowid = page.id JOIN groups ON groups.id = page.group_id "
+        f"FROM ({rows}) AS page CROSS JOIN words ON words.rowid = page.id "
+        "CROSS JOIN groups ON groups.id = page.group_id "
         f"ORDER BY {', '.join(f'page.{column}' for column in wanted.order)}",
         (*wanted.values, wanted.limit, wanted.offset),
     )

@@ -18,7 +18,7 @@ from deploy.dashboard.files import MOST_POINTS, StepFile, read_evaluations
 from deploy.dashboard.filters import ORDERS, page_sql, parse_filter, read_ages, read_facets, read_page
 from deploy.dashboard.index import TrajectoryIndex
 from deploy.dashboard.source import RunData
-from learner.checkpoint.journal import data_files, index_of
+from learner.checkpoint.journal import data_files, index_of, locations
 from protocol.errors import UserError
 from protocol.messages import TrajectoryGroup
 from protocol.versions import PolicyVersion
@@ -82,8 +82,8 @@ def test_another_journal_in_its_place_is_read_from_its_start(run_dir: Path, data
 
 def test_a_damaged_group_is_left_out(run_dir: Path) -> None:
     path = data_files(run_dir / "journal")[0]
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 255
+    raw, frame = bytearray(path.read_bytes()), locations(path)[5]
+    raw[(frame.offset + frame.end) // 2] ^= 255
     path.write_bytes(raw)
     data = read_all(RunData(located(run_dir)))
     assert data.index.progress["trajectories"] == 22 and data.index.progress["groups"] == 12
