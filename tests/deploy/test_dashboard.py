@@ -20,9 +20,17 @@ from deploy.dashboard.index import TrajectoryIndex
 from deploy.dashboard.source import RunData
 from learner.checkpoint.journal import data_files, index_of, locations
 from protocol.errors import UserError
-from protocol.messages import TrajectoryGroup
 from protocol.versions import PolicyVersion
-from tests.support.dashboard_run import EVIL, WORDS, group, located, read_all, write_journal, write_run
+from tests.support.dashboard_run import (
+    EVIL,
+    WORDS,
+    group,
+    located,
+    read_all,
+    write_journal,
+    write_large_run,
+    write_run,
+)
 
 
 @pytest.fixture
@@ -313,18 +321,7 @@ def test_evaluations_of_this_run_are_found(run_dir: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_with_100_000_trajectories_a_page_and_each_filter_take_less_than_a_second(tmp_path: Path) -> None:
-    directory = write_run(tmp_path / "run")
-    base = group(1, 1, [1.0, 0.0] * 4)
-
-    def many() -> Any:
-        for seq in range(13, 12_600):
-            step = 5 + seq // 16
-            text = f"who wrote emma {seq} ?"
-            question = base.question.model_copy(update={"id": f"q{seq}", "text": text})
-            yield step, TrajectoryGroup.model_construct(**dict(base) | {"seq": seq, "question": question})
-
-    write_journal(directory, many())
-    data = read_all(RunData(located(directory)))
+    data = read_all(RunData(located(write_large_run(tmp_path / "run"))))
     assert data.index.progress["trajectories"] >= 100_000
     queries = [{}, *(query for query, _ in FILTERS), *({"order": order} for order in ORDERS), {"offset": "99000"}]
     for query in [*queries, {"text": "who wrote", "order": "best"}, {"text": "12345", "status": "answered"}]:

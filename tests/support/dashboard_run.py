@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,20 @@ def write_run(directory: Path, *, redis_url: str = "") -> Path:
     settings = {"id": "test", "model": str(model), "dir": str(directory), "max_lag": 0, "steps": 4}
     (directory / "resolved.yaml").write_text(json.dumps({"run": settings | {"redis_url": redis_url}}))
     (directory / "run.json").write_text(json.dumps({"id": "test", "state": "done", "redis_url": redis_url}))
+    return directory
+
+
+def write_large_run(directory: Path) -> Path:
+    """Write a finished run of more than 100,000 trajectories."""
+    write_run(directory)
+    base = group(1, 1, [1.0, 0.0] * 4)
+
+    def many() -> Iterator[tuple[int, TrajectoryGroup]]:
+        for seq in range(13, 12_600):
+            question = base.question.model_copy(update={"id": f"q{seq}", "text": f"who wrote emma {seq} ?"})
+            yield 5 + seq // 16, TrajectoryGroup.model_construct(**dict(base) | {"seq": seq, "question": question})
+
+    write_journal(directory, many())
     return directory
 
 

@@ -88,7 +88,7 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
       axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map((t) => text(t)) }],
       legend: { live: true },
       series: [
-        { label: "step", value: (_, v) => (v === null ? "–" : short(v)) },
+        { label: "step", value: (_, v) => short(v ?? data.x.at(-1)) },
         ...shown.map((s, i) => {
           const at = stacked ? data.series.length - 1 - i : i;
           const colour = palette[at % palette.length];
@@ -102,8 +102,8 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
             points: { show: s.points || data.x.length < 30, size: 5, fill: colour },
             value: (_, v, __, index) => {
               const series = stacked ? data.series[at] : s;
-              const raw = index === null || index === undefined ? null : series.values[index];
-              return raw === null || raw === undefined ? "–" : short(raw);
+              // without a pointer the legend shows the newest values
+              return short(series.values[index ?? data.x.length - 1]);
             },
           };
         }),

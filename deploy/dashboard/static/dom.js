@@ -49,6 +49,7 @@ export function percent(value) {
 
 export function span(seconds) {
   if (seconds === null || seconds === undefined) return dash;
+  if (seconds > 0 && seconds < 0.1) return `${number(1000 * seconds, seconds < 0.01 ? 1 : 0)} ms`;
   if (seconds < 90) return `${number(seconds, seconds < 10 ? 1 : 0)} s`;
   const minutes = Math.round(seconds / 60);
   return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
@@ -75,10 +76,9 @@ export function table(columns, rows, { empty = "nothing to show", caption = "" }
     h("tbody", {}, rows.map((row) => h("tr", {}, columns.map((c) => h("td", { class: c.num ? "num" : "" }, c.cell(row))))))));
 }
 
-// A row of labelled bars for a histogram: [[label, value, text]]
-export function bars(rows, { empty = "nothing recorded yet" } = {}) {
+// A row of labelled bars for a histogram: [[label, value, text]]. `most`: the value of a full bar.
+export function bars(rows, { empty = "nothing recorded yet", most = Math.max(...rows.map((row) => row[1]), 1e-12) } = {}) {
   if (!rows.length) return h("p", { class: "dim" }, empty);
-  const most = Math.max(...rows.map((row) => row[1]), 1e-12);
   return h("div", { class: "bars" }, rows.map(([label, value, text]) => {
     const bar = h("div", { class: "bar" });
     bar.style.width = value ? `max(1px, ${(100 * value) / most}%)` : "0";

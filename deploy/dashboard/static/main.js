@@ -80,7 +80,7 @@ function header() {
   const seen = state.overview;
   if (!seen) return;
   document.title = `${seen.run} · Foray`;
-  const step = seen.figures.step ?? seen.last.step ?? 0;
+  const step = Math.max(seen.figures.step ?? 0, seen.last.step ?? 0);
   const total = seen.figures.steps || seen.steps || 0;
   const bar = h("progress", { max: total || 1, value: Math.min(step, total || 1), "aria-label": "steps" });
   const healthy = seen.problems.length === 0;
@@ -142,7 +142,10 @@ document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog")) return;
   const typing = event.target.matches("input, select, textarea");
   if (event.key === "Escape") {
-    if (typing) return event.target.blur();
+    if (typing) {
+      event.preventDefault(); // which would empty a search field
+      return event.target.blur();
+    }
     return state.page?.key?.("Escape") || (state.shown === "group" && context.go(state.list));
   }
   if (typing) return;

@@ -15,6 +15,7 @@ export async function show(box, _, context) {
     const target = seen.target.version;
     const behind = (version) => (target ? Number(target.split(".")[1]) - Number(version.split(".")[1]) : 0);
     const value = (name, format = number) => (p) => format(p.values[name] ?? null);
+    const counter = (name) => (p) => number(p.values[name] ?? 0);
     if (!seen.processes.length && !seen.engines.length)
       return fill(body, panel("Fleet", h("p", {}, `No process of this run reports (${seen.state}).`), h("p", { class: "dim" }, "Engines, rollout servers and retrievers are shown here while the run is up.")));
     fill(body,
@@ -31,15 +32,15 @@ export async function show(box, _, context) {
       panel("Rollout servers", table([
         { title: "server", cell: (p) => p.id }, { title: "up", num: true, cell: (p) => span(p.uptime_s) },
         { title: "groups in flight", num: true, cell: value("groups_in_flight") }, { title: "trajectories", num: true, cell: value("trajectories_in_flight") },
-        { title: "published", num: true, cell: value("groups_published") }, { title: "failed", num: true, cell: value("groups_failed") },
+        { title: "published", num: true, cell: counter("groups_published") }, { title: "failed", num: true, cell: counter("groups_failed") },
         { title: "tokens/s", num: true, cell: value("tokens_generated_per_s") }, { title: "requests", num: true, cell: value("requests_in_flight") },
-        { title: "turns waiting", num: true, cell: value("turns_waiting") }, { title: "failovers", num: true, cell: value("failovers") },
-        { title: "duplicates", num: true, cell: value("duplicates") }, { title: "loop delay", num: true, cell: value("event_loop_lag_s", span) },
+        { title: "turns waiting", num: true, cell: value("turns_waiting") }, { title: "failovers", num: true, cell: counter("failovers") },
+        { title: "duplicates", num: true, cell: counter("duplicates") }, { title: "loop delay", num: true, cell: value("event_loop_lag_s", span) },
       ], of("rollout"), { empty: "no rollout server is running", caption: "rollout servers" })),
       panel("Search", table([
         { title: "seen by", cell: (p) => p.id }, { title: "healthy", num: true, cell: (p) => `${number(p.values.retrievers_healthy ?? null)} of ${number(p.values.retrievers ?? null)}` },
-        { title: "searches", num: true, cell: value("searches") }, { title: "failed", num: true, cell: value("search_errors") },
-        { title: "retries", num: true, cell: value("search_retries") }, { title: "mean time", num: true, cell: value("search_s_mean", short) },
+        { title: "searches", num: true, cell: counter("searches") }, { title: "failed", num: true, cell: counter("search_errors") },
+        { title: "retries", num: true, cell: counter("search_retries") }, { title: "mean time", num: true, cell: value("search_seconds_mean", span) },
         { title: "window", num: true, cell: value("search_window", short) }, { title: "in flight", num: true, cell: value("searches_in_flight") },
         { title: "queued", num: true, cell: value("searches_queued") }, { title: "breaker", cell: (p) => breaker(p.values.search_breaker) },
       ], of("rollout"), { empty: "no rollout server reports", caption: "search" }),

@@ -19,7 +19,8 @@ export async function show(box, where, context) {
 
   fill(box, h("div", { class: "question" },
     h("p", { class: "crumbs" }, h("a", { href: context.list }, "trajectories"), ` / seq ${group.seq} · step ${group.step} · `, group.question.id,
-      group.rolled_back ? badge("rolled back by a crash", "bad") : null),
+      group.rolled_back ? badge("rolled back by a crash", "bad") : null,
+      [["previous", "← previous group"], ["next", "next group →"]].map(([to, text]) => (group[to] ? [" · ", h("a", { href: `#/group/${group[to]}` }, text)] : null))),
     h("h1", {}, group.question.text), h("p", {}, h("span", { class: "dim" }, "gold: "), gold.length ? gold.join(" | ") : "none given")), chips, body);
 
   function draw() {
@@ -117,7 +118,7 @@ function strip(segments) {
       const say = () => fill(detail, h("code", {}, JSON.stringify(text)), ` id ${id}, token ${i} of the segment`,
         p === null ? ", not sampled by the policy, not trained on" : `, log-prob ${s.logprobs[i].toFixed(4)} (probability ${p.toFixed(4)}), version ${cover?.version}, lag ${cover?.lag}`,
         cover?.not_trained ? `, not trained on: ${cover.not_trained}` : "");
-      line.append(h("span", { class: `token ${p === null ? "" : `p${level(p)}`} ${cover?.not_trained ? "masked" : ""}`, tabindex: p === null ? undefined : "0", onmouseenter: say, onfocus: say }, text.replaceAll("\n", "⏎\n") || "·"));
+      line.append(h("span", { class: `token ${p === null ? "" : `p${level(p)}`} ${cover?.not_trained ? "masked" : ""}`, tabindex: p === null ? undefined : "0", onmouseenter: say, onfocus: say }, text.replaceAll("\n", "⏎\n") || "·"), h("wbr"));
     });
     box.append(line);
   }

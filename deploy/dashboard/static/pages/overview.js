@@ -79,7 +79,7 @@ function trend(steps, name) {
 function waits(seen) {
   if (!seen.waits.length) return panel("Waiting now", h("p", { class: "dim" }, seen.processes.length ? "no wait of 5 % or more" : "no process is running"));
   const rows = seen.waits.map((line) => [line.replace(/^\s*\d+%\s+/, ""), parseFloat(line) / 100]);
-  return panel("Waiting now", h("ul", { class: "plain" }, rows.map(([text, share]) => h("li", {}, bars([["", share, percent(share)]]), h("span", {}, text)))));
+  return panel("Waiting now", h("ul", { class: "plain" }, rows.map(([text, share]) => h("li", {}, bars([["", share, percent(share)]], { most: 1 }), h("span", {}, text)))));
 }
 
 function events(seen) {
