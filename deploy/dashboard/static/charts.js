@@ -101,7 +101,7 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
             spanGaps: true,
             points: { show: s.points || data.x.length < 30, size: 5, fill: colour },
             value: (_, v, __, index) => {
-              const series = stacked ? data.series[at] : s;
+              const series = data.series[at];
               // without a pointer the legend shows the newest values
               return short(series.values[index ?? data.x.length - 1]);
             },
