@@ -1,7 +1,8 @@
 """The HTTP server of the dashboard: access, security headers, static files, JSON, events.
 
 The static files contain no data of the run, so that a browser can load them before it has the token; everything else
-needs the role viewer if there are tokens (`protocol/runtime/http/auth.py`). Every route reads; none changes the run.
+needs the role viewer if there are tokens (`protocol/runtime/http/auth.py`). `POST` changes the run, for operators:
+it drains an engine. All other routes read.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def build_app(data: RunData, access: Access) -> web.Application:
         "/ready": _health,
         "/openapi.json": serve_document(describe),
         "/events": _events,
-        "/api/overview": _reads(lambda data, request: data.overview()),
+        "/api/overview": _reads(lambda data, request: data.overview() | {"operator": _is_operator(request, access)}),
         "/api/steps": _reads(lambda data, request: data.curves(_names(request))),
         "/api/staleness": _reads(lambda data, request: data.ages()),
         "/api/facets": _reads(lambda data, request: data.facets()),
@@ -84,11 +85,12 @@ def build_app(data: RunData, access: Access) -> web.Application:
         "/api/groups/{seq}/{place}/tokens": _reads(_tokens),
         "/api/letters": _reads(lambda data, request: data.letters()),
         "/api/evaluations": _reads(lambda data, request: data.evaluations()),
+        "/api/engines/{engine}/drain": _reads(lambda data, request: data.drain(request.match_info["engine"])),
         "/export/groups/{seq}": _export,
         "/export/groups/{seq}/{place}": _export,
     }
-    for path in ROUTES:
-        app.router.add_get(path, handlers[path])
+    for path, route in ROUTES.items():
+        app.router.add_route(route.method, path, handlers[path])
     for path, handler in files.items():
         app.router.add_get(path, handler)
     return app
@@ -101,12 +103,17 @@ def _guard(access: Access, files: frozenset[str]) -> Any:
         if request.path in files:
             verdict = check_request(head, is_open=access.open)
         else:
-            verdict = decide(head, needs="viewer", access=access)
+            reads = request.method in ("GET", "HEAD")
+            verdict = decide(head, needs="viewer" if reads else "operator", access=access)
         if verdict.status:
             return web.json_response({"error": verdict.message}, status=verdict.status)
         return await handler(request)
 
     return guard
+
+
+def _is_operator(request: web.Request, access: Access) -> bool:
+    return access.open or access.role_of(request.headers.get("Authorization", "")) == "operator"
 
 
 @web.middleware

@@ -24,11 +24,13 @@ WHOLE: Object = {"type": "integer", "minimum": 0}
 
 
 class DashboardRoute(NamedTuple):
-    """One `GET`: what it returns, the media type, and the parameters of its query."""
+    """One route: what it returns or does, the media type, the parameters of its query, its method."""
 
     summary: str
     kind: str = "application/json"
     query: Sequence[str] = ()
+    method: str = "get"
+    """A `post` needs the role operator."""
 
 
 _FILTERS = (
@@ -49,6 +51,9 @@ ROUTES: Mapping[str, DashboardRoute] = {
     "/api/groups/{seq}/{place}/tokens": DashboardRoute("The tokens of one trajectory.", query=("epoch",)),
     "/api/letters": DashboardRoute("The newest dead letters, and failed seqs."),
     "/api/evaluations": DashboardRoute("Validations, and results of `foray eval`."),
+    "/api/engines/{engine}/drain": DashboardRoute(
+        "Ask an engine to take no more requests. It stays so until its node is restarted.", method="post"
+    ),
     "/export/groups/{seq}": DashboardRoute("A group as one HTML file.", "text/html", ("epoch",)),
     "/export/groups/{seq}/{place}": DashboardRoute("A trajectory as one HTML file.", "text/html", ("epoch",)),
 }
@@ -56,16 +61,18 @@ ROUTES: Mapping[str, DashboardRoute] = {
 
 def describe() -> Object:
     """Return the whole document."""
-    return document("Foray dashboard", {path: {"get": _get(path, route)} for path, route in ROUTES.items()})
+    return document(
+        "Foray dashboard", {path: {route.method: _operation(path, route)} for path, route in ROUTES.items()}
+    )
 
 
-def _get(path: str, route: DashboardRoute) -> Object:
+def _operation(path: str, route: DashboardRoute) -> Object:
     answers = {"200": response("the answer", OBJECT if route.kind == "application/json" else STRING, route.kind)}
     if path in ("/health", "/ready"):
         return operation(answers, summary=route.summary, security=OPEN)
     wrong = {"400": "a parameter is not valid, or nothing was found", "503": "a file of the run cannot be read"}
     named = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    parameters = [parameter(name, "path", WHOLE) for name in named]
+    parameters = [parameter(name, "path", STRING if name == "engine" else WHOLE) for name in named]
     parameters += [parameter(name, "query") | {"required": name == "names"} for name in route.query]
     refused = failures({**REFUSALS, **wrong}, ERROR)
     return operation(answers | refused, summary=route.summary, parameters=parameters)

@@ -20,6 +20,7 @@ from deploy.monitor.replay_view import Decoder, find_tokenizer
 from deploy.monitor.snapshot import RunSnapshot, read_ledger, read_ledger_totals
 from deploy.monitor.status import conservation, look, problems, to_json
 from deploy.monitor.top import Looks, waits_in_words
+from protocol import events
 from protocol.codec import number_of
 from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
@@ -173,6 +174,25 @@ class RunData:
             finally:
                 client.close()
         return as_json(run, read_letters(None, run, self.directory, bodies=False)[-LETTERS:], Fates(ledger))
+
+    def drain(self, engine: str) -> dict[str, Any]:
+        """Ask a registered engine to drain. Raises UserError if there is none, or if Redis refuses the request."""
+        import redis
+
+        known = [info.id for info in self.snapshot()[0].engines]
+        if engine not in known:
+            raise UserError(f"no engine {engine[:80]!r} is registered", todo=f"known: {', '.join(known) or 'none'}")
+        client, keys = connect(self.found.redis_url, timeout_s=3.0), Keys(self.found.run.id)
+        entry: Any = events.fields("operator", "dashboard", "drain-asked", f"engine {engine}")
+        try:
+            client.sadd(keys.drain, engine)
+            client.xadd(keys.events, entry, maxlen=events.MOST, approximate=True)
+        except redis.RedisError as error:
+            todo = "start the dashboard with the Redis user `operator`"
+            raise UserError(f"Redis refused the request: {error}", todo=todo) from None
+        finally:
+            client.close()
+        return {"engine": engine, "asked": True}
 
     def evaluations(self) -> dict[str, Any]:
         """Return validations during training and results of `foray eval` for this run."""

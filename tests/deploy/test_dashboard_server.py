@@ -33,8 +33,8 @@ from tests.support.dashboard_run import EVIL, EVIL_IMAGE, dashboard, events, gro
 TOKENS: dict[Role, str] = {role: secrets.token_urlsafe(32) for role in ROLES}
 READS = [
     path.replace("{seq}", "7").replace("{place}", "0") + ("?names=loss" if path == "/api/steps" else "")
-    for path in ROUTES
-    if path not in ("/health", "/ready", "/events")
+    for path, route in ROUTES.items()
+    if path not in ("/health", "/ready", "/events") and route.method == "get"
 ]
 
 
@@ -197,6 +197,32 @@ async def test_a_live_run_shows_its_engines_and_problems(
         }  # fmt: skip
         async with session.get("/api/letters") as answer:
             assert (await answer.json())["letters"] == []
+        assert seen["operator"], "without tokens everyone is"
+        for engine, status in (("e%3C1%3E", 200), ("none", 400)):
+            async with session.post(f"/api/engines/{engine}/drain", json={}) as answer:
+                assert answer.status == status, await answer.text()
+        assert client.smembers(keys.drain) == {b"e<1>"}
+        ((_, entry),) = client.xrevrange(keys.events, count=1)
+        assert entry[b"kind"] == b"drain-asked" and entry[b"text"] == b"engine e<1>"
+
+
+async def test_only_an_operator_drains(tmp_path: Path, client: redis.Redis, redis_url: str) -> None:
+    directory, keys = write_run(tmp_path / "run", redis_url=redis_url), Keys("test")
+    info = EngineInfo(id="e", url="http://127.0.0.1:1", state=NodeState.READY, epoch=1, step=3)
+    client.hset(keys.engine("e"), "b", encode(info))
+    client.zadd(keys.engines, {"e": client.time()[0] + 60})
+    async with dashboard(directory, Access(TOKENS)) as url, aiohttp.ClientSession(url) as session:
+        for role, status in (("viewer", 403), ("node", 403), ("operator", 200)):
+            headers = {"Authorization": f"Bearer {TOKENS[role]}"}
+            async with session.get("/api/overview", headers=headers) as answer:
+                assert (await answer.json())["operator"] == (role == "operator")
+            async with session.post("/api/engines/e/drain", json={}, headers=headers) as answer:
+                assert answer.status == status
+            assert client.sismember(keys.drain, "e") == (role == "operator")
+    async with dashboard(directory) as url, aiohttp.ClientSession(url) as session:
+        for headers in ({"Origin": "http://evil.example"}, {"Content-Type": "text/plain"}):
+            async with session.post("/api/engines/e/drain", data="{}", headers=headers) as answer:
+                assert answer.status in (403, 415), "a page of another origin"
 
 
 async def _status(url: str, path: str, **headers: str) -> int:

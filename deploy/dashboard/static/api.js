@@ -15,9 +15,9 @@ export function onToken(ask) {
   asking = ask;
 }
 
-async function request(path, more = {}) {
+async function request(path, more = {}, rest = {}) {
   for (;;) {
-    const answer = await fetch(path, { headers: { ...headers(), ...more }, cache: "no-store" });
+    const answer = await fetch(path, { headers: { ...headers(), ...more }, cache: "no-store", ...rest });
     if ((answer.status === 401 || answer.status === 403) && asking) {
       const said = await answer.json().catch(() => ({}));
       sessionStorage.setItem(KEY, await asking(said.error || "this run needs a token"));
@@ -30,7 +30,14 @@ async function request(path, more = {}) {
 export async function get(path, query = {}) {
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null);
   const search = new URLSearchParams(given).toString();
-  const answer = await request(search ? `${path}?${search}` : path);
+  return read(await request(search ? `${path}?${search}` : path));
+}
+
+export async function post(path) {
+  return read(await request(path, { "Content-Type": "application/json" }, { method: "POST", body: "{}" }));
+}
+
+async function read(answer) {
   const body = await answer.json();
   if (!answer.ok) throw new Refused([body.error, body.why, body.todo].filter(Boolean).join("; "));
   return body;

@@ -1,5 +1,6 @@
 // Engines and their versions, rollout servers, nodes and retrievers, as they report now.
 
+import { post } from "../api.js";
 import { badge, fill, h, number, panel, percent, short, span, table } from "../dom.js";
 
 const GOOD = ["ready"];
@@ -9,6 +10,22 @@ export async function show(box, _, context) {
   const body = h("div", {});
   fill(box, h("h1", { class: "hidden" }, "Fleet"), body);
 
+  // The first click asks for a second one: an engine that drains serves again only after a restart of its node.
+  const clicked = new Map();
+  function drain(engine) {
+    const said = clicked.get(engine.id);
+    if (engine.state !== "ready") return "";
+    if (said && said !== "sure?") return badge(said, "bad");
+    return h("button", { onclick: () => ask(engine.id), "aria-label": `${said ? "really " : ""}drain ${engine.id}` }, said ? "really drain" : "drain");
+  }
+  async function ask(id) {
+    if (!clicked.has(id)) clicked.set(id, "sure?");
+    else {
+      clicked.set(id, await post(`/api/engines/${encodeURIComponent(id)}/drain`).then(() => "asked to drain", (error) => error.message));
+    }
+    refresh();
+    body.querySelector(`[aria-label="really drain ${CSS.escape(id)}"]`)?.focus();
+  }
   function refresh() {
     const seen = context.overview;
     const of = (kind) => seen.processes.filter((p) => p.process === kind);
@@ -28,6 +45,7 @@ export async function show(box, _, context) {
           { title: "tokens/s", num: true, cell: (e) => number(e.tokens_per_s) }, { title: "KV cache", num: true, cell: (e) => percent(e.token_usage) },
           { title: "updates", num: true, cell: (e) => number(e.updates) }, { title: "last pause", num: true, cell: (e) => span(e.pause_s) },
           { title: "retractions", num: true, cell: (e) => number(e.retractions) }, { title: "detail", cell: (e) => e.detail || e.url },
+          ...(seen.operator ? [{ title: "", cell: drain }] : []),
         ], seen.engines, { empty: "no engine is registered", caption: "engines" })),
       panel("Rollout servers", table([
         { title: "server", cell: (p) => p.id }, { title: "up", num: true, cell: (p) => span(p.uptime_s) },
