@@ -85,6 +85,7 @@ def build_app(data: RunData, access: Access) -> web.Application:
         "/api/groups/{seq}/{place}/tokens": _reads(_tokens),
         "/api/letters": _reads(lambda data, request: data.letters()),
         "/api/evaluations": _reads(lambda data, request: data.evaluations()),
+        "/api/retrievers": _reads(lambda data, request: {"retrievers": data.retrievers()}),
         "/api/engines/{engine}/drain": _reads(lambda data, request: data.drain(request.match_info["engine"])),
         "/export/groups/{seq}": _export,
         "/export/groups/{seq}/{place}": _export,

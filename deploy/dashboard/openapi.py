@@ -51,6 +51,7 @@ ROUTES: Mapping[str, DashboardRoute] = {
     "/api/groups/{seq}/{place}/tokens": DashboardRoute("The tokens of one trajectory.", query=("epoch",)),
     "/api/letters": DashboardRoute("The newest dead letters, and failed seqs."),
     "/api/evaluations": DashboardRoute("Validations, and results of `foray eval`."),
+    "/api/retrievers": DashboardRoute("What each retriever that the launcher started says about itself."),
     "/api/engines/{engine}/drain": DashboardRoute(
         "Ask an engine to take no more requests. It stays so until its node is restarted.", method="post"
     ),

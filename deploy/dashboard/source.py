@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
+from urllib.request import Request, urlopen
 
 from deploy.dashboard.conversation import GroupView
 from deploy.dashboard.files import StepFile, read_evaluations, read_validations
@@ -24,12 +28,14 @@ from protocol import events
 from protocol.codec import number_of
 from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
+from protocol.runtime.http.auth import read_access
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
 FRESH_S = 1.0
 """A snapshot is shared by all requests for this long."""
+ANSWER_S = 2.0
 LETTERS = 500
 """Number of the newest dead letters to list."""
 
@@ -74,7 +80,6 @@ class RunData:
             "again": seen.again,
             "directory": str(self.directory),
             "index": self.index.progress,
-            "retrievers": list(self.found.record.get("retrievers", ())),
             "conserved": conservation(seen).source,
         }
 
@@ -174,6 +179,22 @@ class RunData:
             finally:
                 client.close()
         return as_json(run, read_letters(None, run, self.directory, bodies=False)[-LETTERS:], Fates(ledger))
+
+    def retrievers(self) -> list[dict[str, Any]]:
+        """Return what each retriever of the launcher's record says about itself; `error` if it does not answer."""
+        urls = [str(url) for url in self.found.record.get("retrievers", ())]
+        headers = read_access(os.environ).headers("viewer", "operator", "node")
+
+        def ask(url: str) -> dict[str, Any]:
+            began = time.monotonic()
+            try:
+                with urlopen(Request(f"{url}/info", headers=headers), timeout=ANSWER_S) as answer:
+                    return {"url": url, "error": "", "info": json.load(answer), "seconds": time.monotonic() - began}
+            except (OSError, ValueError) as error:
+                return {"url": url, "error": str(error), "info": {}, "seconds": None}
+
+        with ThreadPoolExecutor(max(1, min(8, len(urls)))) as pool:
+            return list(pool.map(ask, urls))
 
     def drain(self, engine: str) -> dict[str, Any]:
         """Ask a registered engine to drain. Raises UserError if there is none, or if Redis refuses the request."""

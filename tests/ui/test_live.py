@@ -180,10 +180,17 @@ def test_every_page_fits_and_is_accessible(ring: Ring, tab: NewTab, width: int, 
             shown.page.screenshot(path=path, full_page=True)
 
 
-def test_the_pages_go_on_when_the_run_is_stopped(ring: Ring, tab: NewTab) -> None:
+def test_an_operator_drains_an_engine_and_the_pages_go_on_when_the_run_is_stopped(ring: Ring, tab: NewTab) -> None:
     shown = tab()
-    shown.open(f"{ring.url}/#/overview")
-    assert "training" in shown.text("#top")
+    shown.open(f"{ring.url}/#/fleet")
+    assert "serves" in shown.page.get_by_role("region", name="retrievers").inner_text()
+    shown.page.get_by_role("button", name="drain engine-1", exact=True).click()
+    shown.page.get_by_role("button", name="really drain engine-1").click()
+    engine = shown.page.get_by_role("region", name="engines").locator("tbody tr")
+    engine.locator(".badge", has_text="draining").wait_for()
+    shown.page.keyboard.press("1")
+    shown.page.locator(".card").first.wait_for()
+    assert "drain-asked" in shown.text("#main") and "training" in shown.text("#top")
     ring.process.send_signal(signal.SIGINT)
     ring.process.wait(ANSWER_S)
     shown.page.locator("#top .badge", has_text="stopped").wait_for(timeout=ANSWER_MS)

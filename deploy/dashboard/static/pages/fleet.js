@@ -1,6 +1,6 @@
 // Engines and their versions, rollout servers, nodes and retrievers, as they report now.
 
-import { post } from "../api.js";
+import { get, post } from "../api.js";
 import { badge, fill, h, number, panel, percent, short, span, table } from "../dom.js";
 
 const GOOD = ["ready"];
@@ -12,6 +12,8 @@ export async function show(box, _, context) {
 
   // The first click asks for a second one: an engine that drains serves again only after a restart of its node.
   const clicked = new Map();
+  let replicas = [];
+  let asked = 0;
   function drain(engine) {
     const said = clicked.get(engine.id);
     if (engine.state !== "ready") return "";
@@ -23,10 +25,17 @@ export async function show(box, _, context) {
     else {
       clicked.set(id, await post(`/api/engines/${encodeURIComponent(id)}/drain`).then(() => "asked to drain", (error) => error.message));
     }
-    refresh();
+    draw();
     body.querySelector(`[aria-label="really drain ${CSS.escape(id)}"]`)?.focus();
   }
-  function refresh() {
+  async function refresh() {
+    if (Date.now() - asked > 5000) {
+      asked = Date.now();
+      replicas = (await get("/api/retrievers")).retrievers;
+    }
+    draw();
+  }
+  function draw() {
     const seen = context.overview;
     const of = (kind) => seen.processes.filter((p) => p.process === kind);
     const target = seen.target.version;
@@ -61,14 +70,19 @@ export async function show(box, _, context) {
         { title: "retries", num: true, cell: counter("search_retries") }, { title: "mean time", num: true, cell: value("search_seconds_mean", span) },
         { title: "window", num: true, cell: value("search_window", short) }, { title: "in flight", num: true, cell: value("searches_in_flight") },
         { title: "queued", num: true, cell: value("searches_queued") }, { title: "breaker", cell: (p) => breaker(p.values.search_breaker) },
-      ], of("rollout"), { empty: "no rollout server reports", caption: "search" }),
-        seen.retrievers.length ? h("p", { class: "dim" }, "retrievers: ", seen.retrievers.join(", ")) : null),
+      ], of("rollout"), { empty: "no rollout server reports", caption: "search" })),
+      replicas.length ? panel("Retrievers", table([
+        { title: "retriever", cell: (r) => r.url }, { title: "state", cell: (r) => (r.error ? badge("no answer", "bad") : badge("serves", "good")) },
+        { title: "backend", cell: (r) => r.info.type ?? r.info.backend ?? "–" }, { title: "passages", num: true, cell: (r) => number(r.info.passages ?? null) },
+        { title: "passages per query", num: true, cell: (r) => number(r.info.topk ?? null) }, { title: "answered in", num: true, cell: (r) => span(r.seconds) },
+        { title: "detail", cell: (r) => r.error || (r.info.fingerprint ? `index ${r.info.fingerprint.slice(0, 12)}` : "") },
+      ], replicas, { caption: "retrievers" })) : null,
       panel("Streams", h("dl", { class: "facts" }, Object.entries({
         "tasks waiting": seen.streams.tasks_waiting, "tasks leased": seen.streams.tasks_leased, "groups ready": seen.streams.traj_ready,
         "groups until the next checkpoint": seen.streams.traj_unacked, "Redis memory": `${number(seen.redis.memory / 2 ** 20, 1)} MiB${seen.redis.max_memory ? ` of ${number(seen.redis.max_memory / 2 ** 20)}` : ""}`,
       }).map(([name, v]) => [h("dt", {}, name), h("dd", {}, typeof v === "number" ? number(v) : v)]))));
   }
-  refresh();
+  await refresh();
   return { refresh };
 }
 
