@@ -6,6 +6,7 @@ const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#aa4499", "#b07900", "#3399cc",
 const DARK = ["#56b4e9", "#ff9e57", "#3ddbb0", "#e79ac6", "#f0c94a", "#9ad0f5", "#b0b7c0"];
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [4, 4], [1, 2], [10, 4]];
 const BINS = 100;
+const STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5].map((n) => n * 10 ** power));
 const live = new Set();
 
 // Areas are drawn over at most BINS points: neighbours are averaged.
@@ -85,7 +86,7 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
       height,
       cursor: { drag: { x: true, y: false }, points: { size: 6 } },
       scales: { x: { time: false }, y: stacked ? { range: (_, __, max) => [0, percent ? 1 : max * 1.05 || 1] } : {} },
-      axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map((t) => text(t)) }],
+      axes: [{ ...axis, incrs: STEPS }, { ...axis, size: 62, values: (_, ticks) => ticks.map((t) => text(t)) }],
       legend: { live: true },
       series: [
         { label: "step", value: (_, v) => short(v ?? data.x.at(-1)) },
