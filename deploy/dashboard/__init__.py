@@ -1,1 +1,1 @@
-"""`foray dashboard`: a run in the browser, live or finished, from Redis, `metrics.jsonl` and the journal. Read-only."""
+"""`foray dashboard`: a run in the browser, live or finished, from its files and Redis. It changes nothing but drains."""

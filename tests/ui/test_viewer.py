@@ -39,6 +39,18 @@ def test_passages_with_scripts_are_shown_as_text(hostile: str, tab: NewTab, view
     inert(shown.page)
 
 
+def test_markup_would_be_noticed(hostile: str, tab: NewTab) -> None:
+    """The control of the test above: the same text as HTML is an element, and its script is refused and reported."""
+    shown = tab()
+    shown.open(f"{hostile}/#/group/7/0")
+    shown.page.evaluate("text => { document.getElementById('main').innerHTML = text }", EVIL_IMAGE)
+    with pytest.raises(AssertionError):
+        inert(shown.page)
+    shown.until(lambda: any("Content Security Policy" in fault for fault in shown.faults), "the policy's report")
+    assert not [fault for fault in shown.faults if fault.startswith("dialog")]
+    shown.faults.clear()
+
+
 def test_an_exported_trajectory_opens_as_text(hostile: str, tab: NewTab, tmp_path: Path) -> None:
     shown = tab()
     shown.open(f"{hostile}/#/group/7/0")
