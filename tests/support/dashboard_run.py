@@ -22,7 +22,7 @@ from protocol.runtime.http.server import listening
 from protocol.settings import RunSettings
 
 EVIL = "<script>alert(1)</script>"
-EVIL_IMAGE = "<img/src=x/onerror=alert(2)>"
+EVIL_IMAGE = '<img/src="x"/onerror="alert(2)">'
 WORDS = (
     *("<unk>", "who", "wrote", "emma", "?", "austen", "brontë", "<think>", "</think>", "<search>", "</search>"),
     *("<information>", "</information>", "<answer>", "</answer>", "Doc", "1(Title:", "2(Title:", "Jane)", "Emily)"),
