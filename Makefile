@@ -12,6 +12,8 @@ SGLANG_VERSION := 0.5.23
 # Third-party clients, in a separate environment because of their dependencies.
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
+# Playwright, which only `make test-ui` needs.
+UI_STAMP := $(VENV)/.ui-installed
 # The two environments of a machine with NVIDIA GPUs.
 GPU_VENV := .venv-gpu
 ENGINE_VENV := .venv-engine
@@ -19,7 +21,7 @@ ENGINE_VENV := .venv-engine
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
-.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang test-peers mutants reliability figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
+.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang test-peers test-ui mutants reliability figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -87,6 +89,16 @@ $(PEERS_STAMP): requirements/peers.txt
 PEERS := tests/peers tests/contracts/test_client_models.py
 test-peers: setup $(PEERS_STAMP)
 	FORAY_PEERS_PYTHON="$(CURDIR)/$(PEERS_VENV)/bin/python" $(BIN)/python -m pytest $(PEERS) $(ARGS)
+
+$(UI_STAMP): requirements/ui.txt | $(STAMP)
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/ui.txt
+	@touch $@
+
+# The dashboard in Chromium, headless, against a live demo: at most 5 minutes on two cores. FORAY_CHROMIUM names another
+# browser, FORAY_UI_SHOTS a folder for screenshots of every page.
+test-ui: setup $(UI_STAMP)
+	@command -v "$${FORAY_CHROMIUM:-chromium}" >/dev/null || { echo "test-ui needs Chromium: apt-get install chromium"; exit 2; }
+	$(BIN)/python -m pytest tests/ui $(ARGS)
 
 # Known bugs, built into a copy of the checkout one by one: the fast tests must detect each. ARGS="word" selects some.
 mutants: setup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.asynchrony import AsyncBench
 from benchmarks.base import BenchSettings
+from benchmarks.dashboard import DashboardBench
 from benchmarks.engine import EngineBench
 from benchmarks.learner.settings import LearnerBench
 from benchmarks.packing import PackingBench
@@ -17,6 +18,7 @@ from benchmarks.weights import WeightsBench
 
 BENCHMARKS: dict[str, type[BenchSettings]] = {
     "async": AsyncBench,
+    "dashboard": DashboardBench,
     "engine": EngineBench,
     "learner": LearnerBench,
     "packing": PackingBench,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from deploy.monitor.replay_view import visible
 from protocol.errors import UserError
@@ -74,10 +75,15 @@ def without(document: Report, title: str) -> Report:
 
 def to_html(document: Report) -> str:
     """Return one HTML page without scripts or references. Raises UserError without jinja2."""
+    return render_template("page.html", document=document)
+
+
+def render_template(name: str, **values: Any) -> str:
+    """Return `templates/NAME` with `values`, all texts escaped. Raises UserError without jinja2."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError:
-        raise UserError("HTML reports need jinja2", todo="pip install 'foray[rollout]'") from None
+        raise UserError("HTML pages need jinja2", todo="pip install 'foray[rollout]'") from None
 
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -88,7 +94,7 @@ def to_html(document: Report) -> str:
     )
     environment.tests["measured"] = lambda cell: isinstance(cell, Measured)
     environment.filters["visible"] = lambda text: visible(str(text), newline=True)
-    return environment.get_template("page.html").render(document=document) + "\n"
+    return environment.get_template(name).render(**values) + "\n"
 
 
 def to_markdown(document: Report) -> str:

@@ -1,4 +1,4 @@
-"""Untrusted text and bytes, escaped for a terminal. Pure.
+"""Text for a terminal: untrusted text and bytes escaped, lines wrapped, sparklines. Pure.
 
 A dead letter may come from any client. Control characters could move the cursor, change the title or, in some
 terminals, type commands, and marks that reverse the direction of writing disguise text. So only printable characters
@@ -7,7 +7,10 @@ are output, and escapes are unambiguous.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
+
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def escape_untrusted(text: str, most: int = 200) -> str:
@@ -35,3 +38,19 @@ def hexdump(raw: bytes, most: int = 256) -> Iterator[str]:
         yield f"{start:06x}  {row[:8].hex(' '):<23}  {row[8:].hex(' '):<23}  |{text}|"
     if len(raw) > most:
         yield f"... {len(raw) - most} bytes more"
+
+
+def wrapped(line: str, width: int, indent: int) -> list[str]:
+    """Return `line` in pieces of at most `width` columns, all but the first with `indent`; 0: `line` as it is."""
+    if not width or len(line) <= width:
+        return [line]
+    width = max(width, 20)
+    margin = " " * min(indent, width // 3)
+    return textwrap.wrap(line, width, subsequent_indent=margin, replace_whitespace=False)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return the last `width` values as blocks from the lowest to the highest of them; equal values are low."""
+    shown = values[-width:] if width > 0 else ()
+    low, span = min(shown, default=0.0), max(shown, default=0.0) - min(shown, default=0.0)
+    return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))] if span else BLOCKS[0] for value in shown)

@@ -19,6 +19,7 @@ meta                hash     learner    written at every start: lineage id, sche
 events              stream   anyone     event log for users; bounded, informational
 dlq                 stream   anyone     dead letters; bounded, the learner's files are authoritative
 requeue             set      operator   seqs to try again, added by a user; the learner empties it
+drain               set      operator   ids of engines to drain, added by a user; each node removes its own
 evaluation          string   rollouts   while set, weight updates wait (`VersionPin`); TTL
 """
 
@@ -114,6 +115,10 @@ class Keys:
     @property
     def requeue(self) -> str:
         return self._key("requeue")
+
+    @property
+    def drain(self) -> str:
+        return self._key("drain")
 
     @property
     def evaluation(self) -> str:

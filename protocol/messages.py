@@ -220,6 +220,10 @@ class Trajectory(Message):
         """Return the oldest version among the sampled tokens."""
         return min((span.version for s in self.segments for span in s.spans), default=None)
 
+    def last_version(self) -> PolicyVersion | None:
+        """Return the newest version among the sampled tokens."""
+        return max((span.version for s in self.segments for span in s.spans), default=None)
+
 
 class TrajectoryGroup(Message):
     """All attempts at one occurrence of a question: the unit on the wire, published once per seq."""
@@ -242,6 +246,10 @@ class TrajectoryGroup(Message):
     def first_version(self) -> PolicyVersion | None:
         """Return the oldest version among all sampled tokens, which decides how stale the group is."""
         return min((PolicyVersion(*version) for version in self.versions()), default=None)
+
+    def last_version(self) -> PolicyVersion | None:
+        """Return the newest version among all sampled tokens."""
+        return max((PolicyVersion(*version) for version in self.versions()), default=None)
 
 
 TASK_UNREADABLE = "task_"

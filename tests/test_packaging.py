@@ -20,6 +20,8 @@ DATA = {
     "deploy/demo/algorithms.yaml",
     "deploy/demo/hard.yaml",
     "deploy/templates/page.html",
+    "deploy/templates/trajectory.html",
+    *(p.relative_to(ROOT).as_posix() for p in (ROOT / "deploy" / "dashboard" / "static").rglob("*") if p.is_file()),
     "deploy/templates/prometheus_rules.yml",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "deploy" / "presets").glob("*.yaml")),
 }

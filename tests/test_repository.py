@@ -68,7 +68,7 @@ def test_workflows_call_make_targets(workflow: Path) -> None:
 
 def test_a_change_runs_every_tier() -> None:
     (ci,) = [path for path in WORKFLOWS if path.name == "ci.yml"]
-    assert {words[0] for words in calls(ci)} == {"test", "test-slow", "test-sglang", "docs"}
+    assert {words[0] for words in calls(ci)} == {"test", "test-slow", "test-ui", "test-sglang", "docs"}
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)

@@ -37,6 +37,7 @@ def selections(target: str) -> list[str | None]:
         ("test-all", [None]),
         ("test-sglang", ["not architectures"]),
         ("test-peers", [None]),
+        ("test-ui", [None]),
     ],
 )
 def test_each_target_runs_its_tier(target: str, expected: list[str | None]) -> None:
@@ -45,4 +46,4 @@ def test_each_target_runs_its_tier(target: str, expected: list[str | None]) -> N
 
 def test_continuous_integration_leaves_no_tier_out() -> None:
     lines = [shlex.split(line) for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
-    assert lines == [["make", "test"], ["make", "test-slow"], ["make", "test-sglang"]]
+    assert lines == [["make", "test"], ["make", "test-slow"], ["make", "test-ui"], ["make", "test-sglang"]]

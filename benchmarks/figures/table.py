@@ -30,6 +30,7 @@ NEEDS_DATA = ("lm", "lm-control")
 
 FLAGS: dict[str, tuple[str, ...]] = {
     "async": ("--model", str(MODEL), "--dir", str(RUNS / "async")),
+    "dashboard": ("--model", str(MODEL)),
     "retriever": ("--passages", "500000"),
     "transport": ("--minutes", "0.5"),
     "weights": ("--rounds", "9"),

@@ -76,6 +76,7 @@ def up(
     began = time.monotonic()
     launcher = Launcher(config, say=say, again=again, takeover=takeover)
     say(f"run {config.run.id} in {config.run.dir.absolute()}")
+    say(f"dashboard: {shlex.join(['foray', 'dashboard', str(config.run.dir)])}")
     state, code, error = "done", 0, ""
     try:
         launcher.run_until_done()

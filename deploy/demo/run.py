@@ -10,6 +10,7 @@ Evaluation uses the running rollout server and engine, with the code that also g
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -198,6 +199,7 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
     sampled = prepared.config.run.temperature
     with Launcher(prepared.config, say=say, again=f"foray up {prepared.config_path}") as launcher:
         mark = time.monotonic()
+        say(f"dashboard: {shlex.join(['foray', 'dashboard', str(prepared.config.run.dir)])}")
         say("[3/5] starting the processes, then evaluating before training")
         launcher.start("redis", "retriever", "engine", "rollout")
         seconds["start"] = time.monotonic() - mark

@@ -22,11 +22,11 @@ def parse_record(line: str | bytes) -> Any:
 
 
 class StepTail:
-    """Read records appended to `path` since the last call; starts at the end of the file."""
+    """Read records appended to `path` since the last call, at first since construction, or all of them if `whole`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, whole: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not whole else 0
         self.last: dict[str, Any] = {}
 
     def read(self) -> Iterator[dict[str, Any]]:
@@ -70,9 +70,13 @@ class RunHistory:
         seconds = sum(float(r.get("step_s") or 0.0) for r in self.recent)
         return sum(float(r.get("tokens_trained") or 0.0) for r in self.recent) / seconds if seconds else None
 
+    def values(self, name: str) -> list[float]:
+        """Return a field of the recent steps that have it, the newest last."""
+        return [float(r[name]) for r in self.recent if isinstance(r.get(name), int | float)]
+
     def mean(self, name: str) -> float | None:
         """Return the mean of a field over the recent steps that have it, None if none has."""
-        values = [float(r[name]) for r in self.recent if isinstance(r.get(name), int | float)]
+        values = self.values(name)
         return sum(values) / len(values) if values else None
 
 

@@ -55,7 +55,7 @@ def is_held(directory: Path) -> bool:
     path = directory / LOCK
     if not path.exists():
         return False
-    with path.open("a") as lock:
+    with path.open("rb") as lock:  # works on a file system that is read-only
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -155,8 +155,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_config_arguments(parser, what, "run.redis_url=redis://host:6379/0", metavar="RUN_DIR | CONFIG")
 
 
-def locate(args: Namespace) -> Located:
-    """Return the run that the arguments name. Raises UserError if there is none, or if its Redis is unknown."""
+def locate(args: Namespace, *, without_redis: bool = False) -> Located:
+    """Return the run that the arguments name.
+
+    Raises UserError if there is none, or if its Redis is unknown; `without_redis` leaves the URL empty in that case.
+    """
     path, overrides = config_and_overrides(args)
     if path is not None and not path.is_dir() and (path.is_file() or path.suffix in (".yaml", ".yml")):
         tree, moved = read_tree(path), None
@@ -169,7 +172,7 @@ def locate(args: Namespace) -> Located:
     run = section(tree, "run", RunSettings)
     directory = moved or run.dir
     url = _by_secrets(tree, directory) or run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
-    if not url:
+    if not url and not without_redis:
         raise UserError(
             f"the Redis of run {run.id} is unknown",
             why="run.redis_url is empty in its configuration (URLs with passwords are not saved)",

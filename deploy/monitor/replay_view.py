@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import unicodedata
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from deploy.launcher.run_dir import configuration_of, read_configuration
+from protocol.errors import UserError
 from protocol.messages import Owner, Segment, Trajectory, TrajectoryGroup, VersionSpan
+from protocol.runtime.config import section
+from protocol.settings import RunSettings
 from protocol.staleness import lag
 
 if TYPE_CHECKING:
@@ -21,6 +26,12 @@ if TYPE_CHECKING:
 
 MARKS = {Owner.PROMPT: "│prompt│ ", Owner.ENVIRONMENT: "│env│ ", Owner.POLICY: ""}
 BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed to show tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ def choose(
     return chosen
 
 
-def render(shown: Shown, tokens: TrajectoryTokenizer, *, colour: bool) -> str:
+def render(shown: Shown, tokens: Decoder, *, colour: bool) -> str:
     """Return the trajectory as text."""
     group, trajectory = shown.group, shown.trajectory
     scores = ", ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items())
@@ -85,7 +96,7 @@ def render(shown: Shown, tokens: TrajectoryTokenizer, *, colour: bool) -> str:
     return "\n".join([*head, *_body(shown, tokens, colour)])
 
 
-def _body(shown: Shown, tokens: TrajectoryTokenizer, colour: bool) -> Iterator[str]:
+def _body(shown: Shown, tokens: Decoder, colour: bool) -> Iterator[str]:
     turn = 0
     for segment in shown.trajectory.segments:
         turn += segment.owner is Owner.POLICY
@@ -124,7 +135,7 @@ def _version(span: VersionSpan, shown: Shown) -> str:
     return f"{span.version.label} (lag {behind}{masked})"
 
 
-def to_json(shown: Shown, tokens: TrajectoryTokenizer) -> dict[str, Any]:
+def to_json(shown: Shown, tokens: Decoder) -> dict[str, Any]:
     """Return the trajectory as JSON values, with texts unchanged."""
     group, trajectory = shown.group, shown.trajectory
     return {
@@ -160,6 +171,28 @@ def to_json(shown: Shown, tokens: TrajectoryTokenizer) -> dict[str, Any]:
             for s in trajectory.segments
         ],
     }
+
+
+def read_settings(directory: Path) -> RunSettings | None:
+    """Return the run's settings; None if it was started manually, with a configuration elsewhere."""
+    path = configuration_of(directory)
+    return section(read_configuration(path, directory), "run", RunSettings) if path is not None else None
+
+
+def find_tokenizer(directory: Path, model: Path | None, run: RunSettings | None) -> TrajectoryTokenizer:
+    """Load the tokenizer of `model`, else of the run's newest published weights, else of its initial model.
+
+    Raises UserError if none of them has one.
+    """
+    from rollout_server.environment.tokenizer import load_tokenizer
+
+    candidates = [model] if model is not None else sorted((directory / "weights").glob("v*/"), reverse=True)
+    if model is None and run is not None:
+        candidates.append(run.model)
+    for candidate in candidates:
+        if (candidate / "tokenizer.json").is_file():
+            return load_tokenizer(candidate)
+    raise UserError(f"no tokenizer found for {directory}", todo="give the model's directory with --model DIR")
 
 
 def visible(text: str, *, newline: bool = False) -> str:

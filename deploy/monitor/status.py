@@ -1,4 +1,4 @@
-"""Interpret a snapshot: token balance, run state, problems with suggested actions, and the page of `foray status`.
+"""Interpret a snapshot: token balance, run state, problems with suggested actions. `status_page.py` prints it.
 
 Pure except `look`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.launcher.progress import read_history
 from deploy.launcher.run_dir import Located, is_held, read_record
-from deploy.monitor.snapshot import RunSnapshot, take_snapshot
+from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from deploy.terminal import escape_untrusted
 from protocol.messages import NodeState
 from rollout_server.search.base import NO_SUCH_PATH
@@ -90,16 +90,6 @@ def letters_line(seen: RunSnapshot) -> str:
     listed = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in reasons.most_common())
     some = f"of the last {len(seen.letters)}: " if len(seen.letters) < seen.dead_letters else ""
     return f"{seen.dead_letters} ({some}{listed})"
-
-
-def event_lines(seen: RunSnapshot) -> list[str]:
-    """Return the last events, the oldest first: `12:31:07  rollout r1  lease-lost: another server has taken seq 7`."""
-    return [
-        f"{time.strftime('%H:%M:%S', time.gmtime(event.at))}  {escape_untrusted(event.process, 32)} "
-        f"{escape_untrusted(event.id, 64)}  "
-        f"{escape_untrusted(event.kind, 32)}: {escape_untrusted(event.text, 300)}"
-        for event in seen.events
-    ]
 
 
 def delivery_problems(seen: RunSnapshot) -> list[Problem]:
@@ -236,7 +226,11 @@ STARTING_S = 60.0
 def look(found: Located) -> RunSnapshot:
     """Take a snapshot of a run from Redis, run.json and `metrics.jsonl`."""
     record = read_record(found.directory)
-    seen = take_snapshot(found.redis_url, found.run.id, found.directory)
+    if found.redis_url:
+        seen = take_snapshot(found.redis_url, found.run.id, found.directory)
+    else:
+        why, totals = "its address is unknown", read_ledger_totals(found.directory)
+        seen = RunSnapshot(found.run.id, "", error=why, totals=totals)
     seen = with_record(seen, record, alive=is_held(found.directory))
     return replace(seen, steps=found.run.steps, history=read_history(found.directory / "metrics.jsonl"))
 
@@ -434,66 +428,3 @@ def span(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def render(seen: RunSnapshot, *, max_lag: int) -> str:
-    """Return the page of `foray status`."""
-    wrong, totals = problems(seen, max_lag=max_lag), conservation(seen)
-    lines = [
-        f"run {seen.run}: {state(seen)}, {'healthy' if not wrong else 'NOT healthy'}",
-        f"redis     {seen.redis_url}",
-    ]
-    if seen.target:
-        lines.append(f"target    {seen.target.version.label} ({seen.target_state}), epoch {seen.learner_epoch}")
-    v = seen.figures
-    if "step" in v:
-        lag = f", lag {v['lag_mean']:.2f} (max {v.get('lag_max', 0):.0f})" if "lag_mean" in v else ""
-        checkpoint = f", checkpoint at step {v['checkpoint_step']:.0f}" if "checkpoint_step" in v else ""
-        lines.append(f"learner   {step_line(seen)}{lag}{checkpoint}")
-    if "publish_bytes" in v:
-        lines.append(_weights_line(v))
-    lines += seen.evaluation_lines()
-    for p in seen.of("rollout"):
-        v = p.values
-        lines.append(
-            f"rollout   {p.id}: {v.get('groups_in_flight', 0):.0f} groups in flight, "
-            f"{v.get('groups_published', 0):.0f} published, {v.get('groups_failed', 0):.0f} failed"
-        )
-    for e in seen.engines:
-        lines.append(
-            f"engine    {e.id}: {e.state}, {'role eval, ' if e.role == 'eval' else ''}version {e.version.label}, "
-            f"{e.running} running, {e.waiting} waiting, "
-            f"{e.tokens_per_s:.0f} tok/s, paused {e.pause_s:.2f} s at the last update, {e.url}"
-        )
-    lines.append(
-        f"streams   tasks {seen.tasks.waiting} waiting, {seen.tasks.held} leased; "
-        f"trajectory groups {seen.traj.waiting} ready, {seen.traj.held} unacknowledged; "
-        f"dead letters {letters_line(seen)}"
-    )
-    if totals.source:
-        lines.append(f"ledger    {totals.line()} ({totals.source})")
-    if balance := token_balance(seen):
-        lines.append(f"tokens    {balance.line()}")
-    if seen.totals:
-        verdict = "consistent" if seen.totals.closes else "INCONSISTENT"
-        lines.append(
-            f"checkpoint step {seen.totals.step}, epoch {seen.totals.epoch}: {seen.totals.settled} settled, {verdict}"
-        )
-    lines += [f"event     {line}" for line in event_lines(seen)]
-    if seen.stopped:
-        lines.append(f"next      resume from the checkpoint with {seen.again or 'the command that started the run'}")
-    for problem in wrong:
-        lines += [f"problem:  {problem.what}", f"   do:    {problem.todo}"]
-    return "\n".join(lines)
-
-
-def _weights_line(v: Mapping[str, float]) -> str:
-    """Return the phases of the last weight transfer, and the transfers since the learner's start."""
-    phases = ("gather", "prepare", "transfer", "verify", "commit", "disk")
-    seconds = {phase: v.get(f"publish_{phase}_s", 0.0) for phase in phases}
-    listed = ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items() if s) or "nothing yet"
-    line = f"weights   {v['publish_bytes'] / 1e6:.1f} MB, last version in {sum(seconds.values()):.2f} s ({listed})"
-    if "publish_distributed" in v:
-        sent, files, fallbacks = (v.get(f"publish_{name}", 0.0) for name in ("distributed", "disk", "fallbacks"))
-        line += f"; {sent:.0f} versions sent, {files:.0f} by files ({fallbacks:.0f} after a failed transfer)"
-    return line

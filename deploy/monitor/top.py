@@ -8,14 +8,14 @@ bottleneck.
 from __future__ import annotations
 
 import re
-import textwrap
 import urllib.error
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from deploy.monitor.snapshot import RunSnapshot
 from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_balance
+from deploy.terminal import sparkline, wrapped
 from protocol.messages import MetricsSnapshot
 from protocol.runtime.http.client import ask
 
@@ -35,6 +35,13 @@ IN_WORDS = {
     ("rollout", "redis"): "rollout servers wait for Redis",
     ("node", "eval"): "engines delay new weights until an evaluation ends",
 }
+TRENDS = {
+    "tokens/s": "tokens_generated_per_s",
+    "reward": "reward_mean",
+    "exact match": "reward/em",
+    "lag": "lag_mean",
+}
+"""Fact -> the field of `metrics.jsonl` whose recent values are drawn after it."""
 WINDOW_S = 10.0
 _METRIC = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)")
 
@@ -49,60 +56,73 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Frame:
-    """The content of one refresh, as text."""
+    """The content of one refresh, as text. `trends`: values of the recent steps, by the name of their fact."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
     engines: tuple[TableRow, ...]
     waits: tuple[str, ...]
     problems: tuple[str, ...]
+    trends: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the lines, each with the name of its part, most important first: a small terminal shows these."""
-        width = max(len(name) for name, _ in self.facts)
+    def rows(self, width: int = 0) -> list[tuple[str, str]]:
+        """Return the lines, each with the name of its part, most important first: a small terminal shows these.
+
+        width  columns: lines are wrapped, the table is narrowed, and sparklines are drawn; 0: none of it
+        """
+        names = max(len(name) for name, _ in self.facts)
+        facts = [self._fact(name, f"  {name:<{names}}  {text}", width) for name, text in self.facts]
         parts = {
-            "problems": [f"  problem: {text}" for text in self.problems],
-            "figures": [f"  {name:<{width}}  {text}" for name, text in self.facts],
-            "waits": ["  time spent waiting", *(f"    {line}" for line in self.waits)] if self.waits else [],
-            "engines": table(ENGINE_COLUMNS, self.engines) if self.engines else [],
+            "problems": ([f"  problem: {text}" for text in self.problems], 4),
+            "figures": (facts, names + 4),
+            "waits": (["  time spent waiting", *(f"    {line}" for line in self.waits)] if self.waits else [], 10),
+            "engines": (table(ENGINE_COLUMNS, self.engines, width) if self.engines else [], 4),
         }
-        rows = [("", self.title)]
-        for part, lines in parts.items():
-            if lines and len(rows) > 1:
+        rows = [("", piece) for piece in wrapped(self.title, width, 2)]
+        for part, (lines, indent) in parts.items():
+            if lines and rows[-1][0]:
                 rows.append((part, ""))
-            rows += [(part, line) for line in lines]
+            rows += [(part, piece) for line in lines for piece in wrapped(line, width, indent)]
         return rows
 
+    def _fact(self, name: str, line: str, width: int) -> str:
+        """Return `line` with as many recent values as fit on it; with fewer than SHORTEST of them none."""
+        trend = self.trends.get(name, ())
+        room = min(width - len(line) - 2, len(trend))
+        return f"{line}  {sparkline(trend, room)}" if room >= SHORTEST else line
+
     def plain(self) -> str:
-        """Return the frame without colours or control codes."""
+        """Return the frame without colours, control codes and sparklines."""
         return "\n".join(text for _, text in self.rows())
 
-    def fitted(self, width: int, height: int) -> str:
-        """Return the frame for a terminal of `width` and `height`: long lines are wrapped, and the last line names the
-        parts that do not fit.
+    def fitted(self, width: int, height: int) -> list[tuple[str, str]]:
+        """Return lines with their parts for a terminal of `width` and `height`; the last line names the parts that do
+        not fit.
         """
-        rows = [(part, piece) for part, line in self.rows() for piece in _wrapped(line, width)]
+        rows = self.rows(width)
         if len(rows) <= height:
-            return "\n".join(text for _, text in rows)
+            return rows
         shown, cut = rows[: max(1, height - 1)], [(part, text) for part, text in rows[max(1, height - 1) :] if text]
         missing = ", ".join(dict.fromkeys(part for part, _ in cut))
         note = f"  {len(cut)} more lines ({missing}): enlarge the terminal"
-        return "\n".join([*(text for _, text in shown), note[:width]])
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """Wrap `line` to at most `width` columns, with continuation lines indented."""
-    return textwrap.wrap(line, max(width, 20), subsequent_indent="      ", replace_whitespace=False) or [""]
+        return [*shown, ("", note[:width])]
 
 
 ENGINE_COLUMNS = ("engine", "state", "version", "running", "waiting", "tok/s", "updates", "cache", "role")
+LESS = ("updates", "cache", "waiting", "running", "tok/s", "role")
+"""Columns that a narrow terminal does without, in this order."""
+SHORTEST = 4
 
 
-def table(columns: tuple[str, ...], rows: Iterable[TableRow]) -> list[str]:
-    """Return aligned lines: the header, then one line per row."""
+def table(columns: tuple[str, ...], rows: Iterable[TableRow], width: int = 0) -> list[str]:
+    """Return aligned lines: the header, then one line per row. With `width` columns in LESS go until it fits."""
     cells = [columns, *((row.name, *row.cells) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return ["  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
+    kept = list(range(len(columns)))
+    for name in LESS:
+        if width and 2 * len(kept) + sum(widths[i] for i in kept) > width and name in columns:
+            kept.remove(columns.index(name))
+    return ["  " + "  ".join(line[i].ljust(widths[i]) for i in kept) for line in cells]
 
 
 def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
@@ -158,11 +178,20 @@ def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, 
     )
     wrong = tuple(f"{p.what} -> {p.todo}" for p in problems(seen, max_lag=max_lag))
     waits = (waits_in_words(seen, before) or ["no wait of 5 % or more"]) if seen.processes else []
-    return Frame(f"run {seen.run}: {state(seen)}", tuple(facts), engines, tuple(waits), wrong)
+    trends = {name: seen.history.values(metric) for name, metric in TRENDS.items()}
+    return Frame(f"run {seen.run}: {state(seen)}", tuple(facts), engines, tuple(waits), wrong, trends)
 
 
 def waits_in_words(seen: RunSnapshot, before: RunSnapshot | None) -> list[str]:
-    """Return sentences with the share of time that each kind of process waits, the largest first, from 5 % up.
+    """Return sentences with the shares of time that processes wait, the largest first, from 5 % up."""
+    ranked = sorted(wait_shares(seen, before).items(), key=lambda item: -item[1])
+    return [
+        f"{share:4.0%}  {IN_WORDS.get(key, f'{key[0]} waits for {key[1]}')}" for key, share in ranked if share >= 0.05
+    ]
+
+
+def wait_shares(seen: RunSnapshot, before: RunSnapshot | None) -> dict[tuple[str, str], float]:
+    """Return the share of time that each kind of process waits, by (process, cause).
 
     The share is of the time between the two snapshots (or since the start of a new process), averaged over the
     processes of a kind. Waits are counted as they pass and with the clock of the uptime, so a share cannot exceed
@@ -179,9 +208,7 @@ def waits_in_words(seen: RunSnapshot, before: RunSnapshot | None) -> list[str]:
         for cause, total in now.waits.items():
             waited = total - (old.waits.get(cause, 0.0) if old else 0.0)
             shares.setdefault((now.process, cause), []).append(waited / seconds if seconds > 0 else 0.0)
-    means = {key: sum(found) / len(found) for key, found in shares.items()}
-    ranked = sorted((item for item in means.items() if item[1] >= 0.05), key=lambda item: -item[1])
-    return [f"{share:4.0%}  {IN_WORDS.get(key, f'{key[0]} waits for {key[1]}')}" for key, share in ranked]
+    return {key: sum(found) / len(found) for key, found in shares.items()}
 
 
 def read_searches(urls: Iterable[str], *, timeout_s: float = 0.5) -> dict[str, float]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+import yaml
+
+from deploy.monitor.grafana import RULES
 from learner.observability.metric_table import LEARNER, STEP
 from learner.observability.metric_table import WAITS as LEARNER_WAITS
 from protocol.runtime.metrics import Metric, Table, prometheus_name
@@ -30,12 +33,47 @@ and `foray status` read. In Prometheus it has the prefix `foray_PROCESS_`, units
 Every sample of the learner and of a rollout server has the label `run`. `foray top` shows the run live;
 `foray curves DIR --metric NAME` a field of `metrics.jsonl`; `learner.trackers` sends each step to TensorBoard, W&B,
 MLflow or Trackio. A metric of an extension is `foray_PROCESS_extension` with its name as the label `name`.
+
+## In the terminal
+
+| command | shows |
+|---|---|
+| `foray top RUN_DIR` | the run live, problems first, with sparklines and who waits for whom; plain in a pipe |
+| `foray status RUN_DIR` | one page: problems and remedies, processes, streams, ledger; exit code 1 on a problem |
+| `foray logs RUN_DIR [PROCESS ..]` | logs of all processes by time; `-f` follows, `--since 10m`, `--level WARNING` |
+| `foray runs [DIR]` | runs below a directory: state, step, last reward, age |
+
+`--json` of `status`, `top` (one object per refresh) and `runs` has the same values. `logs` reads the files that
+`foray up` writes; a line without a time, such as one of a traceback, belongs to the entry before it.
+
+## Prometheus and Grafana
+
+`foray grafana RUN_DIR --out monitoring` writes three files:
+
+| file | use |
+|---|---|
+| `prometheus.yml` | for `prometheus --config.file`: the run's processes; write it again when addresses change |
+| `rules.yml` | recording and alert rules; `prometheus.yml` names it; or for `rule_files` of your own |
+| `grafana.json` | Dashboards, New, Import; variables for the data source and the runs |
+
+If the run has tokens, write the viewer's into a file and name it with `--token-file`. Without RUN_DIR and without a run
+below `./runs`, `prometheus.yml` is left out. In a scrape configuration of your own, give retrievers and engines the
+label `run` and names of jobs that begin with `foray-`.
 """
 
 
 def document() -> str:
     """Return the page."""
-    return "\n".join([HEAD, *_step(), *_endpoints()]).rstrip() + "\n"
+    return "\n".join([HEAD, *_alerts(), *_step(), *_endpoints()]).rstrip() + "\n"
+
+
+def _alerts() -> Iterator[str]:
+    yield "| alert | severity | condition | for |\n|---|---|---|---|"
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        for rule in (rule for rule in group["rules"] if "alert" in rule):
+            severity = rule["labels"]["severity"]
+            yield f"| `{rule['alert']}` | {severity} | `{rule['expr']}` | {rule.get('for', '')} |"
+    yield ""
 
 
 def _step() -> Iterator[str]:

@@ -52,13 +52,21 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
         "(%R~{run}:wv:view +get)",
         "(~{run}:wv:answers:* +hset +pexpire +fcall)",
         "(%R~{run}:evaluation %R~{run}:wv:validated +get)",
+        "(~{run}:drain +srem)",
         "(~{run}:metrics:node:* +set +del)",
         "(~{run}:metrics:node:* ~{run}:processes +fcall)",
         f"(~{{run}}:processes {_SWEPT})",
         "(~{run}:events +xadd)",
     ),
     "viewer": ("+info", _LOOK),
-    "operator": ("+info", _LOOK, "(~{run}:requeue +sadd +srem)", "(~{run}:dlq +xdel)", "(~{run}:events +xadd)"),
+    "operator": (
+        "+info",
+        _LOOK,
+        "(~{run}:requeue +sadd +srem)",
+        "(~{run}:dlq +xdel)",
+        "(~{run}:events +xadd)",
+        "(~{run}:drain +sadd)",
+    ),
     # for users: server settings and repairs. No process of a run has it.
     "admin": ("~* &* +@all",),
 }

@@ -28,6 +28,7 @@ from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.redis.aio import Backoff, retry_until_available
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import parse_redis_url
 from protocol.runtime.torch_safety import interface_variables
 from protocol.settings import RunSettings
@@ -87,6 +88,7 @@ class Agent:
         if not isinstance(settings.kind, AttachedEngine):
             check_host(settings.host, self._access)
         self._validated = self._tainted = False
+        self._drains = asyncio.Lock()
         self._follower = WeightFollower(status, registry, settings, stats, run.model)
 
     async def run(self) -> None:
@@ -124,8 +126,29 @@ class Agent:
         except* EngineLost:
             self._stats.counts["restarts"] += not isinstance(self._settings.kind, AttachedEngine)
 
+    async def drain_on_request(self, hurry: asyncio.Event) -> None:
+        """Wait until an operator asks for a drain, and drain. The node then stays, and serves again after a restart."""
+        known = True  # a request from before this start is void
+        while True:
+            try:
+                if await self._registry.take_drain_request(self._status.id) and not known:
+                    log.info("an operator has asked this engine to drain")
+                    return await self.drain(hurry)
+                known = False
+            except RedisUnavailable as error:
+                log.debug("not looking for requests to drain: %s", error)
+            except UserError as error:  # Redis users made before there were such requests
+                log.warning("operators cannot drain this engine: %s", error)
+                return
+            await asyncio.sleep(self._settings.heartbeat_s)
+
     async def drain(self, hurry: asyncio.Event) -> None:
         """Stop taking requests, let running ones finish for drain_s or until `hurry`, and abort the rest."""
+        async with self._drains:
+            if self._status.state is not NodeState.DRAINING:
+                await self._drain(hurry)
+
+    async def _drain(self, hurry: asyncio.Event) -> None:
         deadline = time.monotonic() + self._settings.drain_s
         try:
             async with asyncio.timeout(self._settings.drain_s):

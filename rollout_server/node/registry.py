@@ -80,6 +80,11 @@ class Registry:
         keys = self._redis.keys
         await self._redis.batch(("ZREM", keys.engines, engine_id), ("DEL", keys.engine(engine_id)))
 
+    async def take_drain_request(self, engine_id: str) -> bool:
+        """Return whether an operator has asked the engine to drain, and remove the request."""
+        (found,) = await self._redis.batch(("SREM", self._redis.keys.drain, engine_id))
+        return bool(found)
+
     async def target(self) -> WeightUpdate | None:
         """Return the target version; None before the first one, or if it cannot be decoded."""
         keys = self._redis.keys

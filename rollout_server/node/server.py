@@ -72,6 +72,7 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
                             status.heartbeat_loop(registry, stats.waits, every_s=settings.heartbeat_s), name="heartbeat"
                         ),
                         tasks.create_task(publish_metrics(redis, stats), name="metrics"),
+                        tasks.create_task(agent.drain_on_request(stop.forced), name="drain"),
                     ]
                     await stop.requested.wait()
                     await agent.drain(stop.forced)

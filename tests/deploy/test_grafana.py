@@ -18,10 +18,11 @@ import yaml
 from deploy.commands.watch import grafana as command
 from deploy.launcher.run_dir import write_record
 from deploy.monitor.grafana import INTERVAL, dashboard
+from deploy.monitor.grafana import RULES as RULES_FILE
 from deploy.reference.metrics import document
 from protocol.errors import UserError
 
-RULES: dict[str, Any] = yaml.safe_load(command.RULES.read_text())
+RULES: dict[str, Any] = yaml.safe_load(RULES_FILE.read_text())
 UNIT_TESTS = Path(__file__).with_name("prometheus_rules_test.yml")
 ROWS = re.compile(r"^\| `((?:foray_|sglang:)\w+)` \| (\w+) \|(?:([^|]*)\|)? ", re.MULTILINE)
 METRIC = re.compile(r"(?<![\w:])((?:foray_|sglang:|run:)[\w:]+)\s*(\{[^}]*\})?")
@@ -114,7 +115,7 @@ def promtool(*arguments: str | Path) -> str:
 
 
 def test_promtool_passes_the_unit_tests_of_the_rules(tmp_path: Path) -> None:
-    shutil.copyfile(command.RULES, tmp_path / command.RULES_NAME)
+    shutil.copyfile(RULES_FILE, tmp_path / command.RULES_NAME)
     shutil.copyfile(UNIT_TESTS, tmp_path / "test.yml")
     assert "SUCCESS" in promtool("test", "rules", tmp_path / "test.yml")
 

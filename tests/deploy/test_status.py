@@ -15,7 +15,8 @@ from deploy.commands.watch import status as status_command
 from deploy.commands.watch import top as top_command
 from deploy.launcher.run_dir import write_record
 from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
-from deploy.monitor.status import BUCKETS, conservation, problems, render, state, to_json, with_record
+from deploy.monitor.status import BUCKETS, conservation, problems, state, to_json, with_record
+from deploy.monitor.status_page import render
 from deploy.monitor.top import frame, waits_in_words
 from learner.delivery.token_accounting import TokenOutcome
 from learner.observability import metric_table
@@ -355,7 +356,7 @@ def test_top_prints_one_frame_into_a_pipe(
     fill(client)
     config = tmp_path / "by-hand.yaml"
     config.write_text(f"run: {{id: test, dir: {tmp_path}, redis_url: '{redis_url}'}}\n")
-    assert top_command.run(argparse.Namespace(given=[], config=config, interval=1.0, once=True)) == 0
+    assert top_command.run(argparse.Namespace(given=[], config=config, interval=1.0, once=True, json=False)) == 0
     out = capsys.readouterr().out
     assert "run test: training" in out and "\x1b" not in out
 

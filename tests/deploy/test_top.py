@@ -18,8 +18,10 @@ from deploy.commands.watch import top as command
 from deploy.launcher.progress import RECENT, RunHistory, read_history
 from deploy.launcher.run_dir import LOCK, Located, write_record
 from deploy.monitor.snapshot import LedgerTotals, RunSnapshot
-from deploy.monitor.status import look, problems, render, state, step_line, to_json, with_record
-from deploy.monitor.top import Looks, frame, waits_in_words
+from deploy.monitor.status import look, problems, state, step_line, to_json, with_record
+from deploy.monitor.status_page import render
+from deploy.monitor.top import ENGINE_COLUMNS, Looks, frame, waits_in_words
+from deploy.terminal import BLOCKS, sparkline
 from learner.observability import metrics as learner_metrics
 from learner.observability.metrics import Meter
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, WeightUpdate
@@ -256,11 +258,83 @@ def test_problems_come_first_and_a_small_terminal_says_what_is_cut() -> None:
     shown = frame(replace(TRAINING, engines=()), None, {}, max_lag=2)
     lines = shown.plain().splitlines()
     assert lines[1].startswith("  problem: no engine is registered")
-    small = shown.fitted(60, 14).splitlines()
+    small = [text for _, text in shown.fitted(60, 14)]
     assert len(small) == 14 and all(len(line) <= 60 for line in small)
     assert small[1].startswith("  problem: no engine is registered")
     assert small[-1].startswith("  ") and "more lines (figures, waits): enlarge" in small[-1]
-    assert shown.fitted(200, 60) == shown.plain()
+    assert shown.fitted(200, 60) == shown.rows()
+
+
+BUSY = replace(
+    TRAINING,
+    run="a-run-with-a-name-of-quite-some-length-as-people-give-them-0",
+    processes=(
+        snapshot(
+            "learner", values={"step": 12.0, "steps": 60.0, "reward_mean": 0.4, "lag_mean": 0.5}, waits={"data": 8}
+        ),
+        snapshot("rollout", values={"searches": 7.0, "reward_mean": 0.5}, waits={"credit": 1.0}),
+    ),
+    engines=tuple(
+        ENGINE.model_copy(update={"id": f"eval-engine-{n}", "role": "eval", "detail": "x"}) for n in range(3)
+    ),
+    totals=LedgerTotals(12, 1, 60, {"trained": 60}, tokens={"generated": 10**9, "trained": 10**9}),
+    history=RunHistory({}, tuple({"step_s": 2.0, "reward_mean": n / 20, "lag_mean": 1.0} for n in range(20))),
+)
+PHASES = {
+    "preparing": replace(IDLE, awaits_learner=True),
+    "training": BUSY,
+    "unhealthy": replace(BUSY, engines=(), unreadable=("engine-1: " + "bytes " * 40,)),
+    "evaluating": replace(BUSY, processes=(EVALUATES,), target_state="done"),
+    "down": replace(BUSY, error="ConnectionError: " + "x" * 200),
+    "stopped": replace(BUSY, stopped=True, processes=(), engines=(), again="foray up " + "long-name/" * 20),
+    "done": replace(BUSY, target_state="done", processes=(), launch="done"),
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase_fits_a_terminal_of_this_width(phase: str, width: int) -> None:
+    seen = PHASES[phase]
+    shown = frame(seen, None, {}, max_lag=2)
+    rows = shown.fitted(width, 1000)
+    assert max(len(text) for _, text in rows) <= width
+    parts = list(dict.fromkeys(part for part, _ in rows if part))
+    assert parts == [part for part in ("problems", "figures", "waits", "engines") if part in parts], "problems first"
+    words = " ".join(" ".join(text for _, text in rows).split())
+    for _, text in shown.facts:
+        assert " ".join(text.split()) in words, "wrapped, not cut"
+    page = render(seen, max_lag=2, width=width).splitlines()
+    assert all(len(line) <= width for line in page)
+    if problems(seen, max_lag=2):
+        assert parts[0] == "problems" and next(line for line in page if ":  " in line).startswith("problem:")
+
+
+def test_a_narrow_table_keeps_what_matters_and_a_wide_one_everything() -> None:
+    def header(width: int) -> list[str]:
+        return next(text for _, text in frame(BUSY, None, {}, max_lag=2).rows(width) if "engine " in text).split()
+
+    assert header(60) == ["engine", "state", "version", "running", "waiting", "tok/s", "role"]
+    assert header(40) == ["engine", "state", "version"]
+    assert header(120) == header(0) == list(ENGINE_COLUMNS)
+
+
+def test_sparklines_are_for_terminals_and_as_long_as_there_is_room() -> None:
+    shown = frame(BUSY, None, {}, max_lag=2)
+    assert not set(shown.plain()) & set(BLOCKS)
+    reward = next(text for _, text in shown.rows(120) if text.startswith("  reward"))
+    assert reward.endswith("  " + sparkline([float(n) for n in range(20)], 20)) and reward[-1] == "█"
+    narrow = next(text for _, text in shown.rows(50) if text.startswith("  reward"))
+    assert narrow[-1] == "█" and 4 <= sum(c in BLOCKS for c in narrow) < 20
+    assert sparkline([1.0, 1.0], 5) == "▁▁" and sparkline([], 5) == "" and sparkline([0.0, 7.0], 5) == "▁█"
+    assert "reward    0.400  ▁" in render(BUSY, max_lag=2, width=80)
+    assert not set(render(BUSY, max_lag=2)) & set(BLOCKS)
+
+
+def test_colours_mark_the_state_and_problems_only() -> None:
+    page = render(PHASES["unhealthy"], max_lag=2, width=80, colour=True).splitlines()
+    marked = [line for line in page if "\x1b[31m" in line]
+    assert page[0].startswith("\x1b[1mrun ") and "problem:" in marked[0] and len(marked) >= 4
+    assert all(line.endswith("\x1b[0m") for line in marked) and "\x1b" not in page[-1]
 
 
 # --- (f) the time that is left ---
@@ -281,6 +355,11 @@ def test_the_time_to_go_is_that_of_the_steps_that_are_left() -> None:
 def test_into_a_pipe_it_prints_until_the_run_has_ended(found: Located, capsys: pytest.CaptureFixture[str]) -> None:
     (found.directory / "resolved.yaml").write_text(f"run: {{id: r, dir: {found.directory}, redis_url: '{AWAY}'}}\n")
     write_record(found.directory, {"state": "done"})
-    args = argparse.Namespace(given=[str(found.directory)], config=None, interval=0.1, once=False)
+    args = argparse.Namespace(given=[str(found.directory)], config=None, interval=0.1, once=False, json=False)
     assert command.run(args) == 0
     assert capsys.readouterr().out.startswith("run r: done\n")
+    args.json = True
+    assert command.run(args) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    last = json.loads(line)
+    assert last["state"] == "done" and last["waits"] == {} and last["retrievers"] == {}

@@ -298,6 +298,25 @@ async def test_a_drain_waits_for_what_runs_and_swaps_nothing_more(world, tmp_pat
         assert "/pause_generation" not in engine.calls
 
 
+async def test_an_engine_drains_when_an_operator_asks_and_stays_until_it_is_stopped(world, tmp_path: Path) -> None:
+    world.sync.sadd(world.keys.drain, "e")  # from before its start
+    async with FakeServer(latency_s=0.6) as engine, aiohttp.ClientSession() as session:
+        request = GenerateRequest(ids=[1, 2], session="s", group="g", max_new_tokens=4, sampling=Sampling())
+        async with node(world, engine, tmp_path) as stop:
+            await eventually(has_state(world, NodeState.READY), "READY")
+            await eventually(lambda: not world.sync.exists(world.keys.drain), "the older request is void")
+            turn = asyncio.create_task(SglangClient(session, engine.url).generate(request, version="", timeout_s=10.0))
+            await eventually(lambda: engine.requests, "a request runs")
+            world.sync.sadd(world.keys.drain, "e", "another")
+            await eventually(has_state(world, NodeState.DRAINING), "DRAINING", 5)
+            assert world.sync.smembers(world.keys.drain) == {b"another"} and len((await turn).ids) == 4
+            world.publish_weights(tmp_path / "weights", V1)
+            await asyncio.sleep(0.5)
+            assert has_state(world, NodeState.DRAINING)() and "/pause_generation" not in engine.calls
+            stop.requested.set()
+            await eventually(lambda: world.registered("e") is None, "deregistered", 2.5)
+
+
 async def test_a_redis_that_restarts_does_not_cost_the_registration(own_world, tmp_path: Path) -> None:
     world = own_world
     async with FakeServer() as engine, node(world, engine, tmp_path):

@@ -14,7 +14,6 @@ from pathlib import Path
 from deploy.launcher.run_dir import Located, add_arguments, locate
 from protocol.errors import UserError
 
-RULES = Path(__file__).parents[2] / "templates" / "prometheus_rules.yml"
 RULES_NAME = "rules.yml"
 
 
@@ -29,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 when the files are written."""
-    from deploy.monitor.grafana import dashboard
+    from deploy.monitor.grafana import RULES, dashboard
 
     try:
         found = locate(args)

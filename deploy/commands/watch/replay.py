@@ -7,15 +7,9 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from deploy.launcher.run_dir import configuration_of, read_configuration, require
+from deploy.launcher.run_dir import require
 from protocol.errors import UserError
-from protocol.runtime.config import section
-from protocol.settings import RunSettings
-
-if TYPE_CHECKING:
-    from rollout_server.environment.tokenizer import TrajectoryTokenizer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0. Raises UserError if there is nothing to show."""
-    from deploy.monitor.replay_view import choose, render, to_json
+    from deploy.monitor.replay_view import choose, find_tokenizer, read_settings, render, to_json
     from deploy.monitor.snapshot import read_ledger_totals
     from learner.checkpoint.journal import read_journal
 
@@ -44,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     directory = args.run_dir if args.run_dir and (args.run_dir / "journal").is_dir() else require(args.run_dir)
     totals = read_ledger_totals(directory)
     entries = read_journal(directory / "journal", lineage=totals.lineage if totals else ())
-    run = _settings(directory)
+    run = read_settings(directory)
     shown = choose(entries, show=args.show, seq=args.seq, every=args.all, max_lag=run.max_lag if run else None)
     if not shown:
         where = f"no group of seq {args.seq}" if args.seq is not None else "no trained group"
@@ -53,29 +47,10 @@ def run(args: argparse.Namespace) -> int:
             why="the journal records groups when they are trained (learner.journal)",
             todo="wait for the first step, or run `foray status`",
         )
-    tokens = _tokens(directory, args.model, run)
+    tokens = find_tokenizer(directory, args.model, run)
     if args.json:
         print(json.dumps([to_json(item, tokens) for item in shown], ensure_ascii=False))
         return 0
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print("\n\n".join(render(item, tokens, colour=colour) for item in shown))
     return 0
-
-
-def _settings(directory: Path) -> RunSettings | None:
-    """Return the run's settings; None if it was started manually, with a configuration elsewhere."""
-    path = configuration_of(directory)
-    return section(read_configuration(path, directory), "run", RunSettings) if path is not None else None
-
-
-def _tokens(directory: Path, model: Path | None, run: RunSettings | None) -> TrajectoryTokenizer:
-    """Return the tokenizer of `model`, else of the run's newest published weights, else of its initial model."""
-    from rollout_server.environment.tokenizer import load_tokenizer
-
-    candidates = [model] if model is not None else sorted((directory / "weights").glob("v*/"), reverse=True)
-    if model is None and run is not None:
-        candidates.append(run.model)
-    for candidate in candidates:
-        if (candidate / "tokenizer.json").is_file():
-            return load_tokenizer(candidate)
-    raise UserError(f"no tokenizer found for {directory}", todo="give the model's directory with --model DIR")

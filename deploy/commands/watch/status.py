@@ -1,9 +1,15 @@
-"""Show a run's status: processes, engines, streams, ledger, and problems with suggested actions."""
+"""Show a run's status: its problems with suggested actions, processes, engines, streams, ledger.
+
+The page is wrapped to a terminal, and plain in a pipe.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import sys
 
 from deploy.launcher.run_dir import add_arguments, locate
 
@@ -16,12 +22,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if the run is healthy or finished, 1 if it has problems."""
-    from deploy.monitor.status import look, problems, render, to_json
+    from deploy.monitor.status import look, problems, to_json
+    from deploy.monitor.status_page import render
 
     found = locate(args)
     seen = look(found)
     if args.json:
         print(json.dumps(to_json(seen, max_lag=found.run.max_lag)))
     else:
-        print(render(seen, max_lag=found.run.max_lag))
+        tty = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if tty else 0
+        print(render(seen, max_lag=found.run.max_lag, width=width, colour=tty and not os.environ.get("NO_COLOR")))
     return 1 if problems(seen, max_lag=found.run.max_lag) else 0

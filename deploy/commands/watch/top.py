@@ -7,16 +7,20 @@ For a finished run it shows the last values.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from deploy.launcher.run_dir import Located, add_arguments, locate
 
 if TYPE_CHECKING:
+    from deploy.monitor.snapshot import RunSnapshot
     from deploy.monitor.top import Frame
+
+    Look = tuple[RunSnapshot, RunSnapshot | None, Mapping[str, float]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,39 +28,62 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument("--interval", type=float, default=1.0, help="refresh interval in seconds (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
+    text = "print one JSON object per refresh: that of `foray status --json`, with `waits` and `retrievers`"
+    parser.add_argument("--json", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 when the run ends or the user presses Ctrl-C."""
-    frames = _frames(locate(args), max(0.1, args.interval))
-    if args.once:
-        print(next(frames).plain())
-        return 0
+    found, interval = locate(args), max(0.1, args.interval)
     try:
-        if sys.stdout.isatty():
-            _live(frames)
+        if args.json:
+            _print((_line(found, *look) for look in _looks(found, interval)), args.once)
+        elif args.once or not sys.stdout.isatty():
+            _print((shown.plain() + ("" if args.once else "\n") for shown in _frames(found, interval)), args.once)
         else:
-            for shown in frames:
-                print(shown.plain(), end="\n\n", flush=True)
+            _live(_frames(found, interval))
     except KeyboardInterrupt:
         pass
     return 0
 
 
-def _frames(found: Located, interval: float) -> Iterator[Frame]:
-    """Yield one frame per refresh, until the launcher of the run has ended."""
+def _print(texts: Iterator[str], once: bool) -> None:
+    for text in texts:
+        print(text, flush=True)
+        if once:
+            return
+
+
+def _looks(found: Located, interval: float) -> Iterator[Look]:
+    """Yield one look at the run per refresh, until its launcher has ended."""
     from deploy.launcher.run_dir import read_record
     from deploy.monitor.status import look
-    from deploy.monitor.top import Looks, frame, read_searches
+    from deploy.monitor.top import Looks, read_searches
 
     looks = Looks()
     while True:
         seen = look(found)
         urls = read_record(found.directory).get("retrievers", [])
-        yield frame(seen, looks.before(seen), read_searches(urls), max_lag=found.run.max_lag)
+        yield seen, looks.before(seen), read_searches(urls)
         if seen.is_over:
             return
         time.sleep(interval)
+
+
+def _frames(found: Located, interval: float) -> Iterator[Frame]:
+    from deploy.monitor.top import frame
+
+    return (frame(*look, max_lag=found.run.max_lag) for look in _looks(found, interval))
+
+
+def _line(found: Located, seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float]) -> str:
+    from deploy.monitor.status import to_json
+    from deploy.monitor.top import wait_shares
+
+    waits: dict[str, dict[str, float]] = {}
+    for (process, cause), share in wait_shares(seen, before).items():
+        waits.setdefault(process, {})[cause] = share
+    return json.dumps(to_json(seen, max_lag=found.run.max_lag) | {"waits": waits, "retrievers": dict(searches)})
 
 
 def _live(frames: Iterator[Frame]) -> None:
@@ -67,15 +94,20 @@ def _live(frames: Iterator[Frame]) -> None:
         from rich.text import Text
     except ImportError:
         for last in frames:
+            rows = last.fitted(*shutil.get_terminal_size())
             # cursor home, the frame, clear the rest: no flicker, no dependency
-            print("\x1b[H\x1b[J" + last.fitted(*shutil.get_terminal_size()), flush=True)
+            print("\x1b[H\x1b[J" + "\n".join(text for _, text in rows), flush=True)
         return
     with Live(auto_refresh=False, screen=True) as live:
         for last in frames:
-            text = Text(last.fitted(*live.console.size))
-            text.highlight_regex(r"^run .*", "bold")
-            text.highlight_regex(r"(?m)^  problem: .*", "bold red")
-            text.highlight_regex(r"(?m)^  (engine +state|time spent waiting).*", "bold")
-            live.update(text, refresh=True)
+            rows = last.fitted(*live.console.size)
+            page = Text("\n").join(Text(text, style=_style(part, text)) for part, text in rows)
+            live.update(page, refresh=True)
     if last is not None:
-        print(last.plain())
+        print("\n".join(text for _, text in last.rows(shutil.get_terminal_size().columns)))
+
+
+def _style(part: str, text: str) -> str:
+    if part == "problems":
+        return "bold red"
+    return "bold" if text.startswith(("run ", "  engine ", "  time spent ")) else ""

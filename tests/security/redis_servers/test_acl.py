@@ -356,8 +356,10 @@ def test_a_node_cannot_write_what_engines_must_load_or_publish_trajectories(user
         ("XADD", KEYS.tasks, "*", "seq", "1"),
         ("XREADGROUP", "GROUP", TASK_GROUP, "n", "STREAMS", KEYS.tasks, ">"),
         ("GET", KEYS.issued),
+        ("SADD", KEYS.drain, "another"),
     ):
         refused(users["node"], *command)
+    assert users["operator"].sadd(KEYS.drain, "e") == 1 and users["node"].srem(KEYS.drain, "e") == 1
 
 
 def test_a_viewer_reads_and_writes_nothing(users: dict[str, redis.Redis]) -> None:
@@ -366,6 +368,7 @@ def test_a_viewer_reads_and_writes_nothing(users: dict[str, redis.Redis]) -> Non
         ("SET", KEYS.issued, "1"),
         ("XADD", KEYS.tasks, "*", "seq", "1"),
         ("SADD", KEYS.requeue, "1"),
+        ("SADD", KEYS.drain, "1"),
         ("FCALL", functions.BEAT, "1", KEYS.tasks, "c", "0-1"),
         ("XACK", KEYS.tasks, TASK_GROUP, "0-1"),
     ):

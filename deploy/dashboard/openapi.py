@@ -1,0 +1,79 @@
+"""The routes of the dashboard and their OpenAPI 3.1 document. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from protocol.runtime.http.openapi import (
+    EVENTS,
+    OPEN,
+    REFUSALS,
+    STRING,
+    Object,
+    document,
+    failures,
+    operation,
+    parameter,
+    response,
+)
+
+ERROR: Object = {"type": "object", "required": ["error"], "properties": {"error": STRING}}
+OBJECT: Object = {"type": "object"}
+WHOLE: Object = {"type": "integer", "minimum": 0}
+
+
+class DashboardRoute(NamedTuple):
+    """One route: what it returns or does, the media type, the parameters of its query, its method."""
+
+    summary: str
+    kind: str = "application/json"
+    query: Sequence[str] = ()
+    method: str = "get"
+    """A `post` needs the role operator."""
+
+
+_FILTERS = (
+    *("status", "source", "reward_min", "reward_max", "step_min", "step_max", "version", "text", "signal", "seq"),
+    *("order", "limit", "offset"),
+)
+ROUTES: Mapping[str, DashboardRoute] = {
+    "/health": DashboardRoute("The event loop runs."),
+    "/ready": DashboardRoute("The same."),
+    "/openapi.json": DashboardRoute("This document."),
+    "/events": DashboardRoute("Server-sent events: hello, step, state, version, engines, problems, index.", EVENTS),
+    "/api/overview": DashboardRoute("The run: state, problems, engines, processes, accounting, newest step."),
+    "/api/steps": DashboardRoute("Columns of metrics.jsonl, at most 1500 points.", query=("names",)),
+    "/api/staleness": DashboardRoute("Lag of tokens and groups, in all and over the steps."),
+    "/api/facets": DashboardRoute("Statuses, sources and ranges of the trajectories."),
+    "/api/trajectories": DashboardRoute("A page of the table of trajectories.", query=_FILTERS),
+    "/api/groups/{seq}": DashboardRoute("A group, its trajectories and its way to training.", query=("epoch",)),
+    "/api/groups/{seq}/{place}/tokens": DashboardRoute("The tokens of one trajectory.", query=("epoch",)),
+    "/api/letters": DashboardRoute("The newest dead letters, and failed seqs."),
+    "/api/evaluations": DashboardRoute("Validations, and results of `foray eval`."),
+    "/api/retrievers": DashboardRoute("What each retriever that the launcher started says about itself."),
+    "/api/engines/{engine}/drain": DashboardRoute(
+        "Ask an engine to take no more requests. It stays so until its node is restarted.", method="post"
+    ),
+    "/export/groups/{seq}": DashboardRoute("A group as one HTML file.", "text/html", ("epoch",)),
+    "/export/groups/{seq}/{place}": DashboardRoute("A trajectory as one HTML file.", "text/html", ("epoch",)),
+}
+
+
+def describe() -> Object:
+    """Return the whole document."""
+    return document(
+        "Foray dashboard", {path: {route.method: _operation(path, route)} for path, route in ROUTES.items()}
+    )
+
+
+def _operation(path: str, route: DashboardRoute) -> Object:
+    answers = {"200": response("the answer", OBJECT if route.kind == "application/json" else STRING, route.kind)}
+    if path in ("/health", "/ready"):
+        return operation(answers, summary=route.summary, security=OPEN)
+    wrong = {"400": "a parameter is not valid, or nothing was found", "503": "a file of the run cannot be read"}
+    named = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    parameters = [parameter(name, "path", STRING if name == "engine" else WHOLE) for name in named]
+    parameters += [parameter(name, "query") | {"required": name == "names"} for name in route.query]
+    refused = failures({**REFUSALS, **wrong}, ERROR)
+    return operation(answers | refused, summary=route.summary, parameters=parameters)

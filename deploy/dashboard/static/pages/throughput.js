@@ -1,0 +1,52 @@
+// Speed: tokens, groups and searches per second, and where the time of a step goes.
+
+import { get } from "../api.js";
+import { chart } from "../charts.js";
+import { card, fill, h, number, percent, span } from "../dom.js";
+
+const CAUSES = ["wait", "compute", "publish", "checkpoint", "redis", "validation"];
+const PHASES = ["gather", "prepare", "transfer", "verify", "commit", "disk"];
+const NAMES = [
+  "step_s", "tokens_trained", "tokens_sampled", "tokens_read", "tokens_generated_per_s", "groups_per_s", "trajectories_per_s",
+  "trajectories", "searches_mean", "padding_share", "rank_balance", "zero_advantage_share",
+  ...CAUSES.map((c) => `seconds/${c}`), ...PHASES.map((p) => `publish_${p}_s`),
+];
+
+export async function show(box, _, context) {
+  const charts = {
+    tokens: chart("Tokens per second"),
+    groups: chart("Groups and trajectories trained per second"),
+    searches: chart("Searches per second", { note: "of the trained trajectories" }),
+    step: chart("Seconds of a step", { stacked: true, note: "by cause" }),
+    publish: chart("Seconds of the last publication", { stacked: true, note: "by phase" }),
+    useful: chart("Use of the batch", { note: "shares" }),
+  };
+  const cards = h("div", { class: "cards" });
+  fill(box, h("h1", { class: "hidden" }, "Throughput"), cards, h("div", { class: "grid" }, Object.values(charts).map((c) => c.element)));
+
+  async function refresh() {
+    const steps = await get("/api/steps", { names: NAMES.join(",") });
+    const x = steps.step;
+    const col = (name) => steps.columns[name];
+    const per = (a, b) => col(a).map((v, i) => (v === null || !col(b)[i] ? null : v / col(b)[i]));
+    const searches = col("searches_mean").map((v, i) => (v === null || !col("step_s")[i] ? null : (v * col("trajectories")[i]) / col("step_s")[i]));
+    charts.tokens.set(x, [{ label: "generated", values: col("tokens_generated_per_s") }, { label: "trained", values: per("tokens_trained", "step_s") }, { label: "read by the learner", values: per("tokens_read", "step_s") }]);
+    charts.groups.set(x, [{ label: "groups", values: col("groups_per_s") }, { label: "trajectories", values: col("trajectories_per_s") }]);
+    charts.searches.set(x, [{ label: "searches", values: searches }]);
+    charts.step.set(x, CAUSES.map((cause) => ({ label: cause, values: col(`seconds/${cause}`) })));
+    charts.publish.set(x, PHASES.map((phase) => ({ label: phase, values: col(`publish_${phase}_s`) })));
+    charts.useful.set(x, [{ label: "padding", values: col("padding_share") }, { label: "no learning signal", values: col("zero_advantage_share") }, { label: "balance of ranks", values: col("rank_balance") }]);
+    const sum = (values) => values.reduce((a, b) => a + (b || 0), 0);
+    const recent = (name) => sum(col(name).slice(-20)) * steps.width;
+    const seconds = recent("step_s");
+    const rollouts = context.overview.processes.filter((p) => p.process === "rollout");
+    const now = rollouts.length ? sum(rollouts.map((p) => p.values.tokens_generated_per_s)) : null;
+    fill(cards, card("generated", now === null ? "–" : `${number(now)}/s`, "tokens, now"),
+      card("trained", `${number(recent("tokens_trained") / seconds)}/s`, "tokens, recent steps"),
+      card("step time", span(seconds / Math.max(1, Math.min(20, x.length)) / steps.width), "recent mean"),
+      card("learner waits", percent(recent("seconds/wait") / seconds), "of recent time"),
+      card("tokens trained", number(sum(col("tokens_trained")) * steps.width), "in all"));
+  }
+  await refresh();
+  return { refresh, destroy: () => Object.values(charts).forEach((c) => c.destroy()), shown: () => Object.values(charts).forEach((c) => c.draw()) };
+}
