@@ -22,6 +22,7 @@ from typing import Protocol
 
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.metrics import WaitTimer
+from protocol.runtime.tracing import span
 from rollout_server.dispatch.fleet import Fleet, FleetTable, same_tokenizer
 from rollout_server.engine.admission import InflightTracker, RequestQueue, Shortage, incarnation_key
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
@@ -237,13 +238,16 @@ class Router:
             should_end=(lambda: turn.ends_within(received.ids)) if turn.ids else None,
         )
         self._calls[call] = engine, request.pinned
-        try:
-            await self._connect(engine).stream(request, call, version=engine.version.label)
-        except EngineError as error:
-            return received, error
-        finally:
-            del self._calls[call]
-            self._release(engine, request)
+        with span("engine request", engine=engine.id, version=engine.version.label) as traced:
+            try:
+                await self._connect(engine).stream(request, call, version=engine.version.label)
+            except EngineError as error:
+                traced.fail(error.cause)
+                return received, error
+            finally:
+                del self._calls[call]
+                self._release(engine, request)
+                traced.set(tokens=len(received.ids))
         return received, None
 
     def _account(
