@@ -269,7 +269,8 @@ def _reporter(
     lease: LearnerLease,
 ) -> StepReporter:
     trackers = open_trackers(run, settings, delivery.step, lease.epoch)
-    return StepReporter(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps, tracer=tracer)
+    log_file = StepLog(run.dir / "metrics.jsonl")
+    return StepReporter(meter, log_file, trackers, steps=run.steps, model=run.model, tracer=tracer)
 
 
 def resumed_engine(

@@ -73,9 +73,10 @@ class Frame:
         width  columns: lines are wrapped, the table is narrowed, and sparklines are drawn; 0: none of it
         """
         names = max(len(name) for name, _ in self.facts)
-        lines = {name: f"  {name:<{names}}  {text}" for name, text in self.facts}
-        start = max((len(line) for name, line in lines.items() if self.trends.get(name)), default=0) + 2
-        facts = [self._fact(name, line, start, width) for name, line in lines.items()]
+        named = {name: f"  {name:<{names}}  {text}" for name, text in self.facts}
+        ends = [len(line) for name, line in named.items() if self.trends.get(name)]
+        start = max((end for end in ends if end < ALIGNED), default=0) + 2
+        facts = [self._fact(name, line, max(start, len(line) + 2), width) for name, line in named.items()]
         parts = {
             "problems": ([f"  problem: {text}" for text in self.problems], 4),
             "figures": (facts, names + 4),
@@ -116,6 +117,8 @@ ENGINE_COLUMNS = ("engine", "state", "version", "running", "waiting", "tok/s", "
 LESS = ("updates", "cache", "waiting", "running", "tok/s", "role")
 """Columns that a narrow terminal does without, in this order."""
 SHORTEST = 4
+ALIGNED = 56
+"""Sparklines begin in one column, but for those of longer lines."""
 
 
 def table(columns: tuple[str, ...], rows: Iterable[TableRow], width: int = 0) -> list[str]:

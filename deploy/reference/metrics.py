@@ -32,7 +32,8 @@ and `foray status` read. In Prometheus it has the prefix `foray_PROCESS_`, units
 
 Every sample of the learner and of a rollout server has the label `run`. `foray top` shows the run live;
 `foray curves DIR --metric NAME` a field of `metrics.jsonl`; `learner.trackers` sends each step to TensorBoard, W&B,
-MLflow or Trackio. A metric of an extension is `foray_PROCESS_extension` with its name as the label `name`.
+MLflow or Trackio, with the lag of the step's tokens as the histogram `token_lag` (MLflow: shares `token_lag/LAG`) and,
+every `table_every` steps, a table `trajectories`. A metric of an extension is `foray_PROCESS_extension` with its name as the label `name`.
 
 ## In the terminal
 

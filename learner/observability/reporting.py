@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from learner.delivery.state import DeliveryState
 from learner.interfaces import StepReport
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.trackers import build_tracker
-from learner.observability.trackers.base import RunInfo
+from learner.observability.trackers.base import Cell, RunInfo, StepDetail, decoder, table_rows
 from learner.observability.trackers.fanout import Trackers
 from protocol.ledger import Outcome
 from protocol.messages import MetricsSnapshot, Owner, Status, Trajectory, TrajectoryGroup
@@ -213,9 +214,17 @@ class StepReporter:
     """Reports the metrics of a step everywhere, under the same names (`docs/observability.md`)."""
 
     def __init__(
-        self, meter: Meter, log: StepLog, trackers: Trackers, *, steps: int, tracer: Tracer | None = None
+        self,
+        meter: Meter,
+        log: StepLog,
+        trackers: Trackers,
+        *,
+        steps: int,
+        model: Path,
+        tracer: Tracer | None = None,
     ) -> None:
-        self._meter, self._log, self._trackers, self._steps = meter, log, trackers, steps
+        self._meter, self._log, self._trackers = meter, log, trackers
+        self._steps, self._model = steps, model
         self._tracer = tracer or Tracer()
 
     def step(
@@ -267,7 +276,13 @@ class StepReporter:
         print(step_line(whole, steps=self._steps), flush=True)
         self._meter.set_text(bottleneck=bottleneck(whole))
         self._log.append(whole)
-        self._trackers.log(step, whole)
+        self._trackers.log(step, whole, self._detail(step, groups, now_step) if self._trackers else None)
+
+    def _detail(self, step: int, groups: Sequence[TrajectoryGroup], now_step: int) -> StepDetail:
+        def rows(count: int) -> list[list[Cell]]:
+            return table_rows(groups, step, now_step, decoder(self._model), count)
+
+        return StepDetail(token_lags(groups, now_step), rows)
 
     def trace(self, entries: Sequence[StreamEntry], taken_s: float, report: StepReport, version: PolicyVersion) -> None:
         """Record the last stages of the groups' traces: their batch, taken at `taken_s`, and the step that trained it.
@@ -313,4 +328,5 @@ def validation_values(step: int, suites: Mapping[str, Mapping[str, float]]) -> d
 def open_trackers(run: RunSettings, settings: LearnerSettings, step: int, epoch: int) -> Trackers:
     """Return the trackers of a run that continues after `step`. Raises UserError if a tracker's package is missing."""
     facts = RunInfo.of(run, settings, first_step=step + 1, epoch=epoch)
-    return Trackers([build_tracker(tracker) for tracker in settings.trackers], facts)
+    tables = [(tracker.table_every, tracker.table_rows) for tracker in settings.trackers]
+    return Trackers([build_tracker(tracker) for tracker in settings.trackers], facts, tables)
