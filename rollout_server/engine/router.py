@@ -25,7 +25,7 @@ from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.tracing import span
 from rollout_server.dispatch.fleet import Fleet, FleetTable, same_tokenizer
 from rollout_server.engine.admission import InflightTracker, RequestQueue, Shortage, incarnation_key
-from rollout_server.engine.base import Completion, EngineError, GenerateRequest
+from rollout_server.engine.base import FAULTS, Completion, EngineError, GenerateRequest
 from rollout_server.engine.client import EngineCall
 from rollout_server.engine.continuation import StopChecker, TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
@@ -98,7 +98,8 @@ class Router:
         self._fleet, self._connect, self._limits, self._stop_checker = fleet, connect, limits, stop_checker
         self._max_lag, self._vocab_size, self._tokenizer = max_lag, vocab_size, tokenizer
         self.counts: Counter[str] = Counter() if counts is None else counts
-        self.counts.update(dict.fromkeys(COUNTERS, 0))
+        # a rate needs the value before the first failure
+        self.counts.update(dict.fromkeys((*COUNTERS, *(f"engine_{cause}" for cause in FAULTS)), 0))
         self.health, self.inflight = EngineHealth(), InflightTracker(adaptive=adaptive)
         self._adaptive = adaptive
         self._queue = RequestQueue(self._try_acquire, self._release, self._shortage, waits, wait_s=limits.wait_s)
