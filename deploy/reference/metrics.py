@@ -33,7 +33,8 @@ and `foray status` read. In Prometheus it has the prefix `foray_PROCESS_`, units
 Every sample of the learner and of a rollout server has the label `run`. `foray top` shows the run live;
 `foray curves DIR --metric NAME` a field of `metrics.jsonl`; `learner.trackers` sends each step to TensorBoard, W&B,
 MLflow or Trackio, with the lag of the step's tokens as the histogram `token_lag` (MLflow: shares `token_lag/LAG`) and,
-every `table_every` steps, a table `trajectories`. A metric of an extension is `foray_PROCESS_extension` with its name as the label `name`.
+every `table_every` steps, a table `trajectories`. A metric of an extension is `foray_PROCESS_extension` with its name
+as the label `name`.
 
 ## In the terminal
 
@@ -42,6 +43,7 @@ every `table_every` steps, a table `trajectories`. A metric of an extension is `
 | `foray top RUN_DIR` | the run live, problems first, with sparklines and who waits for whom; plain in a pipe |
 | `foray status RUN_DIR` | one page: problems and remedies, processes, streams, ledger; exit code 1 for a problem |
 | `foray logs RUN_DIR [PROCESS ..]` | logs of all processes by time; `-f` follows, `--since 10m`, `--level WARNING` |
+| `foray report RUN_DIR` | writes one HTML file: curves, validation, staleness, trajectories, configuration |
 | `foray runs [DIR]` | runs below a directory: state, step, last reward, age |
 
 `--json` of `status`, `top` (one object per refresh) and `runs` has the same values. `logs` reads the files that
