@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import time
 from collections.abc import Callable
 from contextvars import ContextVar, Token
@@ -168,5 +169,6 @@ def build_tracer(run: RunSettings, process: str, process_id: str, lineage: Calla
     if settings.exporter == "otlp":
         export = otlp_export(settings.endpoint, resource)
     else:
-        export = file_export(run.dir / "traces" / f"{process}-{process_id}.jsonl", resource)
+        name = re.sub(r"[^\w.-]", "_", f"{process}-{process_id}")
+        export = file_export(run.dir / "traces" / f"{name}.jsonl", resource)
     return Tracer(SpanQueue(export), run=run.id, lineage=lineage, share=settings.share)

@@ -140,11 +140,11 @@ def file_export(path: Path, resource: Mapping[str, Value]) -> Export:
     except ImportError as error:
         raise _not_installed(error) from error
     convert = _converter(resource)
-    path.parent.mkdir(parents=True, exist_ok=True)
 
     def export(spans: Sequence[EndedSpan]) -> bool:
         message = MessageToDict(encode_spans(convert(spans)), use_integers_for_enums=True)
         line = json.dumps(_with_hex_ids(message), separators=(",", ":")) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(line)
         return True

@@ -18,9 +18,9 @@ from deploy.commands.watch import top as command
 from deploy.launcher.progress import RECENT, RunHistory, read_history
 from deploy.launcher.run_dir import LOCK, Located, write_record
 from deploy.monitor.snapshot import LedgerTotals, RunSnapshot
-from deploy.monitor.status import look, problems, state, step_line, to_json, with_record
+from deploy.monitor.status import conservation, look, problems, state, step_line, to_json, with_record
 from deploy.monitor.status_page import render
-from deploy.monitor.top import ENGINE_COLUMNS, Looks, frame, waits_in_words
+from deploy.monitor.top import ENGINE_COLUMNS, Frame, Looks, frame, waits_in_words
 from deploy.terminal import BLOCKS, sparkline
 from learner.observability import metrics as learner_metrics
 from learner.observability.metrics import Meter
@@ -223,6 +223,42 @@ def test_a_run_is_called_what_it_is(
     found = [p.what for p in problems(result, max_lag=2)]
     assert state(result) == word
     assert wrong in found[0] if wrong else found == []
+
+
+def test_a_learner_that_resumes_is_not_called_inconsistent_and_a_run_that_stops_has_no_time_left() -> None:
+    counts = {"issued": 0.0, "settled": 448.0, "trained": 444.0, "stale": 4.0, "in_flight": 0.0}
+    resumes = replace(
+        TRAINING,
+        processes=(snapshot("learner", values={"step": 111.0} | counts, text="starting"), snapshot("rollout")),
+        totals=LedgerTotals(111, 1, 448, {"trained": 444, "stale": 4}),
+        issued=456,
+    )
+    assert conservation(resumes).closes and conservation(resumes).line().startswith("issued 456 = trained 444")
+    running = replace(TRAINING, history=RunHistory({}, ({"step_s": 2.0},)))
+    stops = with_record(running, {"state": "stopping"}, alive=True)
+    assert running.eta_s == 96.0 and stops.eta_s is None and state(stops) == "stopping"
+
+
+def test_who_waits_for_whom_is_shown_while_a_run_works() -> None:
+    waits = replace(TRAINING, processes=(LEARNER, snapshot("rollout", waits={"credit": 5.0})))
+    assert "rollout servers wait for tasks" in frame(waits, None, {}, max_lag=2).plain()
+    done = replace(waits, target_state="done")
+    starting = replace(waits, processes=(snapshot("learner", text="starting"), *waits.processes[1:]))
+    for seen in (done, starting):
+        assert "wait" not in frame(seen, None, {}, max_lag=2).plain().replace("waiting", "")
+
+
+def test_sparklines_begin_in_one_column_but_for_those_of_long_lines() -> None:
+    def starts(shown: Frame, width: int = 120) -> list[int]:
+        lines = [text for _, text in shown.rows(width)]
+        return [min(i for i, c in enumerate(line) if c in BLOCKS) for line in lines if set(line) & set(BLOCKS)]
+
+    trend = [float(n) for n in range(20)]
+    facts = (("reward", "0.5 trained, 0.5 generated"), ("lag", "mean 1"))
+    shown = Frame("run r", facts, (), (), (), {"reward": trend, "lag": trend})
+    assert starts(shown) == [38, 38]
+    long = replace(shown, facts=(*facts, ("tokens/s", "x" * 60)), trends={**shown.trends, "tokens/s": trend})
+    assert starts(long) == [40, 40, 74]
 
 
 def test_an_evaluation_is_shown_as_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import sys
 import threading
@@ -218,6 +219,25 @@ def test_a_full_queue_drops_spans_at_once_and_counts_them(monkeypatch: pytest.Mo
     hold.set()
     tracer.close()
     assert (sink.exported, sink.dropped) == (5, 6)
+
+
+def test_a_disk_that_refuses_spans_loses_them_and_a_name_is_never_a_path(
+    run: RunSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    run = traced(run, exporter="file")
+    run.dir.mkdir()
+    for name, lost in (("../r/1", 0), ("r2", 1)):
+        tracer = build_tracer(run, "rollout", name, str)
+        tracer.record("question", 1, 0, 1.0, 2.0)
+        tracer.close()
+        assert {what: read() for what, read in tracer.counts().items()} == {
+            **{"trace_spans_exported": 1 - lost, "trace_spans_dropped": lost}
+        }
+        assert [path.name for path in run.dir.rglob("*.jsonl")] == ([] if lost else ["rollout-.._r_1.jsonl"])
+        shutil.rmtree(run.dir / "traces", ignore_errors=True)
+        (run.dir / "traces").write_text("a file")
+    assert "traces: dropped 1 spans: FileExistsError" in caplog.text
 
 
 def test_processes_choose_the_same_groups_and_without_a_setting_nothing_is_made(run: RunSettings) -> None:
