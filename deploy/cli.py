@@ -49,6 +49,7 @@ VERBS: dict[str, Verb] = {
     "runs": Verb("list runs: state, step, age, reward", "deploy.commands.watch.runs"),
     "logs": Verb("show the logs of a run's processes, merged by time", "deploy.commands.watch.logs"),
     "grafana": Verb("write a Grafana dashboard and Prometheus rules for a run", "deploy.commands.watch.grafana"),
+    "report": Verb("write a run's report as one HTML file", "deploy.commands.watch.report"),
     "dlq": Verb("list, show, requeue and purge dead letters and failed seqs", "deploy.commands.dlq"),
     "compare": Verb("run the demo with several algorithms from one warm start", "deploy.demo.compare"),
     "curves": Verb("print or plot the learning curves of runs, side by side", "deploy.commands.watch.curves"),

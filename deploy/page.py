@@ -6,7 +6,7 @@ come from models, passages and file names. Template: `templates/page.html`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,37 @@ class Example:
     """(kind, text) of the parts of a transcript; the kind chooses the colour: policy, environment or prompt."""
 
 
+CHART_WIDTH, CHART_HEIGHT = 360, 110
+MOST_POINTS = 360
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A curve, which HTML draws. `points`: of an SVG polyline. The other fields are labels of the axes."""
+
+    title: str
+    points: str
+    low: str
+    high: str
+    first: str
+    last: str
+
+    @classmethod
+    def of(cls, title: str, curve: Mapping[int, float]) -> Chart:
+        """Return the chart of step -> value; of a long curve, means of neighbouring steps."""
+        steps = sorted(curve)
+        size = -(-len(steps) // MOST_POINTS)
+        parts = [steps[at : at + size] for at in range(0, len(steps), size)]
+        values = {part[-1]: sum(curve[step] for step in part) / len(part) for part in parts}
+        low, high = min(values.values()), max(values.values())
+        across, up = (max(values) - min(values)) or 1, (high - low) or 1.0
+        points = (
+            f"{(step - min(values)) / across * CHART_WIDTH:.1f},{(high - value) / up * CHART_HEIGHT:.1f}"
+            for step, value in values.items()
+        )
+        return cls(title, " ".join(points), f"{low:.4g}", f"{high:.4g}", str(steps[0]), str(steps[-1]))
+
+
 @dataclass(frozen=True)
 class Section:
     """A part of a document."""
@@ -57,6 +88,7 @@ class Section:
     table: ReportTable | None = None
     examples: tuple[Example, ...] = ()
     warning: bool = False
+    charts: tuple[Chart, ...] = ()
 
 
 @dataclass(frozen=True)

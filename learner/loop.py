@@ -112,8 +112,9 @@ class TrainingLoop:
         """Train on one batch of groups and publish the result. Return False if the update was skipped."""
         ctx = self.ctx
         groups = [e.message for e in entries if isinstance(e.message, TrajectoryGroup)]
+        taken_s = time.time()
         for entry in entries:
-            ctx.meter.observe("group_queue_age_seconds", max(0.0, time.time() - entry.published_s))
+            ctx.meter.observe("group_queue_age_seconds", max(0.0, taken_s - entry.published_s))
         replayed = self._draw_replayed(groups)
         conditions = self._conditions(groups, replayed)
         everything = [*groups, *(r.group for r in replayed)]
@@ -123,6 +124,7 @@ class TrainingLoop:
             report = ctx.engine.train(batch)
         if report.skipped:
             self._skip(entries, report)
+            ctx.reporter.trace(entries, taken_s, report, PolicyVersion(ctx.lease.epoch, self.policy_step))
             return False
         self._guard.trained()
         ctx.group_filter.stepped()
@@ -135,6 +137,7 @@ class TrainingLoop:
             [e.seq for e in entries], sampled=_sampled(entries), trained=report.tokens_trained, own=split
         )
         ctx.maintenance.wake.set()
+        ctx.reporter.trace(entries, taken_s, report, PolicyVersion(ctx.lease.epoch, self.policy_step))
         ctx.report_step(groups, report, self._timer.lap(), now_step=conditions.now_step, replayed=len(replayed))
         return True
 

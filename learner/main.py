@@ -29,7 +29,7 @@ from learner.data.sampler import Sampler
 from learner.delivery.audit import ConservationAudit, RedisAudit
 from learner.delivery.background import BackgroundLoop, ErrorSlot, MaintenanceTask
 from learner.delivery.consumer import StreamConsumer
-from learner.delivery.dead_letters import DeadLetterStore, EventLog
+from learner.delivery.dead_letters import LEARNER_ID, DeadLetterStore, EventLog
 from learner.delivery.identity import ensure_lineage_id, foreign_run_error, take_over
 from learner.delivery.issue_limit import IssueReservation
 from learner.delivery.issuer import TaskIssuer
@@ -53,6 +53,7 @@ from protocol.runtime.http.server import ThreadedServer
 from protocol.runtime.lifecycle import DeferredShutdown, deferred_shutdown
 from protocol.runtime.redis.errors import RedisFull, RedisUnavailable
 from protocol.runtime.redis.server import eviction_refusal, unknown_policy
+from protocol.runtime.tracing import Tracer, build_tracer
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
 
@@ -149,6 +150,7 @@ class DeliveryServices:
     issuer: TaskIssuer
     audit: ConservationAudit
     maintenance: MaintenanceTask
+    tracer: Tracer
 
 
 def build_delivery(
@@ -174,7 +176,8 @@ def build_delivery(
         dead_letters=DeadLetterStore(store, run.dir / "dead_letters.jsonl"),
         event_log=event_log,
     )
-    issuer = TaskIssuer(store, delivery, sampler, run, reserved, event_log)
+    tracer = build_tracer(run, "learner", LEARNER_ID, lambda: lease.lineage_id)
+    issuer = TaskIssuer(store, delivery, sampler, run, reserved, event_log, tracer)
     requests = RequeueRequests(store, delivery, event_log)
     state, name = (checkpoint.facts.get("redis"), checkpoint.path.name) if checkpoint else (None, "")
     redis_audit = RedisAudit(store, delivery, event_log, state=state, checkpoint=name)
@@ -192,7 +195,7 @@ def build_delivery(
         lease_s=settings.lease_s,
         reconcile_s=settings.reconcile_s,
     )
-    return DeliveryServices(event_log, group_filter, consumer, issuer, audit, maintenance)
+    return DeliveryServices(event_log, group_filter, consumer, issuer, audit, maintenance, tracer)
 
 
 def build_context(
@@ -221,7 +224,7 @@ def build_context(
     with ExitStack() as started:
         started.callback(maintainer.stop)
         started.callback(metrics_server.close if metrics_server is not None else lambda: None)
-        reporter = started.enter_context(closing(_reporter(run, settings, meter, delivery.step, lease.epoch)))
+        reporter = started.enter_context(closing(_reporter(run, settings, meter, services.tracer, delivery, lease)))
         validator = Validator(settings.eval, ValidationFiles(run.dir), store, reporter, services.event_log)
         checkpoints.kept = validator.kept
         engine = resumed_engine(make_engine, run, settings, checkpoint)
@@ -257,9 +260,17 @@ def build_context(
     return ctx, lineage
 
 
-def _reporter(run: RunSettings, settings: LearnerSettings, meter: Meter, step: int, epoch: int) -> StepReporter:
-    trackers = open_trackers(run, settings, step, epoch)
-    return StepReporter(meter, StepLog(run.dir / "metrics.jsonl"), trackers, steps=run.steps)
+def _reporter(
+    run: RunSettings,
+    settings: LearnerSettings,
+    meter: Meter,
+    tracer: Tracer,
+    delivery: DeliveryState,
+    lease: LearnerLease,
+) -> StepReporter:
+    trackers = open_trackers(run, settings, delivery.step, lease.epoch)
+    log_file = StepLog(run.dir / "metrics.jsonl")
+    return StepReporter(meter, log_file, trackers, steps=run.steps, model=run.model, tracer=tracer)
 
 
 def resumed_engine(

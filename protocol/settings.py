@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import date as Date
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
@@ -54,6 +54,19 @@ def union_of(kinds: Iterable[type[Settings]], *, default: str = "") -> Any:
     return Annotated[Union[members], Discriminator(tag)]  # noqa: UP007
 
 
+class TraceSettings(Settings):
+    """OpenTelemetry traces, one per trajectory group (docs/observability.md, "Traces"). They need the extra `otel`."""
+
+    exporter: Literal["none", "otlp", "file"] = "none"
+    """none: no traces. otlp: to a collector, over HTTP. file: OTLP JSON lines in `run.dir/traces`, one file per
+    process."""
+    endpoint: str = ""
+    """URL of the collector for otlp, for example http://collector:4318/v1/traces. Empty: OTEL_EXPORTER_OTLP_ENDPOINT,
+    or this host. Its other settings come from OpenTelemetry's variables, such as OTEL_EXPORTER_OTLP_HEADERS."""
+    share: float = Field(default=0.05, gt=0, le=1)
+    """Share of the groups to trace. All processes choose the same groups."""
+
+
 class RunSettings(Settings):
     """Settings that all processes of a run share."""
 
@@ -86,6 +99,8 @@ class RunSettings(Settings):
     Log-probs are of the full distribution on both sides (docs/algorithms.md, "Top-p and top-k sampling")."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample training rollouts from this many of the most likely tokens, at least 2. -1: all. See top_p."""
+    trace: TraceSettings = TraceSettings()
+    """Traces from question to step."""
 
     @field_validator("date", mode="before")
     @classmethod

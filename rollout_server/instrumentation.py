@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from protocol.runtime.tracing import span
 from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
 from rollout_server.search.base import KNOWN, CauseLabels, SearchResult, SearchService
@@ -38,8 +39,11 @@ class InstrumentedSearch:
         return bool(self._search.outage) or self._search.backpressure
 
     async def __call__(self, query: str) -> SearchResult:
-        with self._stats.waits.blocked_on("retriever"):
+        with self._stats.waits.blocked_on("retriever"), span("search", query=query) as traced:
             result = await self._search(query)
+            traced.set(passages=len(result.passages))
+            if result.error:
+                traced.fail(result.error)
         counts = self._stats.counts
         counts["searches"] += 1
         self._stats.time("search_seconds", result.latency_s)
@@ -61,8 +65,10 @@ class InstrumentedTool:
             stats.counts[f"tool_{kind}_{self.name}"] += 0
 
     async def __call__(self, argument: str) -> ToolResult:
-        with self._stats.waits.blocked_on("tool"):
+        with self._stats.waits.blocked_on("tool"), span("tool", tool=self.name) as traced:
             result = await self._tool(argument)
+            if result.error:
+                traced.fail(result.error)
         counts = self._stats.counts
         counts[f"tool_calls_{self.name}"] += 1
         counts[f"tool_invalid_calls_{self.name}"] += bool(result.mistake)

@@ -87,6 +87,8 @@ ROLLOUT: Table = {
     "tool_errors_*": counter("Calls in which a tool failed.", "tool"),
     "tool_failures_*": counter("Calls in which a tool failed, by cause.", "tool", "cause"),
     # the process
+    "trace_spans_exported": counter("Spans of traces that were exported (run.trace)."),
+    "trace_spans_dropped": counter("Spans of traces that were dropped: the collector is away or too slow."),
     "event_loop_lag_s": gauge("Delay in seconds of the last one-second timer of the event loop."),
     "redis_refused": counter("Calls that Redis refused as forbidden or invalid."),
 }

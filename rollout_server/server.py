@@ -51,6 +51,7 @@ from protocol.runtime.redis.aio import BLOCK_MS, Backoff, RedisClient, retry_unt
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.server import eviction_refusal, unknown_policy
 from protocol.runtime.redis.url import parse_redis_url
+from protocol.runtime.tracing import build_tracer
 from protocol.settings import RunSettings
 from rollout_server.api.app import AppState, build_app
 from rollout_server.api.episodes import Episodes
@@ -127,6 +128,7 @@ class RolloutServer:
         self._run, self._settings, self._environment, self._stats = run, settings, environment, stats
         self._redis, self._search = redis, search
         self._compatibility = RunCompatibility(run, max_lag=run.max_lag)
+        self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
         connect: Callable[[EngineInfo], EngineClient] = partial(
             _connect, session, read_access(os.environ), settings.stream_interval
@@ -170,8 +172,9 @@ class RolloutServer:
             stats,
             max_lag=run.max_lag,
             max_attempts=settings.max_attempts,
+            tracer=self._tracer,
         )
-        stats.gauges |= self._gauges()
+        stats.gauges |= self._gauges() | self._tracer.counts()
 
     def _gauges(self) -> dict[str, Callable[[], float]]:
         return {
@@ -207,6 +210,7 @@ class RolloutServer:
             for loop in loops:
                 loop.cancel()
             await self._leave()
+            await asyncio.to_thread(self._tracer.close)
 
     def _backpressure(self) -> str:
         """Return what a new group would have to wait for; "" if it could start."""

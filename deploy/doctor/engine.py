@@ -110,6 +110,9 @@ def learner(config: RunConfig) -> Iterator[Finding]:
             yield Finding("learner.trackers", "fail", f"{tracker.type} cannot be used", todo, why)
         else:
             yield Finding("learner.trackers", "ok", tracker.type)
+    if config.run.trace.exporter != "none" and importlib.util.find_spec("opentelemetry") is None:
+        todo = 'pip install "foray[otel]", or set run.trace.exporter=none'
+        yield Finding("run.trace", "fail", "OpenTelemetry is not installed", todo)
 
 
 def _reward_parts(config: RunConfig) -> Iterator[Finding]:

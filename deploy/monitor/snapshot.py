@@ -151,7 +151,8 @@ class RunSnapshot:
     @property
     def eta_s(self) -> float | None:
         """Return the estimated seconds to the last step; None while nothing trains or before the first step."""
-        if self.learner is None or self.is_done or not self.history.step_s:
+        stopping = self.launcher_lives and self.launch == "stopping"
+        if self.learner is None or self.is_done or stopping or not self.history.step_s:
             return None
         return max(0.0, self.figures.get("steps", 0.0) - self.figures.get("step", 0.0)) * self.history.step_s
 

@@ -205,7 +205,8 @@ class Conservation:
 def conservation(seen: RunSnapshot) -> Conservation:
     """Return the balance by seq, from the learner if it reports, else from the last checkpoint and the streams."""
     learner = seen.learner
-    if learner is not None and "issued" in learner.values:
+    if learner is not None and learner.values.get("issued", -1) >= learner.values.get("settled", 0):
+        # a learner that resumes reports the settled seqs of its checkpoint before it has counted the issued ones
         value = {name: int(learner.values.get(name, 0)) for name in ("issued", *_OUTCOMES, "in_flight")}
         return Conservation("learner", **value)
     if seen.totals is None:

@@ -42,6 +42,8 @@ TRENDS = {
     "lag": "lag_mean",
 }
 """Fact -> the field of `metrics.jsonl` whose recent values are drawn after it."""
+WORKING = ("training", "waiting", "evaluating", "serving")
+"""States in which it matters who waits for whom: before and after, processes wait for the learner or have no work."""
 WINDOW_S = 10.0
 _METRIC = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)")
 
@@ -71,7 +73,10 @@ class Frame:
         width  columns: lines are wrapped, the table is narrowed, and sparklines are drawn; 0: none of it
         """
         names = max(len(name) for name, _ in self.facts)
-        facts = [self._fact(name, f"  {name:<{names}}  {text}", width) for name, text in self.facts]
+        named = {name: f"  {name:<{names}}  {text}" for name, text in self.facts}
+        ends = [len(line) for name, line in named.items() if self.trends.get(name)]
+        start = max((end for end in ends if end < ALIGNED), default=0) + 2
+        facts = [self._fact(name, line, max(start, len(line) + 2), width) for name, line in named.items()]
         parts = {
             "problems": ([f"  problem: {text}" for text in self.problems], 4),
             "figures": (facts, names + 4),
@@ -85,11 +90,11 @@ class Frame:
             rows += [(part, piece) for line in lines for piece in wrapped(line, width, indent)]
         return rows
 
-    def _fact(self, name: str, line: str, width: int) -> str:
-        """Return `line` with as many recent values as fit on it; with fewer than SHORTEST of them none."""
+    def _fact(self, name: str, line: str, start: int, width: int) -> str:
+        """Return `line` with as many recent values as fit from column `start` on, none if fewer than SHORTEST fit."""
         trend = self.trends.get(name, ())
-        room = min(width - len(line) - 2, len(trend))
-        return f"{line}  {sparkline(trend, room)}" if room >= SHORTEST else line
+        room = min(width - start, len(trend))
+        return f"{line:<{start}}{sparkline(trend, room)}" if room >= SHORTEST else line
 
     def plain(self) -> str:
         """Return the frame without colours, control codes and sparklines."""
@@ -112,6 +117,8 @@ ENGINE_COLUMNS = ("engine", "state", "version", "running", "waiting", "tok/s", "
 LESS = ("updates", "cache", "waiting", "running", "tok/s", "role")
 """Columns that a narrow terminal does without, in this order."""
 SHORTEST = 4
+ALIGNED = 56
+"""Sparklines begin in one column, but for those of longer lines."""
 
 
 def table(columns: tuple[str, ...], rows: Iterable[TableRow], width: int = 0) -> list[str]:
@@ -177,7 +184,9 @@ def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, 
         for e in seen.engines
     )
     wrong = tuple(f"{p.what} -> {p.todo}" for p in problems(seen, max_lag=max_lag))
-    waits = (waits_in_words(seen, before) or ["no wait of 5 % or more"]) if seen.processes else []
+    waits: list[str] = []
+    if seen.processes and state(seen) in WORKING:
+        waits = waits_in_words(seen, before) or ["no wait of 5 % or more"]
     trends = {name: seen.history.values(metric) for name, metric in TRENDS.items()}
     return Frame(f"run {seen.run}: {state(seen)}", tuple(facts), engines, tuple(waits), wrong, trends)
 

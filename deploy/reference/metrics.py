@@ -32,7 +32,9 @@ and `foray status` read. In Prometheus it has the prefix `foray_PROCESS_`, units
 
 Every sample of the learner and of a rollout server has the label `run`. `foray top` shows the run live;
 `foray curves DIR --metric NAME` a field of `metrics.jsonl`; `learner.trackers` sends each step to TensorBoard, W&B,
-MLflow or Trackio. A metric of an extension is `foray_PROCESS_extension` with its name as the label `name`.
+MLflow or Trackio, with the lag of the step's tokens as the histogram `token_lag` (MLflow: shares `token_lag/LAG`) and,
+every `table_every` steps, a table `trajectories`. A metric of an extension is `foray_PROCESS_extension` with its name
+as the label `name`.
 
 ## In the terminal
 
@@ -41,10 +43,35 @@ MLflow or Trackio. A metric of an extension is `foray_PROCESS_extension` with it
 | `foray top RUN_DIR` | the run live, problems first, with sparklines and who waits for whom; plain in a pipe |
 | `foray status RUN_DIR` | one page: problems and remedies, processes, streams, ledger; exit code 1 on a problem |
 | `foray logs RUN_DIR [PROCESS ..]` | logs of all processes by time; `-f` follows, `--since 10m`, `--level WARNING` |
+| `foray report RUN_DIR` | writes one HTML file: curves, validation, staleness, trajectories, configuration |
 | `foray runs [DIR]` | runs below a directory: state, step, last reward, age |
 
 `--json` of `status`, `top` (one object per refresh) and `runs` has the same values. `logs` reads the files that
 `foray up` writes; a line without a time, such as one of a traceback, belongs to the entry before it.
+
+## Traces
+
+`run.trace.exporter=otlp` sends OpenTelemetry traces to `run.trace.endpoint` over HTTP; `file` writes OTLP JSON lines to
+`run.dir/traces`. Both need `pip install "foray[otel]"` in the environments of learner and rollout servers. Each group
+has one trace; `run.trace.share` of the groups is traced, the same ones in all processes:
+
+| span | below | process | attributes `foray.` |
+|---|---|---|---|
+| `question` | | learner | `run`, `seq` |
+| `reissue` | `question` | learner | `attempt` |
+| `rollout` | `question` | rollout server | `attempt`, `question`, `producer` |
+| `trajectory` | `rollout` | rollout server | `number`, `status`, `reward` |
+| `turn` | `trajectory` | rollout server | `turn`, `tokens`, `version` |
+| `engine request` | `turn` | rollout server | `engine`, `version`, `tokens` |
+| `search`, `tool` | `turn` | rollout server | `query`, `passages`; `tool` |
+| `reward` | `trajectory` | rollout server | |
+| `publish` | `rollout` | rollout server | `attempt` |
+| `batch` | `publish` | learner | `groups`; from the group's publication to the start of its step |
+| `step` | `batch` | learner | `version` after the step, `skipped`: why it was not trained |
+
+A stage begins when its work begins, so a span may begin after the one above it has ended. Ids are hashes of run,
+lineage id, seq and attempt: no message carries a context. A failed span has the cause in its status. A collector that
+is away or slow delays nothing: at most 8192 spans wait, then spans are dropped and counted (`trace_spans_dropped`).
 
 ## Prometheus and Grafana
 

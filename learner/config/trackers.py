@@ -15,7 +15,17 @@ from pydantic import Field
 from protocol.settings import Settings
 
 
-class TensorBoardSettings(Settings):
+class TableSettings(Settings):
+    """What a tracker gets besides numbers."""
+
+    table_every: int = Field(default=0, ge=0)
+    """Steps between two tables of trajectories: question, answer, reward, status, lag, text. 0: none. Their texts go to
+    the tracker's service."""
+    table_rows: int = Field(default=8, ge=1, le=512)
+    """Trajectories per table, of different groups as far as possible."""
+
+
+class TensorBoardSettings(TableSettings):
     """Local event files."""
 
     type: Literal["tensorboard"] = "tensorboard"
@@ -27,7 +37,7 @@ class TensorBoardSettings(Settings):
     """Seconds between writes."""
 
 
-class WandbSettings(Settings):
+class WandbSettings(TableSettings):
     """Weights & Biases; WANDB_API_KEY in the environment."""
 
     type: Literal["wandb"] = "wandb"
@@ -41,7 +51,7 @@ class WandbSettings(Settings):
     """offline: write files to the run directory, for a later `wandb sync`."""
 
 
-class MlflowSettings(Settings):
+class MlflowSettings(TableSettings):
     """MLflow; MLFLOW_TRACKING_TOKEN or _USERNAME and _PASSWORD in the environment if the server needs them."""
 
     type: Literal["mlflow"] = "mlflow"
@@ -57,7 +67,7 @@ class MlflowSettings(Settings):
         return ("mlflow",) if self.tracking_uri else ("mlflow", "sqlalchemy", "alembic")
 
 
-class TrackioSettings(Settings):
+class TrackioSettings(TableSettings):
     """Trackio, local; TRACKIO_DIR sets its directory."""
 
     type: Literal["trackio"] = "trackio"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from learner.data.sampler import Sampler
 from learner.delivery.dead_letters import EventLog
@@ -13,6 +14,7 @@ from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from protocol.codec import encode
 from protocol.messages import Sampling, Task
+from protocol.runtime.tracing import Tracer
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -36,9 +38,10 @@ class TaskIssuer:
         run: RunSettings,
         reserved: IssueReservation,
         event_log: EventLog,
+        tracer: Tracer | None = None,
     ) -> None:
         self._store, self._delivery, self._sampler, self._run = store, delivery, sampler, run
-        self._reserved, self._event_log = reserved, event_log
+        self._reserved, self._event_log, self._tracer = reserved, event_log, tracer or Tracer()
         self._counted = self._disk_error_logged = False
         self._disbelieved = 0
         self.enabled = threading.Event()
@@ -121,9 +124,12 @@ class TaskIssuer:
         if not self._reserve(limit):
             return 0
         self._plausible(self._store.issued())
+        began = time.time()
         issued = self._store.issue(floor, [(seq, self.task(seq)) for seq in seqs], ceiling=limit)
         with delivery.lock:
             delivery.issued = max(delivery.issued, issued)
+        for seq in seqs if self._tracer.on else ():
+            self._tracer.record("question", seq, 0, began, time.time())
         return len(seqs)
 
     def _reserve(self, limit: int) -> bool:
@@ -146,7 +152,10 @@ class TaskIssuer:
         if not due:
             return 0
         pairs = [(seq, self.task(seq, attempt)) for seq, attempt in zip(due, attempts, strict=True)]
+        began = time.time()
         self._store.reissue(pairs)
+        for seq, attempt in zip(due, attempts, strict=True) if self._tracer.on else ():
+            self._tracer.record("reissue", seq, attempt, began, time.time())
         with delivery.lock:
             delivery.due.difference_update(due)
             delivery.counters.reissued += len(due)

@@ -170,6 +170,8 @@ RUN: Table = {
         name="validation",
     ),
     "validation_step": gauge("Step of the policy in the last validation."),
+    "trace_spans_exported": counter("Spans of traces that were exported (run.trace)."),
+    "trace_spans_dropped": counter("Spans of traces that were dropped: the collector is away or too slow."),
     "group_lag_steps": histogram("Lag of the trained groups in steps, by their oldest version.", COUNTS),
     "token_lag_steps": histogram("Lag in steps of the tokens that the policy sampled in the trained groups.", COUNTS),
     "group_queue_age_seconds": histogram(

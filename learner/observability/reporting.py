@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +15,22 @@ from learner.config.learner import LearnerSettings
 from learner.data.sampler import Sampler
 from learner.delivery.audit import ConservationAudit
 from learner.delivery.dead_letters import LEARNER_ID
+from learner.delivery.entry import StreamEntry
 from learner.delivery.identity import location_facts
 from learner.delivery.lease import LearnerLease
 from learner.delivery.state import DeliveryState
 from learner.interfaces import StepReport
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.trackers import build_tracker
-from learner.observability.trackers.base import RunInfo
+from learner.observability.trackers.base import Cell, RunInfo, StepDetail, decoder, table_rows
 from learner.observability.trackers.fanout import Trackers
 from protocol.ledger import Outcome
 from protocol.messages import MetricsSnapshot, Owner, Status, Trajectory, TrajectoryGroup
 from protocol.run_meta import RunMeta, tokenizer_digest
+from protocol.runtime.tracing import Tracer
 from protocol.settings import RunSettings
 from protocol.staleness import lag
+from protocol.versions import PolicyVersion
 
 SHARED = ("group_size", "groups_per_step", "max_lag", "steps", "temperature", "top_p", "top_k", "seed")
 """Settings of the run that all processes must share."""
@@ -208,8 +213,19 @@ def _short(number: float) -> str:
 class StepReporter:
     """Reports the metrics of a step everywhere, under the same names (`docs/observability.md`)."""
 
-    def __init__(self, meter: Meter, log: StepLog, trackers: Trackers, *, steps: int) -> None:
-        self._meter, self._log, self._trackers, self._steps = meter, log, trackers, steps
+    def __init__(
+        self,
+        meter: Meter,
+        log: StepLog,
+        trackers: Trackers,
+        *,
+        steps: int,
+        model: Path,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._meter, self._log, self._trackers = meter, log, trackers
+        self._steps, self._model = steps, model
+        self._tracer = tracer or Tracer()
 
     def step(
         self,
@@ -260,7 +276,27 @@ class StepReporter:
         print(step_line(whole, steps=self._steps), flush=True)
         self._meter.set_text(bottleneck=bottleneck(whole))
         self._log.append(whole)
-        self._trackers.log(step, whole)
+        self._trackers.log(step, whole, self._detail(step, groups, now_step) if self._trackers else None)
+
+    def _detail(self, step: int, groups: Sequence[TrajectoryGroup], now_step: int) -> StepDetail:
+        def rows(count: int) -> list[list[Cell]]:
+            return table_rows(groups, step, now_step, decoder(self._model), count)
+
+        return StepDetail(token_lags(groups, now_step), rows)
+
+    def trace(self, entries: Sequence[StreamEntry], taken_s: float, report: StepReport, version: PolicyVersion) -> None:
+        """Record the last stages of the groups' traces: their batch, taken at `taken_s`, and the step that trained it.
+
+        version  of the policy after the step
+        """
+        if not self._tracer.on:
+            return
+        now = time.time()
+        for entry in entries:
+            place = entry.seq, entry.message.attempt
+            self._tracer.record("batch", *place, min(entry.published_s, taken_s), taken_s, groups=len(entries))
+            self._tracer.record("step", *place, taken_s, now, version=version.label, skipped=report.reason)
+        self._meter.set(**{name: read() for name, read in self._tracer.counts().items()})
 
     def validating(self, step: int, ended: int, total: int) -> None:
         """Show the progress of a validation in snapshots; `total` 0: none is in progress. Thread-safe."""
@@ -277,9 +313,10 @@ class StepReporter:
         self._trackers.log(step, validation_values(validated, suites))
 
     def close(self) -> None:
-        """Close metrics.jsonl and the trackers, which may take a moment to flush."""
+        """Close metrics.jsonl, the trackers and the traces, which may take a moment to flush."""
         self._log.close()
         self._trackers.close()
+        self._tracer.close()
 
 
 def validation_values(step: int, suites: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -291,4 +328,5 @@ def validation_values(step: int, suites: Mapping[str, Mapping[str, float]]) -> d
 def open_trackers(run: RunSettings, settings: LearnerSettings, step: int, epoch: int) -> Trackers:
     """Return the trackers of a run that continues after `step`. Raises UserError if a tracker's package is missing."""
     facts = RunInfo.of(run, settings, first_step=step + 1, epoch=epoch)
-    return Trackers([build_tracker(tracker) for tracker in settings.trackers], facts)
+    tables = [(tracker.table_every, tracker.table_rows) for tracker in settings.trackers]
+    return Trackers([build_tracker(tracker) for tracker in settings.trackers], facts, tables)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from protocol.messages import Segment, Task, Trajectory, TrajectoryGroup
+from protocol.runtime.tracing import Tracer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.dispatch.leases import LeasePool, TaskLease
@@ -33,6 +34,7 @@ class TaskRunner:
         *,
         max_lag: int,
         max_attempts: int,
+        tracer: Tracer | None = None,
     ) -> None:
         self._leases, self._run_group, self._publisher, self._fleet, self._stats = (
             tasks,
@@ -41,7 +43,7 @@ class TaskRunner:
             fleet,
             stats,
         )
-        self._max_lag, self._max_attempts = max_lag, max_attempts
+        self._max_lag, self._max_attempts, self._tracer = max_lag, max_attempts, tracer or Tracer()
         self.trajectories_in_flight = 0
 
     async def __call__(self, lease: TaskLease) -> None:
@@ -59,7 +61,12 @@ class TaskRunner:
                 unfinished -= 1
 
         try:
-            outcome = await self._run_group(task, self.too_old, progress)
+            traced = self._tracer.stage("rollout", task.seq, task.attempt)
+            with traced:
+                traced.set(question=task.question.id, producer=self._stats.id)
+                outcome = await self._run_group(task, self.too_old, progress)
+                if isinstance(outcome, GroupRejected):
+                    traced.fail(outcome.reason)
         except Exception as error:
             # a bug triggered by one question must not end other groups: it is logged, counted and reported
             log.exception("unexpected error in seq %d", task.seq)
@@ -80,7 +87,8 @@ class TaskRunner:
     async def _settle(self, lease: TaskLease, outcome: TrajectoryGroup | GroupRejected) -> None:
         task = lease.task
         if isinstance(outcome, TrajectoryGroup):
-            await self._publisher.publish(lease.entry, outcome)
+            with self._tracer.stage("publish", task.seq, task.attempt):
+                await self._publisher.publish(lease.entry, outcome)
             return
         self._stats.counts["groups_rejected"] += 1
         log.warning(

@@ -22,9 +22,10 @@ from typing import Protocol
 
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.metrics import WaitTimer
+from protocol.runtime.tracing import span
 from rollout_server.dispatch.fleet import Fleet, FleetTable, same_tokenizer
 from rollout_server.engine.admission import InflightTracker, RequestQueue, Shortage, incarnation_key
-from rollout_server.engine.base import Completion, EngineError, GenerateRequest
+from rollout_server.engine.base import FAULTS, Completion, EngineError, GenerateRequest
 from rollout_server.engine.client import EngineCall
 from rollout_server.engine.continuation import StopChecker, TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
@@ -97,7 +98,8 @@ class Router:
         self._fleet, self._connect, self._limits, self._stop_checker = fleet, connect, limits, stop_checker
         self._max_lag, self._vocab_size, self._tokenizer = max_lag, vocab_size, tokenizer
         self.counts: Counter[str] = Counter() if counts is None else counts
-        self.counts.update(dict.fromkeys(COUNTERS, 0))
+        # a rate needs the value before the first failure
+        self.counts.update(dict.fromkeys((*COUNTERS, *(f"engine_{cause}" for cause in FAULTS)), 0))
         self.health, self.inflight = EngineHealth(), InflightTracker(adaptive=adaptive)
         self._adaptive = adaptive
         self._queue = RequestQueue(self._try_acquire, self._release, self._shortage, waits, wait_s=limits.wait_s)
@@ -237,13 +239,16 @@ class Router:
             should_end=(lambda: turn.ends_within(received.ids)) if turn.ids else None,
         )
         self._calls[call] = engine, request.pinned
-        try:
-            await self._connect(engine).stream(request, call, version=engine.version.label)
-        except EngineError as error:
-            return received, error
-        finally:
-            del self._calls[call]
-            self._release(engine, request)
+        with span("engine request", engine=engine.id, version=engine.version.label) as traced:
+            try:
+                await self._connect(engine).stream(request, call, version=engine.version.label)
+            except EngineError as error:
+                traced.fail(error.cause)
+                return received, error
+            finally:
+                del self._calls[call]
+                self._release(engine, request)
+                traced.set(tokens=len(received.ids))
         return received, None
 
     def _account(

@@ -6,9 +6,11 @@ import asyncio
 import time
 import uuid
 from collections import Counter
+from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from protocol.messages import Question, Sampling, Status, Task, Trajectory, TrajectoryGroup
+from protocol.runtime.tracing import span
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Generate
 from rollout_server.environment.actions import ESCAPE_VERSION
@@ -65,23 +67,23 @@ async def run_group(
         return should_stop(oldest)
 
     group_id = uuid.uuid4().hex
+
+    async def play(number: int) -> Trajectory:
+        trajectory = run_trajectory(
+            environment,
+            task.question,
+            generate,
+            search,
+            task.sampling,
+            session=uuid.uuid4().hex,
+            group=group_id,
+            should_stop=group_should_stop,
+            on_progress=on_progress or ignore_progress,
+        )
+        return await _traced(number, trajectory)
+
     async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(
-                run_trajectory(
-                    environment,
-                    task.question,
-                    generate,
-                    search,
-                    task.sampling,
-                    session=uuid.uuid4().hex,
-                    group=group_id,
-                    should_stop=group_should_stop,
-                    on_progress=on_progress or ignore_progress,
-                )
-            )
-            for _ in range(task.group_size)
-        ]
+        running = [tasks.create_task(play(number)) for number in range(task.group_size)]
     trajectories = tuple(done.result() for done in running)
     rejected = _reject_reason(environment, trajectories)
     if rejected is not None:
@@ -98,6 +100,15 @@ async def run_group(
         producer=producer,
         seconds=time.monotonic() - started,
     )
+
+
+async def _traced(number: int, playing: Awaitable[Trajectory]) -> Trajectory:
+    with span("trajectory", number=number) as traced:
+        trajectory = await playing
+        traced.set(status=str(trajectory.status), reward=trajectory.reward)
+        if not trajectory.status.is_valid:
+            traced.fail(trajectory.cause)
+        return trajectory
 
 
 def _reject_reason(environment: Environment, trajectories: tuple[Trajectory, ...]) -> GroupRejected | None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from protocol.messages import Owner, Question, Sampling, Segment, Status, Trajectory
+from protocol.runtime.tracing import NoSpan, span
 from protocol.search import Passage
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Completion, EngineError, Generate, GenerateRequest
@@ -82,16 +83,22 @@ class _Rollout:
             first = self.transcript.first_version
             if first is not None and self.should_stop(first):
                 return _End(Status.STALE, "max_lag")
-            completion = await self._write()
-            if completion.finish_reason == "abort":
-                return _End(Status.FAILED, "aborted")
-            text = self.environment.tokenizer.decode_turn(completion.ids)
-            self.turns.append(TurnText(text, tokens=len(completion.ids), finish=completion.finish_reason))
-            action = parse(text, box=self.environment.template.boxed, tools=self.environment.tags)
-            end = await self._act(action, last=turn == limits.max_turns)
+            with span("turn", turn=turn) as traced:
+                end = await self._turn(traced, last=turn == limits.max_turns)
             if end is not None:
                 return end
         raise AssertionError("the last turn always ends a trajectory")
+
+    async def _turn(self, traced: NoSpan, *, last: bool) -> _End | None:
+        """Run one turn and its action. Return an _End if the trajectory is over. Raises EngineError."""
+        completion = await self._write()
+        traced.set(tokens=len(completion.ids), version=completion.spans[-1].version.label)
+        if completion.finish_reason == "abort":
+            return _End(Status.FAILED, "aborted")
+        text = self.environment.tokenizer.decode_turn(completion.ids)
+        self.turns.append(TurnText(text, tokens=len(completion.ids), finish=completion.finish_reason))
+        action = parse(text, box=self.environment.template.boxed, tools=self.environment.tags)
+        return await self._act(action, last=last)
 
     async def _write(self) -> Completion:
         """Generate one turn of the policy and append it. Raises EngineError."""
@@ -252,7 +259,8 @@ async def run_trajectory(
         end = await play.run()
         if end.status.is_valid:
             outcome = RewardInput(question, end.status, play.answer, tuple(play.turns), play.searches)
-            score = await environment.score(outcome)
+            with span("reward"):
+                score = await environment.score(outcome)
     except EngineError as error:
         log.warning("trajectory %s: %s", session, error)
         end = _End(Status.FAILED, error.cause)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rollout_server.search.base import NO_SUCH_PATH, OVERLOADED, TIMEOUT, CauseLabels, SearchError
+from rollout_server.search.base import KNOWN, NO_SUCH_PATH, OVERLOADED, TIMEOUT, CauseLabels, SearchError
 from rollout_server.search.limiter import GradientLimit
 from rollout_server.search.replica import HealthCheck, HealthVerdict, Replica, probe, read_fingerprint
 from rollout_server.search.transport import SearchTransport
@@ -111,7 +111,7 @@ class ReplicaBalancer:
         self.breaker = CircuitBreaker(self.replicas)
         self.any_healthy = asyncio.Event()
         self.any_healthy.set()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter({f"search_faults_{cause}": 0 for cause in KNOWN})
         self._labels = CauseLabels()
         self._queue: deque[_Waiter] = deque()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -18,9 +18,9 @@ from deploy.commands.watch import top as command
 from deploy.launcher.progress import RECENT, RunHistory, read_history
 from deploy.launcher.run_dir import LOCK, Located, write_record
 from deploy.monitor.snapshot import LedgerTotals, RunSnapshot
-from deploy.monitor.status import look, problems, state, step_line, to_json, with_record
+from deploy.monitor.status import conservation, look, problems, state, step_line, to_json, with_record
 from deploy.monitor.status_page import render
-from deploy.monitor.top import ENGINE_COLUMNS, Looks, frame, waits_in_words
+from deploy.monitor.top import ENGINE_COLUMNS, Frame, Looks, frame, waits_in_words
 from deploy.terminal import BLOCKS, sparkline
 from learner.observability import metrics as learner_metrics
 from learner.observability.metrics import Meter
@@ -225,6 +225,42 @@ def test_a_run_is_called_what_it_is(
     assert wrong in found[0] if wrong else found == []
 
 
+def test_a_learner_that_resumes_is_not_called_inconsistent_and_a_run_that_stops_has_no_time_left() -> None:
+    counts = {"issued": 0.0, "settled": 448.0, "trained": 444.0, "stale": 4.0, "in_flight": 0.0}
+    resumes = replace(
+        TRAINING,
+        processes=(snapshot("learner", values={"step": 111.0} | counts, text="starting"), snapshot("rollout")),
+        totals=LedgerTotals(111, 1, 448, {"trained": 444, "stale": 4}),
+        issued=456,
+    )
+    assert conservation(resumes).closes and conservation(resumes).line().startswith("issued 456 = trained 444")
+    running = replace(TRAINING, history=RunHistory({}, ({"step_s": 2.0},)))
+    stops = with_record(running, {"state": "stopping"}, alive=True)
+    assert running.eta_s == 96.0 and stops.eta_s is None and state(stops) == "stopping"
+
+
+def test_who_waits_for_whom_is_shown_while_a_run_works() -> None:
+    waits = replace(TRAINING, processes=(LEARNER, snapshot("rollout", waits={"credit": 5.0})))
+    assert "rollout servers wait for tasks" in frame(waits, None, {}, max_lag=2).plain()
+    done = replace(waits, target_state="done")
+    starting = replace(waits, processes=(snapshot("learner", text="starting"), *waits.processes[1:]))
+    for seen in (done, starting):
+        assert "wait" not in frame(seen, None, {}, max_lag=2).plain().replace("waiting", "")
+
+
+def test_sparklines_begin_in_one_column_but_for_those_of_long_lines() -> None:
+    def starts(shown: Frame, width: int = 120) -> list[int]:
+        lines = [text for _, text in shown.rows(width)]
+        return [min(i for i, c in enumerate(line) if c in BLOCKS) for line in lines if set(line) & set(BLOCKS)]
+
+    trend = [float(n) for n in range(20)]
+    facts = (("reward", "0.5 trained, 0.5 generated"), ("lag", "mean 1"))
+    shown = Frame("run r", facts, (), (), (), {"reward": trend, "lag": trend})
+    assert starts(shown) == [38, 38]
+    long = replace(shown, facts=(*facts, ("tokens/s", "x" * 60)), trends={**shown.trends, "tokens/s": trend})
+    assert starts(long) == [40, 40, 74]
+
+
 def test_an_evaluation_is_shown_as_one() -> None:
     seen = replace(TRAINING, processes=(LEARNER, EVALUATES))
     assert "1 running (new weights wait for it)" in frame(seen, None, {}, max_lag=2).plain()
@@ -311,10 +347,11 @@ def test_every_phase_fits_a_terminal_of_this_width(phase: str, width: int) -> No
 
 def test_a_narrow_table_keeps_what_matters_and_a_wide_one_everything() -> None:
     def header(width: int) -> list[str]:
-        return next(text for _, text in frame(BUSY, None, {}, max_lag=2).rows(width) if "engine " in text).split()
+        rows = frame(BUSY, None, {}, max_lag=2).rows(width)
+        return next(text for part, text in rows if part == "engines" and text).split()
 
-    assert header(60) == ["engine", "state", "version", "running", "waiting", "tok/s", "role"]
-    assert header(40) == ["engine", "state", "version"]
+    assert header(60) == ["engine", "state", "version", "running", "tok/s", "role"]
+    assert header(40) == ["engine", "state", "version", "role"]
     assert header(120) == header(0) == list(ENGINE_COLUMNS)
 
 
@@ -323,8 +360,9 @@ def test_sparklines_are_for_terminals_and_as_long_as_there_is_room() -> None:
     assert not set(shown.plain()) & set(BLOCKS)
     reward = next(text for _, text in shown.rows(120) if text.startswith("  reward"))
     assert reward.endswith("  " + sparkline([float(n) for n in range(20)], 20)) and reward[-1] == "█"
-    narrow = next(text for _, text in shown.rows(50) if text.startswith("  reward"))
+    narrow = next(text for _, text in shown.rows(60) if text.startswith("  reward"))
     assert narrow[-1] == "█" and 4 <= sum(c in BLOCKS for c in narrow) < 20
+    assert not set("".join(text for _, text in shown.rows(50) if text.startswith("  reward"))) & set(BLOCKS)
     assert sparkline([1.0, 1.0], 5) == "▁▁" and sparkline([], 5) == "" and sparkline([0.0, 7.0], 5) == "▁█"
     assert "reward    0.400  ▁" in render(BUSY, max_lag=2, width=80)
     assert not set(render(BUSY, max_lag=2)) & set(BLOCKS)

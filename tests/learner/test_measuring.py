@@ -151,7 +151,7 @@ def test_a_step_replaces_the_numbers_of_the_one_before(tmp_path: Path) -> None:
         reporter.step(step, groups, report, (1.0, {}), now_step=step - 1, epoch=1, more={})
 
     meter, run = Meter(), RunInfo("r", tmp_path, 1, {})
-    reporter = StepReporter(meter, StepLog(tmp_path / "metrics.jsonl"), Trackers([], run), steps=2)
+    reporter = StepReporter(meter, StepLog(tmp_path / "metrics.jsonl"), Trackers([], run), steps=2, model=tmp_path)
     meter.set(checkpoint_step=0)
     report_step(1, {"em": 1.0}, {"loss_lag_3": 0.25})
     assert {"reward/em", "loss_lag_3"} <= meter.snapshot("0").values.keys()

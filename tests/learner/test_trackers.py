@@ -20,12 +20,16 @@ from learner.config.trackers import MlflowSettings, TensorBoardSettings, Tracker
 from learner.observability.reporting import open_trackers
 from learner.observability.trackers import build_tracker
 from learner.observability.trackers import fanout as fan
-from learner.observability.trackers.base import RunInfo, Tracker
+from learner.observability.trackers.base import COLUMNS, RunInfo, StepDetail, Tracker, decoder, table_rows
 from learner.observability.trackers.fanout import Trackers
 from protocol.errors import UserError
 from protocol.runtime.config import section
 from protocol.settings import RunSettings, Settings
+from protocol.versions import PolicyVersion
+from rollout_server.environment.tokenizer import load_tokenizer
 from tests.support import tiny_learner
+from tests.support.environments import write_tokenizer
+from tests.support.messages import make_group
 
 VALUES = {"step": 1, "loss": 0.5, "seqs": [1, 2], "seconds": {"wait": 0.25}, "broken": float("nan"), "ok": True}
 
@@ -40,11 +44,20 @@ def facts_of(directory: Path, *, first_step: int = 1, epoch: int = 1) -> RunInfo
     return RunInfo.of(run, Section(), first_step=first_step, epoch=epoch)
 
 
+GROUPS = [make_group(seq, (1.0, 0.0), version=PolicyVersion(1, 3 - seq)) for seq in (1, 2)]
+LAGS = {0: 8, 1: 8}
+"""Tokens of the two groups by lag: each has two trajectories of four tokens."""
+
+
+def detail_of(step: int) -> StepDetail:
+    return StepDetail(LAGS, lambda count: table_rows(GROUPS, step, 2, decoder(Path("no-model")), count))
+
+
 def log_steps(tracker: Tracker, facts: RunInfo, *steps: int) -> None:
     """As a learner that begins with `facts` and ends after `steps`; nothing may be lost."""
-    trackers = Trackers([tracker], facts)
+    trackers = Trackers([tracker], facts, [(2, 3)])
     for step in steps:
-        trackers.log(step, VALUES | {"loss": step + facts.first_step / 100})
+        trackers.log(step, VALUES | {"loss": step + facts.first_step / 100}, detail_of(step))
     trackers.close(60.0)
     assert trackers.dropped == 0
 
@@ -53,7 +66,7 @@ class Broken:
     name = "broken"
 
     def __init__(self, *, at: str, hold: threading.Event | None = None) -> None:
-        self.at, self.hold, self.seen, self.closed = at, hold, [], False
+        self.at, self.hold, self.seen, self.shown, self.closed = at, hold, [], [], False
 
     def _maybe(self, where: str) -> None:
         if self.at == where and self.hold is not None:
@@ -68,6 +81,10 @@ class Broken:
         self._maybe("log")
         self.seen.append((step, dict(values)))
 
+    def show(self, step: int, detail: StepDetail, rows: int) -> None:
+        self._maybe("show")
+        self.shown.append((step, dict(detail.lags), detail.rows(rows)))
+
     def close(self) -> None:
         self._maybe("close")
         self.closed = True
@@ -80,7 +97,27 @@ def test_numbers_reach_a_tracker_in_order_and_flat_and_finite(tmp_path: Path) ->
     assert tracker.seen[0][1] == {"loss": 1.01, "seconds/wait": 0.25}, "Trackio keeps `step` for itself"
 
 
-@pytest.mark.parametrize("at", ["open", "log", "close"])
+def test_a_table_comes_every_so_many_steps_and_begins_with_each_group(tmp_path: Path) -> None:
+    tracker = Broken(at="never")
+    log_steps(tracker, facts_of(tmp_path), 1, 2, 3, 4)
+    assert [(step, lags, len(rows)) for step, lags, rows in tracker.shown] == [
+        *((1, LAGS, 0), (2, LAGS, 3), (3, LAGS, 0), (4, LAGS, 3))
+    ]
+    first, second, third = (dict(zip(COLUMNS, row, strict=True)) for row in tracker.shown[1][2])
+    assert [(row["seq"], row["reward"], row["lag"]) for row in (first, second, third)] == [
+        *((1, 1.0, 0), (2, 1.0, 1), (1, 0.0, 0))
+    ]
+    assert first["question"] == "what is fact 1 ?" and first["answers"] == "answer 1" and first["step"] == 2
+    assert first["text"] == "1 2 3 4 5 6 7 8 9 10", "a model without a tokenizer: the ids"
+
+
+def test_the_text_of_a_table_is_that_of_the_models_tokenizer(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model", "words")
+    ids = load_tokenizer(model).encode_trusted("<search> a b </search>")
+    assert decoder(model)(ids).split() == ["<search>", "a", "b", "</search>"]
+
+
+@pytest.mark.parametrize("at", ["open", "log", "show", "close"])
 @pytest.mark.fault(46)
 def test_a_tracker_that_fails_is_counted_said_once_and_stops_nothing(
     at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -89,7 +126,7 @@ def test_a_tracker_that_fails_is_counted_said_once_and_stops_nothing(
     with caplog.at_level(logging.WARNING):
         trackers = Trackers([broken, sound], facts_of(tmp_path))
         for step in range(5):
-            trackers.log(step, VALUES)
+            trackers.log(step, VALUES, detail_of(step))
         trackers.close()
     assert len(sound.seen) == 5 and sound.closed
     assert trackers.dropped == (0 if at == "close" else 5)
@@ -171,9 +208,15 @@ def test_tensorboard_reads_back_what_survived_a_crash(tmp_path: Path) -> None:
 
     log_steps(build_tracker(TensorBoardSettings()), facts_of(tmp_path), 1, 2, 3)
     log_steps(build_tracker(TensorBoardSettings()), facts_of(tmp_path, first_step=3, epoch=2), 3, 4)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0}).Reload()
     assert [(e.step, round(e.value, 2)) for e in events.Scalars("loss")] == [(1, 1.01), (2, 2.01), (3, 3.03), (4, 4.03)]
     assert [e.value for e in events.Scalars("seconds/wait")] == [0.25] * 4
+    lags = events.Histograms("token_lag")
+    assert [(e.step, e.histogram_value.num, e.histogram_value.bucket) for e in lags] == [
+        (n, 16.0, [8.0, 8.0]) for n in (1, 2, 3, 4)
+    ]
+    tables = events.Tensors("trajectories/text_summary")
+    assert [e.step for e in tables] == [2, 4] and b"what is fact 1 ?" in tables[0].tensor_proto.string_val[0]
     assert b"run-7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
@@ -205,6 +248,13 @@ def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("foray").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["run.id"] == "run-7"
+    assert {m.step: m.value for m in client.get_metric_history(run.info.run_id, "token_lag/1")} == dict.fromkeys(
+        (1, 2, 3, 4), 0.5
+    )
+    (written,) = (tmp_path / "mlartifacts").rglob("trajectories.json")
+    table = json.loads(written.read_text())
+    assert tuple(table["columns"]) == COLUMNS and not Path("mlruns").exists()
+    assert [row[:2] for row in table["data"]] == [[2, 1], [2, 2], [2, 1], [4, 1], [4, 2], [4, 1]]
     history = [(m.step, round(m.value, 2)) for m in client.get_metric_history(run.info.run_id, "loss")]
     assert sorted(history) == [(1, 1.01), (2, 2.01), (3, 3.01), (3, 3.03), (4, 4.03)]
 
@@ -214,10 +264,16 @@ def test_wandb_offline_writes_a_run_that_holds_every_step(tmp_path: Path) -> Non
     pytest.importorskip("wandb")
     log_steps(build_tracker(WandbSettings(mode="offline")), facts_of(tmp_path), 1, 2, 3)
     (file,) = (tmp_path / "wandb").glob("offline-run-*-run-7/run-run-7.wandb")
-    assert read_wandb(file, "loss") == [(1, 1.01), (2, 2.01), (3, 3.01)]
+    assert [(n, round(v, 2)) for n, v in read_wandb(file, "loss")] == [(1, 1.01), (2, 2.01), (3, 3.01)]
+    assert read_wandb(file, "token_lag.values") == [(1, [8, 8]), (2, [8, 8]), (3, [8, 8])]
+    assert read_wandb(file, "token_lag.bins")[0] == (1, [-0.5, 0.5, 1.5])
+    assert read_wandb(file, "trajectories.nrows") == [(2, 3)]
+    ((_, path),) = read_wandb(file, "trajectories.path")
+    (written,) = file.parent.glob(f"files/{path}")
+    assert "what is fact 2 ?" in written.read_text()
 
 
-def read_wandb(file: Path, name: str) -> list[tuple[int, float]]:
+def read_wandb(file: Path, name: str) -> list[tuple[int, Any]]:
     """(step, value) of every record in W&B's file: LevelDB's log format (blocks of 32 KiB) after 7 bytes of header."""
     from wandb.proto import wandb_internal_pb2
 
@@ -231,7 +287,7 @@ def read_wandb(file: Path, name: str) -> list[tuple[int, float]]:
         if kind in (1, 4):  # a whole record, or the last part of one
             record = wandb_internal_pb2.Record.FromString(body)
             items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-            found += [(int(items["step"]), round(float(items[name]), 2))] if name in items else []
+            found += [(int(items["step"]), json.loads(items[name]))] if name in items else []
             body = b""
     return found
 
@@ -251,12 +307,17 @@ log_steps(build_tracker(TrackioSettings()), facts_of(here, first_step=3, epoch=2
 from trackio import SQLiteStorage
 rows = SQLiteStorage.get_logs("foray", "run-7")
 print(sorted({name for row in rows for name in row} - {"timestamp"}))
-print([(row["step"], round(row["loss"], 2)) for row in rows])
+print([(row["step"], round(row["loss"], 2)) for row in rows if "loss" in row])
+print([(row["step"], row["token_lag"]["values"]) for row in rows if "token_lag" in row])
+tables = [row["trajectories"] for row in rows if "trajectories" in row]
+print([len(table["_value"] if "_value" in table else table) for table in tables])
 """
     env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
     argv = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    names = "['loss', 'seconds/wait', 'step']"
-    assert done.stdout.splitlines()[-2] == names, "no __step: Trackio renames what has one of its own names"
-    assert done.stdout.splitlines()[-1] == "[(1, 1.01), (2, 2.01), (3, 3.01), (3, 3.03), (4, 4.03)]"
+    names, losses, lags, tables = done.stdout.splitlines()[-4:]
+    found = "['loss', 'seconds/wait', 'step', 'token_lag', 'trajectories']"
+    assert names == found, "no __step: Trackio renames what has one of its own names"
+    assert losses == "[(1, 1.01), (2, 2.01), (3, 3.01), (3, 3.03), (4, 4.03)]"
+    assert lags == "[(1, [8, 8]), (2, [8, 8]), (3, [8, 8]), (3, [8, 8]), (4, [8, 8])]" and tables == "[3, 3]"

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from learner.observability.trackers.base import RunInfo, Tracker
+from learner.observability.trackers.base import Cell, RunInfo, StepDetail, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -30,21 +30,33 @@ CLOSE_S = 15.0
 """Timeout for all trackers together to flush, in seconds."""
 
 
+Record = tuple[int, dict[str, float], StepDetail | None, int]
+"""Step, numbers, detail, rows of its table."""
+
+
 class Trackers:
-    """All trackers of a run, possibly none."""
+    """All trackers of a run, possibly none.
 
-    def __init__(self, trackers: Sequence[Tracker], facts: RunInfo) -> None:
-        self._lanes = [_Lane(tracker, facts) for tracker in trackers]
+    tables  for each tracker: steps between two tables of trajectories (0: none), and their rows; missing: no tables
+    """
 
-    def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Queue the numbers in `values` for every tracker, with dicts flattened. Returns immediately.
+    def __init__(self, trackers: Sequence[Tracker], facts: RunInfo, tables: Sequence[tuple[int, int]] = ()) -> None:
+        shown = tables or [(0, 0)] * len(trackers)
+        self._lanes = [_Lane(tracker, facts, *table) for tracker, table in zip(trackers, shown, strict=True)]
+
+    def __bool__(self) -> bool:
+        """Return whether there is a tracker."""
+        return bool(self._lanes)
+
+    def log(self, step: int, values: Mapping[str, object], detail: StepDetail | None = None) -> None:
+        """Queue the numbers in `values` for every tracker, with dicts flattened, and `detail`. Returns immediately.
 
         The names `step` and `time` are dropped: Trackio reserves them, and every tracker receives the step.
         """
         if self._lanes:
             numbers = {name: value for name, value in _numbers(values).items() if name not in RESERVED}
             for lane in self._lanes:
-                lane.put(step, numbers)
+                lane.put(step, numbers, detail)
 
     @property
     def dropped(self) -> int:
@@ -63,9 +75,9 @@ class Trackers:
 class _Lane:
     """One tracker. `dropped` is written by two threads, under the lock."""
 
-    def __init__(self, tracker: Tracker, facts: RunInfo) -> None:
-        self._tracker, self._facts = tracker, facts
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_STEPS)
+    def __init__(self, tracker: Tracker, facts: RunInfo, every: int, rows: int) -> None:
+        self._tracker, self._facts, self._every, self._rows = tracker, facts, every, rows
+        self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_STEPS)
         self._lock = threading.Lock()
         self._opened, self._retry_at, self._complained = False, 0.0, False
         self.dropped = 0
@@ -74,9 +86,12 @@ class _Lane:
         self._ending = threading.Event()
         self._thread.start()
 
-    def put(self, step: int, values: dict[str, float]) -> None:
+    def put(self, step: int, values: dict[str, float], detail: StepDetail | None) -> None:
+        rows = self._rows if self._every and step % self._every == 0 else 0
+        if detail is not None and not rows:
+            detail = StepDetail(detail.lags, _no_rows)  # the groups of a step are large
         try:
-            self._queue.put_nowait((step, values))
+            self._queue.put_nowait((step, values, detail, rows))
         except queue.Full:
             self._lose(f"is {QUEUE_STEPS} steps behind")
 
@@ -99,7 +114,7 @@ class _Lane:
     def _work(self) -> None:
         self._try_to_open()
         while (record := self._next()) is not None:
-            step, values = record
+            step, values, detail, rows = record
             if not self._opened and time.monotonic() >= self._retry_at:
                 self._try_to_open()
             if not self._opened:
@@ -107,6 +122,8 @@ class _Lane:
                 continue
             try:
                 self._tracker.log(step, values)
+                if detail is not None:
+                    self._tracker.show(step, detail, rows)
             except Exception as error:
                 self._lose(f"failed: {error!r}")
         if self._opened:
@@ -115,7 +132,7 @@ class _Lane:
             except Exception as error:
                 log.warning("tracker %s could not be closed: %r", self._tracker.name, error)
 
-    def _next(self) -> tuple[int, dict[str, float]] | None:
+    def _next(self) -> Record | None:
         if self._ending.is_set() and self._queue.empty():
             return None
         return self._queue.get()
@@ -138,6 +155,10 @@ class _Lane:
             first, self._complained = not self._complained, True
         if first:
             log.warning("tracker %s %s; training continues (logged once)", self._tracker.name, why)
+
+
+def _no_rows(count: int) -> list[list[Cell]]:
+    return []
 
 
 def _numbers(values: Mapping[str, object], prefix: str = "") -> dict[str, float]:

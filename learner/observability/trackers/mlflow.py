@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from learner.config.trackers import MlflowSettings
-from learner.observability.trackers.base import RunInfo, require_package
+from learner.observability.trackers.base import COLUMNS, LAGS, TABLE, RunInfo, StepDetail, require_package
 
 TAG = "foray.run"
 MAX_PARAMS, MAX_METRICS = 100, 1000
@@ -36,7 +36,7 @@ class MlflowTracker:
         uri = self._settings.tracking_uri or f"sqlite:///{(facts.directory / 'mlflow.db').resolve()}"
         client = self._mlflow.MlflowClient(tracking_uri=uri)
         experiment = client.get_experiment_by_name(self._settings.experiment)
-        number = client.create_experiment(self._settings.experiment) if experiment is None else experiment.experiment_id
+        number = self._create_experiment(client, facts) if experiment is None else experiment.experiment_id
         found = client.search_runs([number], f"tags.`{TAG}` = '{facts.id}'", max_results=1)
         if found:
             self._run_id = found[0].info.run_id
@@ -45,6 +45,11 @@ class MlflowTracker:
             self._run_id = client.create_run(number, run_name=facts.id, tags={TAG: facts.id}).info.run_id
             self._log_config(client, facts)
         self._client = client
+
+    def _create_experiment(self, client: Any, facts: RunInfo) -> str:
+        """Create the experiment. Without a server its artifacts are in the run directory, not in the current one."""
+        local = None if self._settings.tracking_uri else (facts.directory / "mlartifacts").resolve().as_uri()
+        return str(client.create_experiment(self._settings.experiment, artifact_location=local))
 
     def _log_config(self, client: Any, facts: RunInfo) -> None:
         params = [self._entities.Param(name, str(value)[:500]) for name, value in facts.config.items()]
@@ -57,6 +62,15 @@ class MlflowTracker:
         metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
         for start in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
+
+    def show(self, step: int, detail: StepDetail, rows: int) -> None:
+        """Log the share of tokens with each lag as metrics, since MLflow has no histograms, and the table."""
+        total = sum(detail.lags.values())
+        self.log(step, {f"{LAGS}/{lag}": tokens / total for lag, tokens in sorted(detail.lags.items())})
+        if rows:
+            columns = zip(*detail.rows(rows), strict=True)
+            data = {name: list(cells) for name, cells in zip(COLUMNS, columns, strict=False)}
+            self._client.log_table(self._run_id, data=data, artifact_file=f"{TABLE}.json")
 
     def close(self) -> None:
         """Mark the run as finished; a resume reopens it."""

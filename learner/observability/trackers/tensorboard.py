@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from learner.config.trackers import TensorBoardSettings
-from learner.observability.trackers.base import RunInfo, require_package
+from learner.observability.trackers.base import COLUMNS, LAGS, TABLE, RunInfo, StepDetail, histogram_of, require_package
 
 
 class TensorBoardTracker:
@@ -36,6 +37,25 @@ class TensorBoardTracker:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def show(self, step: int, detail: StepDetail, rows: int) -> None:
+        """Add a histogram, and the table as text."""
+        counts, edges = histogram_of(detail.lags)
+        total = sum(counts)
+        if total:
+            values = sum(lag * tokens for lag, tokens in detail.lags.items())
+            squares = sum(lag * lag * tokens for lag, tokens in detail.lags.items())
+            self._writer.add_histogram_raw(
+                LAGS, min(detail.lags), max(detail.lags), total, values, squares, edges[1:], counts, step
+            )
+        if rows:
+            lines = [COLUMNS, ["---"] * len(COLUMNS), *detail.rows(rows)]
+            self._writer.add_text(TABLE, "\n".join("|".join(map(_cell, line)) for line in lines), step)
+
     def close(self) -> None:
         """Flush the event file."""
         self._writer.close()
+
+
+def _cell(value: object) -> str:
+    """Return a cell of a table in Markdown."""
+    return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")

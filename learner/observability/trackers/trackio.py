@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from learner.config.trackers import TrackioSettings
-from learner.observability.trackers.base import RunInfo, require_package
+from learner.observability.trackers.base import COLUMNS, LAGS, TABLE, RunInfo, StepDetail, histogram_of, require_package
 
 
 class TrackioTracker:
@@ -33,6 +33,17 @@ class TrackioTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log one record."""
         self._run.log(dict(values), step=step)
+
+    def show(self, step: int, detail: StepDetail, rows: int) -> None:
+        """Log a histogram, and the table."""
+        shown: dict[str, Any] = {}
+        if detail.lags:
+            shown[LAGS] = self._trackio.Histogram(np_histogram=histogram_of(detail.lags))
+        if rows:
+            frame = require_package("pandas", "pandas").DataFrame(detail.rows(rows), columns=list(COLUMNS))
+            shown[TABLE] = self._trackio.Table(dataframe=frame)
+        if shown:
+            self._run.log(shown, step=step)
 
     def close(self) -> None:
         """Flush the buffer."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from learner.config.trackers import WandbSettings
-from learner.observability.trackers.base import RunInfo, require_package
+from learner.observability.trackers.base import COLUMNS, LAGS, TABLE, RunInfo, StepDetail, histogram_of, require_package
 
 INIT_S = 20.0
 """Timeout for the service at the start, and maximum delay of the process end by an absent one, in seconds."""
@@ -47,6 +47,15 @@ class WandbTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log one record, including `step`."""
         self._run.log({**values, "step": step})
+
+    def show(self, step: int, detail: StepDetail, rows: int) -> None:
+        """Log a histogram, and the table."""
+        shown: dict[str, Any] = {"step": step}
+        if detail.lags:
+            shown[LAGS] = self._wandb.Histogram(np_histogram=histogram_of(detail.lags))
+        if rows:
+            shown[TABLE] = self._wandb.Table(columns=list(COLUMNS), data=[list(row) for row in detail.rows(rows)])
+        self._run.log(shown)
 
     def close(self) -> None:
         """Wait until everything is sent."""
