@@ -46,6 +46,21 @@ MLflow or Trackio. A metric of an extension is `foray_PROCESS_extension` with it
 `--json` of `status`, `top` (one object per refresh) and `runs` has the same values. `logs` reads the files that
 `foray up` writes; a line without a time, such as one of a traceback, belongs to the entry before it.
 
+## Trajectories while they are generated
+
+A rollout server answers, to the role viewer:
+
+| route | answer |
+|---|---|
+| `GET /v1/live` | the groups in flight and, of each trajectory, its state, turns, tokens, searches, last query and engine |
+| `GET /v1/live/trajectory?seq=SEQ&index=N` | server-sent events of one trajectory, from its prompt to its end |
+
+Events are `start`, `segment` (text that continues a segment or replaces it, see `append`; `complete` with version, engine or
+query) and `end`. At most 16 trajectories are watched at a time; a client that reads nothing for 5 s is disconnected. With no
+watcher nothing is decoded early. Texts are those of the policy and of passages: escape them in a page.
+
+    curl -N "$(jq -r '.rollouts[0]' RUN_DIR/run.json)/v1/live/trajectory?seq=12&index=0"
+
 ## Prometheus and Grafana
 
 `foray grafana RUN_DIR --out monitoring` writes three files:

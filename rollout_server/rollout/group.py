@@ -13,6 +13,7 @@ from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Generate
 from rollout_server.environment.actions import ESCAPE_VERSION
 from rollout_server.environment.environment import Environment, render_trajectory
+from rollout_server.rollout.live import LiveGroup
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop, ignore_progress, never_stop, run_trajectory
 from rollout_server.search.base import Search
 
@@ -49,6 +50,7 @@ async def run_group(
     producer: str,
     should_stop: ShouldStop = never_stop,
     on_progress: OnProgress | None = None,
+    live: LiveGroup | None = None,
 ) -> TrajectoryGroup | GroupRejected:
     """Run `task.group_size` trajectories concurrently until all have ended. A failure does not cancel the others.
 
@@ -74,17 +76,17 @@ async def run_group(
                     generate,
                     search,
                     task.sampling,
-                    session=uuid.uuid4().hex,
+                    session=one.session,
                     group=group_id,
                     should_stop=group_should_stop,
                     on_progress=on_progress or ignore_progress,
+                    live=one,
                 )
             )
-            for _ in range(task.group_size)
+            for one in (live or LiveGroup.of(task)).trajectories
         ]
     trajectories = tuple(done.result() for done in running)
-    rejected = _reject_reason(environment, trajectories)
-    if rejected is not None:
+    if (rejected := _reject_reason(environment, trajectories)) is not None:
         return rejected
     return TrajectoryGroup(
         run=run,
