@@ -161,7 +161,7 @@ def test_every_process_has_a_log_and_the_resolved_file_works_manually(run_files:
         record = read_record(run_files / "run")
         assert [p["name"] for p in record["processes"]] == ["redis", "retriever-1"]
         assert record["pid"] == os.getpid() and all(p["pid"] > 0 for p in record["processes"])
-        assert started.during(lambda: 6 * 7) == 42
+        assert started.during(lambda task: 6 * 7) == 42
         started.start()
         assert len(read_record(run_files / "run")["processes"]) == 5
     names = {path.name for path in (run_files / "run" / "logs").iterdir()}
@@ -223,7 +223,7 @@ def test_a_second_launcher_in_the_same_directory_is_refused_with_what_to_do(run_
 
 
 def test_what_work_raises_comes_out_of_during(run_files: Path) -> None:
-    def work() -> None:
+    def work(task: object) -> None:
         raise ZeroDivisionError("in the work")
 
     with pytest.raises(ZeroDivisionError), launcher(configured(run_files), run_files) as started:

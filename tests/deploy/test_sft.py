@@ -196,7 +196,7 @@ def test_the_command_writes_a_model_that_the_engine_serves(
     summary = json.loads(first.out)
     assert summary["step"] == summary["steps"] > 1 and summary["last_loss"] < summary["first_loss"]
     assert {"tokens", "trained_tokens", "seconds", "cpu_seconds"} <= summary.keys() and len(summary["evals"]) == 1
-    assert "tokens/s" in first.err and "held out" in first.err
+    assert "updates" in first.err and "held out" in first.err
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "sft.json"} <= names
     Weights(read_model_config(tmp_path / "out"), torch.float32).load(tmp_path / "out")
