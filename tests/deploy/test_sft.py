@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -231,8 +232,10 @@ def test_a_signal_ends_it_after_the_update(
 
     monkeypatch.setattr(training._SftTrainer, "_update", update)
     assert main(command) == code and len(updates) == 1
-    assert "stopped after step 1 of" in capsys.readouterr().err and not (tmp_path / "out").exists()
-    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert "stopped after step 1 of" in said and not (tmp_path / "out").exists()
+    again = shlex.split(said.partition("continue with: ")[2])
+    assert again == ["foray", *command] and main(again[1:]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert len(updates) == summary["steps"], "the first update is not repeated"
 
