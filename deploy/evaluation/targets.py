@@ -305,12 +305,12 @@ def _exported(where: Path, options: ServingOptions, directory: Path, say: Say) -
             why="frozen weights, configuration and tokenizer are copied from it",
             todo="give the run's configuration with --config FILE, and in it its present directory as run.model",
         )
-    state = find_state(where)
+    state = find_state(where, say)
     model = directory / f"model-{state.parents[1].name}"
     if not model.exists():
         say(f"exporting {state.parents[1]} to {model}")
         model.parent.mkdir(parents=True, exist_ok=True)
-        export_model(state, initial, settings, model)
+        export_model(state, initial, settings, model, progress=say)
     return state, model
 
 
