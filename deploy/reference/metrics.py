@@ -39,7 +39,7 @@ MLflow or Trackio. A metric of an extension is `foray_PROCESS_extension` with it
 | command | shows |
 |---|---|
 | `foray top RUN_DIR` | the run live, problems first, with sparklines and who waits for whom; plain in a pipe |
-| `foray status RUN_DIR` | one page: problems and remedies, processes, streams, ledger; exit code 1 if there is a problem |
+| `foray status RUN_DIR` | one page: problems and remedies, processes, streams, ledger; exit code 1 on a problem |
 | `foray logs RUN_DIR [PROCESS ..]` | logs of all processes by time; `-f` follows, `--since 10m`, `--level WARNING` |
 | `foray runs [DIR]` | runs below a directory: state, step, last reward, age |
 
