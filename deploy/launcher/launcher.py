@@ -29,7 +29,7 @@ from deploy.doctor.run import inputs, preflight
 from deploy.launcher.addresses import choose, dated, seen_from_here, settle
 from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.launcher.process import ManagedProcess
-from deploy.launcher.progress import StepTail
+from deploy.launcher.progress import StepTail, read_history
 from deploy.launcher.redis_server import check_server
 from deploy.launcher.run_dir import RESOLVED, hold, write_record
 from deploy.launcher.supervisor import POLL_S, Readiness, Say, Supervisor
@@ -189,7 +189,7 @@ class Launcher:
             self._wait()
             return
         with self._say.task("training", self.config.run.steps, "steps") as self._training:
-            self._training.update(float(self.last_step.get("step", 0)))
+            self._training.update(read_history(self.directory / "metrics.jsonl").last.get("step", 0))
             self._wait()
 
     def _wait(self) -> None:

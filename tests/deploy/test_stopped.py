@@ -59,7 +59,7 @@ def go_on(said: str) -> subprocess.CompletedProcess[str]:
 @NUMBERS
 def test_an_index_that_is_built(tmp_path: Path, number: signal.Signals, code: int) -> None:
     out, journal = tmp_path / "an index", tmp_path / ".an index.building" / "journal.json"
-    words = ["index", "build", "--corpus", "synthetic:20000", "--index", "memory", "--out", str(out)]
+    words = ["index", "build", "--corpus", "synthetic:8000", "--index", "memory", "--out", str(out)]
     argv = [sys.executable, "-c", SLOW_BUILD, *words, "encoder.dim=16"]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: journal.exists() and "vectors.npy" in journal.read_text(), "rows are encoded", 60)

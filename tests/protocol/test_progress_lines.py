@@ -1,10 +1,9 @@
-"""Progress: count, rate and time left, in lines and as a bar; what an index logs while it is built."""
+"""Progress: count, rate and time left, in lines and as a bar."""
 
 from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import pty
 import subprocess
@@ -14,7 +13,6 @@ import threading
 import pytest
 
 from protocol.runtime.progress import Progress, amount, duration
-from retriever.indexing.build import showing_index_log
 
 
 class Clock:
@@ -172,23 +170,6 @@ def test_a_terminal_gets_a_bar_and_stdout_nothing(terminal: bool, rich: bool) ->
     assert ("of 1,000 passages" in seen and "\x1b[" in seen) is (terminal and rich)
     if terminal and rich:
         assert seen.rindex("\x1b[?25h") > seen.rindex("\x1b[?25l"), "the cursor is visible again"
-
-
-def test_what_an_index_logs_becomes_a_task() -> None:
-    said, clock = list[str](), Clock()
-    log = logging.getLogger("retriever.index.some")
-    with showing_index_log(made(said, clock)):
-        log.info("training %d lists", 7)
-        log.info("%d of %d passages have a list", 100, 1000)
-        clock.now += 4.0
-        log.info("%d of %d passages have a list", 500, 1000)
-        log.info("%d of %d passages are in their lists", 10, 1000)
-    log.info("%d of %d passages have a list", 900, 1000)
-    assert said == [
-        "training 7 lists",
-        "index: have a list: 500 of 1,000 passages, 50%, 125 passages/s, about 4.0 s left",
-        "index: have a list: 500 passages in 4.0 s, 125 passages/s",
-    ]
 
 
 @pytest.mark.parametrize(
