@@ -1,7 +1,8 @@
 """The `foray` command: select the verb, let it parse its arguments, turn errors into messages and exit codes.
 
 Exit codes: 0 success, 1 the run (or the check) failed, 2 the user must act (usage, configuration),
-75 another learner took over, 130 stopped by Ctrl-C. `--help` never imports torch, aiohttp or transformers.
+75 another learner took over, 130 stopped by Ctrl-C, 143 by SIGTERM. `--help` never imports torch, aiohttp or
+transformers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import difflib
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +22,9 @@ from typing import NoReturn
 
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import redact, remember_environment
+from protocol.runtime.lifecycle import Terminated, terminating
 from protocol.runtime.log import LOG_LEVEL_VARIABLE, LOG_LEVELS
+from protocol.runtime.redis.url import redacted_override
 from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, EXIT_USER
 from protocol.runtime.settings_errors import suggest
 
@@ -101,6 +105,10 @@ MEANT = {
 """Advice -> names of commands that other programs have."""
 
 
+CONTINUED = {("index", "build"), ("data", "get")}
+"""Commands that continue where a signal stopped them, without a summary of their own."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -118,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Terminated as stopped:
+        return int(str(stopped.code))
     except BrokenPipeError:
         # The reader closed the pipe (`foray status | head`); without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -148,7 +158,15 @@ def _dispatch(given: list[str]) -> int:
         module.configure(parser)
     else:
         parser, rest = _subcommand(name, module, rest)
-    code: int = module.run(parser.parse_intermixed_args(rest))
+    args = parser.parse_intermixed_args(rest)
+    args.again = shlex.join(["foray", *map(redacted_override, given)])
+    try:
+        with terminating():
+            code: int = module.run(args)
+    except (KeyboardInterrupt, Terminated):
+        if (name, getattr(args, "action", "")) in CONTINUED:
+            print(f"continue with: {args.again}", file=sys.stderr)
+        raise
     return code
 
 

@@ -56,6 +56,7 @@ from protocol.settings import RunSettings
 from rollout_server.api.app import AppState, build_app
 from rollout_server.api.episodes import Episodes
 from rollout_server.api.evaluation_pin import EvaluationPin
+from rollout_server.api.live import LiveFeed
 from rollout_server.config import RolloutSettings
 from rollout_server.dispatch.fleet import Fleet, RunCompatibility
 from rollout_server.dispatch.leases import LeasePool
@@ -68,6 +69,7 @@ from rollout_server.environment.environment import Environment, build_environmen
 from rollout_server.instrumentation import InstrumentedSearch, with_instrumented_tools
 from rollout_server.metrics import RateGauge, Stats, deregister_metrics, publish_metrics
 from rollout_server.rollout.group import GroupRejected, run_group
+from rollout_server.rollout.live import LiveGroups
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop
 from rollout_server.search import build_search
 
@@ -164,6 +166,7 @@ class RolloutServer:
             idle_ms=settings.task_idle_ms,
             backpressure=self._backpressure,
         )
+        self._live = LiveGroups()
         self._work = TaskRunner(
             self._leases,
             self._roll,
@@ -254,16 +257,18 @@ class RolloutServer:
     async def _roll(
         self, task: Task, should_stop: ShouldStop, on_progress: OnProgress
     ) -> TrajectoryGroup | GroupRejected:
-        return await run_group(
-            self._environment,
-            task,
-            self._router,
-            self._search,
-            run=self._run.id,
-            producer=self._stats.id,
-            should_stop=should_stop,
-            on_progress=on_progress,
-        )
+        with self._live.running(task) as live:
+            return await run_group(
+                self._environment,
+                task,
+                self._router,
+                self._search,
+                run=self._run.id,
+                producer=self._stats.id,
+                should_stop=should_stop,
+                on_progress=on_progress,
+                live=live,
+            )
 
     @asynccontextmanager
     async def _listening(self, stop: ShutdownSignal, port_file: Path | None) -> AsyncIterator[None]:
@@ -287,7 +292,8 @@ class RolloutServer:
             policy=lambda: {"run": self._run.id, "lineage_id": self._compatibility.lineage_id, "model": model},
             wait_s=self._settings.engine_wait_s,
         )
-        served = AppState(self._run.id, self._fleet, self._router, self._stats, episodes, stop.requested.is_set)
+        feed = LiveFeed(self._live, self._router.turn_so_far, self._environment.tokenizer.decode)
+        served = AppState(self._run.id, self._fleet, self._router, self._stats, episodes, feed, stop.requested.is_set)
         access = read_access(os.environ)
         async with listening(
             build_app(served, access),

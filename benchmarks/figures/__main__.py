@@ -29,6 +29,7 @@ from deploy.demo.lm.command import VARIABLE
 from deploy.doctor.gpus import without_cuda
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
+from protocol.runtime.lifecycle import terminating
 
 STOP_S = 60.0
 """Time for an interrupted process to stop its children, in seconds."""
@@ -56,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: no GPU for the figures {', '.join(NEEDS_GPU)}\n  why: {why}", file=sys.stderr)
         return 2
     names = NEEDS_GPU if args.gpu and not args.names else args.names
-    failed = [] if args.page else make_all(names, force=args.force)
+    with terminating():  # a child is stopped on the way out
+        failed = [] if args.page else make_all(names, force=args.force)
     atomic_write(PAGE, page(), durable=False)
     if args.gpu:
         failed += _targets(names)
@@ -156,15 +158,17 @@ def _run(name: str, argv: Sequence[str], root: Path, timeout_s: float) -> str:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Interrupt the process, so that it stops its children; after a timeout kill its session."""
+    """Interrupt the process, so that it stops its children; after a timeout or another signal kill its session."""
     if child.poll() is not None:
         return
     child.send_signal(signal.SIGINT)
     try:
         child.wait(STOP_S)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.heartbeat import Pulse
 from protocol.errors import UserError
+from protocol.runtime.progress import Progress
 
 _FILE = "a file of questions, or a folder that `datasets` saved"
 
@@ -136,10 +136,10 @@ def _get(args: argparse.Namespace) -> int:
     if args.sha256 and (len(urls) != 1 or len(args.names) != 1):
         raise UserError("--sha256 is the checksum of one address", todo="give one address with it")
     wanted = [(name, None if "://" in name else entry(name)) for name in args.names]
-    pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))
+    progress = Progress.on(sys.stderr)
     try:
         for name, known in wanted:
-            paths = [get_url(name, args.to, pulse, args.sha256)] if known is None else get(known, args.to, pulse)
+            paths = [get_url(name, args.to, progress, args.sha256)] if known is None else get(known, args.to, progress)
             for path in paths:
                 print(path)
     except Interrupted as error:
@@ -264,13 +264,15 @@ def _demonstrate(args: argparse.Namespace) -> int:
     topk = args.topk or (getattr(config.rollout.search, "topk", 2) if args.config else 2)
     template = TEMPLATES[config.rollout.episode.template]
     questions = load_questions([QuestionSource(path=args.file, format=args.format)]).questions[: args.limit]
-    pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True))
-    with opened_search(config.retriever, topk) as (search, find):
+    with (
+        opened_search(config.retriever, topk) as (search, find),
+        Progress.on(sys.stderr).task("demonstrate", len(questions), "questions") as task,
+    ):
         report = write_demonstrations(
             args.out,
             questions,
             lambda question: demonstrate(question, search, find, template, args.searches),
-            lambda done: pulse.beat(lambda: f"{done} of {len(questions)} questions"),
+            task,
         )
     report = {"questions": len(questions), "topk": topk, **report}
     if args.json:

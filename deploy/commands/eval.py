@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
+from protocol.runtime.progress import Progress
 from protocol.settings import SECTIONS
 
 if TYPE_CHECKING:
@@ -138,9 +140,7 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
         *(args.config, tuple(args.overrides), args.retriever, args.model, args.api), concurrency=sampler.concurrency
     )
 
-    def say(line: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
+    say = Progress.on(sys.stderr, stamp=lambda: time.strftime("%H:%M:%S "))
     try:
         with serving(target, needs, options, directory, say) as served:
             protocol = _protocol(served, methods, sets, sampler, judge)
@@ -151,7 +151,7 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
                 store.close()  # what ends now was ended by the stop
                 if store.rows:
                     say(f"{len(store.rows)} episodes are in {directory}")
-                    say(f"continue with the same command and --resume --out {directory}")
+                    say(f"continue with: {_again(args, directory)}")
                 raise
             store.close()
     except RunStopped as stopped:
@@ -162,6 +162,12 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
     return _report(directory, protocol, store.rows, args)
 
 
+def _again(args: argparse.Namespace, directory: Path) -> str:
+    """Return the command that continues this evaluation."""
+    out = "" if args.out else f" --out {shlex.quote(str(directory))}"
+    return f"{args.again}{'' if args.resume else ' --resume'}{out}"
+
+
 def _ask(
     served: Served,
     methods: list[MethodSettingsBase],
@@ -170,16 +176,12 @@ def _ask(
     judge: JudgeSettings | None,
     store: ResultStore,
 ) -> None:
-    from deploy.evaluation.runner import Progress, ask_all, judge_all
+    from deploy.evaluation.runner import ask_all, judge_all, open_questions, unjudged
 
-    progress = Progress(len(methods) * sampler.n * sum(len(s.questions) for s in sets))
-
-    def work() -> None:
-        ask_all(served, methods, sets, sampler, store, progress)
-        if judge is not None:
-            judge_all(judge, store, sets, progress)
-
-    served.during(work, lambda: str(progress))
+    asked = sum(sampler.n * len(open_questions(sets, store.rows, settings.type, sampler.n)) for settings in methods)
+    served.during(lambda task: ask_all(served, methods, sets, sampler, store, task), "evaluating", asked, "episodes")
+    if judge is not None:
+        served.during(lambda task: judge_all(judge, store, sets, task), "judging", len(unjudged(store)), "episodes")
 
 
 def _protocol(

@@ -7,12 +7,15 @@ one. LoRA adapters are merged into the weights, or with --adapter written separa
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.launcher.run_dir import configuration_of, read_configuration
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree, section
+from protocol.runtime.lifecycle import Terminated
+from protocol.runtime.progress import Progress
 from protocol.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -51,7 +54,13 @@ def run(args: argparse.Namespace) -> int:
     from learner.model.export import export_adapter, export_model, find_state
 
     export = export_adapter if args.adapter else export_model
-    export(find_state(args.where), model, settings, args.out, average=args.ema)
+    progress = Progress.on(sys.stderr)
+    try:
+        state = find_state(args.where, progress)
+        export(state, model, settings, args.out, average=args.ema, progress=progress)
+    except (KeyboardInterrupt, Terminated):
+        progress(f"stopped; nothing was written; again: {args.again}")
+        raise
     print(args.out)
     return 0
 

@@ -154,7 +154,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"directory": str(directory), **manifest.model_dump(), "bytes": manifest.index_bytes}))
         return 0
-    from retriever.indexing.progress import amount
+    from protocol.runtime.progress import amount
 
     print(f"{directory}: {manifest.type} over {manifest.passages:,} passages, {amount(manifest.index_bytes)}")
     print(f"  fingerprint  {manifest.fingerprint} (format {manifest.format})")
@@ -168,15 +168,14 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from retriever.indexing.progress import BuildProgress, to_stderr
+    from protocol.runtime.progress import Progress
     from retriever.indexing.verify import verify_index
 
     directory, corpus = _place(args)
     _nothing_else(args)
-    with BuildProgress(to_stderr, bar=sys.stderr.isatty()) as progress:
-        found = verify_index(
-            directory, progress, corpus=corpus, full=args.full, quick=args.quick, changes=_changes(args)
-        )
+    found = verify_index(
+        *(directory, Progress.on(sys.stderr)), corpus=corpus, full=args.full, quick=args.quick, changes=_changes(args)
+    )
     print(json.dumps({"directory": str(directory), "ok": True, "found": found}) if args.json else "\n".join(found))
     return 0
 

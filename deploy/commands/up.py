@@ -18,7 +18,8 @@ from typing import Any
 
 from deploy.config import RunConfig, load_config
 from protocol.errors import UserError
-from protocol.runtime.redis.url import redacted
+from protocol.runtime.progress import Progress
+from protocol.runtime.redis.url import redacted_override
 from protocol.runtime.service_cli import add_config_arguments, config_and_overrides
 
 
@@ -49,20 +50,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     out = sys.stderr if args.json else sys.stdout
 
-    def say(line: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {line}", file=out, flush=True)
-
-    again = shlex.join(["foray", "up", str(path), *(shown(word) for word in overrides)])
+    say = Progress.on(out, stamp=lambda: time.strftime("%H:%M:%S "))
+    again = shlex.join(["foray", "up", str(path), *map(redacted_override, overrides)])
     code, summary = up(config, say, again=again, takeover=args.takeover)
     if args.json:
         print(json.dumps(summary))
     return code
-
-
-def shown(override: str) -> str:
-    """Return an override without the password of a Redis URL, which belongs in FORAY_REDIS_URL."""
-    key, equals, value = override.partition("=")
-    return f"{key}{equals}{redacted(value) if key == 'run.redis_url' else value}"
 
 
 def up(

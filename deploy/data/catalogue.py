@@ -16,9 +16,9 @@ import yaml
 
 from deploy.data.download import Remote, fetch, hub_file, hub_listing
 from deploy.data.unpack import join, unpack
-from deploy.heartbeat import Pulse
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
+from protocol.runtime.progress import Progress
 from protocol.runtime.settings_errors import suggest
 
 CATALOGUE = Path(__file__).with_name("catalogue.yaml")
@@ -105,34 +105,34 @@ def entry(name: str) -> Entry:
     return known[name]
 
 
-def get(wanted: Entry, root: Path, pulse: Pulse) -> list[Path]:
+def get(wanted: Entry, root: Path, progress: Progress) -> list[Path]:
     """Download an entry into `root` and unpack it; return its files. What is there already is not fetched again.
 
     Raises UserError, and what `download.fetch` raises: the same call then continues.
     """
     if wanted.present(root):
-        pulse.say(f"{wanted.name}: already in {root}")
+        progress(f"{wanted.name}: already in {root}")
     else:
         remotes = wanted.remotes()
         done = {part for path, parts in wanted.makes.items() if (root / path).is_file() for part in parts}
         for path, remote in remotes.items():
             if path not in done and not (root / path).is_file():
-                _fetch(remote, root, path, pulse)
+                _fetch(remote, root, path, progress)
         for path, parts in wanted.makes.items():
             if not (root / path).is_file():
-                _make(root / path, [root / part for part in parts], wanted.member, pulse)
+                _make(root / path, [root / part for part in parts], wanted.member, progress)
     if wanted.kind == "model":
         return [root / wanted.folder]
     return [root / path for path in wanted.results()]
 
 
-def get_url(url: str, root: Path, pulse: Pulse, sha256: str = "") -> Path:
+def get_url(url: str, root: Path, progress: Progress, sha256: str = "") -> Path:
     """Download one file of any address into `root`; return it. Raises what `download.fetch` raises."""
     name = url.partition("?")[0].rpartition("/")[2]
     if not name:
         raise UserError(f"{url} names no file", todo="give the address of one file")
     if not (root / name).is_file():
-        _fetch(Remote(name, url, sha256=sha256), root, name, pulse)
+        _fetch(Remote(name, url, sha256=sha256), root, name, progress)
     return root / name
 
 
@@ -149,20 +149,20 @@ def recorded(root: Path) -> dict[str, dict[str, str]]:
         ) from None
 
 
-def _fetch(remote: Remote, root: Path, path: str, pulse: Pulse) -> None:
+def _fetch(remote: Remote, root: Path, path: str, progress: Progress) -> None:
     known = recorded(root).get(path)
     first = known["sha256"] if known is not None and known["url"] == remote.url else ""
     target = root / path
     expected = remote.sha256 or first
-    sha256 = fetch(Remote(remote.name, remote.url, remote.repo, remote.path, expected), target, pulse)
+    sha256 = fetch(Remote(remote.name, remote.url, remote.repo, remote.path, expected), target, progress)
     if not expected:
-        pulse.say(f"{remote.name}: no checksum is published; recorded sha256 {sha256[:16]}.. in {root / RECORD}")
+        progress(f"{remote.name}: no checksum is published; recorded sha256 {sha256[:16]}.. in {root / RECORD}")
     files = recorded(root) | {path: {"url": remote.url, "sha256": sha256}}
     atomic_write(root / RECORD, json.dumps({"files": files}, indent=1) + "\n", durable=False)
 
 
-def _make(target: Path, parts: Sequence[Path], member: str, pulse: Pulse) -> None:
+def _make(target: Path, parts: Sequence[Path], member: str, progress: Progress) -> None:
     if len(parts) > 1:
-        join(parts, target, pulse.say)
+        join(parts, target, progress)
     else:
-        unpack(parts[0], target, pulse.say, member)
+        unpack(parts[0], target, progress, member)

@@ -7,6 +7,7 @@ meantime, the download begins again (`If-Range`, RFC 9110, section 13.1.5).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -22,9 +23,8 @@ from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, cast
 
-from deploy.heartbeat import Pulse
 from protocol.errors import ForayError, UserError
-from protocol.runtime.files import sha256_file
+from protocol.runtime.progress import Progress, amount
 
 ATTEMPTS = 6
 """Connections in a row that may fail without a byte."""
@@ -78,7 +78,7 @@ def hub_listing(repo: str) -> list[str]:
         raise _unreachable(url, error) from None
 
 
-def fetch(remote: Remote, target: Path, pulse: Pulse) -> str:
+def fetch(remote: Remote, target: Path, progress: Progress) -> str:
     """Download `remote` to `target` unless it is complete there; return its sha256.
 
     Raises UserError if the server has no such file, or the checksum is wrong (the file is then deleted); Interrupted if
@@ -90,12 +90,11 @@ def fetch(remote: Remote, target: Path, pulse: Pulse) -> str:
         expected = _hub_checksum(remote)
     through_hub = _hub_client() if remote.repo else None
     if through_hub is not None:
-        part = _through_hub(through_hub, remote, target, pulse)
+        part = _through_hub(through_hub, remote, target, progress)
     else:
         part = target.with_name(target.name + ".part")
-        _over_http(remote, part, pulse)
-    pulse.beat(lambda: f"{remote.name}: verifying")
-    found = sha256_file(part)
+        _over_http(remote, part, progress)
+    found = _sha256(part, f"{remote.name}: verifying", progress)
     if expected and found != expected:
         part.unlink()
         _tag_file(part).unlink(missing_ok=True)
@@ -110,15 +109,28 @@ def fetch(remote: Remote, target: Path, pulse: Pulse) -> str:
     return found
 
 
-def _over_http(remote: Remote, part: Path, pulse: Pulse) -> None:
+def _sha256(path: Path, name: str, progress: Progress) -> str:
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb") as file, progress.task(name, path.stat().st_size, "B") as task:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            task(done := done + len(chunk))
+    return digest.hexdigest()
+
+
+def _over_http(remote: Remote, part: Path, progress: Progress) -> None:
     """Download into `part`, continuing what is there."""
     login = _login() if remote.repo else ""
     failures = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
         try:
-            _continue(remote, part, login, pulse)
+            _continue(remote, part, login, progress)
             return
+        except (KeyboardInterrupt, SystemExit):
+            have = part.stat().st_size if part.exists() else 0
+            progress(f"{remote.name}: stopped; {amount(have)} are kept in {part}")
+            raise
         except urllib.error.HTTPError as error:
             if error.code < 500 and error.code != 429:
                 raise _unreachable(remote.url, error) from None
@@ -129,14 +141,14 @@ def _over_http(remote: Remote, part: Path, pulse: Pulse) -> None:
         failures = 1 if gained > 0 else failures + 1
         if failures > ATTEMPTS:
             raise Interrupted(
-                f"{remote.url}: {why}; {_size(before + gained)} of {remote.name} are kept in {part}: the same command "
+                f"{remote.url}: {why}; {amount(before + gained)} of {remote.name} are kept in {part}: the same command "
                 "continues there"
             )
-        pulse.say(f"{remote.name}: {why}; connecting again")
+        progress(f"{remote.name}: {why}; connecting again")
         time.sleep(PAUSE_S * 2 ** (failures - 1) if gained <= 0 else 0)
 
 
-def _continue(remote: Remote, part: Path, login: str, pulse: Pulse) -> None:
+def _continue(remote: Remote, part: Path, login: str, progress: Progress) -> None:
     """Append the rest of the file to `part`. Raises OSError or HTTPException if the connection ends early."""
     have, tag = part.stat().st_size if part.exists() else 0, _read_tag(part, remote.url)
     request = urllib.request.Request(remote.url, headers={"Accept-Encoding": "identity"})
@@ -159,24 +171,23 @@ def _continue(remote: Remote, part: Path, login: str, pulse: Pulse) -> None:
         length = response.headers.get("Content-Length")
         total = int(length) + (have if resumed else 0) if length else None
         _write_tag(part, remote.url, _strong(response.headers.get("ETag")))
-        require_space(part, (total or 0) - (have if resumed else 0))
-        done, begun = have if resumed else 0, time.monotonic()
-        start = done
-        with part.open("ab" if resumed else "wb") as file:
+        done = have if resumed else 0
+        require_space(part, (total or 0) - done)
+        with part.open("ab" if resumed else "wb") as file, progress.task(remote.name, total, "B") as task:
+            task(done)
             while chunk := response.read(CHUNK):
                 file.write(chunk)
                 done += len(chunk)
-                rate = (done - start) / max(time.monotonic() - begun, 1e-3)
-                pulse.beat(lambda done=done, rate=rate: _progress(remote.name, done, total, rate))  # type: ignore[misc]
+                task(done)
         if total is not None and done < total:
-            raise ConnectionError(f"the connection was closed after {_size(done)} of {_size(total)}")
+            raise ConnectionError(f"the connection was closed after {amount(done)} of {amount(total)}")
 
 
-def _through_hub(client: _HubClient, remote: Remote, target: Path, pulse: Pulse) -> Path:
+def _through_hub(client: _HubClient, remote: Remote, target: Path, progress: Progress) -> Path:
     """Download with `huggingface_hub`, which keeps partial files itself; return the complete file."""
     kind, _, repo = remote.repo.partition("/")
     folder = target.parent / ".hub"
-    pulse.say(f"{remote.name}: downloading from {remote.repo.partition('/')[2]}")
+    progress(f"{remote.name}: downloading from {remote.repo.partition('/')[2]}")
     done, failures = "", 0
     while not done:
         try:
@@ -194,7 +205,7 @@ def _through_hub(client: _HubClient, remote: Remote, target: Path, pulse: Pulse)
             failures += 1
             if failures > ATTEMPTS:
                 raise Interrupted(f"{remote.url}: {error}; the same command continues") from None
-            pulse.say(f"{remote.name}: {str(error).splitlines()[0][:200]}; connecting again")
+            progress(f"{remote.name}: {str(error).splitlines()[0][:200]}; connecting again")
             time.sleep(PAUSE_S * 2 ** (failures - 1))
     part = target.with_name(target.name + ".part")
     shutil.move(done, part)
@@ -293,21 +304,6 @@ def require_space(target: Path, needed: int) -> None:
     if needed > free:
         raise UserError(
             f"not enough disk space for {target.name} in {target.parent.absolute()}",
-            why=f"{_size(needed)} are needed, {_size(free)} are free",
+            why=f"{amount(needed)} are needed, {amount(free)} are free",
             todo="free some, or give another directory with --to; the next call continues",
         )
-
-
-def _progress(name: str, done: int, total: int | None, rate: float) -> str:
-    if total is None:
-        return f"{name}: {_size(done)}, {_size(rate)}/s"
-    left = (total - done) / max(rate, 1.0)
-    return f"{name}: {_size(done)} of {_size(total)} ({done / max(total, 1):.0%}), {_size(rate)}/s, {left:.0f} s left"
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    raise AssertionError

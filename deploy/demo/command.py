@@ -20,6 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from protocol.runtime.lifecycle import Terminated
+from protocol.runtime.progress import Progress
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `foray demo`."""
@@ -53,9 +56,7 @@ def run(args: argparse.Namespace) -> int:
     out = sys.stderr if args.json else sys.stdout
     began = time.monotonic()
 
-    def say(line: str) -> None:
-        print(f"{time.monotonic() - began:6.1f}s  {line}", file=out, flush=True)
-
+    say = Progress.on(out, stamp=lambda: f"{time.monotonic() - began:6.1f}s  ")
     name = f"demo{'-hard' * args.hard}-{args.seed}" + ("-control" if args.control != "none" else "")
     directory = args.dir or Path("runs") / name
     options = DemoOptions(
@@ -67,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
         args.fresh,
         args.hard,
     )
-    prepared = prepare(options, say)
+    try:
+        prepared = prepare(options, say)
+    except (KeyboardInterrupt, Terminated):
+        say(f"stopped while the demo was prepared, of which nothing is kept; begin again with: {args.again}")
+        raise
     if args.prepare_only:
         say(f"next: start each process with --config {prepared.config_path} (see docs/quickstart.md)")
         return 0

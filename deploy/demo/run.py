@@ -10,6 +10,7 @@ Evaluation uses the running rollout server and engine, with the code that also g
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import shutil
 import time
@@ -31,6 +32,7 @@ from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
 from protocol.runtime.config import read_tree
 from protocol.runtime.episodes import EvalScore, evaluate
+from protocol.runtime.progress import TaskProgress
 
 CONFIG = Path(__file__).with_name("demo.yaml")
 HARD_OVERRIDES = Path(__file__).with_name("hard.yaml")
@@ -205,8 +207,12 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
         seconds["start"] = time.monotonic() - mark
         mark = time.monotonic()
         say(f"evaluating {len(questions)} questions about a world that is never trained on")
-        doing = f"evaluating {len(questions)} questions, sampled and greedy"
-        before = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [sampled, GREEDY]), doing)
+        url, both = launcher.rollout_urls[0], 2 * len(questions)
+
+        def asked(task: TaskProgress) -> list[EvalScore]:
+            return ask(url, questions, [sampled, GREEDY], task)
+
+        before = launcher.during(asked, "evaluating, sampled and greedy", both, "episodes")
         say(describe("before", before, hops))
         seconds["ask_before"] = time.monotonic() - mark
         mark = time.monotonic()
@@ -216,9 +222,13 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
         seconds["training"] = time.monotonic() - mark
         mark = time.monotonic()
         say("[5/5] evaluating the same questions again, and once with search disabled")
-        seen = launcher.during(lambda: await_last_version(launcher), "waiting for all engines to load the last weights")
-        after = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [sampled, GREEDY]), doing)
-        blind = launcher.during(lambda: ask(launcher.rollout_urls[0], questions, [sampled], search=False), doing)
+        waiting = "waiting for all engines to load the last weights"
+        seen = launcher.during(lambda task: await_last_version(launcher), waiting)
+        after = launcher.during(asked, "evaluating, sampled and greedy", both, "episodes")
+        blind = launcher.during(
+            lambda task: ask(url, questions, [sampled], task, search=False),
+            *("evaluating without search", len(questions), "episodes"),
+        )
         say(describe("after", after, hops))
         seconds["ask_after"] = time.monotonic() - mark
     summary = scores(before, after, blind, hops) | accounting(prepared.config.run.dir, seen)
@@ -235,12 +245,16 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
 
 
 def ask(
-    url: str, questions: Sequence[Question], temperatures: Sequence[float], *, search: bool = True
+    url: str, questions: Sequence[Question], temperatures: Sequence[float], task: TaskProgress, *, search: bool = True
 ) -> list[EvalScore]:
     """Return one score per temperature, evaluated concurrently so that all use one policy version."""
+    ended = itertools.count(1)
+
+    def each(episode: object) -> None:
+        task.update(next(ended))
 
     def one(temperature: float) -> EvalScore:
-        return evaluate(url, questions, temperature=temperature, search=search, concurrency=len(questions))
+        return evaluate(url, questions, temperature=temperature, search=search, concurrency=len(questions), each=each)
 
     with ThreadPoolExecutor(len(temperatures)) as pool:
         return list(pool.map(one, temperatures))

@@ -37,8 +37,8 @@ from deploy.demo.world import (
     ids_of_words,
     save_tokenizer,
 )
-from deploy.heartbeat import Pulse, beside
 from protocol.errors import ForayError
+from protocol.runtime.progress import Progress, TaskProgress
 
 if TYPE_CHECKING:
     import torch
@@ -333,7 +333,7 @@ class WarmStartReport:
 
 @dataclass
 class _Course:
-    """A model in training, with one random generator. `beat` receives the progress."""
+    """A model in training, with one random generator. `task` shows the progress, if there is one."""
 
     model: Qwen2ForCausalLM
     optimizer: torch.optim.Optimizer
@@ -344,7 +344,7 @@ class _Course:
     worlds: list[tuple[Scene, dict[int, list[Puzzle]]]] = field(default_factory=list)
     dealt: int = 0
     steps: int = 0
-    beat: Callable[[Callable[[], str]], None] = lambda line: None
+    task: TaskProgress | None = None
 
     def deal(self) -> None:
         """Add a new world and drop the oldest."""
@@ -359,7 +359,7 @@ class _Course:
         import torch
         from torch.nn import functional
 
-        loss, began = torch.zeros(()), time.monotonic()
+        loss = torch.zeros(())
         for step in range(steps):
             if self.steps % self.budget.steps_per_world == 0:
                 self.deal()
@@ -375,12 +375,9 @@ class _Course:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.steps += 1
-            self.beat(partial(self._line, step + 1, steps, time.monotonic() - began))
+            if self.task is not None:
+                self.task(self.steps)
         return loss.item()
-
-    def _line(self, done: int, steps: int, seconds: float) -> str:
-        left = seconds / done * (steps - done)
-        return f"warm start: step {self.steps}, {done} of {steps} in this stage, about {left:.0f} s left"
 
 
 def warm_start(
@@ -400,11 +397,8 @@ def warm_start(
 
     Raises WarmStartFailed if `budget.most` steps of practice do not suffice.
     """
-    pulse, begun = Pulse(log), time.monotonic()
-    log = pulse.say
-    beside(
-        _load, lambda: pulse.beat(lambda: f"loading torch and transformers, {time.monotonic() - begun:.0f} s so far")
-    )
+    progress = Progress.of(log)
+    progress.beside(lambda task: _load(), lambda: None, "loading torch and transformers")
     import torch
 
     limits = budget or (HARD_BUDGET if level is HARD else WarmStartBudget())
@@ -412,16 +406,16 @@ def warm_start(
     torch.set_num_threads(threads)
     try:
         course = _course(seed, limits, level)
-        course.beat = pulse.beat
-        passed, looks = _practise(course, seed, log)
-        practised = course.steps
-        peak = limits.learning_rate / 4
-        loss = course.train(imperfect, limits.habits, lambda step: peak * (1 - 0.9 * step / limits.habits))
+        with progress.task("warm start", limits.practice + limits.habits, "steps") as course.task:
+            passed, looks = _practise(course, seed, progress)
+            practised = course.steps
+            peak = limits.learning_rate / 4
+            loss = course.train(imperfect, limits.habits, lambda step: peak * (1 - 0.9 * step / limits.habits))
         final = gate(course.model, seed, level=level) if limits.habits else passed
     finally:
         torch.set_num_threads(threads_before)
     if limits.habits:
-        log(f"warm start: step {course.steps}, habits, loss {loss:.3f}, {final.line()}")
+        progress(f"warm start: step {course.steps}, habits, loss {loss:.3f}, {final.line()}")
     save_model(course.model, out_dir)
     seconds, cpu_seconds = time.monotonic() - began, time.process_time() - began_cpu
     return WarmStartReport(seed, course.steps, practised, seconds, cpu_seconds, passed, final, looks)
@@ -465,6 +459,8 @@ def _practise(course: _Course, seed: int, log: Log) -> tuple[GateReport, int]:
                 f"seed {seed}: the model does not pass the gate after {course.steps} steps: {report.line()}"
             )
         # back to half the peak: at the small rate at the end of the decay, a stuck model stays stuck
+        if course.task is not None and course.task.total is not None:
+            course.task.total += budget.chunk
         make = partial(weaker, report) if course.level is HARD else practice
         loss = course.train(make, budget.chunk, lambda step: peak / 2 * (1 - 0.5 * step / budget.chunk))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from deploy.evaluation.methods import POLICY, build_method
@@ -23,6 +23,7 @@ from deploy.evaluation.targets import Served
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question, Sampling, Status
 from protocol.runtime.episodes import evaluate, is_failed
+from protocol.runtime.progress import TaskProgress
 from rollout_server.engine.client import pooled_connector
 from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.rewards.base import RewardError, RewardInput
@@ -55,18 +56,6 @@ class AskOptions:
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k or -1)
 
 
-@dataclass
-class Progress:
-    """Episodes that have ended, of all; read by the line about the progress."""
-
-    total: int
-    ended: Counter[str] = field(default_factory=Counter)
-    doing: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.doing}, {sum(self.ended.values())} of {self.total} episodes"
-
-
 def prompts_of(served: Served) -> Prompts:
     """Return the prompts of the methods for the model that is served."""
     return prompts_for(served.episode.template) if served.episode else ENGLISH
@@ -78,22 +67,21 @@ def ask_all(
     sets: Sequence[DataSet],
     sampler: AskOptions,
     store: ResultStore,
-    progress: Progress,
+    task: TaskProgress,
 ) -> None:
     """Ask every question by every method, except those that `store` has complete. Raises ForayError or UserError."""
     prompts = prompts_of(served)
     own = [settings for settings in methods if not (settings.type == POLICY and served.rollout_url)]
     built = {settings.type: build_method(settings, prompts) for settings in own}  # all, before the first question
     for settings in methods:
-        progress.doing = settings.type
+        task.note = settings.type
         remaining = open_questions(sets, store.rows, settings.type, sampler.n)
-        progress.ended[settings.type] = sampler.n * (sum(len(s.questions) for s in sets) - len(remaining))
         if not remaining:
             continue
         if settings.type in built:
-            asyncio.run(_ask_method(served, settings, built[settings.type], remaining, sampler, store, progress))
+            asyncio.run(_ask_method(served, settings, built[settings.type], remaining, sampler, store, task))
         else:
-            _ask_policy(served, remaining, sampler, store, progress)
+            _ask_policy(served, remaining, sampler, store, task)
 
 
 def open_questions(sets: Sequence[DataSet], rows: Sequence[Row], method: str, n: int) -> list[tuple[str, Question]]:
@@ -128,7 +116,7 @@ def _ask_policy(
     remaining: Sequence[tuple[str, Question]],
     sampler: AskOptions,
     store: ResultStore,
-    progress: Progress,
+    task: TaskProgress,
 ) -> None:
     # ids are unique within one data set only
     by_id = {str(number): pair for number, pair in enumerate(remaining)}
@@ -136,7 +124,7 @@ def _ask_policy(
     def each(episode: dict[str, Any]) -> None:
         data_set, question = by_id[episode["question_id"]]
         store.add(row_of(data_set, question, POLICY, int(episode["index"]), _policy_episode(episode)))
-        progress.ended[POLICY] += 1
+        task.update(task.done + 1)
 
     evaluate(
         served.rollout_url,
@@ -178,7 +166,7 @@ async def _ask_method(
     remaining: Sequence[tuple[str, Question]],
     sampler: AskOptions,
     store: ResultStore,
-    progress: Progress,
+    task: TaskProgress,
 ) -> None:
     import aiohttp
 
@@ -200,7 +188,7 @@ async def _ask_method(
                     episode = Episode(model, search, sampler.sampling)
                     found = await _play(method, question, episode)
                     store.add(row_of(name, question, settings.type, index, found))
-                    progress.ended[settings.type] += 1
+                    task.update(task.done + 1)
                     failures.note(found)
 
             async with asyncio.TaskGroup() as tasks:
@@ -263,15 +251,18 @@ async def _play(method: Method, question: Question, episode: Episode) -> dict[st
     }
 
 
-def judge_all(settings: JudgeSettings, store: ResultStore, sets: Sequence[DataSet], progress: Progress) -> None:
+def unjudged(store: ResultStore) -> list[Row]:
+    """Return the episodes without a judge's score."""
+    return [row for row in store.rows if "judge" not in row["metrics"] and not is_failed(row)]
+
+
+def judge_all(settings: JudgeSettings, store: ResultStore, sets: Sequence[DataSet], task: TaskProgress) -> None:
     """Add the judge's score to the episodes that have none. Each is stored at once.
 
     Raises UserError without an API key, ForayError if the judge fails.
     """
     questions = {(s.name, q.id): q for s in sets for q in s.questions}
-    open_ = [row for row in store.rows if "judge" not in row["metrics"] and not is_failed(row)]
-    progress.total, progress.ended, progress.doing = len(open_), Counter(), "judge"
-    asyncio.run(_judge(settings, store, questions, open_, progress))
+    asyncio.run(_judge(settings, store, questions, unjudged(store), task))
 
 
 async def _judge(
@@ -279,7 +270,7 @@ async def _judge(
     store: ResultStore,
     questions: dict[tuple[str, str], Question],
     rows: Sequence[Row],
-    progress: Progress,
+    task: TaskProgress,
 ) -> None:
     resources = RewardResources()
     judge = Judge(settings, resources)
@@ -290,7 +281,7 @@ async def _judge(
             question = questions[row["data_set"], row["question_id"]]
             given = RewardInput(question, Status(row["status"]), row["answer"], (), row["searches"])
             store.add({**row, "metrics": {**row["metrics"], "judge": await judge(given)}})
-            progress.ended["judge"] += 1
+            task.update(task.done + 1)
 
     try:
         async with asyncio.TaskGroup() as tasks:

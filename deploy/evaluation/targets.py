@@ -13,7 +13,6 @@ import copy
 import hashlib
 import re
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from typing import Any, Literal, Protocol, TypeVar
 from deploy.commands.export import model_settings
 from deploy.config import RunConfig, expand, from_tree
 from deploy.evaluation.models import ModelEndpoint, endpoint_settings, only_model
-from deploy.heartbeat import Pulse, Say, beside
 from deploy.launcher.run_dir import (
     RESOLVED,
     configuration_of,
@@ -41,6 +39,7 @@ from protocol.runtime.config import SettingsTree, read_tree, with_overrides
 from protocol.runtime.files import atomic_write, model_digest
 from protocol.runtime.http.client import ask
 from protocol.runtime.net import free_port
+from protocol.runtime.progress import Progress, Say, TaskProgress
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.search.client import HttpSearchSettings
 
@@ -98,23 +97,18 @@ class ServingOptions:
 
 
 class During(Protocol):
-    """Run `work` in a thread and monitor processes meanwhile; `doing` returns a line about the progress."""
+    """Run `work` in a thread and monitor processes meanwhile: `Progress.beside`."""
 
-    def __call__(self, work: Callable[[], T], doing: Callable[[], str]) -> T: ...
+    def __call__(
+        self, work: Callable[[TaskProgress], T], name: str, total: float | None = None, unit: str = ""
+    ) -> T: ...
 
 
 def monitoring(look: Callable[[], None], say: Say) -> During:
-    """Return what runs a function while `look` is called, and prints its progress."""
-    pulse = Pulse(say)
+    """Return what runs a function while `look` is called, and shows its progress."""
 
-    def during(work: Callable[[], T], doing: Callable[[], str]) -> T:
-        begun = time.monotonic()
-
-        def each() -> None:
-            look()
-            pulse.beat(lambda: f"{doing()}: {time.monotonic() - begun:.0f} s so far")
-
-        return beside(work, each)
+    def during(work: Callable[[TaskProgress], T], name: str, total: float | None = None, unit: str = "") -> T:
+        return Progress.of(say).beside(work, look, name, total, unit)
 
     return during
 
@@ -311,12 +305,12 @@ def _exported(where: Path, options: ServingOptions, directory: Path, say: Say) -
             why="frozen weights, configuration and tokenizer are copied from it",
             todo="give the run's configuration with --config FILE, and in it its present directory as run.model",
         )
-    state = find_state(where)
+    state = find_state(where, say)
     model = directory / f"model-{state.parents[1].name}"
     if not model.exists():
         say(f"exporting {state.parents[1]} to {model}")
         model.parent.mkdir(parents=True, exist_ok=True)
-        export_model(state, initial, settings, model)
+        export_model(state, initial, settings, model, progress=say)
     return state, model
 
 
@@ -398,13 +392,13 @@ def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[s
     resolved = directory / RESOLVED
     resolved.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(resolved, settle(config, addresses).to_yaml(), durable=False)
-    pulse = Pulse(say)
+    progress = Progress.of(say)
     supervisor = Supervisor(
         is_ready=Readiness("", run.id),
         ready_s=launch.ready_s,
         shutdown_s=launch.shutdown_s,
-        say=pulse.say,
-        beat=pulse.beat,
+        say=progress,
+        beat=progress.beat,
     )
 
     try:
@@ -413,6 +407,6 @@ def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[s
             for spec in plan(config, addresses, python=sys.executable, resolved=resolved)
         ]
         supervisor.await_ready(names)
-        yield url, monitoring(supervisor.check, say)
+        yield url, monitoring(supervisor.check, progress)
     finally:
         supervisor.stop()

@@ -26,11 +26,10 @@ from deploy.doctor.identity import CHECK
 from deploy.doctor.machine import usable
 from deploy.doctor.model import ENGINE_TOKENIZER, RUN_TOKENIZER
 from deploy.doctor.run import inputs, preflight
-from deploy.heartbeat import Pulse, beside
 from deploy.launcher.addresses import choose, dated, seen_from_here, settle
 from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.launcher.process import ManagedProcess
-from deploy.launcher.progress import StepTail
+from deploy.launcher.progress import StepTail, read_history
 from deploy.launcher.redis_server import check_server
 from deploy.launcher.run_dir import RESOLVED, hold, write_record
 from deploy.launcher.supervisor import POLL_S, Readiness, Say, Supervisor
@@ -41,6 +40,7 @@ from learner.observability.reporting import step_line
 from learner.validation.results import describe
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
+from protocol.runtime.progress import Progress, TaskProgress
 from protocol.runtime.redis.url import redacted
 
 T = TypeVar("T")
@@ -76,8 +76,8 @@ class Launcher:
     ) -> None:
         self._given, self._python, self._again = config, python or sys.executable, again
         self._takeover = takeover
-        self._pulse = Pulse(say)
-        self._say = self._pulse.say
+        self._say = Progress.of(say)
+        self._training: TaskProgress | None = None
         self.directory = config.run.dir
         self._exits = ExitStack()
         self._stop_signal: int | None = None
@@ -128,7 +128,7 @@ class Launcher:
             ready_s=launch.ready_s,
             shutdown_s=launch.shutdown_s,
             say=self._say,
-            beat=self._pulse.beat,
+            beat=self._say.beat,
             interrupted=self._raise_if_stopped,
         )
         self._catch_signals()
@@ -174,7 +174,10 @@ class Launcher:
         before = {name: child.pid for name, child in self.supervisor.children.items()}
         self.supervisor.check()
         for record in self._steps.read():
-            self._say(step_line(record, steps=self.config.run.steps))
+            if self._training is not None:
+                self._training.update(record["step"])
+            left = self._training.left() if self._training else ""
+            self._say("  ".join(filter(None, (step_line(record, steps=self.config.run.steps), left))))
         for record in self._validations.read():
             self._say(f"validation of {describe(record)}")
         if before != {name: child.pid for name, child in self.supervisor.children.items()}:
@@ -182,24 +185,28 @@ class Launcher:
 
     def wait(self) -> None:
         """Wait until the learner has exited with code 0 (without a learner: until stopped)."""
+        if not self.config.launch.learner:
+            self._wait()
+            return
+        with self._say.task("training", self.config.run.steps, "steps") as self._training:
+            self._training.update(read_history(self.directory / "metrics.jsonl").last.get("step", 0))
+            self._wait()
+
+    def _wait(self) -> None:
         while not ("learner" in self.supervisor.children and self.supervisor.ended("learner")):
             self.check()
             if learner := self.supervisor.children.get("learner"):
-                self._pulse.beat(lambda: learner.waiting_line("to finish its next step"), every_s=STEP_S)
+                self._say.beat(lambda: learner.waiting_line("to finish its next step"), every_s=STEP_S)
+            if self._training is not None and self._training.drawn:
+                self._training.tick()
             time.sleep(POLL_S * 2)
         self.check()
 
-    def during(self, work: Callable[[], T], doing: str | Callable[[], str] = "working") -> T:
+    def during(
+        self, work: Callable[[TaskProgress], T], name: str = "working", total: float | None = None, unit: str = ""
+    ) -> T:
         """Run `work` in a thread, monitor the processes meanwhile, and return the result. Raises what it raises."""
-        begun = time.monotonic()
-
-        def look() -> None:
-            self.check()
-            self._pulse.beat(
-                lambda: f"{doing if isinstance(doing, str) else doing()}: {time.monotonic() - begun:.0f} s so far"
-            )
-
-        return beside(work, look)
+        return self._say.beside(work, self.check, name, total, unit)
 
     def stop(self, state: str = "stopped") -> None:
         """Stop all started processes in order. Idempotent."""
@@ -247,7 +254,7 @@ class Launcher:
             try:
                 while child.poll() is None:
                     self._raise_if_stopped()
-                    self._pulse.beat(lambda child=child: child.waiting_line("to finish"))  # type: ignore[misc]
+                    self._say.beat(lambda child=child: child.waiting_line("to finish"))  # type: ignore[misc]
                     time.sleep(POLL_S)
             finally:
                 child.kill()

@@ -73,6 +73,22 @@ A stage begins when its work begins, so a span may begin after the one above it 
 lineage id, seq and attempt: no message carries a context. A failed span has the cause in its status. A collector that
 is away or slow delays nothing: at most 8192 spans wait, then spans are dropped and counted (`trace_spans_dropped`).
 
+## Trajectories while they are generated
+
+A rollout server answers, to the role viewer:
+
+| route | answer |
+|---|---|
+| `GET /v1/live` | the groups in flight: of each trajectory state, turns, tokens, searches, last query, engine |
+| `GET /v1/live/trajectory?seq=SEQ&index=N` | server-sent events of one trajectory, from its prompt to its end |
+
+Events are `start`, `segment` (text that continues a segment or replaces it, see `append`; `complete` with version,
+engine or query) and `end`. At most 16 trajectories are watched at a time; a client that reads nothing for 5 s is
+disconnected. With no watcher nothing is decoded early. Texts are those of the policy and of passages: escape them in a
+page.
+
+    curl -N "$(jq -r '.rollouts[0]' RUN_DIR/run.json)/v1/live/trajectory?seq=12&index=0"
+
 ## Prometheus and Grafana
 
 `foray grafana RUN_DIR --out monitoring` writes three files:

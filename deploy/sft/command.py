@@ -14,21 +14,18 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.heartbeat import Pulse
 from protocol.errors import UserError
 from protocol.runtime.lifecycle import deferred_shutdown
+from protocol.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from collections import Counter
 
     from learner.sft.record import SftPlan, SftProgress
-
-EVERY_S = 10.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,51 +49,42 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("no file of demonstrations is given", todo="foray sft demos.jsonl --model DIR --out DIR")
     config = load_config(args.config, [word for word in args.words if "=" in word])
     model = args.model or config.run.model
-    pulse = Pulse(lambda line: print(line, file=sys.stderr, flush=True), every_s=EVERY_S)
+    progress = Progress.on(sys.stderr)
     encoder = DemonstrationEncoder(model, config.rollout.episode, max_tokens=config.sft.max_tokens, day=config.run.date)
-    examples, left_out = encode_files(paths, encoder, lambda done: pulse.beat(lambda: f"sft: {done} encoded"))
+    with progress.task("sft: encoding", unit="conversations") as task:
+        examples, left_out = encode_files(paths, encoder, task)
     plan = SftPlan.of(
         examples, model=model, out=args.out, settings=config.sft, trainer=config.learner, seed=config.run.seed
     )
-    pulse.say(_overview(plan, left_out))
-    progress = plan.finished()
-    if progress is not None:
-        pulse.say(f"sft: {args.out} is already finished")
-        return _tell(args, progress, left_out)
+    progress(_overview(plan, left_out))
+    reached = plan.finished()
+    if reached is not None:
+        progress(f"sft: {args.out} is already finished")
+        return _tell(args, reached, left_out)
     with deferred_shutdown() as stop:
         stop.deferred = True
-        progress = _train(plan, pulse, stop.is_set)
-        if progress.step < progress.steps:
-            pulse.say(f"sft: stopped after step {progress.step} of {progress.steps}; the same command continues")
+        reached = _train(plan, progress, stop.is_set)
+        if reached.step < reached.steps:
+            progress(f"sft: stopped after step {reached.step} of {reached.steps}; a checkpoint is in {plan.folder}")
+            progress(f"continue with: {args.again}")
             return 130 if stop.number == signal.SIGINT else 1
-    return _tell(args, progress, left_out)
+    return _tell(args, reached, left_out)
 
 
-def _train(plan: SftPlan, pulse: Pulse, should_stop: Callable[[], bool]) -> SftProgress:
-    """Train, with a line about every EVERY_S seconds."""
-    pulse.say(f"sft: loading {plan.model}")
+def _train(plan: SftPlan, progress: Progress, should_stop: Callable[[], bool]) -> SftProgress:
+    """Train and show it."""
+    progress(f"sft: loading {plan.model}")
     # Threads of torch that spin while they wait take the cores from each other; read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from learner.sft.training import train
 
-    begun: list[tuple[float, int, int]] = []
-    """Time, updates and tokens at the start of the first update of this process."""
+    with progress.task("sft", plan.steps, "updates") as task:
 
-    def line(now: SftProgress) -> str:
-        since, steps, tokens = begun[0]
-        seconds = time.monotonic() - since
-        rate, left = (now.tokens - tokens) / seconds, seconds / (now.step - steps) * (now.steps - now.step)
-        return f"sft: step {now.step} of {now.steps}, loss {now.last_loss:.3f}, {rate:.0f} tokens/s, {left:.0f} s left"
+        def report(now: SftProgress) -> None:
+            task.note = f"loss {now.last_loss:.3f}, {now.tokens / now.seconds:.0f} tokens/s" if now.seconds else ""
+            task(now.step)
 
-    def report(now: SftProgress) -> None:
-        if not begun:
-            begun.append((time.monotonic(), now.step, now.tokens))
-        elif now.step == now.steps:
-            pulse.say(line(now))
-        else:
-            pulse.beat(lambda: line(now))
-
-    return train(plan, report, should_stop)
+        return train(plan, report, should_stop)
 
 
 def _overview(plan: SftPlan, left_out: Counter[str]) -> str:
@@ -112,14 +100,14 @@ def _overview(plan: SftPlan, left_out: Counter[str]) -> str:
     return "; ".join(parts)
 
 
-def _tell(args: argparse.Namespace, progress: SftProgress, left_out: Counter[str]) -> int:
+def _tell(args: argparse.Namespace, reached: SftProgress, left_out: Counter[str]) -> int:
     if args.json:
-        print(json.dumps(progress.to_json() | {"out": str(args.out), "left_out": dict(left_out)}, indent=1))
+        print(json.dumps(reached.to_json() | {"out": str(args.out), "left_out": dict(left_out)}, indent=1))
         return 0
     print(
-        f"wrote {args.out}: {progress.steps} updates, {progress.tokens:,} tokens ({progress.trained_tokens:,} "
-        f"trained), {progress.seconds:.0f} s, loss {progress.first_loss:.3f} to {progress.last_loss:.3f}"
+        f"wrote {args.out}: {reached.steps} updates, {reached.tokens:,} tokens ({reached.trained_tokens:,} "
+        f"trained), {reached.seconds:.0f} s, loss {reached.first_loss:.3f} to {reached.last_loss:.3f}"
     )
-    for step, loss in progress.evals:
+    for step, loss in reached.evals:
         print(f"  held out after step {step:.0f}: loss {loss:.3f}")
     return 0

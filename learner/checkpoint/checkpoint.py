@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from learner.checkpoint.signing import SIGNATURE, RunKey
 from protocol.errors import Fenced, ForayError, UserError
@@ -44,9 +44,11 @@ from protocol.runtime.files import (
     sha256_file,
     sha256_stream,
 )
+from protocol.runtime.progress import Progress, Say
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FORMAT = 1
 CURRENT = "CURRENT"
@@ -145,9 +147,10 @@ class Checkpoints:
         found = self._current()
         return None if found is None else lineage_id_in(str(self._manifest(found).get(LINEAGE_FIELD)))
 
-    def load(self) -> Checkpoint | None:
+    def load(self, progress: Say = log.info) -> Checkpoint | None:
         """Return the committed checkpoint with every file verified.
 
+        progress  prints a line, or shows bars
         Raises UserError for a damaged or unlisted file, or an invalid signature.
         """
         found = self._current()
@@ -162,8 +165,9 @@ class Checkpoints:
             raise self._damaged(path / strange[0], "the manifest does not list it, so its content cannot be verified")
         looks = {p: _look(p) for p in (path, *inside) if p.is_dir()}
         files = {path / name: expected for name, expected in facts["files"].items()}
-        with ThreadPoolExecutor(HASHING) as pool:
-            looks |= dict(zip(files, pool.map(self._verified, files, files.values()), strict=True))
+        sizes = {file: expected["bytes"] for file, expected in files.items()}
+        name = f"verifying {path.name}"
+        looks |= _of_each(sizes, lambda file: self._verified(file, files[file]), name, progress)
         lineage = tuple(PolicyVersion(*pair) for pair in facts["lineage"])
         return Checkpoint(path, int(facts["epoch"]), lineage, facts, looks)
 
@@ -384,10 +388,18 @@ def _listing(part: Path) -> dict[str, dict[str, Any]]:
         if path.stat().st_size != entry["bytes"]:
             raise OSError(f"{path} has {path.stat().st_size} bytes, but its rank wrote {entry['bytes']}")
     rest = [p for p in files if p not in known]
-    with ThreadPoolExecutor(HASHING) as pool:
-        hashed = zip(rest, pool.map(written_file, rest), strict=True)
-        known |= dict(hashed)
+    known |= _of_each({p: p.stat().st_size for p in rest}, written_file, f"hashing {part.name}", log.info)
     return {str(p.relative_to(part)): known[p] for p in files}
+
+
+def _of_each(sizes: Mapping[Path, int], work: Callable[[Path], T], name: str, progress: Say) -> dict[Path, T]:
+    """Return file -> `work(file)`, several at a time."""
+    found: dict[Path, T] = {}
+    with ThreadPoolExecutor(HASHING) as pool, Progress.of(progress).task(name, sum(sizes.values()), "B") as task:
+        for (path, size), result in zip(sizes.items(), pool.map(work, sizes), strict=True):
+            found[path] = result
+            task(task.done + size)
+    return found
 
 
 def written_file(path: Path) -> dict[str, Any]:

@@ -7,9 +7,11 @@ model with adapters is merged as for publishing: cast first, then the sum in flo
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ from learner.trainer.models import POLICY
 from learner.weights.adapter import CONFIG, WEIGHTS, in_peft_names, peft_config
 from protocol.errors import UserError
 from protocol.runtime.files import fsync_path, fsync_tree
+from protocol.runtime.progress import Progress, Say
+
+log = logging.getLogger(__name__)
 
 SHARD = "4GB"
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -34,15 +39,15 @@ MASTER, EMA = "master", "ema"
 Tensors = dict[str, torch.Tensor]
 
 
-def find_state(where: Path) -> Path:
+def find_state(where: Path, progress: Say = log.info) -> Path:
     """Return the policy's state in `where`: a run directory (its committed checkpoint, every file verified), or a
-    checkpoint.
+    checkpoint. `progress` prints a line, or shows bars.
 
     Raises UserError if there is none.
     """
     if (where / STATE / POLICY / INDEX).is_file():
         return where / STATE / POLICY
-    checkpoint = Checkpoints(where / "checkpoints", keep=1).load()
+    checkpoint = Checkpoints(where / "checkpoints", keep=1).load(progress)
     if checkpoint is None or not (checkpoint.path / STATE / POLICY / INDEX).is_file():
         raise UserError(
             f"no checkpoint found in {where}",
@@ -52,17 +57,20 @@ def find_state(where: Path) -> Path:
     return checkpoint.path / STATE / POLICY
 
 
-def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False) -> None:
+def export_model(
+    state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False, progress: Say = log.info
+) -> None:
     """Write a Hugging Face folder to `out`, which must not exist: weights (safetensors), configuration, tokenizer.
 
     state     the policy's state in a checkpoint (`find_state`)
     model     the run's initial model; frozen weights, configuration and tokenizer come from there
     settings  of the run: dtype, and alpha of the adapters
     average   the moving average (`learner.reference`) instead of the policy itself
+    progress  prints a line, or shows bars
     Raises UserError if the state is damaged, belongs to another model, or has no average.
     """
     _refuse_existing(out)
-    tensors = _read(state, EMA if average else MASTER, settings)
+    tensors = _read(state, EMA if average else MASTER, settings, progress)
     causal = load_causal(model, settings.model_copy(update={"gradient_checkpointing": False, "attention": "eager"}))
     own = dict(causal.named_parameters())
     adapted = any(".lora_" in name for name in tensors)
@@ -75,6 +83,7 @@ def export_model(state: Path, model: Path, settings: ModelSettings, out: Path, *
                 raise _another(state, model, f"{name} has shape {list(tensor.shape)} in the checkpoint")
             own[name].copy_(tensor)
 
+    progress(f"writing {out}")
     write_model(causal, model, settings.dtype, out)
 
 
@@ -102,10 +111,12 @@ def write_model(causal: Any, model: Path, dtype: str, out: Path, also: Mapping[s
     _write_whole(out, write)
 
 
-def export_adapter(state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False) -> None:
+def export_adapter(
+    state: Path, model: Path, settings: ModelSettings, out: Path, *, average: bool = False, progress: Say = log.info
+) -> None:
     """Write only the adapters to `out`, in PEFT's layout, over `model`. Arguments and errors as in `export_model`."""
     _refuse_existing(out)
-    tensors = _read(state, EMA if average else MASTER, settings)
+    tensors = _read(state, EMA if average else MASTER, settings, progress)
     named = {name.replace(f".{ADAPTER}.weight", ".weight"): t for name, t in tensors.items() if ".lora_" in name}
     if not named:
         raise UserError(f"the model in {state} has no adapters", todo="export it without --adapter")
@@ -118,7 +129,7 @@ def export_adapter(state: Path, model: Path, settings: ModelSettings, out: Path,
     _write_whole(out, write)
 
 
-def _read(state: Path, key: str, settings: ModelSettings) -> Tensors:
+def _read(state: Path, key: str, settings: ModelSettings, progress: Say) -> Tensors:
     """Return transformers' name -> tensor in the run's dtype, without a value head."""
     index = _index(state)
     if key == EMA and not index["averages"]:
@@ -128,12 +139,12 @@ def _read(state: Path, key: str, settings: ModelSettings) -> Tensors:
             todo="export the policy itself, without --ema",
         )
     files = sorted(set(index["files"][key].values()))
-    found = {
-        name: tensor.to(getattr(torch, settings.dtype))
-        for file in files
-        for name, tensor in _tensors(state / file)
-        if name.startswith(PREFIX)
-    }
+    found: Tensors = {}
+    with Progress.of(progress).task("reading the state", len(index["shapes"]), "tensors") as task:
+        for name, tensor in chain.from_iterable(_tensors(state / file) for file in files):
+            if name.startswith(PREFIX):
+                found[name] = tensor.to(getattr(torch, settings.dtype))
+            task(len(found))
     found |= {name: tensor for name, tensor in _tensors(state / BUFFERS) if name.startswith(PREFIX)}
     missing = [name for name in index["shapes"] if name.startswith(PREFIX) and name not in found]
     if missing:

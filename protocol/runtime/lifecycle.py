@@ -92,6 +92,27 @@ def deferred_shutdown() -> Iterator[DeferredShutdown]:
             signal.signal(number, handler)
 
 
+class Terminated(SystemExit):
+    """A SIGTERM, where `terminating` handles it: what the command holds is closed as after Ctrl-C."""
+
+
+@contextmanager
+def terminating() -> Iterator[None]:
+    """Raise Terminated in the main thread on SIGTERM while the block runs. A block inside may handle it instead."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @contextmanager
 def unwrap_user_error() -> Iterator[None]:
     """Re-raise the first UserError of an exception group by itself, so that the command line can print it."""

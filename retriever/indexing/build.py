@@ -9,10 +9,11 @@ in `.NAME.building` beside it; after a kill the same command resumes there.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from protocol.errors import UserError
 from protocol.runtime.files import sha256_file
+from protocol.runtime.progress import Progress, TaskProgress
 from retriever.corpus.corpus import SCAN_FILES, CorpusScan, open_offsets, read_texts, scan_corpus
 from retriever.corpus.manifest import MANIFEST, Manifest, make_manifest, read_manifest
 from retriever.encoder import build_encoder, encoder_identity
@@ -31,7 +33,6 @@ from retriever.encoder.config import EncoderSettings
 from retriever.index import index_identity, store, write_index
 from retriever.index.config import IndexSettings
 from retriever.indexing.input import CORPUS, CorpusInput, read_input, write_corpus
-from retriever.indexing.progress import BuildProgress, PassProgress, showing_index_log, to_stderr
 from retriever.indexing.workdir import JOURNAL, BuildDirectory, BuildJournal, files_in
 
 ENCODE_CHUNK = 1024
@@ -49,8 +50,7 @@ def build_index(
     words: int | None = None,
     overwrite: bool = False,
     fresh: bool = False,
-    progress: Callable[[str], None] = to_stderr,
-    bar: bool = False,
+    progress: Callable[[str], None],
 ) -> Manifest:
     """Stream `corpus` into a new index directory `out` and return its manifest.
 
@@ -59,6 +59,7 @@ def build_index(
     words      cut longer documents into passages of this many words
     overwrite  replace the existing index once the new one is complete
     fresh      discard an interrupted build of `out`; otherwise resume it as far as it matches
+    progress   a Progress, or a function that prints a line
 
     Raises UserError for a corpus that cannot be read or has no passage, and for an existing `out` without `overwrite`.
     If several processes build the same `out`, one builds and the others wait; those with the same settings then
@@ -73,10 +74,10 @@ def build_index(
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(out, error) from None
-    with BuildProgress(progress, bar=bar) as shown, BuildDirectory(out, shown.say) as workdir:
+    with BuildDirectory(out, progress) as workdir:
         if out.exists() and not overwrite:
             return _made_meanwhile(workdir, given, index)
-        manifest = _Build(given, workdir, index, shown).run(fresh=fresh)
+        manifest = _Build(given, workdir, index, Progress.of(progress)).run(fresh=fresh)
     progress(f"built {manifest.type} over {manifest.passages:,} passages: {out} (fingerprint {manifest.fingerprint})")
     return manifest
 
@@ -107,9 +108,7 @@ def _made_meanwhile(workdir: BuildDirectory, given: CorpusInput, index: IndexSet
 class _Build:
     """One build in a locked directory."""
 
-    def __init__(
-        self, given: CorpusInput, workdir: BuildDirectory, index: IndexSettings, progress: BuildProgress
-    ) -> None:
+    def __init__(self, given: CorpusInput, workdir: BuildDirectory, index: IndexSettings, progress: Progress) -> None:
         self._given, self._workdir, self._index, self._progress = given, workdir, index, progress
         self._directory = workdir.directory
         self._corpus = given.paths[0] if given.in_place else workdir.directory / CORPUS
@@ -130,7 +129,7 @@ class _Build:
             manifest = self._manifest(scan)
         except BaseException as error:
             if journal.vector_files:
-                self._progress.say(f"progress is kept in {self._directory}: run the same command to resume")
+                self._progress(f"progress is kept in {self._directory}: run the same command to resume")
             else:
                 self._workdir.discard()
             if isinstance(error, OSError):
@@ -164,22 +163,20 @@ class _Build:
         if same_name and self._given.in_place and journal.scan["sha256"] == sha256_file(self._corpus):
             journal.restamped(now)  # copied or touched
             return True
-        self._progress.say(
-            f"the interrupted build of {self._workdir.out} used another corpus: starting from the beginning"
-        )
+        self._progress(f"the interrupted build of {self._workdir.out} used another corpus: starting from the beginning")
         return False
 
     def _scanned(self, journal: BuildJournal) -> CorpusScan:
         if journal.input is not None:
-            self._progress.say(f"resuming an interrupted build of {self._workdir.out}")
+            self._progress(f"resuming an interrupted build of {self._workdir.out}")
             return CorpusScan(**journal.scan)
         stamp = self._given.stamp()
         if not self._given.in_place:
-            with self._progress.track_pass("convert") as report:
-                write_corpus(self._given, self._corpus, report)
+            with self._progress.task("convert", unit="passages") as task:
+                write_corpus(self._given, self._corpus, lambda share, passages: task(passages, share))
         total = max(self._corpus.stat().st_size, 1)
-        with self._progress.track_pass("scan") as report:
-            scan = scan_corpus(self._corpus, self._directory, lambda end, passages: report(end / total, passages))
+        with self._progress.task("scan", unit="passages") as task:
+            scan = scan_corpus(self._corpus, self._directory, lambda end, passages: task(passages, end / total))
         if not scan.passages:
             raise UserError(f"the corpus {self._given.spec} has no passages", todo='add {"id", "contents"} lines')
         journal.scanned(stamp, asdict(scan))
@@ -198,6 +195,47 @@ class _Build:
         return manifest
 
 
+@contextmanager
+def showing_index_log(progress: Progress) -> Iterator[None]:
+    """Show the log messages of index builds: `"%d of %d ..."` of passages becomes a pass, others a line."""
+    logger = logging.getLogger("retriever.index")
+    before = logger.level, logger.propagate
+    with ExitStack() as passes:
+        handler = _IndexLog(progress, passes)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(before[0])
+            logger.propagate = before[1]
+
+
+class _IndexLog(logging.Handler):
+    _STEP = "%d of %d passages "
+
+    def __init__(self, progress: Progress, passes: ExitStack) -> None:
+        super().__init__()
+        self._progress, self._passes = progress, passes
+        self._name = ""
+        self._pass: TaskProgress | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not str(record.msg).startswith(self._STEP) or not isinstance(record.args, tuple):
+            self._progress(record.getMessage())
+            return
+        name = str(record.msg).removeprefix(self._STEP)
+        done, total = (int(str(value)) for value in record.args)
+        if self._pass is None or self._name != name:
+            self._passes.close()  # the previous step is over
+            task = self._progress.task(f"index: {name.removeprefix('are ')}", total, "passages")
+            self._name, self._pass = name, self._passes.enter_context(task)
+            self._pass(0)
+        self._pass(done)
+
+
 class BuildSource:
     """The scanned corpus as `index.base.PassageSource`: texts by streaming, vectors by a resumable pass of the encoder.
 
@@ -209,7 +247,7 @@ class BuildSource:
     """
 
     def __init__(
-        self, corpus: Path, directory: Path, scan: CorpusScan, journal: BuildJournal, progress: BuildProgress
+        self, corpus: Path, directory: Path, scan: CorpusScan, journal: BuildJournal, progress: Progress
     ) -> None:
         self._corpus, self._directory, self._scan = corpus, directory, scan
         self._journal, self._progress = journal, progress
@@ -221,12 +259,15 @@ class BuildSource:
 
     def texts(self) -> Iterator[str]:
         """Yield the contents of every passage in the order of its row, from the start."""
-        with self._progress.track_pass("texts") as report, closing(read_texts(self._corpus)) as texts:
+        with (
+            self._progress.task("texts", self.num_passages, "passages") as task,
+            closing(read_texts(self._corpus)) as texts,
+        ):
             for row, text in enumerate(texts):
                 if row % ENCODE_CHUNK == 0:
-                    report(row / self.num_passages, row)
+                    task(row)
                 yield text
-            report(1.0, self.num_passages)
+            task(self.num_passages)
 
     def vectors(self, settings: EncoderSettings, dtype: Literal["float32", "float16"], directory: Path) -> None:
         """See `index.base.PassageSource`."""
@@ -243,7 +284,8 @@ class BuildSource:
         matrix = store.create(directory, self.num_passages, encoder.dim, dtype)
         data_at = matrix.offset if isinstance(matrix, np.memmap) else 0
         del matrix
-        with path.open("r+b", buffering=0) as file, self._progress.track_pass("vectors") as report:
+        task = self._progress.task("vectors", self.num_passages, "passages")
+        with path.open("r+b", buffering=0) as file, task as report:
             file.seek(data_at + done * encoder.dim * np.dtype(dtype).itemsize)
             self._encode(
                 encoder, np.dtype(dtype), done, file.fileno(), _DurableRows(self._journal, name, identity), report
@@ -256,10 +298,10 @@ class BuildSource:
             return 0
         if was != identity:
             changed = ", ".join(key for key in identity if was.get(key) != identity[key])
-            self._progress.say(f"discarding {rows:,} rows of {name} ({changed} changed): starting from the beginning")
+            self._progress(f"discarding {rows:,} rows of {name} ({changed} changed): starting from the beginning")
             path.unlink()
             return 0
-        self._progress.say(f"resuming at row {rows:,} of {self.num_passages:,} of {name}")
+        self._progress(f"resuming at row {rows:,} of {self.num_passages:,} of {name}")
         return rows
 
     def _encode(
@@ -269,9 +311,9 @@ class BuildSource:
         row: int,
         fd: int,
         durable: _DurableRows,
-        report: PassProgress,
+        report: TaskProgress,
     ) -> None:
-        report(row / self.num_passages, row)
+        report(row)
         if row == self.num_passages:
             return
         with closing(read_texts(self._corpus, int(open_offsets(self._directory)[row]))) as texts:
@@ -281,7 +323,7 @@ class BuildSource:
                 _write(fd, np.ascontiguousarray(block, dtype=dtype))
                 row += len(chunk)
                 durable.written(row, fd, last=row == self.num_passages)
-                report(row / self.num_passages, row)
+                report(row)
         if row != self.num_passages:
             raise UserError(f"{self._corpus} changed while it was indexed", todo="run the build again")
 

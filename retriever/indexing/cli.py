@@ -9,10 +9,10 @@ from pathlib import Path
 
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree, section
+from protocol.runtime.progress import Progress
 from protocol.runtime.service_cli import exit_code
 from retriever.config import RetrieverSettings
 from retriever.index.config import IndexSettings
-from retriever.indexing.progress import to_stderr
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +54,9 @@ def build(args: argparse.Namespace, corpus: str, out: Path, index: IndexSettings
         raise UserError(f"--words {args.words}: must be at least 1")
     if out.exists() and not args.overwrite:
         raise UserError(f"{out} already exists", todo="add --overwrite to replace it, or set another --out")
-    plan = plan_build(read_input(corpus, args.format, args.words), index)
+    plan, progress = plan_build(read_input(corpus, args.format, args.words), index), Progress.on(sys.stderr)
     for line in plan.lines():
-        to_stderr(line)
+        progress(line)
     if not args.force:
         building = out.absolute().with_name(f".{out.name}.building")
         have = sum(path.stat().st_blocks * 512 for path in building.rglob("*") if path.is_file())
@@ -69,7 +69,7 @@ def build(args: argparse.Namespace, corpus: str, out: Path, index: IndexSettings
         words=args.words,
         overwrite=args.overwrite,
         fresh=args.fresh,
-        bar=sys.stderr.isatty(),
+        progress=progress,
     )
 
 

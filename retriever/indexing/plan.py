@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
+from protocol.runtime.progress import amount, duration
 from retriever.corpus.formats.synthetic import Synthetic
 from retriever.encoder import build_encoder
 from retriever.encoder.base import Encoder
 from retriever.index.config import IndexSettings
 from retriever.indexing.estimate import RATES, CorpusStats, ResourceEstimate, dense_members, estimate
 from retriever.indexing.input import CorpusInput, as_line, documents
-from retriever.indexing.progress import amount, duration
 
 SAMPLE = 2000
 """Number of first passages that are sampled."""

@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from protocol.errors import UserError
 from protocol.runtime.files import sha256_file
+from protocol.runtime.progress import Progress
 from retriever.corpus.corpus import Corpus
 from retriever.corpus.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
 from retriever.encoder.base import Encoder
 from retriever.index import index_identity, open_index, store
 from retriever.index.base import Index
 from retriever.index.config import IndexSettings
-from retriever.indexing.progress import BuildProgress
 
 SAMPLE_ROWS = 100_000
 """Number of evenly spaced vectors to check, unless all are checked."""
@@ -31,7 +31,7 @@ _BLOCK = 4096
 
 def verify_index(
     directory: Path,
-    progress: BuildProgress,
+    progress: Progress,
     *,
     corpus: Path | None = None,
     full: bool = False,
@@ -58,14 +58,14 @@ def _wrong(directory: Path, what: str, why: str) -> UserError:
     return UserError(f"{directory} is damaged: {what}", why=why, todo="rebuild the index with --overwrite")
 
 
-def _checksums(directory: Path, manifest: Manifest, progress: BuildProgress) -> str:
-    total, done = max(manifest.index_bytes, 1), 0
-    with progress.track_pass("checksums") as report:
+def _checksums(directory: Path, manifest: Manifest, progress: Progress) -> str:
+    done = 0
+    with progress.task("checksums", manifest.index_bytes, "B") as task:
         for name, expected in manifest.checksums.items():
             if name != manifest.corpus and sha256_file(directory / name) != expected:
                 raise _wrong(directory, name, "its content was changed: the SHA-256 differs")
             done += manifest.files[name]
-            report(done / total, manifest.passages * done // total)
+            task(done)
     return f"{len(manifest.checksums)} files have the right SHA-256"
 
 

@@ -7,6 +7,7 @@ GET  /status       JSON: target, engines as this server sees them, work in fligh
 GET  /metrics      Prometheus
 GET  /openapi.json the OpenAPI document of these routes
 POST /v1/episodes  see `rollout_server.api.episodes`
+GET  /v1/live, /v1/live/trajectory  see `rollout_server.api.live`
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
 from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.api.episodes import Episodes, EpisodesRequest, FleetUnknown, summarise
 from rollout_server.api.evaluation_pin import PinLost
+from rollout_server.api.live import LiveFeed
 from rollout_server.api.openapi import openapi
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.engine.admission import incarnation_key
@@ -55,6 +57,7 @@ class AppState:
     router: Router
     stats: Stats
     episodes: Episodes
+    live: LiveFeed
     stopping: Callable[[], bool]
 
 
@@ -66,6 +69,8 @@ ROUTE_ROLES: Mapping[str, Role] = {
     "/metrics": "viewer",
     "/openapi.json": "viewer",
     "/v1/episodes": "operator",
+    "/v1/live": "viewer",
+    "/v1/live/trajectory": "viewer",
 }
 """Role required by a route. Episodes use engine time and searches. All other routes require the operator role."""
 
@@ -81,6 +86,9 @@ def build_app(state: AppState, access: Access) -> web.Application:
     app.router.add_get("/metrics", _metrics)
     app.router.add_get("/openapi.json", openapi)
     app.router.add_post("/v1/episodes", _episodes)
+    app.router.add_get("/v1/live", _live)
+    # a HEAD request would watch a trajectory and get nothing
+    app.router.add_get("/v1/live/trajectory", _live_trajectory, allow_head=False)
     return app
 
 
@@ -142,6 +150,14 @@ async def _metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     text = prometheus_text(state.stats, state.run)
     return web.Response(body=text, content_type="text/plain", charset="utf-8")
+
+
+async def _live(request: web.Request) -> web.Response:
+    return web.json_response(request.app[STATE].live.listing())
+
+
+async def _live_trajectory(request: web.Request) -> web.StreamResponse:
+    return await request.app[STATE].live.serve(request)
 
 
 async def _episodes(request: web.Request) -> web.StreamResponse:

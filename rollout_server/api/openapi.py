@@ -13,6 +13,7 @@ from protocol.runtime.http.openapi import (
     document,
     failures,
     operation,
+    parameter,
     response,
     serve_document,
 )
@@ -58,6 +59,32 @@ EPISODES: Object = {
         "tokens_generated": {"type": "integer", "minimum": 0},
     },
 }
+LIVE: Object = {
+    "type": "object",
+    "required": ["watchers", "groups"],
+    "properties": {
+        "watchers": {"type": "integer", "minimum": 0},
+        "groups": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["seq", "attempt", "question_id", "question", "seconds", "trajectories"],
+                "properties": {
+                    "trajectories": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": [
+                                *("index", "state", "status", "turns", "tokens", "searches", "last_query", "engine")
+                            ],
+                            "properties": {"state": {"enum": ["ended", "generating", "waiting", "acting"]}},
+                        },
+                    }
+                },
+            },
+        },
+    },
+}
 
 
 def describe() -> Object:
@@ -73,6 +100,12 @@ def describe() -> Object:
         "413": response("the body is too large", {"type": "string"}, TEXT),
         "503": response("the version cannot be pinned, or Redis does not answer", ERROR),
     }
+    watched = {
+        "200": response("events start, segment and end: see rollout_server/api/live.py", {"type": "string"}, EVENTS),
+        "400": response("seq or index is no number", ERROR),
+        "404": response("the trajectory is not in flight at this server", ERROR),
+        "503": response("too many watchers", ERROR),
+    }
     ready = {"200": response("ready", READY), "503": response("not ready", READY)}
 
     def get(summary: str, answer: Object) -> Object:
@@ -86,6 +119,14 @@ def describe() -> Object:
         "/status": get("Target, engines, counters.", response("state", STATUS)),
         "/metrics": get("Prometheus.", response("metrics", {"type": "string"}, TEXT)),
         "/openapi.json": get("This document.", response("OpenAPI", {"type": "object"})),
+        "/v1/live": get("Groups in flight and their trajectories.", response("groups", LIVE)),
+        "/v1/live/trajectory": {
+            "get": operation(
+                watched | refusals,
+                summary="Server-sent events of one trajectory, to its end.",
+                parameters=[parameter(name, "query", {"type": "integer"}) for name in ("seq", "index")],
+            )
+        },
         "/v1/episodes": {
             "post": operation(
                 episodes | refusals,

@@ -75,6 +75,8 @@ class EngineCall:
         self._timer: asyncio.TimerHandle | None = None
         self._why: EngineError | None = None
         self._open = False
+        self.decoder: StreamDecoder | None = None
+        """Decodes the answer; None before it starts."""
 
     def abort(self, cause: str, detail: str) -> None:
         """End the call with this error. Has no effect if it has already ended."""
@@ -82,6 +84,15 @@ class EngineCall:
             self._open = False
             self._why = EngineError(cause, self.received.engine, detail)
             self._scope.reschedule(self._loop.time())
+
+    def tokens_so_far(self) -> list[int]:
+        """Decode what has arrived, and return its tokens. Malformed data ends the call, as it would later."""
+        if self.decoder is not None and self._open:
+            try:
+                self.decoder.flush()
+            except EngineError as error:
+                self.abort(error.cause, error.detail)
+        return self.received.ids
 
     def on_data(self) -> None:
         """Record that a chunk has arrived."""
@@ -278,7 +289,7 @@ class SglangClient:
 
     async def _read_events(self, response: aiohttp.ClientResponse, call: EngineCall) -> None:
         received = call.received
-        decoder = StreamDecoder(received)
+        decoder = call.decoder = StreamDecoder(received)
         try:
             async for data in response.content.iter_any():
                 decoder.feed(data)

@@ -108,6 +108,8 @@ class Router:
         """call in flight -> (engine when the request was sent, pinned)"""
         self._engine_of: OrderedDict[str, str] = OrderedDict()
         """s:<session> or g:<group> -> engine id, least recently used first"""
+        self._turns: dict[str, tuple[TurnAssembler, EngineCall | None]] = {}
+        """session -> its turn in progress, and the call in flight"""
         fleet.listeners.append(self._on_table)
         self._on_table(fleet.table)
 
@@ -116,6 +118,14 @@ class Router:
             # SGLang 0.5.23 crashes on such an id, and the next engine would too
             raise EngineError("refused", detail=f"a token id is outside the vocabulary of {self._vocab_size}")
         turn = TurnAssembler(request, self._stop_checker)
+        self._turns[request.session] = turn, None
+        try:
+            return await self._complete(request, turn)
+        finally:
+            self._turns.pop(request.session, None)
+
+    async def _complete(self, request: GenerateRequest, turn: TurnAssembler) -> Completion:
+        """Send requests until the turn is complete. Raises EngineError."""
         failures: dict[str, int] = {}
         attempts = 0
         give_up_at = time.monotonic() + self._limits.wait_s
@@ -152,6 +162,17 @@ class Router:
         """Return why `engine` gets no training requests now; "" if it does."""
         why = self._fleet.table.unroutable_reason(engine, max_lag=self._max_lag, tokenizer=self._tokenizer)
         return why or ("" if self.health.usable(incarnation_key(engine)) else "ejected after errors")
+
+    def turn_so_far(self, session: str) -> tuple[str, list[int]] | None:
+        """Return (engine, tokens received so far) of the turn in progress; engine "" while it waits for one.
+
+        None if no turn of `session` is in progress. Tokens may disappear again: of an engine that sends malformed data,
+        or after the end of a continued turn.
+        """
+        turn, call = self._turns.get(session, (None, None))
+        if turn is None:
+            return None
+        return ("", turn.ids) if call is None else (call.received.engine, [*turn.ids, *call.tokens_so_far()])
 
     @property
     def waiting(self) -> int:
@@ -239,6 +260,7 @@ class Router:
             should_end=(lambda: turn.ends_within(received.ids)) if turn.ids else None,
         )
         self._calls[call] = engine, request.pinned
+        self._turns[request.session] = turn, call
         with span("engine request", engine=engine.id, version=engine.version.label) as traced:
             try:
                 await self._connect(engine).stream(request, call, version=engine.version.label)
@@ -247,6 +269,7 @@ class Router:
                 return received, error
             finally:
                 del self._calls[call]
+                self._turns[request.session] = turn, None
                 self._release(engine, request)
                 traced.set(tokens=len(received.ids))
         return received, None

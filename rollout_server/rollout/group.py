@@ -15,6 +15,7 @@ from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Generate
 from rollout_server.environment.actions import ESCAPE_VERSION
 from rollout_server.environment.environment import Environment, render_trajectory
+from rollout_server.rollout.live import LiveGroup, LiveTrajectory
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop, ignore_progress, never_stop, run_trajectory
 from rollout_server.search.base import Search
 
@@ -51,6 +52,7 @@ async def run_group(
     producer: str,
     should_stop: ShouldStop = never_stop,
     on_progress: OnProgress | None = None,
+    live: LiveGroup | None = None,
 ) -> TrajectoryGroup | GroupRejected:
     """Run `task.group_size` trajectories concurrently until all have ended. A failure does not cancel the others.
 
@@ -68,25 +70,27 @@ async def run_group(
 
     group_id = uuid.uuid4().hex
 
-    async def play(number: int) -> Trajectory:
+    async def play(number: int, one: LiveTrajectory) -> Trajectory:
         trajectory = run_trajectory(
             environment,
             task.question,
             generate,
             search,
             task.sampling,
-            session=uuid.uuid4().hex,
+            session=one.session,
             group=group_id,
             should_stop=group_should_stop,
             on_progress=on_progress or ignore_progress,
+            live=one,
         )
         return await _traced(number, trajectory)
 
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(play(number)) for number in range(task.group_size)]
+        running = [
+            tasks.create_task(play(number, one)) for number, one in enumerate((live or LiveGroup.of(task)).trajectories)
+        ]
     trajectories = tuple(done.result() for done in running)
-    rejected = _reject_reason(environment, trajectories)
-    if rejected is not None:
+    if (rejected := _reject_reason(environment, trajectories)) is not None:
         return rejected
     return TrajectoryGroup(
         run=run,

@@ -28,6 +28,7 @@ from rollout_server.environment.actions import Action, AnswerAction, InvalidActi
 from rollout_server.environment.environment import Environment
 from rollout_server.rewards.base import RewardError, RewardInput, TurnText
 from rollout_server.rewards.composite import TrajectoryReward
+from rollout_server.rollout.live import LiveTrajectory
 from rollout_server.rollout.transcript import Transcript
 from rollout_server.search.base import Search
 from rollout_server.tools.base import ToolResult
@@ -236,6 +237,7 @@ async def run_trajectory(
     pinned: bool = False,
     should_stop: ShouldStop = never_stop,
     on_progress: OnProgress = ignore_progress,
+    live: LiveTrajectory | None = None,
 ) -> Trajectory:
     """Run one trajectory to its end, and score it if it is valid.
 
@@ -243,16 +245,17 @@ async def run_trajectory(
     group        id shared by the trajectories of one question
     pinned       evaluation: use any READY engine
     should_stop  called before every turn but the first
+    live         what watchers read
 
     Raises only CancelledError. An error becomes status FAILED with its cause: a cause of EngineError,
     `search_<cause>`, `tool_<name>_<cause>`, `prompt_too_long`, `reward`, or `error_<type>` for a bug, which is logged
     with its traceback.
     """
-    started = time.monotonic()
+    started, live = time.monotonic(), live or LiveTrajectory(session)
     play: _Rollout | None = None
     score = TrajectoryReward(0.0, {}, ())
     try:
-        transcript = Transcript(environment.prompt(question.text), environment.settings.max_context)
+        live.transcript = transcript = Transcript(environment.prompt(question.text), environment.settings.max_context)
         play = _Rollout(
             environment, generate, search, sampling, session, group, pinned, should_stop, on_progress, transcript
         )
@@ -261,12 +264,9 @@ async def run_trajectory(
             outcome = RewardInput(question, end.status, play.answer, tuple(play.turns), play.searches)
             with span("reward"):
                 score = await environment.score(outcome)
-    except EngineError as error:
+    except (EngineError, RewardError) as error:
         log.warning("trajectory %s: %s", session, error)
-        end = _End(Status.FAILED, error.cause)
-    except RewardError as error:
-        log.warning("trajectory %s: %s", session, error)
-        end = _End(Status.FAILED, "reward")
+        end = _End(Status.FAILED, error.cause if isinstance(error, EngineError) else "reward")
     except Exception as error:
         # a bug triggered by one question must not end its group or the server: it is counted as FAILED
         log.exception("unexpected error in trajectory %s", session)
@@ -282,5 +282,6 @@ async def run_trajectory(
         searches=play.searches if play else 0,
         seconds=time.monotonic() - started,
     )
+    live.ended = trajectory
     on_progress(trajectory)
     return trajectory

@@ -18,9 +18,9 @@ import pytest
 from deploy.cli import main
 from deploy.data import catalogue, download
 from deploy.data.unpack import unpack
-from deploy.heartbeat import Pulse
 from learner.data.questions import load_questions
 from protocol.errors import UserError
+from protocol.runtime.progress import Progress
 from tests.support.file_server import FileServer, file_server
 
 CONTENT = bytes(range(256)) * 4000
@@ -58,7 +58,7 @@ def test_a_cut_download_continues_where_it_stopped(
     assert main(["data", "get", f"{server.url}/big.bin", "--to", str(tmp_path)]) == 0
     assert (tmp_path / "big.bin").read_bytes() == CONTENT
     assert ranges(server) == ["", "bytes=300000-", "bytes=500000-"]
-    assert "closed after 300.0 kB of 1.0 MB; connecting again" in capsys.readouterr().err
+    assert "closed after 300 kB of 1,024 kB; connecting again" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["big.bin", "downloads.json"]
 
 
@@ -71,7 +71,7 @@ def test_the_next_command_continues_what_the_last_one_left(
     argv = ["data", "get", f"{server.url}/big.bin", "--to", str(tmp_path)]
     assert main(argv) == 1
     said = capsys.readouterr().err
-    assert "300.0 kB of big.bin are kept in" in said and "the same command continues" in said
+    assert "300 kB of big.bin are kept in" in said and "the same command continues" in said
     assert (tmp_path / "big.bin.part").stat().st_size == 300_000 and not (tmp_path / "big.bin").exists()
     server.cuts = []
     assert main(argv) == 0
@@ -193,7 +193,7 @@ def test_strategyqa_is_taken_from_its_archive(server: FileServer, tmp_path: Path
     server.files["strategyqa_dataset.zip"] = archive(tmp_path / "a.zip", files).read_bytes()
     entry = replace(catalogue.entry("strategyqa"), url=f"{server.url}/strategyqa_dataset.zip")
     assert not entry.present(tmp_path)
-    (path,) = catalogue.get(entry, tmp_path, Pulse(print))
+    (path,) = catalogue.get(entry, tmp_path, Progress(print))
     assert entry.present(tmp_path) and path == tmp_path / "strategyqa" / "train.json"
     (question,) = load_questions(path).questions
     assert (question.answers, question.source) == (("yes",), "strategyqa")
@@ -234,19 +234,19 @@ def archive(path: Path, files: dict[str, bytes]) -> Path:
 def test_the_named_file_of_a_zip_is_taken(tmp_path: Path) -> None:
     files = {"strategyqa_train.json": b"[1]", "__MACOSX/._strategyqa_train.json": b"x", "strategyqa_test.json": b"[2]"}
     packed = archive(tmp_path / "a.zip", files)
-    unpack(packed, tmp_path / "train.json", print, "strategyqa_train.json")
+    unpack(packed, tmp_path / "train.json", Progress(print), "strategyqa_train.json")
     assert (tmp_path / "train.json").read_bytes() == b"[1]" and not packed.exists()
 
 
 def test_an_archive_of_several_files_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds several files: a, b"):
-        unpack(archive(tmp_path / "a.zip", {"a": b"", "b": b""}), tmp_path / "out", print)
+        unpack(archive(tmp_path / "a.zip", {"a": b"", "b": b""}), tmp_path / "out", Progress(print))
     (tmp_path / "b.gz").write_bytes(gzip.compress(CONTENT)[:-9])
     with pytest.raises(UserError, match="cannot unpack"):
-        unpack(tmp_path / "b.gz", tmp_path / "out", print)
+        unpack(tmp_path / "b.gz", tmp_path / "out", Progress(print))
     assert (tmp_path / "b.gz").exists() and not (tmp_path / "out").exists()
     (tmp_path / "c.gz").write_bytes(gzip.compress(CONTENT))
-    unpack(tmp_path / "c.gz", tmp_path / "out", print)
+    unpack(tmp_path / "c.gz", tmp_path / "out", Progress(print))
     assert (tmp_path / "out").read_bytes() == CONTENT
 
 

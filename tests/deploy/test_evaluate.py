@@ -217,7 +217,7 @@ def test_resume_asks_what_is_not_stored(
 ) -> None:
     server[1].script += [("1.5", "error")]
     assert command_run(server[0], tmp_path) == 1
-    assert len(stored(tmp_path)) == 1 and "--resume --out" in capsys.readouterr().err
+    assert len(stored(tmp_path)) == 1 and "continue with: foray eval" in capsys.readouterr().err
     with (tmp_path / "out" / EPISODES).open("a") as file:
         file.write('{"question_id": "half')
     assert command_run(server[0], tmp_path, "--resume", "--json") == 0

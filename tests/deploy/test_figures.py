@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from benchmarks.figures.table import NEEDS_GPU, Figure, figures, read, stale
 from benchmarks.report import digest, judged
 from deploy.doctor.gpus import without_cuda
 from protocol.errors import ForayError
+from tests.support.waiting import wait_until
 
 VERSION = Figure("packing", ("version", "--json"), ("protocol/versions.py",), (Target("lots", 2.0, "how many"),))
 
@@ -186,6 +190,58 @@ def test_a_command_that_fails_makes_no_figure(
     with pytest.raises(ForayError, match=words):
         figures_run.make(Figure("x", argv, ()), root=tmp_path, folder=tmp_path, timeout_s=timeout_s)
     assert not (tmp_path / "x.json").exists()
+
+
+STOPPED = """
+import functools, sys
+from pathlib import Path
+from benchmarks.figures import __main__ as run
+from benchmarks.figures.table import Figure
+
+here = Path(sys.argv[1])
+run.figures = lambda: {"long": Figure("long", ("version",), ())}
+run.read, run.page, run.PAGE = lambda figure: None, lambda: "", here / "page.md"
+run.make = functools.partial(run.make, root=here, folder=here)
+run.STOP_S = float(sys.argv[2])
+run.sys.executable = str(here / "command")
+sys.exit(run.main(["long"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(("stubborn", "stop_s"), [(False, 60.0), (True, 0.5)])
+def test_a_signal_reaches_the_command_that_makes_a_figure(
+    tmp_path: Path, number: signal.Signals, code: int, stubborn: bool, stop_s: float
+) -> None:
+    """One that ignores it is killed with its children, after STOP_S."""
+    command = tmp_path / "command"
+    command.write_text(
+        f"#!{sys.executable}\nimport os, signal, subprocess, sys, time\nfrom pathlib import Path\n"
+        "here = Path(__file__).parent\n"
+        + ("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if stubborn else "")
+        + "child = subprocess.Popen(['sleep', '300'])\n"
+        "(here / 'pids.new').write_text(f'{os.getpid()} {child.pid}')\n(here / 'pids.new').rename(here / 'pids')\n"
+        "try: time.sleep(300)\nexcept KeyboardInterrupt: child.kill(); child.wait(); (here / 'asked').touch()\n"
+    )
+    command.chmod(0o755)
+    started = subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path), str(stop_s)], cwd=PAGE.parents[1])
+    try:
+        wait_until(lambda: (tmp_path / "pids").exists(), "the command runs", 60)
+        started.send_signal(number)
+        assert started.wait(60) == code
+    finally:
+        started.kill()
+        started.wait()
+    assert (tmp_path / "asked").exists() is not stubborn
+    for pid in (tmp_path / "pids").read_text().split():
+        wait_until(lambda pid=pid: not alive(int(pid)), "nothing is left", 10)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_only_what_is_missing_or_stale_is_made_and_a_failure_stops_nothing(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,7 +55,7 @@ elif module == "rollout_server.node":
     from protocol.keys import Keys
     from protocol.messages import EngineInfo, NodeState
     name = given["engine.id"]
-    info = EngineInfo(id=name, url="http://127.0.0.1:1", state=NodeState.READY)
+    info = EngineInfo(id=name, url="http://127.0.0.1:1", state=NodeState.READY, incarnation=str(os.getpid()))
     redis.Redis.from_url(config["run"]["redis_url"]).hset(Keys(config["run"]["id"]).engine(name), "b", encode(info))
     time.sleep(60)
 else:
@@ -161,7 +162,7 @@ def test_every_process_has_a_log_and_the_resolved_file_works_manually(run_files:
         record = read_record(run_files / "run")
         assert [p["name"] for p in record["processes"]] == ["redis", "retriever-1"]
         assert record["pid"] == os.getpid() and all(p["pid"] > 0 for p in record["processes"])
-        assert started.during(lambda: 6 * 7) == 42
+        assert started.during(lambda task: 6 * 7) == 42
         started.start()
         assert len(read_record(run_files / "run")["processes"]) == 5
     names = {path.name for path in (run_files / "run" / "logs").iterdir()}
@@ -223,7 +224,7 @@ def test_a_second_launcher_in_the_same_directory_is_refused_with_what_to_do(run_
 
 
 def test_what_work_raises_comes_out_of_during(run_files: Path) -> None:
-    def work() -> None:
+    def work(task: object) -> None:
         raise ZeroDivisionError("in the work")
 
     with pytest.raises(ZeroDivisionError), launcher(configured(run_files), run_files) as started:
@@ -296,6 +297,43 @@ def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.Cap
     assert "stopped" in out and "foray up run.yaml" in out
     assert down.run(_down(run_files / "run")) == 0
     assert "nothing was running" in capsys.readouterr().out
+
+
+UP = """
+import sys
+from deploy.cli import main
+sys.executable = sys.argv[1]
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_says_the_command_that_continues_it(run_files: Path, number: signal.Signals) -> None:
+    config = configured(run_files, "second")
+    file = run_files / "run of mine.yaml"
+    file.write_text(config.to_yaml().replace("retrievers: null", "retrievers: 1"))
+
+    def foray(*words: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-c", UP, str(run_files / "python"), *words]
+        return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with foray("up", str(file), "run.seed=3", "--json") as process:
+        try:
+            wait_until(lambda: read_record(run_files / "run").get("state") == "running", "it runs")
+            process.send_signal(number)
+            out, said = process.communicate(timeout=90)
+        finally:
+            process.kill()
+    assert process.returncode == (130 if number == signal.SIGINT else 0), said
+    assert json.loads(out)["state"] == "stopped" and "no checkpoint was written yet" in said
+    again = shlex.split(said.partition("resume from the start with: ")[2].splitlines()[0])
+    assert again == ["foray", "up", str(file), "run.seed=3"]
+    with foray(*again[1:]) as process:
+        try:
+            out, said = process.communicate(timeout=90)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and "done after" in out, out + said
 
 
 def _down(directory: Path):  # type: ignore[no-untyped-def]

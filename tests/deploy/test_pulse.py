@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.heartbeat import Pulse, beside
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
 from deploy.launcher.supervisor import Supervisor
+from protocol.runtime.progress import Progress
 
 
 class Clock:
@@ -24,12 +24,12 @@ class Clock:
 
 def test_a_line_comes_only_after_a_silence() -> None:
     clock, said = Clock(), list[str]()
-    pulse = Pulse(said.append, every_s=5, clock=clock)
+    pulse = Progress(said.append, every_s=5, clock=clock)
     for second in range(13):
         clock.now = second
         pulse.beat(lambda: f"waiting, {clock.now:.0f} s")
         if second == 3:
-            pulse.say("something else")
+            pulse("something else")
     assert said == ["something else", "waiting, 8 s"]
     pulse.beat(lambda: "never", every_s=30)
     assert "never" not in said
@@ -37,13 +37,15 @@ def test_a_line_comes_only_after_a_silence() -> None:
 
 def test_work_goes_on_beside_the_looks_and_its_error_comes_out() -> None:
     seen = threading.Event()
-    assert beside(lambda: seen.wait(10), seen.set) is True
+    said = list[str]()
+    progress = Progress(said.append)
+    assert progress.beside(lambda task: seen.wait(10), seen.set, "work") is True
 
-    def fail() -> None:
+    def fail(task: object) -> None:
         raise ValueError("of the work")
 
     with pytest.raises(ValueError, match="of the work"):
-        beside(fail, lambda: None)
+        progress.beside(fail, lambda: None, "work")
 
 
 def process(tmp_path: Path, name: str, code: str, ready: Ready = Ready.HTTP) -> ProcessSpec:
@@ -61,12 +63,12 @@ SLOW = (
 
 def test_start_and_stop_say_what_they_wait_for(tmp_path: Path, children: list[ManagedProcess]) -> None:
     said: list[str] = []
-    pulse = Pulse(said.append, every_s=0)
+    pulse = Progress(said.append, every_s=0)
     supervisor = Supervisor(
         is_ready=lambda spec: any("3 of 9" in line for line in said),
         ready_s=30,
         shutdown_s=30,
-        say=pulse.say,
+        say=pulse,
         beat=pulse.beat,
     )
     children.append(supervisor.spawn(process(tmp_path, "learner", SLOW)))
@@ -87,9 +89,9 @@ def test_the_warm_start_says_how_far_it_is() -> None:
 
     said: list[str] = []
     course = _course(0, WarmStartBudget(batch=1))
-    course.beat = Pulse(said.append, every_s=0).beat
-    course.train(practice, 3, lambda step: 1e-3)
-    assert len(said) == 3 and said[1].startswith("warm start: step 2, 2 of 3 in this stage, about ")
+    with Progress(said.append, every_s=0).task("warm start", 3, "steps") as course.task:
+        course.train(practice, 3, lambda step: 1e-3)
+    assert said[0].startswith("warm start: 1 of 3 steps, 33%") and said[-1].startswith("warm start: 3 steps in ")
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_an_evaluation_that_ends_in_the_middle_is_resumed_and_counts_nothing_twi
     wait_until(lambda: not living(tmp_path / "out" / "serve"), "what it started ends with it", 60)
     assert code == (130 if number == signal.SIGINT else -signal.SIGKILL), (tmp_path / "eval.log").read_text()
     if number == signal.SIGINT:
-        assert "--resume --out out" in (tmp_path / "eval.log").read_text()
+        assert "continue with: foray eval" in (tmp_path / "eval.log").read_text()
     had = {(r["method"], r["question_id"], r["index"]): r["seconds"] for r in read_rows(tmp_path / "out")}
     assert 20 <= len(had) < 2 * 8 * LIMIT
     report = evaluate(tmp_path, *words[4:], "--resume")

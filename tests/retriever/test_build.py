@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import queue
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import UserError
+from protocol.runtime.progress import Progress
 from retriever.backends.index import open_searcher
 from retriever.config import RetrieverSettings
 from retriever.corpus.manifest import MANIFEST, read_manifest
@@ -29,7 +31,7 @@ from retriever.index.base import PassageSource
 from retriever.index.config import Bm25Settings, IndexSettings, MemoryIndexSettings
 from retriever.indexing import build as indexing_build
 from retriever.indexing import input as indexing_input
-from retriever.indexing.build import build_index
+from retriever.indexing.build import build_index, showing_index_log
 from retriever.indexing.cli import main
 from retriever.indexing.workdir import BuildDirectory
 
@@ -377,3 +379,20 @@ def test_a_missing_index_is_built_beside_a_small_corpus_only(corpus: Path, setti
     assert open_searcher(settings()).num_passages == 40
     assert (corpus.parent / "corpus.jsonl.bm25.index" / MANIFEST).is_file()
     open_searcher(settings(build_limit_mb=0))
+
+
+def test_what_an_index_logs_becomes_a_task() -> None:
+    now, said = [1000.0], list[str]()
+    log = logging.getLogger("retriever.index.some")
+    with showing_index_log(Progress(said.append, every_s=3.0, clock=lambda: now[0])):
+        log.info("training %d lists", 7)
+        log.info("%d of %d passages have a list", 100, 1000)
+        now[0] += 4.0
+        log.info("%d of %d passages have a list", 500, 1000)
+        log.info("%d of %d passages are in their lists", 10, 1000)
+    log.info("%d of %d passages have a list", 900, 1000)
+    assert said == [
+        "training 7 lists",
+        "index: have a list: 500 of 1,000 passages, 50%, 125 passages/s, about 4.0 s left",
+        "index: have a list: 500 passages in 4.0 s, 125 passages/s",
+    ]

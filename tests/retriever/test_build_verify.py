@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 
 from protocol.errors import UserError
 from protocol.runtime.files import sha256_file
+from protocol.runtime.progress import Progress
 from retriever.corpus.manifest import MANIFEST
 from retriever.index.config import IndexSettings
 from retriever.indexing.build import build_index
-from retriever.indexing.progress import BuildProgress
 from retriever.indexing.verify import verify_index
 
 HASHED = {"type": "hashed", "dim": 32}
@@ -34,7 +34,7 @@ def built(directory: Path, **fields: Any) -> Path:
 
 
 def verify(directory: Path, **options: Any) -> str:
-    return "\n".join(verify_index(directory, BuildProgress(quiet), **options))
+    return "\n".join(verify_index(directory, Progress(quiet), **options))
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ import aiohttp
 import pytest
 
 from deploy.evaluation.methods import parse_methods
-from deploy.evaluation.runner import AskOptions, Progress, ask_all
+from deploy.evaluation.runner import AskOptions, ask_all
 from deploy.evaluation.store import open_store
 from deploy.evaluation.suites import data_set
 from deploy.evaluation.targets import Served, monitoring
 from protocol.messages import NodeState, Question, supporting_meta
 from protocol.runtime.lifecycle import ShutdownSignal
+from protocol.runtime.progress import Progress
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.api import app
@@ -112,8 +113,9 @@ async def test_foray_eval_sends_what_the_rewards_need_of_each_question(world, tm
         url = f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}"
         served = Served({"kind": "server"}, monitoring(lambda: None, print), url)
         methods = parse_methods(["policy"])
-        with contextlib.closing(store):
-            await asyncio.to_thread(ask_all, served, methods, sets, AskOptions(timeout_s=60), store, Progress(2))
+        with contextlib.closing(store), Progress(print).task("evaluating", 2, "episodes") as task:
+            await asyncio.to_thread(ask_all, served, methods, sets, AskOptions(timeout_s=60), store, task)
+        assert task.done == 2
     assert {row["data_set"]: row["rewards"] for row in store.rows} == {
         "t": {"em": 1.0, "retrieval_hit": 1.0},
         "u": {"em": 1.0, "retrieval_hit": 0.0},

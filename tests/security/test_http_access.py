@@ -145,7 +145,7 @@ async def test_the_rollout_server_asks_for_the_right_role(locked: None) -> None:
     async with _rollout(RolloutSettings()) as url:
         for path in ("/health", "/ready"):
             assert await _status(url, "GET", path) == 200
-        for path in ("/status", "/metrics"):
+        for path in ("/status", "/metrics", "/v1/live", "/v1/live/trajectory"):
             assert [await _status(url, "GET", path, role) for role in (None, *ROLES)] == [401, 200, 200, 200]
         episodes = [await _status(url, "POST", "/v1/episodes", role) for role in (None, "viewer", "node", "operator")]
         assert episodes == [401, 403, 403, 200], "episodes cost money: they are the operator's"

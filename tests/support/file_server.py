@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,12 +21,14 @@ class FileServer:
     /api/models/OWNER/REPO/revision/main      the list of a repository's files
 
     cuts      bytes after which the next connections end, one number for each
+    halt      bytes after which each connection waits until `going` is set, if it is not negative
     requests  (method, path, range) of each request
     """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.cuts: list[int] = []
+        self.halt, self.going = -1, threading.Event()
         self.requests: list[tuple[str, str, str]] = []
         self.large = True
         """Whether the hub has a sha256 of its files, as it does for large ones."""
@@ -94,7 +96,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._head(status, len(rest), headers)
         if body:
             cut = served.cuts.pop(0) if served.cuts and not self.path.startswith("/api/") else None
-            self.wfile.write(rest if cut is None else rest[:cut])
+            if 0 <= served.halt < len(rest) and not served.going.is_set():
+                self.wfile.write(rest[: served.halt])
+                self.wfile.flush()
+                served.going.wait(60)
+                rest = rest[served.halt :]
+            with suppress(ConnectionError):  # the client was stopped
+                self.wfile.write(rest if cut is None else rest[:cut])
             if cut is not None:
                 self.close_connection = True
 

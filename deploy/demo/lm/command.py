@@ -79,10 +79,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         run_phases(phases(args, directory, data), directory, say)
     except PhaseStopped as stopped:
-        say(f"{stopped}; the same command continues, from {directory}")
+        say(f"{stopped}; what is finished is in {directory}")
+        say(f"continue with: {args.again}")
         return 130 if stopped.number == signal.SIGINT else 1
     except PhaseFailed as failure:
-        print(f"error: {failure}; the same command continues", file=sys.stderr)
+        print(f"error: {failure}; continue with: {args.again}", file=sys.stderr)
         return failure.code if failure.code > 0 else 1
     result = summary(directory, facts)
     path = write(directory, result)

@@ -75,6 +75,12 @@ def parse_redis_url(url: str) -> RedisUrl:
         raise UserError(f"run.redis_url={redacted(url)!r} is not a Redis URL", why=str(error), todo=FORMS) from None
 
 
+def redacted_override(word: str) -> str:
+    """Return an override `key=value` without the password of a Redis URL; other words are returned as they are."""
+    key, equals, value = word.partition("=")
+    return f"{key}={redacted(value)}" if key == "run.redis_url" and equals else word
+
+
 def redacted(url: str) -> str:
     """Return `url` without passwords of servers and Sentinels."""
     place, mark, query = url.partition("?")
