@@ -45,7 +45,7 @@ def build_report(found: Located, seen: RunSnapshot, tokens: Decoder | None) -> R
         *_steps(records),
         *_curves(records),
         *_validations(directory),
-        *_staleness(entries),
+        *_staleness(entries, found.run.max_lag),
         *(_trajectories(entries, tokens, found.run.max_lag) if tokens is not None else []),
         *_configuration(directory),
         Section("Environment of this report", examples=(Example("versions", tuple(_present(versions()))),)),
@@ -132,7 +132,7 @@ def _validations(directory: Path) -> list[Section]:
     return [Section("Validation", table=table, charts=charts)]
 
 
-def _staleness(entries: Sequence[JournalEntry]) -> list[Section]:
+def _staleness(entries: Sequence[JournalEntry], max_lag: int) -> list[Section]:
     """Return the lags of the tokens in the recent groups: a group of step n was trained by the policy of step n - 1."""
     lags: Counter[int] = Counter()
     for entry in entries:
@@ -145,7 +145,8 @@ def _staleness(entries: Sequence[JournalEntry]) -> list[Section]:
         for steps, count in sorted(lags.items())
     )
     text = f"Sampled tokens of the last {len(entries)} trained groups, by steps between sampling and training."
-    return [Section("Staleness", (text,), ReportTable(("lag in steps", "tokens", "share"), rows))]
+    bound = f"Tokens with a lag above {max_lag} (run.max_lag) have no gradient."
+    return [Section("Staleness", (text, bound), ReportTable(("lag in steps", "tokens", "share"), rows))]
 
 
 def _trajectories(entries: Sequence[JournalEntry], tokens: Decoder, max_lag: int) -> list[Section]:
