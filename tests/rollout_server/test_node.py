@@ -317,6 +317,15 @@ async def test_an_engine_drains_when_an_operator_asks_and_stays_until_it_is_stop
             await eventually(lambda: world.registered("e") is None, "deregistered", 2.5)
 
 
+async def test_a_drain_request_that_cannot_be_read_costs_nothing(world, tmp_path: Path) -> None:
+    world.sync.set(world.keys.drain, "not a set")
+    async with FakeServer() as engine, node(world, engine, tmp_path):
+        await eventually(has_state(world, NodeState.READY), "READY")
+        await asyncio.sleep(0.5)  # several looks at the key
+        world.publish_weights(tmp_path / "weights", V1)
+        await eventually(has_state(world, NodeState.READY, V1), "following")
+
+
 async def test_a_redis_that_restarts_does_not_cost_the_registration(own_world, tmp_path: Path) -> None:
     world = own_world
     async with FakeServer() as engine, node(world, engine, tmp_path):
