@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.commands.up import shown
 from deploy.commands.watch import status as status_command
 from deploy.commands.watch import top as top_command
 from deploy.launcher.run_dir import write_record
@@ -26,6 +25,7 @@ from protocol.errors import ForayError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.ledger import Ledger, Outcome
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, WeightUpdate
+from protocol.runtime.redis.url import redacted_override
 
 KEYS = Keys("test")
 LEARNER = {"step": 12.0, "steps": 100.0, "issued": 20.0, "trained": 15.0, "filtered": 1.0, "stale": 0.0, "dead": 1.0}
@@ -414,5 +414,5 @@ def test_values_that_are_none_and_ids_that_no_clock_makes_are_survived(
 
 def test_the_command_to_go_on_with_shows_no_password() -> None:
     given = "run.redis_url=redis://default:geheim@10.0.0.1:6379/0"
-    assert shown(given) == "run.redis_url=redis://default:[secret]@10.0.0.1:6379/0"
-    assert shown("run.steps=7") == "run.steps=7"
+    assert redacted_override(given) == "run.redis_url=redis://default:[secret]@10.0.0.1:6379/0"
+    assert redacted_override("run.steps=7") == "run.steps=7"
