@@ -142,7 +142,7 @@ FILTERS: list[tuple[dict[str, str], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("query", "chosen"), FILTERS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("query", "chosen"), FILTERS, ids=[str(query) for query, _ in FILTERS])
 def test_a_filter_selects_what_it_says(data: RunData, query: dict[str, str], chosen: Any) -> None:
     groups = [data.group(seq).group for seq in range(1, 13)]
     wanted = sorted((g.seq, i) for g in groups for i, t in enumerate(g.trajectories) if chosen(g, t))
