@@ -251,7 +251,9 @@ def _start_bars(terminal: TextIO) -> Bars | None:
         from rich.progress import Progress as Bars
     except ImportError:
         return None
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}")
+    # without markup: names of files may have brackets
+    name, text = (TextColumn(part, markup=False) for part in ("{task.description}", "{task.fields[text]}"))
+    columns = name, BarColumn(bar_width=24), text
     # rich would move what is printed to a redirected stdout to the terminal
     bars = Bars(*columns, console=Console(file=terminal), transient=True, redirect_stdout=False, redirect_stderr=False)
     bars.start()

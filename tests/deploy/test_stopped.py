@@ -92,6 +92,47 @@ def part_size(said: str, requests: list[tuple[str, str, str]]) -> int:
     return size
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
+def test_the_phases_of_a_demo(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """The phase waits for a file; the second call finds it."""
+    argv = [sys.executable, "-c", PHASES, str(tmp_path), "demo-lm", "--dir", str(tmp_path / "a demo"), "--seed", "7"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: (tmp_path / "begun").exists(), "the phase runs", 60)
+    try:
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == code and "[1/1] a long phase" in said
+    again = shlex.split(said.partition("continue with: ")[2].splitlines()[0])
+    assert again == ["foray", *argv[4:]]
+    (tmp_path / "go").touch()
+    done = subprocess.run([*argv[:4], *again[1:]], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0 and "the table" in done.stdout, done.stderr
+
+
+PHASES = """
+import sys
+from pathlib import Path
+from deploy.cli import main
+from deploy.demo.lm import command, results
+from deploy.demo.lm.phases import Phase
+
+here = Path(sys.argv[1])
+wait = (
+    "import time; from pathlib import Path\\n"
+    f"here = Path({str(here)!r}); (here / 'begun').touch()\\n"
+    "while not (here / 'go').exists(): time.sleep(0.02)"
+)
+command.find_data = lambda given: {}
+command.prepare = lambda args, directory, data: directory.mkdir(exist_ok=True) or {}
+command.phases = lambda args, directory, data: [Phase("long", "a long phase", ("-c", wait))]
+results.summary, results.write, results.table = lambda *_: {}, lambda *_: here, lambda _: "the table"
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 @NUMBERS
 def test_an_evaluation_of_an_endpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """The endpoint answers three questions and then nothing until it may."""

@@ -127,7 +127,7 @@ SCRIPT = """
 import json, sys
 from protocol.runtime.progress import Progress
 progress = Progress.on(sys.stderr, stamp=lambda: "12:00 ")
-with progress.task("scan", 1000, "passages") as task:
+with progress.task("scan [/b]", 1000, "passages") as task:
     for done in range(0, 1001, 50):
         task(done)
         import time; time.sleep(0.03)
@@ -166,7 +166,7 @@ def test_a_terminal_gets_a_bar_and_stdout_nothing(terminal: bool, rich: bool) ->
         seen = err.decode()
     os.close(main)
     assert child.returncode == 0 and json.loads(out) == {"stdout": "has only this"}
-    assert "12:00 going on [at] row 7" in seen
+    assert "12:00 going on [at] row 7" in seen and ("scan [/b]" in seen) is (terminal and rich)
     assert ("of 1,000 passages" in seen and "\x1b[" in seen) is (terminal and rich)
     if terminal and rich:
         assert seen.rindex("\x1b[?25h") > seen.rindex("\x1b[?25l"), "the cursor is visible again"

@@ -153,7 +153,7 @@ def _asked(run: Run) -> dict[str, bytes]:
     record, found = run.record, {}
     viewer = {"Authorization": f"Bearer {run.secrets['viewer FORAY_VIEWER_TOKEN']}"}
     for url in (*record["rollouts"], *record["retrievers"]):
-        for path in ("/health", "/ready", "/status", "/metrics", "/info", "/v1/episodes", "/retrieve"):
+        for path in ("/health", "/ready", "/status", "/metrics", "/info", "/v1/episodes", "/v1/live", "/retrieve"):
             for headers in ({}, viewer):
                 status, body = _ask(url + path, headers)
                 found[f"{url}{path} {bool(headers)}"] = body
