@@ -128,7 +128,7 @@ class RolloutServer:
         session: aiohttp.ClientSession,
     ) -> None:
         self._run, self._settings, self._environment, self._stats = run, settings, environment, stats
-        self._redis, self._search = redis, search
+        self._redis, self._search, self._live = redis, search, LiveGroups()
         self._compatibility = RunCompatibility(run, max_lag=run.max_lag)
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
@@ -166,7 +166,6 @@ class RolloutServer:
             idle_ms=settings.task_idle_ms,
             backpressure=self._backpressure,
         )
-        self._live = LiveGroups()
         self._work = TaskRunner(
             self._leases,
             self._roll,

@@ -71,24 +71,19 @@ async def run_group(
     group_id = uuid.uuid4().hex
 
     async def play(number: int, one: LiveTrajectory) -> Trajectory:
-        trajectory = run_trajectory(
-            environment,
-            task.question,
-            generate,
-            search,
-            task.sampling,
+        playing = run_trajectory(
+            *(environment, task.question, generate, search, task.sampling),
             session=one.session,
             group=group_id,
             should_stop=group_should_stop,
             on_progress=on_progress or ignore_progress,
             live=one,
         )
-        return await _traced(number, trajectory)
+        return await _traced(number, playing)
 
+    shown = live or LiveGroup.of(task)
     async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(play(number, one)) for number, one in enumerate((live or LiveGroup.of(task)).trajectories)
-        ]
+        running = [tasks.create_task(play(number, one)) for number, one in enumerate(shown.trajectories)]
     trajectories = tuple(done.result() for done in running)
     if (rejected := _reject_reason(environment, trajectories)) is not None:
         return rejected

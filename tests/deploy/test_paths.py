@@ -12,11 +12,11 @@ import yaml
 
 from deploy.cli import main
 from deploy.commands import export
-from deploy.commands.watch import replay
 from deploy.config import load_config
 from deploy.launcher.addresses import anchored, settle
 from deploy.launcher.plan import Addresses
 from deploy.launcher.run_dir import read_configuration
+from deploy.monitor.replay_view import read_settings
 
 
 def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_verbs_find_the_model_of_a_moved_run_from_another_directory(
     monkeypatch.chdir("/")
     assert export.model_settings(moved, None)[0] == moved / "model"
     assert export.model_settings(moved / "checkpoints" / "step_3.e1", None)[0] == moved / "model"
-    settings = replay._settings(moved)
+    settings = read_settings(moved)
     assert settings is not None and settings.model == moved / "model"
 
 
