@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ from tests.support.warm_start_cache import WarmStart, cached_warm_start
 # One thread for each process of the tests, before torch is imported: there are more processes than cores already, and
 # a second thread only spins while it waits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts pytest in the background lets it ignore SIGINT, and so all the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in each run; how fast they are made or run says something about the machine only.
 hypothesis.settings.register_profile(

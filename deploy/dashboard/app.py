@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from aiohttp.typedefs import Handler
 
 from deploy.dashboard.conversation import GroupView
 from deploy.dashboard.events import EventFeed
+from deploy.dashboard.live import LiveProxy
 from deploy.dashboard.openapi import ROUTES, describe
 from deploy.dashboard.source import RunData
 from deploy.page import render_template
@@ -70,7 +72,8 @@ def build_app(data: RunData, access: Access) -> web.Application:
     app = web.Application(middlewares=[_guard(access, frozenset(files)), _errors], handler_args=SERVER_OPTIONS)
     app[DATA], app[FEED], app[TOUCHED] = data, EventFeed(data), [time.monotonic()]
     app.on_response_prepare.append(_secure)
-    app.cleanup_ctx.append(_background)
+    live = LiveProxy(data.directory, access)
+    app.cleanup_ctx.extend((_background, live.lifetime))
     handlers: dict[str, Handler] = {
         "/health": _health,
         "/ready": _health,
@@ -86,6 +89,8 @@ def build_app(data: RunData, access: Access) -> web.Application:
         "/api/letters": _reads(lambda data, request: data.letters()),
         "/api/evaluations": _reads(lambda data, request: data.evaluations()),
         "/api/retrievers": _reads(lambda data, request: {"retrievers": data.retrievers()}),
+        "/api/live": live.listing,
+        "/api/live/{server}/{seq}/{place}": partial(_watch, live),
         "/api/engines/{engine}/drain": _reads(lambda data, request: data.drain(request.match_info["engine"])),
         "/export/groups/{seq}": _export,
         "/export/groups/{seq}/{place}": _export,
@@ -192,6 +197,11 @@ async def _health(_: web.Request) -> web.Response:
 
 async def _events(request: web.Request) -> web.StreamResponse:
     return await request.app[FEED].serve(request)
+
+
+async def _watch(live: LiveProxy, request: web.Request) -> web.StreamResponse:
+    server, seq, place = (_whole(request.match_info[name], name) for name in ("server", "seq", "place"))
+    return await live.watch(request, server, seq, place)
 
 
 def _tokens(data: RunData, request: web.Request) -> dict[str, Any]:

@@ -12,15 +12,24 @@ import pytest
 
 from learner.checkpoint.journal import read_journal
 from protocol.messages import Owner, TrajectoryGroup
+from tests.support.waiting import wait_until
 from tests.ui.browsing import ANSWER_MS, ANSWER_S, SIZES, THEMES, Ring, Tab
 
 NewTab = Callable[..., Tab]
-PAGES = ("overview", "throughput", "staleness", "fleet", "trajectories", "accounting", "evaluations")
+PAGES = ("overview", "throughput", "staleness", "fleet", "live", "trajectories", "accounting", "evaluations")
 SERIOUS = {"serious", "critical"}
 
 
 def trained(ring: Ring, seq: int) -> TrajectoryGroup:
     return next(entry.group for entry in read_journal(ring.directory / "journal") if entry.group.seq == seq)
+
+
+def trained_later(ring: Ring, seq: int) -> TrajectoryGroup:
+    def there() -> bool:
+        return any(entry.seq == seq for entry in read_journal(ring.directory / "journal"))
+
+    wait_until(there, f"seq {seq} is trained", ANSWER_S)
+    return trained(ring, seq)
 
 
 def whole(text: str) -> int:
@@ -46,7 +55,7 @@ def test_numbers_move_while_it_trains(ring: Ring, tab: NewTab) -> None:
     before = version.inner_text()
     shown.until(lambda: version.inner_text() != before, "the engine's version")
 
-    shown.page.keyboard.press("5")
+    shown.page.keyboard.press("6")
     new = shown.page.locator("button.fresh")
     new.wait_for()
     total = whole(shown.text("[role=status]").partition(" of ")[2])
@@ -110,6 +119,27 @@ def test_a_group_is_compared_and_its_tokens_are_those_of_the_journal(ring: Ring,
     said = shown.text(".detail")
     assert f"id {turns[0].ids[1]}," in said and f"log-prob {turns[0].logprobs[1]:.3f}"[:-1] in said
     assert f"version {turns[0].spans[0].version.label}" in said
+
+
+def test_a_trajectory_is_read_while_it_is_generated(ring: Ring, tab: NewTab) -> None:
+    shown = tab()
+    shown.open(f"{ring.url}/#/live")
+    chips = shown.page.get_by_role("region", name="groups in flight").locator("a.chip:not(.dimmed)")
+    text = shown.page.locator(".segment.policy .text")
+
+    def read() -> bool:
+        # a trajectory of the demo takes seconds: the chosen one may have ended
+        chips.first.click()
+        shown.page.locator(".panel [role=status]:not(:text-is('waiting for the server'))").wait_for()
+        return text.count() > 0
+
+    shown.until(read, "a trajectory in flight")
+    shown.page.locator(".panel [role=status]", has_text="reward").wait_for(timeout=ANSWER_MS)
+    assert "<think>" in text.first.inner_text() and "version" in shown.text(".segment.policy .meta")
+    seq = re.search(r"#/live/0/(\d+)/\d+$", shown.page.url)
+    assert seq and trained_later(ring, int(seq[1])).question.text in shown.text(".panel h2")
+    shown.page.keyboard.press("Escape")
+    shown.until(lambda: shown.page.url.endswith("#/live"), "the list")
 
 
 def test_the_keyboard_is_enough(ring: Ring, tab: NewTab) -> None:
@@ -195,5 +225,5 @@ def test_an_operator_drains_an_engine_and_the_pages_go_on_when_the_run_is_stoppe
     ring.process.wait(ANSWER_S)
     shown.page.locator("#top .badge", has_text="stopped").wait_for(timeout=ANSWER_MS)
     shown.page.locator(".panel", has_text="resume with").wait_for()
-    shown.page.keyboard.press("5")
+    shown.page.keyboard.press("6")
     shown.page.locator("#row-49").wait_for(state="attached")

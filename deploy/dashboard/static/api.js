@@ -54,7 +54,34 @@ export async function download(path, name) {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-// Read /events for ever: fetch, not EventSource, because that cannot send a token.
+// Read server-sent events until the server ends them: fetch, not EventSource, because that cannot send a token.
+async function* sent(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await Promise.race([reader.read(), silence(40_000)]);
+    if (done) return;
+    rest += value;
+    const parts = rest.split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const fields = Object.fromEntries(part.split("\n").filter((l) => !l.startsWith(":")).map((l) => {
+        const at = l.indexOf(": ");
+        return [l.slice(0, at), l.slice(at + 2)];
+      }));
+      if (fields.event) yield { id: fields.id, kind: fields.event, data: JSON.parse(fields.data) };
+    }
+  }
+}
+
+// Read `path` to its end; `signal` leaves earlier.
+export async function follow(path, onEvent, signal) {
+  const answer = await request(path, {}, { signal });
+  if (!answer.ok) await read(answer);
+  for await (const event of sent(answer)) onEvent(event.kind, event.data);
+}
+
+// Read /events for ever.
 export async function listen(onEvent, onState) {
   let last = "";
   let pause = 1000;
@@ -64,22 +91,9 @@ export async function listen(onEvent, onState) {
       if (!answer.ok) throw new Error(`${answer.status}`);
       onState(true);
       pause = 1000;
-      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-      let rest = "";
-      for (;;) {
-        const { value, done } = await Promise.race([reader.read(), silence(40_000)]);
-        if (done) break;
-        rest += value;
-        const parts = rest.split("\n\n");
-        rest = parts.pop();
-        for (const part of parts) {
-          const fields = Object.fromEntries(part.split("\n").filter((l) => !l.startsWith(":")).map((l) => {
-            const at = l.indexOf(": ");
-            return [l.slice(0, at), l.slice(at + 2)];
-          }));
-          if (fields.id) last = fields.id;
-          if (fields.event) onEvent(fields.event, JSON.parse(fields.data));
-        }
+      for await (const event of sent(answer)) {
+        if (event.id) last = event.id;
+        onEvent(event.kind, event.data);
       }
     } catch {
       // the server is away: try again below

@@ -7,15 +7,16 @@ import * as accounting from "./pages/accounting.js";
 import * as evaluations from "./pages/evaluations.js";
 import * as fleet from "./pages/fleet.js";
 import * as group from "./pages/group.js";
+import * as live from "./pages/live.js";
 import * as overview from "./pages/overview.js";
 import * as staleness from "./pages/staleness.js";
 import * as throughput from "./pages/throughput.js";
 import * as trajectories from "./pages/trajectories.js";
 
-const TABS = { overview, throughput, staleness, fleet, trajectories, accounting, evaluations };
+const TABS = { overview, throughput, staleness, fleet, live, trajectories, accounting, evaluations };
 const PAGES = { ...TABS, group };
 const KEYS = [
-  ["1 to 7", "the pages, from left to right"], ["j / k", "next / previous row or trajectory"], ["Enter", "open the row"],
+  ["1 to 8", "the pages, from left to right"], ["j / k", "next / previous row or trajectory"], ["Enter", "open the row"],
   ["Esc", "back"], ["/", "search the trajectories"], ["t", "tokens of the trajectory"], ["d", "light or dark"], ["?", "this help"],
 ];
 const main = document.getElementById("main");

@@ -1,0 +1,96 @@
+"""Trajectories while they are generated: what the run's rollout servers answer to `/v1/live`, passed on.
+
+Only servers in the launcher's record are asked, with a token of this process. Nothing is asked while nobody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from deploy.launcher.run_dir import read_record
+from protocol.errors import UserError
+from protocol.runtime.http.auth import Access
+
+ANSWER_S = 3.0
+"""Time for a server to answer."""
+SILENCE_S = 60.0
+"""A server sends at least a comment every 15 s; after this long without one it is given up."""
+READ_S = 5.0
+"""A page that reads nothing for this long is disconnected."""
+
+
+class LiveProxy:
+    """Asks the rollout servers of one run directory. `lifetime` is its cleanup context."""
+
+    def __init__(self, directory: Path, access: Access) -> None:
+        self._directory, self._headers = directory, access.headers("viewer", "operator")
+        self._session: aiohttp.ClientSession | None = None
+
+    async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
+        """Hold the connections while the application runs."""
+        async with aiohttp.ClientSession(headers=self._headers) as self._session:
+            yield
+
+    async def listing(self, _: web.Request) -> web.Response:
+        """Answer the groups in flight at each server; `error` if it does not answer."""
+        return web.json_response({"servers": await asyncio.gather(*map(self._ask, self._urls()))})
+
+    def _urls(self) -> list[str]:
+        return [str(url) for url in read_record(self._directory).get("rollouts", ())]
+
+    async def _ask(self, url: str) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(ANSWER_S), self._get(f"{url}/v1/live", {}) as answer:
+                answer.raise_for_status()
+                return {"url": url, "error": "", "groups": (await answer.json())["groups"]}
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            return {"url": url, "error": str(error) or type(error).__name__, "groups": []}
+
+    def _get(self, url: str, query: Mapping[str, int]) -> Any:
+        assert self._session is not None
+        silence = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S, sock_read=SILENCE_S)
+        return self._session.get(url, params=query, timeout=silence, allow_redirects=False)
+
+    async def watch(self, request: web.Request, server: int, seq: int, place: int) -> web.StreamResponse:
+        """Pass on the events of one trajectory until it ends or the page leaves.
+
+        Raises UserError if it is not in flight there.
+        """
+        urls = self._urls()
+        if server >= len(urls):
+            raise UserError(f"the run has {len(urls)} rollout servers")
+        try:
+            async with self._get(f"{urls[server]}/v1/live/trajectory", {"seq": seq, "index": place}) as answer:
+                if answer.status != 200:
+                    raise UserError(f"trajectory {place + 1} of seq {seq} is not in flight", why=await _said(answer))
+                return await _passed_on(request, answer)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise UserError(f"{urls[server]} does not answer", why=str(error)) from None
+
+
+async def _said(answer: aiohttp.ClientResponse) -> str:
+    try:
+        return str((await answer.json())["error"])
+    except (aiohttp.ClientError, ValueError, KeyError, TypeError):
+        return f"HTTP status {answer.status}"
+
+
+async def _passed_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    try:
+        async for chunk in answer.content.iter_any():
+            async with asyncio.timeout(READ_S):
+                await response.write(chunk)
+    except (aiohttp.ClientError, ConnectionResetError, TimeoutError):
+        # one of the two has left; the answer has begun, so that no status can say so
+        if request.transport is not None:
+            request.transport.abort()
+    return response
