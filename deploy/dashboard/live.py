@@ -6,6 +6,7 @@ Only servers in the launcher's record are asked, with a token of this process. N
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from deploy.launcher.run_dir import read_record
 from protocol.errors import UserError
 from protocol.runtime.http.auth import Access
 
+EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 ANSWER_S = 3.0
 """Time for a server to answer."""
 SILENCE_S = 60.0
@@ -58,17 +60,21 @@ class LiveProxy:
         return self._session.get(url, params=query, timeout=silence, allow_redirects=False)
 
     async def watch(self, request: web.Request, server: int, seq: int, place: int) -> web.StreamResponse:
-        """Pass on the events of one trajectory until it ends or the page leaves.
+        """Pass on the events of one trajectory until it ends or the page leaves; `gone` if it is not in flight there.
 
-        Raises UserError if it is not in flight there.
+        Raises UserError if the server does not answer.
         """
         urls = self._urls()
         if server >= len(urls):
             raise UserError(f"the run has {len(urls)} rollout servers")
         try:
             async with self._get(f"{urls[server]}/v1/live/trajectory", {"seq": seq, "index": place}) as answer:
+                if answer.status == 404:  # it may have ended since the list: the page expects that
+                    return web.Response(
+                        text=f"event: gone\ndata: {json.dumps(await _said(answer))}\n\n", headers=EVENTS
+                    )
                 if answer.status != 200:
-                    raise UserError(f"trajectory {place + 1} of seq {seq} is not in flight", why=await _said(answer))
+                    raise UserError(f"{urls[server]} refuses", why=await _said(answer))
                 return await _passed_on(request, answer)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise UserError(f"{urls[server]} does not answer", why=str(error)) from None
@@ -82,8 +88,7 @@ async def _said(answer: aiohttp.ClientResponse) -> str:
 
 
 async def _passed_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    response = web.StreamResponse(headers=headers)
+    response = web.StreamResponse(headers=EVENTS)
     await response.prepare(request)
     try:
         async for chunk in answer.content.iter_any():

@@ -54,7 +54,7 @@ ROUTES: Mapping[str, DashboardRoute] = {
     "/api/retrievers": DashboardRoute("What each retriever that the launcher started says about itself."),
     "/api/live": DashboardRoute("Groups in flight at each rollout server that the launcher started."),
     "/api/live/{server}/{seq}/{place}": DashboardRoute(
-        "Server-sent events of one trajectory while it is generated: start, segment, end.", EVENTS
+        "Server-sent events of one trajectory while it is generated: start, segment, end; or gone.", EVENTS
     ),
     "/api/engines/{engine}/drain": DashboardRoute(
         "Ask an engine to take no more requests. It stays so until its node is restarted.", method="post"

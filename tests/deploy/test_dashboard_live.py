@@ -108,7 +108,7 @@ async def test_a_trajectory_is_followed_from_its_first_token_to_its_end(tmp_path
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("0/7/0", "not in flight"), ("1/7/0", "does not answer"), ("2/7/0", "has 2 rollout servers"), ("0/x/0", "whole")],
+    [("1/7/0", "does not answer"), ("2/7/0", "has 2 rollout servers"), ("0/x/0", "whole")],
 )
 async def test_what_is_not_there_is_explained(tmp_path: Path, path: str, said: str) -> None:
     async with Rollout().serving(Access()) as url:
@@ -116,6 +116,18 @@ async def test_what_is_not_there_is_explained(tmp_path: Path, path: str, said: s
         async with dashboard(run_dir) as shown, aiohttp.ClientSession(shown) as session:
             status, answer = await read(session, f"/api/live/{path}")
     assert status == 400 and said in answer["error"]
+
+
+async def test_a_trajectory_that_has_ended_is_gone(tmp_path: Path) -> None:
+    async with Rollout().serving(Access()) as url:
+        run_dir = at(write_run(tmp_path / "run"), url)
+        async with (
+            dashboard(run_dir) as shown,
+            aiohttp.ClientSession(shown) as session,
+            session.get("/api/live/0/7/0") as stream,
+        ):
+            (gone,) = await events(stream, 1)
+            assert gone["event"] == "gone" and "not in flight" in json.loads(gone["data"])
 
 
 async def test_a_page_that_leaves_is_no_longer_a_watcher_of_the_server(tmp_path: Path) -> None:

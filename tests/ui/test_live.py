@@ -26,7 +26,7 @@ def trained(ring: Ring, seq: int) -> TrajectoryGroup:
 
 def trained_later(ring: Ring, seq: int) -> TrajectoryGroup:
     def there() -> bool:
-        return any(entry.seq == seq for entry in read_journal(ring.directory / "journal"))
+        return any(entry.group.seq == seq for entry in read_journal(ring.directory / "journal"))
 
     wait_until(there, f"seq {seq} is trained", ANSWER_S)
     return trained(ring, seq)

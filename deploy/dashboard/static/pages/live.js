@@ -19,7 +19,7 @@ export async function show(box, where, context) {
     const groups = servers.flatMap((server, number_) => server.groups.map((group) => ({ ...group, server: number_ })));
     const silent = servers.filter((server) => server.error);
     fill(list, silent.length ? panel("No answer", h("ul", { class: "plain" }, silent.map((s) => h("li", {}, s.url, ": ", s.error)))) : null,
-      panel("Groups in flight", h("p", { class: "dim" }, `${number(groups.length)} groups at ${number(servers.length)} rollout servers. Open a trajectory to read it while it is generated.`),
+      panel("Groups in flight", h("p", { class: "dim" }, `rollout servers: ${number(servers.length)}, groups: ${number(groups.length)}. Open a trajectory to read it while it is generated.`),
         table([
           { title: "seq", num: true, cell: (g) => number(g.seq) }, { title: "question", cell: (g) => g.question }, { title: "for", num: true, cell: (g) => span(g.seconds) },
           { title: "trajectories", cell: (g) => h("span", { class: "chips" }, g.trajectories.map((t) => chip(g, t))) },
@@ -49,8 +49,9 @@ export async function show(box, where, context) {
       if (mine !== leave) return;
       if (kind === "start") fill(title, data.question), fill(state, badge("live", "good"), ` seq ${data.seq}, attempt ${data.attempt}, trajectory ${data.index + 1}`);
       else if (kind === "segment") grow(segments, body, data);
+      else if (kind === "gone") fill(state, badge("ended", "plain"), ` ${data}; `, later(rest));
       else if (kind === "end") fill(state, badge(data.status ?? "released", data.status ? "plain" : "bad"), ended(data),
-        data.status ? h("a", { href: `#/group/${rest[1]}/${rest[2]}` }, "the group, once it is trained") : " another attempt begins again");
+        data.status ? later(rest) : " another attempt begins again");
     }, mine.signal).catch((error) => mine === leave && fill(state, error.message));
   }
 
@@ -77,6 +78,10 @@ export async function show(box, where, context) {
 
 function ended(data) {
   return ` ${data.cause ? `${data.cause}; ` : ""}answer ${JSON.stringify(data.answer)}, reward ${number(data.reward, 2)}; `;
+}
+
+function later([, seq, place]) {
+  return h("a", { href: `#/group/${seq}/${place}` }, "the group, once it is trained");
 }
 
 // A segment's text is kept as one text node, which grows.
