@@ -63,9 +63,9 @@ def test_a_half_loaded_engine_is_named_in_the_status_with_the_reason(said: dict[
     in_order(
         said["half-loaded-engine"],
         r"^run demo: (starting|training), NOT healthy",
-        r"^engine    gpu-0: quarantined, version 0\.0",
         r"^problem:  engine gpu-0 is quarantined: 1\.\d+ is loaded in part: refused at gpu-0: CUDA out of memory",
         r"^   do:    it gets no requests",
+        r"^engine    gpu-0: quarantined, version 0\.0",
         r"^\[exit code 1\]",
     )
 

@@ -82,7 +82,8 @@ def test_two_ranks_do_what_one_does(case: str, model: Path, by_two: tuple[Path, 
         assert all(0 < metrics["rejected"] < 1 for metrics in expected["metrics"])
     for rank in found:
         of = rank[case]
-        assert of["loss"] == pytest.approx(expected["loss"], abs=2e-6)
+        # the last digits of the weights differ, by 1e-7, and sequence weights are exponentials of sums
+        assert of["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=2e-6)
         assert of["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-3)
         for one, two in zip(expected["metrics"], of["metrics"], strict=True):
             assert two.keys() == one.keys()

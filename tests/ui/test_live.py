@@ -156,10 +156,12 @@ def test_the_keyboard_is_enough(ring: Ring, tab: NewTab) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     press("/")
     shown.until(lambda: page.evaluate("document.activeElement.id") == "f-text", "the field of the search")
+    # the table from before the search stays until its answer
+    page.locator(".pager").evaluate("pager => pager.dataset.old = '1'")
     page.keyboard.type("the")
     press("Escape")
     shown.until(lambda: "text=the" in page.url, "the search")
-    page.locator("table.rows").wait_for()
+    page.locator(".pager:not([data-old])").wait_for(state="attached")
     for key in "jjk":
         press(key)
     assert page.locator("tr.chosen").get_attribute("id") == "row-0"
