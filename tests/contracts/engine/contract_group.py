@@ -65,7 +65,7 @@ class Trainer:
 async def trainer(client: Client, ranks: int = 1) -> AsyncIterator[Trainer]:
     """A trainer whose engine has joined; both have left when this is."""
     name, port = uuid.uuid4().hex, free_port("127.0.0.1")
-    meeting = asyncio.to_thread(BroadcastGroup, Rendezvous(name, "127.0.0.1", port, ranks + 1, "gloo", 20, 20))
+    meeting = asyncio.to_thread(BroadcastGroup, Rendezvous(name, "127.0.0.1", port, ranks + 1, "gloo", 60, 60))
     join = client.post(
         "/init_weights_update_group",
         {
