@@ -106,7 +106,7 @@ MEANT = {
 
 
 CONTINUED = {("index", "build"), ("data", "get")}
-"""Commands that continue where a signal stopped them, without a summary of their own."""
+"""Commands that resume after a signal and print no summary themselves."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -57,7 +57,7 @@ HEADERS: Mapping[str, str] = {
 }
 """Set on every answer that does not set them itself."""
 WATCHED_S = 60.0
-"""The index follows the journal for this long after a request: nobody looks at it later."""
+"""Time after the last request for which the index keeps up with the journal."""
 INDEX_S = 2.0
 MOST_NAMES = 100
 

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from deploy.dashboard.source import RunData
 from deploy.monitor.status import state
+from protocol.runtime.http import sse
 
 log = logging.getLogger(__name__)
 
@@ -91,31 +92,33 @@ class EventFeed:
         """Answer `GET /events` until the client leaves."""
         if self._clients >= CLIENTS:
             return web.json_response({"error": f"{CLIENTS} clients are connected already"}, status=503)
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        response = web.StreamResponse(headers=headers)
+        response = web.StreamResponse(headers=sse.HEADERS)
         self._clients += 1
         try:
             await response.prepare(request)
-            await self._stream(response, request.headers.get("Last-Event-ID", ""))
+            await self._stream(request, response, request.headers.get("Last-Event-ID", ""))
         except ConnectionResetError:
             pass  # the client has left
         finally:
             self._clients -= 1
         return response
 
-    async def _stream(self, response: web.StreamResponse, last_id: str) -> None:
+    async def _stream(self, request: web.Request, response: web.StreamResponse, last_id: str) -> None:
+        async def send(text: str) -> None:
+            await sse.write(request, response, text.encode(), READ_S)
+
         boot, _, digits = last_id.partition("-")
         known = boot == self._boot and digits.isdecimal() and len(digits) < 18
         position = int(digits) if known else self._count
         if last_id and (not known or (self._events and position < self._events[0][0] - 1)):
             position = self._count
-            await self._send(response, self._message(position, "reload", "{}"))
+            await send(self._message(position, "reload", "{}"))
         else:
-            await self._send(response, self._message(position, "hello", json.dumps(self._hello())))
+            await send(self._message(position, "hello", json.dumps(self._hello())))
         while True:
             new = [event for event in self._events if event[0] > position]
             for number, kind, text in new:
-                await self._send(response, self._message(number, kind, text))
+                await send(self._message(number, kind, text))
                 position = number
             if new:
                 continue
@@ -123,7 +126,7 @@ class EventFeed:
                 async with asyncio.timeout(HEARTBEAT_S), self._changed:
                     await self._changed.wait_for(partial(self._is_behind, position))
             except TimeoutError:
-                await self._send(response, ": alive\n\n")
+                await send(sse.KEEPALIVE)
 
     def _is_behind(self, position: int) -> bool:
         return self._count > position
@@ -132,11 +135,4 @@ class EventFeed:
         return {"heartbeat_s": HEARTBEAT_S, "interval_s": INTERVAL_S}
 
     def _message(self, number: int, kind: str, text: str) -> str:
-        return f"id: {self._boot}-{number}\nevent: {kind}\ndata: {text}\n\n"
-
-    async def _send(self, response: web.StreamResponse, text: str) -> None:
-        try:
-            async with asyncio.timeout(READ_S):
-                await response.write(text.encode())
-        except TimeoutError:
-            raise ConnectionResetError(f"the client has read nothing for {READ_S:g} s") from None
+        return sse.event(kind, text, f"{self._boot}-{number}")

@@ -1,6 +1,6 @@
 """Trajectories while they are generated: what the run's rollout servers answer to `/v1/live`, passed on.
 
-Only servers in the launcher's record are asked, with a token of this process. Nothing is asked while nobody looks.
+Requests go only to servers in the launcher's record, with this process's token, and only for a request of a page.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from aiohttp import web
 
 from deploy.launcher.run_dir import read_record
 from protocol.errors import UserError
+from protocol.runtime.http import sse
 from protocol.runtime.http.auth import Access
 
-EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 ANSWER_S = 3.0
 """Time for a server to answer."""
 SILENCE_S = 60.0
@@ -70,9 +70,7 @@ class LiveProxy:
         try:
             async with self._get(f"{urls[server]}/v1/live/trajectory", {"seq": seq, "index": place}) as answer:
                 if answer.status == 404:  # it may have ended since the list: the page expects that
-                    return web.Response(
-                        text=f"event: gone\ndata: {json.dumps(await _said(answer))}\n\n", headers=EVENTS
-                    )
+                    return web.Response(text=sse.event("gone", json.dumps(await _said(answer))), headers=sse.HEADERS)
                 if answer.status != 200:
                     raise UserError(f"{urls[server]} refuses", why=await _said(answer))
                 return await _passed_on(request, answer)
@@ -88,14 +86,13 @@ async def _said(answer: aiohttp.ClientResponse) -> str:
 
 
 async def _passed_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    response = web.StreamResponse(headers=EVENTS)
+    response = web.StreamResponse(headers=sse.HEADERS)
     await response.prepare(request)
     try:
         async for chunk in answer.content.iter_any():
-            async with asyncio.timeout(READ_S):
-                await response.write(chunk)
+            await sse.write(request, response, chunk, READ_S)
     except (aiohttp.ClientError, ConnectionResetError, TimeoutError):
-        # one of the two has left; the answer has begun, so that no status can say so
+        # server or page has left; the status has been sent, so only a cut connection can tell the other one
         if request.transport is not None:
             request.transport.abort()
     return response

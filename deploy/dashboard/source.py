@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
-from urllib.request import Request, urlopen
 
 from deploy.dashboard.conversation import GroupView
 from deploy.dashboard.files import StepFile, read_evaluations, read_validations
@@ -28,7 +26,7 @@ from protocol import events
 from protocol.codec import number_of
 from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
-from protocol.runtime.http.auth import read_access
+from protocol.runtime.http.client import ask
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ class RunData:
         self._reading = threading.Lock()
 
     def snapshot(self) -> tuple[RunSnapshot, list[str]]:
-        """Return a snapshot that is at most FRESH_S old, and in words who waits for whom."""
+        """Return a snapshot that is at most FRESH_S old, and its wait times as sentences."""
         with self._looking:
             if self._seen is None or time.monotonic() - self._seen[0] > FRESH_S:
                 seen = look(self.found)
@@ -183,18 +181,17 @@ class RunData:
     def retrievers(self) -> list[dict[str, Any]]:
         """Return what each retriever of the launcher's record says about itself; `error` if it does not answer."""
         urls = [str(url) for url in self.found.record.get("retrievers", ())]
-        headers = read_access(os.environ).headers("viewer", "operator", "node")
 
-        def ask(url: str) -> dict[str, Any]:
+        def info(url: str) -> dict[str, Any]:
             began = time.monotonic()
             try:
-                with urlopen(Request(f"{url}/info", headers=headers), timeout=ANSWER_S) as answer:
+                with ask(f"{url}/info", "viewer", "operator", "node", timeout_s=ANSWER_S) as answer:
                     return {"url": url, "error": "", "info": json.load(answer), "seconds": time.monotonic() - began}
             except (OSError, ValueError) as error:
                 return {"url": url, "error": str(error), "info": {}, "seconds": None}
 
         with ThreadPoolExecutor(max(1, min(8, len(urls)))) as pool:
-            return list(pool.map(ask, urls))
+            return list(pool.map(info, urls))
 
     def drain(self, engine: str) -> dict[str, Any]:
         """Ask a registered engine to drain. Raises UserError if there is none, or if Redis refuses the request."""

@@ -43,7 +43,7 @@ TRENDS = {
 }
 """Fact -> the field of `metrics.jsonl` whose recent values are drawn after it."""
 WORKING = ("training", "waiting", "evaluating", "serving")
-"""States in which it matters who waits for whom: before and after, processes wait for the learner or have no work."""
+"""States in which wait times are shown: in others, processes are idle or wait for the learner to start."""
 WINDOW_S = 10.0
 _METRIC = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)")
 

@@ -40,7 +40,7 @@ as the label `name`.
 
 | command | shows |
 |---|---|
-| `foray top RUN_DIR` | the run live, problems first, with sparklines and who waits for whom; plain in a pipe |
+| `foray top RUN_DIR` | the run live, problems first, with sparklines and wait times; plain in a pipe |
 | `foray status RUN_DIR` | one page: problems and remedies, processes, streams, ledger; exit code 1 on a problem |
 | `foray logs RUN_DIR [PROCESS ..]` | logs of all processes by time; `-f` follows, `--since 10m`, `--level WARNING` |
 | `foray report RUN_DIR` | writes one HTML file: curves, validation, staleness, trajectories, configuration |

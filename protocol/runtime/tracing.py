@@ -29,7 +29,7 @@ PARENTS = MappingProxyType(
 """Stage -> the stage that it follows. The other spans are below a stage, in the same process."""
 MAX_TEXT = 200
 _current: ContextVar[Span | None] = ContextVar("span", default=None)
-_random = random.Random()  # of its own: seeds of the process stay what they are
+_random = random.Random()  # a separate generator, so that seeded ones of the process are not advanced
 
 
 class NoSpan:

@@ -29,6 +29,7 @@ from typing import Any
 from aiohttp import web
 
 from protocol.messages import Owner, Segment
+from protocol.runtime.http import sse
 from rollout_server.rollout.live import LiveGroup, LiveGroups, LiveTrajectory
 
 log = logging.getLogger(__name__)
@@ -109,8 +110,7 @@ class LiveFeed:
             return web.json_response({"error": f"seq {seq}, index {index} is not in flight here"}, status=404)
         if self.watchers >= WATCHERS:
             return web.json_response({"error": f"{WATCHERS} trajectories are watched already"}, status=503)
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        response = web.StreamResponse(headers=headers)
+        response = web.StreamResponse(headers=sse.HEADERS)
         self.watchers += 1
         try:
             await response.prepare(request)
@@ -136,7 +136,7 @@ class LiveFeed:
             if over:
                 break
             if time.monotonic() - sent_at >= ALIVE_S:
-                await _send(request, response, ": alive\n\n")
+                await _send(request, response, sse.KEEPALIVE)
                 sent_at = time.monotonic()
             await asyncio.sleep(POLL_S)
         await _send(request, response, _event("end", _result(one)))
@@ -190,15 +190,8 @@ def _result(one: LiveTrajectory) -> dict[str, Any]:
 
 
 def _event(kind: str, data: dict[str, Any]) -> str:
-    return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
+    return sse.event(kind, json.dumps(data))
 
 
 async def _send(request: web.Request, response: web.StreamResponse, text: str) -> None:
-    """Write `text`. Raises ConnectionResetError, and drops what is buffered, if the watcher does not read."""
-    try:
-        async with asyncio.timeout(WRITE_S):
-            await response.write(text.encode())
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError(f"the watcher has read nothing for {WRITE_S:g} s") from None
+    await sse.write(request, response, text.encode(), WRITE_S)

@@ -1,4 +1,4 @@
-"""Train a pretrained language model to answer real questions by searching, on two cores, in about 90 minutes.
+"""Train a pretrained language model to answer real questions by searching, on two cores.
 
 SmolLM2-135M-Instruct gets a supervised warm start on demonstrations in Search-R1's protocol, then GRPO through the
 whole ring, and is evaluated on questions that neither saw: untrained, with naive RAG, after the warm start, after

@@ -103,7 +103,7 @@ def _run(phase: Phase, log: Path, say: Callable[[str], None]) -> tuple[int, floa
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
-        # a session of its own, so that Ctrl-C reaches it once: from here
+        # in its own session, so that Ctrl-C does not reach it directly as well: `forward` passes it on
         child = subprocess.Popen(
             [sys.executable, *phase.argv],
             stdout=subprocess.PIPE,

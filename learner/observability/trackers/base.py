@@ -49,7 +49,7 @@ class StepDetail:
     """What trackers show of a step besides numbers.
 
     lags   lag in steps -> tokens of the policy with that lag
-    rows   returns rows about so many trajectories, each by COLUMNS
+    rows   returns a given number of rows, one per trajectory, with the columns COLUMNS
     """
 
     lags: Mapping[int, int]
@@ -85,7 +85,7 @@ class Tracker(Protocol):
         ...
 
     def show(self, step: int, detail: StepDetail, rows: int) -> None:
-        """Show the histogram of lags and a table of so many trajectories (0: no table) of the step."""
+        """Show the histogram of lags, and a table of `rows` trajectories of the step (0: no table)."""
         ...
 
     def close(self) -> None:
