@@ -88,7 +88,7 @@ class EvaluationPin:
 
     def _waited_for(self) -> int:
         """Return the number of requests for which training engines postpone new weights."""
-        return len(self._holders) if self._keeping is not None and not self._eval_engines else 0
+        return len(self._holders) if self.version is not None and not self._eval_engines else 0
 
     def confirms(self, labels: Collection[str]) -> bool:
         """Return whether an episode sampled at the versions `labels` was sampled at the pinned version only.

@@ -320,6 +320,7 @@ def test_a_stopped_run_says_the_command_that_continues_it(run_files: Path, numbe
     with foray("up", str(file), "run.seed=3", "--json") as process:
         try:
             wait_until(lambda: read_record(run_files / "run").get("state") == "running", "it runs")
+            wait_until(lambda: "start learner" in order(run_files), "the learner is there")
             process.send_signal(number)
             out, said = process.communicate(timeout=90)
         finally:

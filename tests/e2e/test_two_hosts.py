@@ -31,10 +31,10 @@ from rollout_server.node.guard import descendants
 from tests.support.hosts import TwoHosts
 from tests.support.waiting import wait_until
 
-STEPS, GROUPS = 150, 4
+GROUPS = 4
 SMALL = (
     "run.id=demo",
-    f"run.steps={STEPS}",
+    "run.steps=100000",  # it is stopped when everything was seen: a fast machine must not end before that
     f"run.groups_per_step={GROUPS}",
     "run.group_size=4",
     "learner.checkpoint_every=10",
@@ -189,6 +189,7 @@ def test_an_engine_of_another_host_joins_by_hand_leaves_and_is_killed(demo: Demo
         assert not demo.engine("b"), "its registration has ended"
     demo.shows("b was killed")
 
+    demo.launcher.send_signal(signal.SIGTERM)
     assert demo.launcher.wait(600) == 0, (demo.home / "up.log").read_text()[-3000:]
     accounts_balance(demo)
     print("\n".join(demo.events))
@@ -196,18 +197,19 @@ def test_an_engine_of_another_host_joins_by_hand_leaves_and_is_killed(demo: Demo
 
 def accounts_balance(demo: Demo) -> None:
     """Nothing is lost and nothing is trained twice."""
+    wait_until(lambda: demo.status()["state"] == "stopped", "the learner's last report has expired")
     demo.shows("the end")
     seen = demo.status()
-    assert seen["state"] == "done" and seen["ledger"]["closes"] and seen["ledger"]["in_flight"] == 0, seen["ledger"]
+    assert seen["ledger"]["closes"], seen["ledger"]
     assert seen["tokens"]["closes"], seen["tokens"]
     checkpoint = Checkpoints(demo.run_dir / "checkpoints", 2).load()
     assert checkpoint is not None
     ledger = Ledger.from_state(checkpoint.facts["ledger"])
     counts = {str(outcome): number for outcome, number in ledger.counts.items()}
-    assert counts["trained"] == STEPS * GROUPS and counts["dead"] == 0
-    assert ledger.watermark == sum(counts.values()) and not ledger.above
+    assert counts["trained"] == checkpoint.facts["step"] * GROUPS and counts["dead"] == 0
+    assert ledger.watermark + len(ledger.above) == sum(counts.values())
     seqs = Counter(entry.group.seq for entry in read_journal(demo.run_dir / "journal", lineage=checkpoint.lineage))
-    assert len(seqs) == STEPS * GROUPS and max(seqs.values()) == 1
+    assert len(seqs) == counts["trained"] and max(seqs.values()) == 1
     last = steps(demo)[-1]
     names = [f"publish_{name}" for name in ("distributed", "disk", "again", "fallbacks", "snapshots")]
     published = ", ".join(f"{name} {last[name]:.0f}" for name in names)

@@ -59,6 +59,12 @@ def holds(world: Any, version: PolicyVersion, detail: str = "") -> Callable[[], 
     return true
 
 
+def guards(model: Path) -> list[int]:
+    """The processes below this one that guard an engine of `model`: other tests have left theirs running."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())}
+    return [pid for pid, line in lines.items() if b"guard.py" in line and bytes(model) in line]
+
+
 def test_models_of_one_shape_have_different_digests(policy: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -106,7 +112,8 @@ async def test_an_engine_is_labelled_loaded_or_launched_with_the_initial_model(
         await eventually(holds(world, PolicyVersion(3, 0)), "it held another version: loaded from its run.model", 20)
         assert (world.registered("e").incarnation, world.registered("e").updates) == (born, 2)
 
-        os.kill(descendants(os.getpid())[-1], signal.SIGKILL)
+        (guard,) = guards(policy)
+        os.kill(descendants(guard)[-1], signal.SIGKILL)
         await eventually(lambda: world.registered("e").incarnation != born, "it was killed", 20)
         await eventually(holds(world, PolicyVersion(3, 0)), "launched with it, under its label", 90)
         assert world.registered("e").updates == 2

@@ -5,6 +5,7 @@ generates only with what was announced. The engine is scripted, the test is the 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,20 @@ async def test_it_keeps_its_version_says_why_and_joins_the_view_of_the_announced
         await eventually(has_state(world, NodeState.READY, V2), "READY at V2")
         assert engine.swap() == [JOIN, PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK, FLUSH, LABEL, CONTINUE]
         assert not world.registered("e").detail and DISK not in engine.calls
+
+
+async def test_versions_that_follow_each_other_faster_than_it_tries_again_do_not_keep_it_out(
+    world: Any, tmp_path: Path
+) -> None:
+    steps = itertools.count(2)
+
+    def waits_for_one() -> bool:
+        announce(world, PolicyVersion(1, next(steps)))
+        info = world.registered("e")
+        return info is not None and info.needs_broadcast and info.state is NodeState.READY
+
+    async with ring(world, tmp_path, facts=SGLANG):
+        await eventually(waits_for_one, "it waits for a broadcast", 10)
 
 
 async def test_without_broadcasts_it_is_quarantined(world: Any, tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ class WeightFollower:
         self.highest_epoch = 0
         self.swap_lock = asyncio.Lock()
         self._refused = ""
+        self._absent = 0
+        """Announced versions, one after the other, whose files this host did not have."""
         self._receiver = WeightReceiver(status, registry, settings, stats)
 
     async def follow(self, client: EngineAdmin) -> None:
@@ -156,14 +158,17 @@ class WeightFollower:
                 self._status.transition_to(self._status.state, f"{NEEDS_FILES} {label}")
                 return False
         except WeightsCorrupt as error:
+            # counted over versions: a fast learner announces the next one before the same one is tried again
+            self._absent = self._absent + 1 if isinstance(error, WeightsAbsent) else 0
             patient = failures + 1 < self._settings.verify_attempts
-            if not patient and isinstance(error, WeightsAbsent) and self._is_sent(update):
+            if self._absent >= self._settings.verify_attempts and self._is_sent(update):
                 self._status.transition_to(self._status.state, f"{NEEDS_BROADCAST} {error}")
                 return False
             self._stats.counts["strikes"] += 1
             state = self._status.state if patient else NodeState.QUARANTINED
             self._status.transition_to(state, f"{label} cannot be verified: {error}")
             return False
+        self._absent = 0
         if not await self._wait_for_evaluation(update):
             return True
         async with self.swap_lock:
