@@ -93,9 +93,9 @@ class LearnerContext:
         lap: tuple[float, Mapping[str, float]],
         *,
         now_step: int,
-        replayed: int,
+        more: Mapping[str, float],
     ) -> None:
-        """Report the step that `delivery` counted last (`StepReporter.step`). replayed: groups trained again."""
-        more = {**self.publisher.facts(), **self.delivery.filtered_counts(), "replayed_groups": replayed}
+        """Report the step that `delivery` counted last (`StepReporter.step`). more: values of the loop."""
+        more = {**self.publisher.facts(), **self.delivery.filtered_counts(), **more}
         epoch = self.lease.epoch
         self.reporter.step(self.delivery.step, groups, report, lap, now_step=now_step, epoch=epoch, more=more)

@@ -80,6 +80,8 @@ class TrainingLoop:
         self._ahead: BatchAhead | None = None
         self._guard = NonFiniteGuard(ctx.settings.max_skipped, ctx.run.dir / "skipped")
         self._timer = StepTimer(ctx.meter)
+        self._devices = ctx.engine.world_size
+        """Ranks of the learner and of the engines that were registered at the last announcement."""
         self._best_effort = BestEffort()
         self._refusals: int | None = None
         """Number of writes that Redis had refused at the last check. Those before the first check may be days old."""
@@ -138,7 +140,8 @@ class TrainingLoop:
         )
         ctx.maintenance.wake.set()
         ctx.reporter.trace(entries, taken_s, report, PolicyVersion(ctx.lease.epoch, self.policy_step))
-        ctx.report_step(groups, report, self._timer.lap(), now_step=conditions.now_step, replayed=len(replayed))
+        more = {"replayed_groups": len(replayed), "devices": self._devices}
+        ctx.report_step(groups, report, self._timer.lap(), now_step=conditions.now_step, more=more)
         return True
 
     def _batch(self, conditions: BatchConditions, groups: list[TrajectoryGroup]) -> UnscaledBatch:
@@ -304,7 +307,9 @@ class TrainingLoop:
                 todo=f"free disk space for {ctx.run.dir} and start again: it resumes from the last checkpoint",
             ) from error
         self.recovery.must_announce = False
-        ctx.publisher.collect(in_use(ctx.store.engines()) | {v for v in (ctx.validator.needed,) if v is not None})
+        engines = ctx.store.engines()
+        self._devices = ctx.engine.world_size + sum(engine.ranks for engine in engines)
+        ctx.publisher.collect(in_use(engines) | {v for v in (ctx.validator.needed,) if v is not None})
 
     def _initial(self, version: PolicyVersion) -> WeightUpdate | None:
         """Return the announcement of the run's initial model, which the engines were launched with, if the policy still

@@ -206,7 +206,7 @@ async def _watch(live: LiveProxy, request: web.Request) -> web.StreamResponse:
 
 def _tokens(data: RunData, request: web.Request) -> dict[str, Any]:
     view = data.group(_seq(request), _epoch(request))
-    return {"segments": view.tokens(_place(request, view))}
+    return data.tokens(view, _place(request, view))
 
 
 async def _export(request: web.Request) -> web.Response:

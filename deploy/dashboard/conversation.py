@@ -6,9 +6,13 @@ Texts are passed on unchanged: JSON escapes them, the page and the export show t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
+
+import numpy.typing as npt
 
 from deploy.monitor.replay_view import Decoder, Shown, to_json
 from protocol.messages import Owner, Segment, TrajectoryGroup
@@ -89,15 +93,22 @@ class GroupView:
             "decoded": self.text is not None,
         }
 
-    def tokens(self, place: int) -> list[dict[str, Any]]:
-        """Return the tokens of each segment: ids, texts, and for sampled ones log-probs, versions and lags."""
+    def tokens(self, place: int, values: Mapping[str, npt.NDArray[Any]] = MappingProxyType({})) -> list[dict[str, Any]]:
+        """Return the tokens of each segment: ids, texts, and for sampled ones log-probs, versions and lags.
+
+        values  what the learner computed, of `read_token_values`: for each column a list with None where a token was
+                not trained
+        """
         shown = Shown(self.group, place, self.step, self.epoch, self.max_lag)
+        trajectory = self.group.trajectories[place]
+        starts = accumulate((len(segment.ids) for segment in trajectory.segments), initial=0)
         return [
             {
                 "owner": str(segment.owner),
                 "ids": segment.ids.tolist(),
                 "texts": [self.text.decode([i]) for i in segment.ids.tolist()] if self.text is not None else [],
                 "logprobs": [round(float(value), 5) for value in segment.logprobs],
+                "learner": _by_position(values, start, len(segment.ids)) if segment.owner is Owner.POLICY else {},
                 "spans": [
                     {
                         "start": span.start,
@@ -109,7 +120,7 @@ class GroupView:
                     for span in segment.spans
                 ],
             }
-            for segment in self.group.trajectories[place].segments
+            for start, segment in zip(starts, trajectory.segments, strict=False)
         ]
 
     def _not_trained(self, place: int, segment: Segment) -> dict[str, int]:
@@ -154,6 +165,21 @@ class GroupView:
             {"what": "rewarded", "text": " ".join(f"{t.reward:g}" for t in group.trajectories)},
             {"what": "trained", "text": f"in step {self.step} by the learner of epoch {self.epoch}"},
         ]
+
+
+def _by_position(values: Mapping[str, npt.NDArray[Any]], start: int, length: int) -> dict[str, list[float | None]]:
+    """Return each column for the tokens from `start`, None where it has no value."""
+    if "position" not in values:
+        return {}
+    at = values["position"] - start
+    inside = (at >= 0) & (at < length)
+    found: dict[str, list[float | None]] = {}
+    for name, column in values.items():
+        if name != "position":
+            found[name] = [None] * length
+            for i, value in zip(at[inside].tolist(), column[inside].tolist(), strict=True):
+                found[name][i] = round(value, 5)
+    return found
 
 
 class _Ids:

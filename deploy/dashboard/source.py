@@ -22,12 +22,13 @@ from deploy.monitor.replay_view import Decoder, find_tokenizer
 from deploy.monitor.snapshot import RunSnapshot, read_ledger, read_ledger_totals
 from deploy.monitor.status import conservation, look, problems, to_json
 from deploy.monitor.top import Looks, waits_in_words
+from learner.data.token_values import read_token_values
 from protocol import events
 from protocol.codec import number_of
 from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
 from protocol.runtime.http.client import ask
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, is_orphan
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class RunData:
             "is_over": seen.is_over,
             "again": seen.again,
             "directory": str(self.directory),
+            "device_price": float(self.found.record.get("device_price", 0.0)),
             "index": self.index.progress,
             "conserved": conservation(seen).source,
         }
@@ -149,6 +151,12 @@ class RunData:
                 (seq, seq),
             ).fetchone()
         return view.to_json() | {"life": view.life(), "asked": [dict(row) for row in others]} | dict(around)
+
+    def tokens(self, view: GroupView, place: int) -> dict[str, Any]:
+        """Return the tokens of a trajectory, with what the learner computed for them if it was kept."""
+        rolled_back = is_orphan(PolicyVersion(view.epoch, view.step), view.lineage)  # its step was made again
+        values = {} if rolled_back else read_token_values(self.directory, view.step, view.group.seq, place)
+        return {"segments": view.tokens(place, values)}
 
     @cached_property
     def tokenizer(self) -> Decoder | None:

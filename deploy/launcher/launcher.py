@@ -294,6 +294,7 @@ class Launcher:
             "retrievers": list(self.addresses.retrievers),
             "rollouts": list(self.addresses.rollouts),
             "learner": self.addresses.learner,
+            "device_price": self.config.launch.device_price,
             "restarts": dict(self.supervisor.restarts),
             "processes": [s.to_json() | {"pid": children[s.name].pid} for s in self.specs if s.name in children],
         }

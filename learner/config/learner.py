@@ -68,6 +68,21 @@ class BatchSettings(Settings):
     there is nothing to learn. The metrics still show the true rewards."""
 
 
+class TokenValuesSettings(Settings):
+    """Files with the values of each trained token of some steps, for the dashboard: log-probs by the policy that was
+    trained and by the reference, and the advantage. About 36 bytes per token.
+    """
+
+    every: int = Field(default=10, ge=0)
+    """Steps between two such steps; 0: none."""
+    keep: int = Field(default=20, ge=1)
+    """Number of the newest such steps to keep."""
+
+    def due(self, step: int) -> bool:
+        """Return whether the values of step `step` are kept."""
+        return bool(self.every and step and step % self.every == 0)
+
+
 class TrainerSettings(Settings):
     """Settings of training itself: base class of the learner's section."""
 
@@ -85,6 +100,8 @@ class TrainerSettings(Settings):
     """Reference policy, for algorithms with a divergence."""
     engine: DeepSpeedSettings = DeepSpeedSettings()
     """DeepSpeed and its parallelism."""
+    token_values: TokenValuesSettings = TokenValuesSettings()
+    """Values of single tokens, for inspection."""
 
     @model_validator(mode="after")
     def _bfloat16_needs_zero(self) -> TrainerSettings:

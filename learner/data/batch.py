@@ -8,7 +8,7 @@ denominators) is computed here once, so that micro-batches are independent of ea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from learner.algorithms.advantages import Outcomes, Turns, turn_of_tokens
 from learner.config.learner import BatchSettings
 from learner.data.packing import Aggregation, cost, layouts, place_rows, trajectory_weights
+from learner.data.token_values import TrajectorySource
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.staleness import lag
 from protocol.versions import PolicyVersion, is_orphan
@@ -95,13 +96,14 @@ MiniBatch = tuple[MicroBatch, ...]
 class RankBatch:
     """One rank's share of a batch: as many parts as the other ranks, with as many micro-batches in each.
 
-    num_tokens and stats refer to the whole batch.
+    num_tokens, stats and source refer to the whole batch.
     """
 
     minibatches: tuple[MiniBatch, ...]
     temperature: float
     num_tokens: int
     stats: dict[str, float]
+    source: TrajectorySource = field(default_factory=TrajectorySource)
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Batch:
     temperature: float
     num_tokens: int
     stats: dict[str, float]
+    source: TrajectorySource = field(default_factory=TrajectorySource)
 
     @property
     def minibatches(self) -> tuple[MiniBatch, ...]:
@@ -130,7 +133,8 @@ class Batch:
     @property
     def rank_batches(self) -> list[RankBatch]:
         """Return the batch of each rank."""
-        return [RankBatch(share, self.temperature, self.num_tokens, self.stats) for share in self.shares]
+        rest = (self.temperature, self.num_tokens, self.stats, self.source)
+        return [RankBatch(share, *rest) for share in self.shares]
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,10 @@ def prepare_batch(
     parts = [_part(part, table, algorithm, capacity, settings, ranks) for part in divided if part]
     shares = tuple(tuple(part[rank] for part in parts) for rank in range(ranks))
     stats = _statistics(rows, parts, tally, outcomes, np.abs(table).max(1, initial=0.0))
-    return UnscaledBatch(Batch(shares, temperature, sum(len(r.trained) for r in rows), stats), credited)
+    places = [place for g in groups for place in range(len(g.trajectories))]
+    seqs = [group.seq for group in groups for _ in group.trajectories]
+    source = TrajectorySource(now_step + 1, np.array(seqs, np.int64), np.array(places, np.int64))
+    return UnscaledBatch(Batch(shares, temperature, sum(len(r.trained) for r in rows), stats, source), credited)
 
 
 def build_batch(groups: Sequence[TrajectoryGroup], algorithm: AdvantageEstimator, **facts: Any) -> Batch:

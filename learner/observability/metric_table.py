@@ -55,6 +55,10 @@ STEP: Table = {
     "tokens_generated_per_s": gauge(
         "Tokens per second that all rollout servers receive from engines, over 10 seconds."
     ),
+    "devices": gauge(
+        "Ranks of the learner and of all engines that were registered when the step was published: its GPUs, or its "
+        "processes that compute on CPUs."
+    ),
     # the batch
     "trajectories": gauge("Trajectories in the batch, including mixed-in groups."),
     "trajectories_trained": gauge("Trajectories with at least one trained token."),

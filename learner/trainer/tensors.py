@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from learner.algorithms.base import TokenAdvantages, TokenScores
@@ -64,6 +65,15 @@ class MicroBatchTensors:
         last = torch.zeros_like(own)
         last[known] = after[which]
         return own, last
+
+    def token_columns(self, **values: torch.Tensor | None) -> dict[str, np.ndarray[Any, Any] | None]:
+        """Return [n] arrays of the tokens with a weight, for `TokenValues.add`: where they are, and `values` [N]."""
+        position = self.positions.flatten()[self.index] + 1
+        columns = {"trajectory": self.trajectory, "position": position, **values}
+        return {
+            name: None if column is None else column.detach()[self.mask].cpu().numpy()
+            for name, column in columns.items()
+        }
 
     @property
     def model_inputs(self) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from learner.algorithms import build_algorithm
 from learner.algorithms.base import Algorithm
 from learner.config.learner import TrainerSettings
 from learner.data.batch import Batch, RankBatch
+from learner.data.token_values import FOLDER, TokenValues
 from learner.engine import DeepSpeedEngine, OptimizerUpdate, leave_ranks
 from learner.interfaces import NO_TOKENS, StepReport
 from learner.trainer.forward import forward_batch
@@ -50,6 +51,7 @@ class Trainer:
         self.algorithm: Algorithm = build_algorithm(settings.algorithm)
         self.settings = settings
         self._directory, self._adapters = run.model, adapters
+        self._token_values = run.dir / FOLDER
         updates = run.steps * self.algorithm.epochs * self.algorithm.minibatches
         self._models: Models = build_models(run, settings, self.algorithm.requirements, updates)
 
@@ -108,6 +110,9 @@ class Trainer:
         result = self._passes(rank_batch, forwards.with_advantages(advantages))
         if result.applied:
             self._models.after_update()
+            if result.tokens is not None:
+                keep = self.settings.token_values.keep
+                result.tokens.write(self._token_values, rank_batch.source, rank=self.rank, keep=keep)
         metrics = self._metrics(rank_batch, result.totals) | facts | result.facts
         return StepReport(
             loss=metrics.pop("loss"),
@@ -120,10 +125,16 @@ class Trainer:
         )
 
     def _passes(self, rank_batch: RankBatch, forwards: ForwardBatch) -> UpdateResult:
-        """Run every epoch over every minibatch, until an update is not finite. Totals are those of the last epoch."""
-        result = UpdateResult(OptimizerUpdate(0.0, False))
+        """Run every epoch over every minibatch, until an update is not finite.
+
+        Totals and token values are those of the last epoch.
+        """
+        due = self.settings.token_values.due(rank_batch.source.step)
+        result = UpdateResult(OptimizerUpdate(0.0, False), TokenValues() if due else None)
         for _ in range(self.algorithm.epochs):
             result.totals = MetricSums()
+            if result.tokens is not None:
+                result.tokens.clear()
             for number in range(len(rank_batch.minibatches)):
                 update_minibatch(number, forwards, self._models, self.algorithm, result)
                 if not result.update.applied:

@@ -9,6 +9,7 @@ import torch
 
 from learner.algorithms.base import Algorithm, LossOutput, TokenInputs, TopTokens
 from learner.algorithms.losses import VarianceSums, WeightSums, effective_sample_size, explained_variance
+from learner.data.token_values import TokenValues
 from learner.engine import OptimizerUpdate
 from learner.trainer.critic import value_loss_output
 from learner.trainer.models import Models
@@ -71,9 +72,14 @@ def _derive(found: dict[str, float]) -> None:
 
 @dataclass
 class UpdateResult:
-    """Result of the updates of a batch so far. applied: whether any of them changed the weights."""
+    """Result of the updates of a batch so far.
+
+    applied  whether any of them changed the weights
+    tokens   collects the values of trained tokens
+    """
 
     update: OptimizerUpdate
+    tokens: TokenValues | None = None
     totals: MetricSums = field(default_factory=MetricSums)
     applied: bool = False
     facts: dict[str, float] = field(default_factory=dict)
@@ -90,7 +96,7 @@ def update_minibatch(
     warming = models.critic is not None and models.critic.is_warming_up
     for forward in forwards.minibatches[number]:
         if not warming:
-            output = policy_loss_output(forward, models, algorithm)
+            output = policy_loss_output(forward, models, algorithm, result.tokens)
             models.policy.backward(output.loss)
             result.totals.add(output)
         if models.critic is not None:
@@ -111,10 +117,15 @@ def update_minibatch(
     result.applied |= result.update.applied
 
 
-def policy_loss_output(forward: ForwardResult, models: Models, algorithm: Algorithm) -> LossOutput:
-    """Return the policy's loss on one micro-batch, including that of a value head."""
+def policy_loss_output(
+    forward: ForwardResult, models: Models, algorithm: Algorithm, tokens: TokenValues | None = None
+) -> LossOutput:
+    """Return the policy's loss on one micro-batch, including that of a value head. Add its values to `tokens`."""
     t, requirements = forward.tensors, algorithm.requirements
     scores = models.policy.forward(*t.policy_inputs, requirements.entropy_gradient, 0, forward.top)
+    advantages = t.advantages if forward.advantages is None else forward.advantages
+    if tokens is not None:
+        tokens.add(**t.token_columns(logprob=scores.logprobs, reference=forward.reference, advantage=advantages))
     # With a single update the proximal policy is the policy itself.
     proximal = scores.logprobs.detach() if forward.old is None else forward.old
     top = None
@@ -128,7 +139,7 @@ def policy_loss_output(forward: ForwardResult, models: Models, algorithm: Algori
             behaviour=t.behaviour,
             old=proximal if requirements.old else t.behaviour,
             reference=forward.reference,
-            advantages=t.advantages if forward.advantages is None else forward.advantages,
+            advantages=advantages,
             weights=t.weights,
             mask=t.mask,
             trajectory=t.trajectory,

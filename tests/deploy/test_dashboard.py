@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deploy.dashboard import index as index_module
@@ -19,6 +20,7 @@ from deploy.dashboard.filters import ORDERS, page_sql, parse_filter, read_ages, 
 from deploy.dashboard.index import TrajectoryIndex
 from deploy.dashboard.source import RunData
 from learner.checkpoint.journal import data_files, index_of, locations
+from learner.data.token_values import FOLDER, TokenValues, TrajectorySource
 from protocol.errors import UserError
 from protocol.versions import PolicyVersion
 from tests.support.dashboard_run import (
@@ -241,6 +243,24 @@ def test_tokens_have_ids_texts_log_probs_and_versions(data: RunData) -> None:
         (3, 6, "1.2", 0, ""),
     ]
     assert segments[0]["logprobs"] == [] and segments[2]["spans"] == []
+
+
+def test_tokens_have_what_the_learner_computed_if_it_was_kept(run_dir: Path, data: RunData) -> None:
+    view = data.group(7)
+    assert [segment["learner"] for segment in data.tokens(view, 0)["segments"]] == [{}] * 4, "it was not kept"
+    values, first = TokenValues(), len(view.group.trajectories[0].segments[0].ids)
+    columns = {"logprob": [-0.5, -0.125], "advantage": [1.5, 1.5]}
+    arrays = {name: np.array(column, np.float32) for name, column in columns.items()}
+    values.add(trajectory=np.array([0, 0]), position=np.array([first + 4, first + 3]), **arrays)
+    values.write(run_dir / FOLDER, TrajectorySource(view.step, np.array([7]), np.array([0])), rank=0, keep=1)
+    found = data.tokens(data.group(7), 0)["segments"]
+    assert found[1]["learner"] == {
+        "logprob": [None, None, None, -0.125, -0.5, None],
+        "advantage": [None, None, None, 1.5, 1.5, None],
+    }
+    assert found[0]["learner"] == {} == found[2]["learner"], "the policy did not write them"
+    assert set(found[3]["learner"]["logprob"]) == {None}
+    assert data.tokens(data.group(7), 1)["segments"][1]["learner"]["logprob"][0] is None, "another trajectory"
 
 
 def test_a_run_without_its_tokenizer_shows_ids(run_dir: Path) -> None:

@@ -36,4 +36,5 @@ def test_a_small_run_trains_every_group_once_on_the_tokens_of_its_engine(tmp_pat
     assert sampled and all(len(s.logprobs) == len(s.ids) > 0 and s.engine for s in sampled)
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert {step["devices"] for step in steps} == {2}, "a rank of the learner, one of the engine"
     assert len(list((run_dir / "weights").iterdir())) > 1, "weights were published"

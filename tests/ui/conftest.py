@@ -78,7 +78,9 @@ def ring(browser: Any, warm_model: Path, tmp_path_factory: pytest.TempPathFactor
     """`foray demo` with more steps than the tests need, and its dashboard, from the third step on."""
     directory = tmp_path_factory.mktemp("ring") / "demo"
     words = ("demo", "--dir", str(directory), "--model", str(warm_model), "--json")
-    with running(*words, "run.steps=1000", "learner.checkpoint_every=5", cwd=directory.parent) as process:
+    settings = ("run.steps=1000", "learner.checkpoint_every=5", "launch.device_price=2")
+    kept = ("learner.token_values.every=1", "learner.token_values.keep=1000")
+    with running(*words, *settings, *kept, cwd=directory.parent) as process:
         made = Ring(process, directory, "")
         deadline = time.monotonic() + START_S
         while made.steps < 3:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from learner.checkpoint.journal import read_journal
+from learner.data.token_values import read_token_values
 from protocol.messages import Owner, TrajectoryGroup
 from tests.support.waiting import wait_until
 from tests.ui.browsing import ANSWER_MS, ANSWER_S, SIZES, THEMES, Ring, Tab
@@ -32,6 +33,10 @@ def trained_later(ring: Ring, seq: int) -> TrajectoryGroup:
     return trained(ring, seq)
 
 
+def step_of(ring: Ring, seq: int) -> int:
+    return next(entry.step for entry in read_journal(ring.directory / "journal") if entry.group.seq == seq)
+
+
 def whole(text: str) -> int:
     found = re.search(r"\d[\d,]*", text)
     assert found, text
@@ -47,6 +52,11 @@ def test_numbers_move_while_it_trains(ring: Ring, tab: NewTab) -> None:
     shown.until(lambda: whole(shown.text(".progress")) >= begun + 2, "the step in the head of the page")
     assert shown.text("figure .u-legend .u-value") != curve, "the curve's newest step"
     assert shown.page.locator("figure canvas").count() >= 4 and ring.steps >= begun + 2
+
+    shown.page.keyboard.press("2")
+    cost = shown.page.locator(".card", has_text="cost so far")
+    cost.wait_for()
+    assert "at 2 per device hour" in cost.inner_text()
 
     shown.page.keyboard.press("4")
     engine = shown.page.get_by_role("region", name="engines").locator("tbody tr")
@@ -119,6 +129,11 @@ def test_a_group_is_compared_and_its_tokens_are_those_of_the_journal(ring: Ring,
     said = shown.text(".detail")
     assert f"id {turns[0].ids[1]}," in said and f"log-prob {turns[0].logprobs[1]:.3f}"[:-1] in said
     assert f"version {turns[0].spans[0].version.label}" in said
+    values = read_token_values(ring.directory, step_of(ring, seq), seq, 2)
+    at = list(values["position"]).index(len(group.trajectories[2].segments[0].ids) + 1)
+    assert (
+        f"when trained: log-prob {values['logprob'][at]:.3f}"[:-1] in said and "ratio " in said and "advantage " in said
+    )
 
 
 def test_a_trajectory_is_read_while_it_is_generated(ring: Ring, tab: NewTab) -> None:

@@ -55,7 +55,7 @@ export async function show(box, where, context) {
     const mine = place;
     const found = await get(`/api/groups/${group.seq}/${place}/tokens`, { epoch: group.epoch });
     if (mine !== place || !tokens) return;
-    body.children[1].replaceWith(strip(found.segments));
+    body.children[1].replaceWith(strip(found));
   }
   function toggle() {
     tokens = !tokens;
@@ -106,17 +106,21 @@ function content(part, gold, compact) {
 }
 
 // Tokens are coloured by the probability with which the engine sampled them; the line below tells the one in focus.
-function strip(segments) {
+function strip({ segments }) {
   const detail = h("p", { class: "detail", role: "status" }, "Point at a token, or move through them with Tab.");
-  const box = h("div", {}, h("p", { class: "legend" }, "probability when sampled: ", [5, 4, 3, 2, 1].map((n) => h("span", { class: `token p${n}` }, LEVELS[n]))), detail);
+  const computed = segments.some((s) => s.learner.logprob);
+  const box = h("div", {}, computed ? null : h("p", { class: "dim" }, "What the learner computed for these tokens was not kept: it keeps some steps (learner.token_values)."), h("p", { class: "legend" }, "probability when sampled: ", [5, 4, 3, 2, 1].map((n) => h("span", { class: `token p${n}` }, LEVELS[n]))), detail);
   for (const s of segments) {
     const line = h("div", { class: `tokens ${s.owner}` }, h("span", { class: "kind" }, s.owner));
     s.ids.forEach((id, i) => {
       const text = s.texts.length ? s.texts[i] : String(id);
       const cover = s.spans.find((v) => v.start <= i && i < v.end);
       const p = s.owner === "policy" ? Math.exp(s.logprobs[i]) : null;
+      const learner = (name) => s.learner[name]?.[i] ?? null;
+      const trained = learner("logprob") === null ? "" : `; when trained: log-prob ${learner("logprob").toFixed(4)}, ratio ${Math.exp(learner("logprob") - s.logprobs[i]).toFixed(4)}, `
+        + `${learner("reference") === null ? "" : `reference ${learner("reference").toFixed(4)}, `}advantage ${short(learner("advantage"))}`;
       const say = () => fill(detail, h("code", {}, JSON.stringify(text)), ` id ${id}, token ${i} of the segment`,
-        p === null ? ", not sampled by the policy, not trained on" : `, log-prob ${s.logprobs[i].toFixed(4)} (probability ${p.toFixed(4)}), version ${cover?.version}, lag ${cover?.lag}`,
+        p === null ? ", not sampled by the policy, not trained on" : `, log-prob ${s.logprobs[i].toFixed(4)} (probability ${p.toFixed(4)}), version ${cover?.version}, lag ${cover?.lag}${trained}`,
         cover?.not_trained ? `, not trained on: ${cover.not_trained}` : "");
       line.append(h("span", { class: `token ${p === null ? "" : `p${level(p)}`} ${cover?.not_trained ? "masked" : ""}`, tabindex: p === null ? undefined : "0", onmouseenter: say, onfocus: say }, text.replaceAll("\n", "⏎\n") || "·"), h("wbr"));
     });

@@ -2,12 +2,12 @@
 
 import { get } from "../api.js";
 import { chart } from "../charts.js";
-import { card, fill, h, number, percent, span } from "../dom.js";
+import { card, fill, h, number, percent, short, span } from "../dom.js";
 
 const CAUSES = ["wait", "compute", "publish", "checkpoint", "redis", "validation"];
 const PHASES = ["gather", "prepare", "transfer", "verify", "commit", "disk"];
 const NAMES = [
-  "step_s", "tokens_trained", "tokens_sampled", "tokens_read", "tokens_generated_per_s", "groups_per_s", "trajectories_per_s",
+  "step_s", "tokens_trained", "tokens_sampled", "tokens_read", "tokens_generated_per_s", "devices", "groups_per_s", "trajectories_per_s",
   "trajectories", "searches_mean", "padding_share", "rank_balance", "zero_advantage_share",
   ...CAUSES.map((c) => `seconds/${c}`), ...PHASES.map((p) => `publish_${p}_s`),
 ];
@@ -20,6 +20,7 @@ export async function show(box, _, context) {
     step: chart("Seconds of a step", { stacked: true, note: "by cause" }),
     publish: chart("Seconds of the last publication", { stacked: true, note: "by phase" }),
     useful: chart("Use of the batch", { note: "shares" }),
+    device: chart("Trained tokens per device second", { note: "GPUs of learner and engines, on CPUs their processes" }),
   };
   const cards = h("div", { class: "cards" });
   fill(box, h("h1", { class: "hidden" }, "Throughput"), cards, h("div", { class: "grid" }, Object.values(charts).map((c) => c.element)));
@@ -36,6 +37,9 @@ export async function show(box, _, context) {
     charts.step.set(x, CAUSES.map((cause) => ({ label: cause, values: col(`seconds/${cause}`) })));
     charts.publish.set(x, PHASES.map((phase) => ({ label: phase, values: col(`publish_${phase}_s`) })));
     charts.useful.set(x, [{ label: "padding", values: col("padding_share") }, { label: "no learning signal", values: col("zero_advantage_share") }, { label: "balance of ranks", values: col("rank_balance") }]);
+    const price = context.overview.device_price;
+    const spent = col("devices").map((v, i) => (v === null ? null : v * col("step_s")[i]));
+    charts.device.set(x, [{ label: "tokens", values: col("tokens_trained").map((v, i) => (spent[i] ? v / spent[i] : null)) }]);
     const sum = (values) => values.reduce((a, b) => a + (b || 0), 0);
     const recent = (name) => sum(col(name).slice(-20)) * steps.width;
     const seconds = recent("step_s");
@@ -45,6 +49,7 @@ export async function show(box, _, context) {
       card("trained", `${number(recent("tokens_trained") / seconds)}/s`, "tokens, recent steps"),
       card("step time", span(seconds / Math.max(1, Math.min(20, x.length)) / steps.width), "recent mean"),
       card("learner waits", percent(recent("seconds/wait") / seconds), "of recent time"),
+      price ? card("cost so far", number((price * sum(spent) * steps.width) / 3600, 2), `at ${short(price)} per device hour`) : null,
       card("tokens trained", number(sum(col("tokens_trained")) * steps.width), "in all"));
   }
   await refresh();
