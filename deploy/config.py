@@ -82,8 +82,8 @@ class LaunchSettings(Settings):
     """Hardware profile that `foray init --hardware` wrote this file for (docs/hardware.md). `foray up` refuses to start
     it without GPUs, and `--dry-run` shows its placement also on a machine without them."""
     device_price: float = Field(default=0.0, ge=0)
-    """Price of one device (a GPU, or a process that computes on CPUs) per hour, in any currency: the dashboard shows the
-    cost of the run. 0: unknown."""
+    """Price of one device (a GPU, or a process that computes on CPUs) per hour, in any currency; the dashboard shows
+    the cost of the run. 0: unknown."""
     restarts: int = Field(default=3, ge=0)
     """Maximum number of restarts for each engine, rollout server, retriever and Redis."""
     restart_learner: int = Field(default=0, ge=0)
