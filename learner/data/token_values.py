@@ -1,19 +1,19 @@
 """What the learner computed for each trained token of some steps: for inspection, in files of `run.dir/token_values`.
 
-Each rank writes the tokens that it trained, `step-SSSSSSSS.rank-R.npz`, after the step. No process reads them but
-viewers: a file that cannot be written is left out.
+Each rank writes the tokens that it trained, `step-SSSSSSSS.rank-R.safetensors`, after the step. Only viewers read them:
+a file that cannot be written is left out.
 """
 
 from __future__ import annotations
 
-import io
 import logging
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from protocol.runtime.files import atomic_write
 
@@ -69,13 +69,12 @@ class TokenValues:
             return
         columns = {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
         numbers = columns.pop("trajectory")
-        raw = io.BytesIO()
-        np.savez(raw, seq=source.seqs[numbers], place=source.places[numbers], **columns)  # type: ignore[arg-type]
-        path = folder / f"step-{source.step:08d}.rank-{rank}.npz"
+        raw = save({"seq": source.seqs[numbers], "place": source.places[numbers], **columns})
+        path = folder / f"step-{source.step:08d}.rank-{rank}.safetensors"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, raw.getvalue(), durable=False)
-            for old in sorted(folder.glob(f"step-*.rank-{rank}.npz"))[:-keep]:
+            atomic_write(path, raw, durable=False)
+            for old in sorted(folder.glob(f"step-*.rank-{rank}.safetensors"))[:-keep]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             log.warning("the token values of step %d are not kept: %s", source.step, error)
@@ -84,14 +83,12 @@ class TokenValues:
 def read_token_values(run_dir: Path, step: int, seq: int, place: int) -> dict[str, FloatArray | IntArray]:
     """Return the columns of `TokenValues.add` for one trajectory, by position; {} if they were not kept."""
     found: list[Columns] = []
-    for path in sorted((run_dir / FOLDER).glob(f"step-{step:08d}.rank-*.npz")):
+    for path in sorted((run_dir / FOLDER).glob(f"step-{step:08d}.rank-*.safetensors")):
         try:
-            # read first: np.load leaves a damaged file open
-            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-                columns = {name: file[name] for name in file.files}
+            columns = load(path.read_bytes())
             chosen = (columns.pop("seq") == seq) & (columns.pop("place") == place)
             found.append({name: values[chosen] for name, values in columns.items()})
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, SafetensorError, KeyError) as error:
             log.warning("cannot read %s: %s", path, error)
     if not found:
         return {}

@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_written_or_read_is_said_and_left_out(
     assert "the token values of step 10 are not kept" in caplog.text
     (tmp_path / FOLDER).unlink()
     written(tmp_path / FOLDER, 10, 0)
-    path = tmp_path / FOLDER / "step-00000010.rank-0.npz"
+    path = tmp_path / FOLDER / "step-00000010.rank-0.safetensors"
     path.write_bytes(path.read_bytes()[:100])
     assert read_token_values(tmp_path, 10, 7, 0) == {} and f"cannot read {path}" in caplog.text
 

@@ -55,6 +55,7 @@ class SimEngine:
 
     algorithm: Any = None
     model_files: Sequence[Path] = ()
+    world_size = 1
 
     def __init__(self, clock: Clock, step_s: tuple[float, float], verdict: Callable[[], str]) -> None:
         self._clock, self._step_s, self._verdict = clock, step_s, verdict
