@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0
 FIRST_ID = 16
 """Smaller ids are often control tokens."""
+VOCABULARY = 49152
+"""Of a model with a shape: that of SmolLM2."""
 
 
 @dataclass(frozen=True)
@@ -213,10 +215,13 @@ class EngineBench(BenchSettings):
         "deploy/demo/warmstart.py",
         "benchmarks/engine.py",
         "benchmarks/hf_generate.py",
+        "benchmarks/learner/workload.py",
     )
 
     model: Path | None = None
     """Directory of a model in Hugging Face layout. None: the demo's model, untrained."""
+    shape: Literal["", "small", "135m", "0.5b"] = ""
+    """Size of a model with random weights, as in `foray bench learner`, in place of `model`."""
     concurrency: int = Field(default=64, ge=1)
     """Concurrent requests, and rows in the baseline's batch."""
     prompt_tokens: int = Field(default=64, ge=1)
@@ -240,7 +245,7 @@ class EngineBench(BenchSettings):
         """Start the engine and the baseline, run their rounds in turn, and stop them."""
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
             directory = Path(name)
-            model = self.model or _demo_model(directory / "model")
+            model = self.model or _random_model(directory / "model", self.shape)
             with (
                 embedded_engine(directory, model, self.threads, self.dtype, say) as engine,
                 Baseline(directory, model, self.threads, self.dtype) as baseline,
@@ -267,7 +272,13 @@ def _figures(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: median(row[name] for row in rows) for name in rows[0]}
 
 
-def _demo_model(directory: Path) -> Path:
+def _random_model(directory: Path, shape: str) -> Path:
+    """Write a model of `shape`, "": the demo's."""
+    if shape:
+        from benchmarks.learner.settings import LearnerBench
+        from benchmarks.learner.workload import write_model
+
+        return write_model(LearnerBench.model_validate({"shape": shape, "vocabulary": VOCABULARY}), directory)
     from deploy.demo.warmstart import new_model, save_model
 
     save_model(new_model(0), directory)
