@@ -60,7 +60,8 @@ def test_numbers_move_while_it_trains(ring: Ring, tab: NewTab) -> None:
 
     shown.page.keyboard.press("4")
     engine = shown.page.get_by_role("region", name="engines").locator("tbody tr")
-    assert "engine-1" in engine.inner_text() and "ready" in engine.inner_text()
+    assert "engine-1" in engine.inner_text()
+    shown.until(lambda: "ready" in engine.inner_text(), "the engine between two loads")
     version = engine.locator("td").nth(3)
     before = version.inner_text()
     shown.until(lambda: version.inner_text() != before, "the engine's version")
