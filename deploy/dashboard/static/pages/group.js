@@ -55,7 +55,7 @@ export async function show(box, where, context) {
     const mine = place;
     const found = await get(`/api/groups/${group.seq}/${place}/tokens`, { epoch: group.epoch });
     if (mine !== place || !tokens) return;
-    body.children[1].replaceWith(strip(found));
+    body.children[1].replaceWith(strip(found.segments));
   }
   function toggle() {
     tokens = !tokens;
@@ -106,7 +106,7 @@ function content(part, gold, compact) {
 }
 
 // Tokens are coloured by the probability with which the engine sampled them; the line below tells the one in focus.
-function strip({ segments }) {
+function strip(segments) {
   const detail = h("p", { class: "detail", role: "status" }, "Point at a token, or move through them with Tab.");
   const computed = segments.some((s) => s.learner.logprob);
   const box = h("div", {}, computed ? null : h("p", { class: "dim" }, "What the learner computed for these tokens was not kept: it keeps some steps (learner.token_values)."), h("p", { class: "legend" }, "probability when sampled: ", [5, 4, 3, 2, 1].map((n) => h("span", { class: `token p${n}` }, LEVELS[n]))), detail);
