@@ -348,7 +348,7 @@ def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> N
             _interrupt(loop)
             log.info("stopped at step %d; run the same command to continue", ctx.delivery.step)
         else:
-            _finish(ctx, loop)
+            _finish(ctx, loop, stop)
             ctx.meter.set_text(state="done")
             log.info("done: %s", summary(ctx.delivery))
             ctx.report_metrics()
@@ -371,7 +371,7 @@ def _interrupt(loop: TrainingLoop) -> None:
         log.warning("Redis is unavailable; trained groups will be acknowledged after the next start: %s", error)
 
 
-def _finish(ctx: LearnerContext, loop: TrainingLoop) -> None:
+def _finish(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> None:
     """Write the last checkpoint and announce the end. Raises ForayError if the accounting is inconsistent."""
     retry = loop.recovery.retry_until_available
     ctx.reader.stop()  # from here only this thread changes the delivery state
@@ -386,8 +386,9 @@ def _finish(ctx: LearnerContext, loop: TrainingLoop) -> None:
         log.info("%d excess seqs will not be trained: settled as filtered", len(excess))
         ctx.delivery.settle(excess, Outcome.FILTERED, "excess", tokens=ctx.consumer.drain())
         ctx.delivery.counters.excess += len(excess)
-    if ctx.delivery.has_uncommitted() and not loop.checkpoint():
-        raise UserError("could not write the last checkpoint", todo="free disk space and start again")
+    while ctx.delivery.has_uncommitted() and not loop.checkpoint():
+        if not loop.checkpoint_retry.wait(stop.is_set):
+            raise UserError("the last checkpoint could not be written", todo="free disk space and start again")
     retry(lambda: loop.announce("done"))
     if problem := retry(ctx.audit.problem):
         ctx.event_log.emit("inconsistent", f"the accounting is not consistent: {problem}")

@@ -98,6 +98,14 @@ class CheckpointRetry:
         """Return whether the last checkpoint failed and a retry is due."""
         return self.failures > 0 and time.monotonic() > self._failed_at + RETRY_CHECKPOINT_S
 
+    def wait(self, stopping: Callable[[], bool]) -> bool:
+        """Wait until a retry is due. Return False after FAILED_CHECKPOINTS failures, or if the run is stopping."""
+        while self.failures < FAILED_CHECKPOINTS and not stopping():
+            if self.due:
+                return True
+            time.sleep(0.1)
+        return False
+
     def failed(self, error: Exception, in_force: int) -> None:
         """Record a failure. in_force: step of the current checkpoint."""
         ctx = self._ctx

@@ -170,6 +170,39 @@ def test_without_disk_space_for_checkpoints_training_continues_then_issuing_stop
     assert b"checkpoint-failed" in kinds and b"checkpoint-again" in kinds
 
 
+@pytest.mark.fault(41)
+@pytest.mark.parametrize("freed_after", [2, None])
+def test_the_last_checkpoint_is_tried_again_and_the_run_ends_if_there_is_space_by_then(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
+    disk: Callable[[Path], Disk], monkeypatch: pytest.MonkeyPatch, heavy_states: None, freed_after: int | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(recovery, "RETRY_CHECKPOINT_S", 0.2)
+    full, failures, wait = disk(run.checkpoint_dir), [], recovery.CheckpointRetry.wait
+
+    def fill(updates: int) -> None:
+        if updates == run.steps - 1:
+            full.fill()
+
+    def watched(self: recovery.CheckpointRetry, stopping: Callable[[], bool]) -> bool:
+        failures.append(self.failures)
+        if self.failures == freed_after:
+            full.free()
+        return wait(self, stopping)
+
+    monkeypatch.setattr(recovery.CheckpointRetry, "wait", watched)
+    only_last = settings.model_copy(update={"checkpoint_every": 100})
+    with tiny_learner.Player(address, run.id):
+        if freed_after is None:
+            with pytest.raises(UserError, match="the last checkpoint could not be written"):
+                serve(run, only_last, before=fill)
+            full.free()
+            assert failures == [1, 2, 3] and serve(run, only_last) == 0
+        else:
+            assert serve(run, only_last, before=fill) == 0 and failures == [1, 2]
+    found = Checkpoints(run.checkpoint_dir, 2).load()
+    assert found and found.facts["step"] == run.steps
+
+
 @pytest.mark.fault(42)
 def test_without_room_for_weights_the_learner_stops_and_the_last_version_stays_whole(
     run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
