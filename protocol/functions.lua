@@ -61,10 +61,11 @@ local function trim(stream, group)
   if id then call('XTRIM', stream, 'MINID', '=', id) end
 end
 
--- Deletes an acknowledged entry immediately, so that a straggler below it does not keep its memory in use.
+-- Deletes an acknowledged entry immediately, so that a straggler below it does not keep its memory in use. Also one that
+-- is not pending: a Redis that lost its newest state has forgotten the delivery, and would deliver it again.
 local function acknowledge(stream, group, id)
   local n = call('XACK', stream, group, id)
-  if n == 1 then redis.pcall('XDEL', stream, id) end -- without permission (an older ACL file) the entry is trimmed later
+  redis.pcall('XDEL', stream, id) -- without permission (an older ACL file) the entry is trimmed later
   return n
 end
 

@@ -226,7 +226,7 @@ class RunStore(AccountingStore):
         mine = self.consumer.encode()
         return StreamSnapshot(
             tasks=frozenset(seq for raw in seqs if (seq := number_of(raw))),
-            unread=last > read and stream["length"] > 0,
+            unread=stream["last-entry"] is not None and entry_order(stream["last-entry"][0]) > read,
             foreign_consumers=any(c["pending"] for c in consumers if c["name"] != mine),
             ahead_s=last[0] / 1000 - now_s,
         )

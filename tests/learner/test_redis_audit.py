@@ -19,7 +19,7 @@ from learner.delivery.store import RunStore
 from protocol import events
 from protocol import functions as fn
 from protocol.header import seal
-from protocol.keys import TASK_GROUP, Keys
+from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.ledger import Outcome
 from tests.support.messages import make_group
 
@@ -153,6 +153,32 @@ def test_a_wiped_redis_is_reported(
     assert learner.cross.compare() == "", "and from there on every token is accounted for again"
     db.xdel(KEYS.traj, db.xrange(KEYS.traj)[0][0])
     assert learner.cross.compare() == "16 published tokens were received by no learner"
+
+
+def test_an_entry_whose_delivery_redis_forgot_is_not_delivered_again(
+    learner: Learner, db: redis.Redis, store: RunStore
+) -> None:
+    publish(db, 1, 2, 3)
+    learner.source.tick()
+    db.xgroup_destroy(KEYS.traj, TRAJ_GROUP)  # as after a restart without the newest second
+    db.xgroup_create(KEYS.traj, TRAJ_GROUP, id="0")
+    assert learner.cross.compare() == "" and store.snapshot().unread
+    learner.train(1, 2)
+    learner.checkpoint("step_1.e1")
+    assert learner.cross.compare() == "" and db.xlen(KEYS.traj) == 1 and store.snapshot().unread
+    learner.source.tick()
+    learner.train(3)
+    learner.checkpoint("step_2.e1")
+    assert learner.cross.compare() == "" and not store.snapshot().unread
+    assert learner.delivery.counters.duplicates == 0 and learner.cross.values()["token_accounting_redis_lost"] == 0
+
+
+def test_deleted_entries_are_not_unread(learner: Learner, db: redis.Redis, store: RunStore) -> None:
+    publish(db, 1, 2)
+    store.read(1)  # the first is held
+    assert store.snapshot().unread
+    store.ack([db.xrange(KEYS.traj)[1][0]])
+    assert db.xlen(KEYS.traj) == 1 and not store.snapshot().unread
 
 
 def test_a_group_that_redis_lost_while_it_was_held_is_no_fault_of_the_successor(

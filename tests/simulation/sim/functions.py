@@ -50,8 +50,7 @@ def trim(r: SimRedis, stream: str, group: str) -> None:
 def acknowledge(r: SimRedis, stream: str, group: str, id_: bytes) -> int:
     """Acknowledge and delete an entry."""
     done = r.xack(stream, group, id_)
-    if done:
-        r.xdel(stream, id_)
+    r.xdel(stream, id_)
     return done
 
 

@@ -288,9 +288,11 @@ class SimRedis(Values):
 
     def xinfo_stream(self, name: Any) -> dict[str, Any]:
         stream = self._existing(name)
+        newest = next(reversed(stream.entries), None)
         return {
             "length": len(stream.entries),
             "last-generated-id": text_of(stream.last),
+            "last-entry": None if newest is None else (text_of(newest), stream.entries[newest]),
             "groups": len(stream.groups),
         }
 
