@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 demo: setup
 	$(BIN)/foray demo $(ARGS)
 
-# A pretrained language model of 135M parameters trains on real questions, in 75 minutes on two cores. DATA: a folder
+# A pretrained language model of 135M parameters trains on real questions, in an hour on two cores. DATA: a folder
 # of questions and passages; without it the command says what to fetch. ARGS="--control shuffled-reward" adds the control.
 # ENGINE=sglang generates with SGLang on the CPU.
 demo-lm: setup $(if $(filter sglang,$(ENGINE)),sglang-env)

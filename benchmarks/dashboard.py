@@ -45,7 +45,7 @@ class DashboardBench(BenchSettings):
     targets: ClassVar[tuple[Target, ...]] = (Target("ratio", 0.95, "CPU time with the dashboard closed over open"),)
     modules: ClassVar[tuple[str, ...]] = ("deploy/dashboard", "deploy/monitor", "benchmarks/dashboard.py")
 
-    turns: int = Field(default=8, ge=2)
+    turns: int = Field(default=24, ge=2)
     """Windows, half of them with the page open."""
     steps: int = Field(default=8, ge=1)
     """Optimiser steps per window."""
