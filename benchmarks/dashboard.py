@@ -61,7 +61,7 @@ class DashboardBench(BenchSettings):
 
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as folder:
             model = self.model or warm_model(Path(folder) / "model", say)
-            sizes = (f"run.steps={self.skip + (self.turns + 1) * self.steps + 8}",)
+            sizes = (f"run.steps={self.skip + (self.turns + 1) * (self.steps + 2)}",)
             prepared = prepare(DemoOptions(Path(folder) / "run", 0, model=model, overrides=sizes), say)
             with Launcher(prepared.config, say=say) as launcher:
                 launcher.start("redis", "retriever", "engine", "rollout", "learner")

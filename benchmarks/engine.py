@@ -277,8 +277,11 @@ def _random_model(directory: Path, shape: str) -> Path:
     if shape:
         from benchmarks.learner.settings import LearnerBench
         from benchmarks.learner.workload import write_model
+        from tests.support.environments import write_tokenizer
 
-        return write_model(LearnerBench.model_validate({"shape": shape, "vocabulary": VOCABULARY}), directory)
+        write_model(LearnerBench.model_validate({"shape": shape, "vocabulary": VOCABULARY}), directory)
+        write_tokenizer(directory, "words")
+        return directory
     from deploy.demo.warmstart import new_model, save_model
 
     save_model(new_model(0), directory)
