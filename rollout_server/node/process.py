@@ -72,7 +72,8 @@ def new_keys(access: Access, engine_id: str, incarnation: str, environ: Mapping[
     The API key is derived from the node token, so that rollout servers can derive it too, and Redis holds no secret.
     Without a node token there is none. The admin key is random and valid for this incarnation.
     """
-    admin = environ.get(ADMIN_KEY_VARIABLE, "") or secrets.token_urlsafe(32)
+    # hexadecimal: SGLang takes a key that begins with "-" for a flag
+    admin = environ.get(ADMIN_KEY_VARIABLE, "") or secrets.token_hex(32)
     keys = EngineKeys(environ.get(API_KEY_VARIABLE, "") or engine_key(access, engine_id, incarnation), admin)
     remember(keys.api)
     remember(keys.admin)
@@ -187,11 +188,14 @@ def _ours(name: str) -> bool:
 def _with_keys(args: Sequence[str], keys: EngineKeys, home: Path | None) -> list[str]:
     """Return `args` with SGLang's keys in a --config file: command lines are visible to all users of the machine.
 
-    SGLang accepts a single --config, so the content of one in `args` is merged into it.
+    SGLang accepts a single --config, so the content of one in `args` is merged into it. Raises UserError.
     """
     given = {flag: key for flag, key in (("api-key", keys.api), ("admin-api-key", keys.admin)) if key}
     if not given:
         return list(args)
+    if any(key.startswith("-") for key in given.values()):
+        todo = f"choose a value of {API_KEY_VARIABLE} and {ADMIN_KEY_VARIABLE} that begins with a letter or a digit"
+        raise UserError('an engine key begins with "-", which SGLang takes for a flag', todo=todo)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     known, rest = _parsed(parser, args)

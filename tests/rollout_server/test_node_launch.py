@@ -166,6 +166,16 @@ def test_every_incarnation_has_keys_of_its_own_and_rollout_servers_can_derive_on
     assert (given.api, given.admin) == ("mine", "too") and "mine" not in repr(given)
 
 
+def test_no_key_looks_like_a_flag_to_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_bytes", lambda count: b"\xf8" * count)  # "-Pj4..." in base 64
+    admin = new_keys(Access(), "e", "a1", {}).admin
+    assert admin[0].isalnum()
+    kind = SglangEngine(python=sys.executable)
+    command(kind, **GIVEN, keys=EngineKeys("a", admin), home=tmp_path)
+    with pytest.raises(UserError, match="begins with"):
+        command(kind, **GIVEN, keys=EngineKeys("-a", admin), home=tmp_path)
+
+
 def test_an_engine_beyond_loopback_needs_a_key_for_generation() -> None:
     check_host("127.0.0.1", Access(), {})
     check_host("10.0.0.7", Access({"node": "n" * 40}), {})
