@@ -32,7 +32,7 @@ MOST_THREADS = 8
 """Threads of one process: more than these wait for each other at this size."""
 FILES = {"train": "questions_train.jsonl", "dev": "questions_dev.jsonl", "corpus": "corpus_multihop.jsonl"}
 SGLANG = """engine.kind={type: sglang, python: .venv-sglang/bin/python, launcher: requirements/sglang_cpu_launch.py,
-max_running: 32, fp32_lm_head: true, args: [--device, cpu, --attention-backend, torch_native, --dtype, bfloat16,
+max_running: 32, args: [--device, cpu, --attention-backend, torch_native, --dtype, bfloat16,
 --max-total-tokens, "32768", --skip-server-warmup]}"""
 ENGINES = {"cpu": (), "sglang": (SGLANG, "engine.start_timeout_s=600", "launch.ready_s=600")}
 """Engine -> settings. `make sglang-env` makes SGLang's environment."""
