@@ -170,6 +170,7 @@ def test_without_disk_space_for_checkpoints_training_continues_then_issuing_stop
     assert b"checkpoint-failed" in kinds and b"checkpoint-again" in kinds
 
 
+@pytest.mark.fault(41)
 @pytest.mark.parametrize("freed_after", [2, None])
 def test_the_last_checkpoint_is_tried_again_and_the_run_ends_if_there_is_space_by_then(
     run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
