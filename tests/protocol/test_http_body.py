@@ -1,0 +1,59 @@
+"""Answers of other processes are read within a bound, chunked and compressed ones too."""
+
+from __future__ import annotations
+
+import gzip
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from protocol.runtime.http.body import AnswerTooLarge, bounded_session, read_bounded, read_start
+
+LIMIT = 1 << 16
+
+
+@pytest.fixture
+async def server():
+    sent = {"chunks": 0}
+
+    async def endless(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(1 << 20):
+            sent["chunks"] += 1
+            await response.write(b"x" * 8192)
+        return response
+
+    async def zipped(_request):
+        return web.Response(body=gzip.compress(bytes(8 << 20)), headers={"Content-Encoding": "gzip"})
+
+    async def small(request):
+        return web.Response(body=b"y" * LIMIT, headers={"Seen": request.headers.get("Accept-Encoding", "")})
+
+    app = web.Application()
+    app.router.add_get("/endless", endless)
+    app.router.add_get("/zipped", zipped)
+    app.router.add_get("/small", small)
+    server = TestServer(app)
+    await server.start_server()
+    yield server, sent
+    await server.close()
+
+
+@pytest.mark.parametrize("path", ["/endless", "/zipped"])
+async def test_an_answer_beyond_its_limit_is_refused(server, path):
+    server, sent = server
+    async with bounded_session() as session, session.get(server.make_url(path)) as response:
+        with pytest.raises(AnswerTooLarge, match=r"exceeds 65536|compressed"):
+            await read_bounded(response, LIMIT)
+    assert sent["chunks"] < 4096  # it stopped reading: the server was not drained
+
+
+async def test_an_answer_within_its_limit_is_whole(server):
+    server, _ = server
+    async with bounded_session() as session, session.get(server.make_url("/small")) as response:
+        assert await read_bounded(response, LIMIT) == b"y" * LIMIT
+        assert response.headers["Seen"] == "identity"
+    async with bounded_session() as session, session.get(server.make_url("/endless")) as response:
+        assert await read_start(response, 10) == "x" * 10
