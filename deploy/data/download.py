@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from protocol.errors import ForayError, UserError
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.progress import Progress, amount
 
 ATTEMPTS = 6
@@ -145,7 +146,7 @@ def _over_http(remote: Remote, part: Path, progress: Progress) -> None:
                 "continues there"
             )
         progress(f"{remote.name}: {why}; connecting again")
-        time.sleep(PAUSE_S * 2 ** (failures - 1) if gained <= 0 else 0)
+        time.sleep(backoff_s(failures, PAUSE_S, TIMEOUT_S) if gained <= 0 else 0)
 
 
 def _continue(remote: Remote, part: Path, login: str, progress: Progress) -> None:
@@ -206,7 +207,7 @@ def _through_hub(client: _HubClient, remote: Remote, target: Path, progress: Pro
             if failures > ATTEMPTS:
                 raise Interrupted(f"{remote.url}: {error}; the same command continues") from None
             progress(f"{remote.name}: {str(error).splitlines()[0][:200]}; connecting again")
-            time.sleep(PAUSE_S * 2 ** (failures - 1))
+            time.sleep(backoff_s(failures, PAUSE_S, TIMEOUT_S))
     part = target.with_name(target.name + ".part")
     shutil.move(done, part)
     shutil.rmtree(folder)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, Sampling
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.auth import engine_key, read_access
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.environment.tokenizer import TrajectoryTokenizer
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 API_KEY = "OPENAI_API_KEY"
 """Variable with the API key of an endpoint, sent if it is set."""
-OUTAGE_S, PAUSE_S = 300.0, 1.0
-"""How long a turn waits for engines that fail, in seconds, and the first pause; the node restarts an engine that hangs
-or has ended (`engine.start_timeout_s`)."""
+OUTAGE_S, PAUSE_S, LONGEST_PAUSE_S = 300.0, 1.0, 10.0
+"""How long a turn waits for engines that fail, in seconds, and the first and longest pause; the node restarts an
+engine that hangs or has ended (`engine.start_timeout_s`)."""
 TURN_S = 600.0
 """Timeout of one turn at an engine, in seconds."""
 
@@ -180,18 +181,18 @@ class EngineModel:
 
     async def _generate(self, request: GenerateRequest) -> Completion:
         """Return what the next engine generates; wait for engines that fail. Raises EpisodeFailed."""
-        failed_at, pause = math.inf, PAUSE_S
-        while True:
+        failed_at = math.inf
+        for failures in itertools.count(1):
             client, label = next(self._clients)
             try:
                 return await client.generate(request, version=label, timeout_s=TURN_S)
             except EngineError as error:
-                failed_at = min(failed_at, time.monotonic())
+                failed_at, pause = min(failed_at, time.monotonic()), backoff_s(failures, PAUSE_S, LONGEST_PAUSE_S)
                 final = error.fault == "request" or error.cause == "denied"
                 if final or time.monotonic() + pause > failed_at + OUTAGE_S:
                     raise EpisodeFailed(error.cause, error.detail) from None
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, 10.0)
+        raise AssertionError("the loop ends by a return or an error")
 
     def _tokens(self, ids: Sequence[int], logprobs: Sequence[float], length: int) -> tuple[tuple[str, float], ...]:
         """Return (text, log-prob) of the tokens within the first `length` characters. A character may take several."""

@@ -11,6 +11,7 @@ import torch
 from learner.weights.base import EngineLink
 from learner.weights.buckets import Named, PackedBucket, layout
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.torch_safety import torch_versions
 from protocol.versions import PolicyVersion
@@ -88,8 +89,8 @@ class Membership:
     def failed(self, missing: Sequence[str]) -> None:
         """Note a failed transfer, and the members that delayed it."""
         self._failures += 1
-        self._skip_versions = min(MAX_SKIPPED_VERSIONS, 2 ** (self._failures - 1) - 1)
-        self._retry_at = time.monotonic() + min(LONGEST_RETRY_S, 2.0 ** (self._failures - 1))
+        self._skip_versions = int(backoff_s(self._failures, 1.0, MAX_SKIPPED_VERSIONS + 1.0)) - 1
+        self._retry_at = time.monotonic() + backoff_s(self._failures, 1.0, LONGEST_RETRY_S)
         self._excluded |= dict.fromkeys(missing, time.monotonic() + EXCLUDE_SLOW_MEMBER_S)
 
     def succeeded(self) -> None:

@@ -17,14 +17,15 @@ from typing import Any
 
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.auth import variable
 from protocol.runtime.http.client import ask
 
 Episode = dict[str, Any]
 RECONNECTS = 5
 """Maximum number of consecutive connections that fail without a completed episode."""
-RECONNECT_S = 1.0
-"""Sleep before the first retry, in seconds; it doubles with each retry."""
+RECONNECT_S, LONGEST_RECONNECT_S = 1.0, 60.0
+"""First and longest sleep before a retry, in seconds; it doubles with each retry."""
 
 
 class Dropped(ForayError):
@@ -150,7 +151,7 @@ def evaluate(
             if failures > RECONNECTS or not came:
                 raise
             episodes += kept
-            time.sleep(RECONNECT_S * 2**failures)
+            time.sleep(backoff_s(failures + 1, RECONNECT_S, LONGEST_RECONNECT_S))
     order = {question.id: i for i, question in enumerate(questions)}
     return EvalScore(sorted(episodes, key=lambda e: (order[e["question_id"]], e["index"])))
 

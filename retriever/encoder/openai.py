@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from protocol.errors import UserError
+from protocol.runtime.backoff import backoff_s
 from retriever.encoder.base import EncoderUnavailable, Vectors, check_finite
 from retriever.encoder.config import OpenAIEncoderSettings
 
@@ -75,7 +76,7 @@ class OpenAIEncoder:
             payload["dimensions"] = settings.dim
         body = json.dumps(payload).encode()
         for attempt in range(settings.retries + 1):
-            wait = min(settings.backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1)
+            wait = backoff_s(attempt + 1, settings.backoff_s, MAX_BACKOFF_S) * random.uniform(0.5, 1)
             try:
                 status, retry_after, answer = self._request(body, len(texts))
             except (OSError, http.client.HTTPException) as error:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from protocol.runtime.backoff import backoff_s
+
 log = logging.getLogger(__name__)
 
 HALF_LIFE_S = 30.0
@@ -76,8 +78,8 @@ class EngineHealth:
         record.last_error = why
         if now < record.ejected_until:
             return  # many requests in flight fail together: count it once
-        record.ejected_until = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**record.unreachable)
         record.unreachable += 1
+        record.ejected_until = now + backoff_s(record.unreachable, FIRST_RETRY_S, LONGEST_RETRY_S)
         self.total += 1
 
     def strikes(self, key: str) -> float:

@@ -26,6 +26,7 @@ import aiohttp
 
 from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.redis.aio import Backoff, retry_until_available
 from protocol.runtime.redis.errors import RedisUnavailable
@@ -96,7 +97,7 @@ class Agent:
 
         Raises UserError if the first launch fails: an operator must act. Otherwise ended by cancellation.
         """
-        backoff = FIRST_BACKOFF_S
+        losses = 0
         while True:
             born = time.monotonic()
             # A separate task: a task group that is cancelled while one of its tasks fails raises only that error,
@@ -108,10 +109,8 @@ class Agent:
                 life.cancel()
                 await asyncio.wait({life})
             life.result()
-            if time.monotonic() - born > STABLE_AFTER_S:
-                backoff = FIRST_BACKOFF_S
-            await asyncio.sleep(backoff)
-            backoff = min(LONGEST_BACKOFF_S, 2 * backoff)
+            losses = 1 if time.monotonic() - born > STABLE_AFTER_S else losses + 1
+            await asyncio.sleep(backoff_s(losses, FIRST_BACKOFF_S, LONGEST_BACKOFF_S))
 
     async def _run_incarnation(self) -> None:
         """Run one incarnation from launch to loss or cancellation. Raises UserError as `run` does."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import Field
 
 from protocol.errors import UserError
+from protocol.runtime.backoff import backoff_s
 from rollout_server.rewards.base import RewardError, RewardSettingsBase
 from rollout_server.rewards.resources import RewardResources
 
@@ -95,8 +96,7 @@ class JsonEndpoint:
         last = "no answer yet"
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
-                pause = BACKOFF_S
-                for left in reversed(range(self._attempts)):
+                for attempt in range(1, self._attempts + 1):
                     try:
                         async with self._slots:
                             return read(await self._attempt(body))
@@ -105,12 +105,13 @@ class JsonEndpoint:
                     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
                         last, wait = f"unusable reply: {error!r}"[:300], 0.0
                     # Jitter: hundreds of trajectories must not retry at once.
-                    wait = max(wait, random.uniform(pause / 2, pause))
+                    wait = max(wait, random.uniform(0.5, 1.0) * backoff_s(attempt, BACKOFF_S, MAX_BACKOFF_S))
                     when = deadline.when()
-                    if not left or (when is not None and asyncio.get_running_loop().time() + wait >= when):
+                    if attempt == self._attempts or (
+                        when is not None and asyncio.get_running_loop().time() + wait >= when
+                    ):
                         break
                     await asyncio.sleep(wait)
-                    pause = min(2 * pause, MAX_BACKOFF_S)
         except TimeoutError:
             last = f"no usable answer within {self._deadline_s:g} s ({last})"
         raise RewardError(f"{self._url}: {last}")

@@ -16,6 +16,7 @@ import json
 from collections import deque
 from enum import StrEnum
 
+from protocol.runtime.backoff import backoff_s
 from rollout_server.search.base import NO_SUCH_PATH, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.limiter import GradientLimit
 from rollout_server.search.transport import SearchTransport
@@ -98,9 +99,8 @@ class Replica:
 
     def next_pause(self) -> float:
         """Return the seconds until the next probe; the caller adds jitter."""
-        pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._probes, 16))
         self._probes += 1
-        return pause
+        return backoff_s(self._probes, FIRST_PAUSE_S, MAX_PAUSE_S)
 
 
 async def probe(

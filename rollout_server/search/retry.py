@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from protocol.runtime.backoff import backoff_s
 from protocol.search import Passage
 from rollout_server.search.balancer import NoHealthyReplica, ReplicaBalancer
 from rollout_server.search.base import TIMEOUT, UNAVAILABLE, SearchError
@@ -43,7 +44,7 @@ class RetryingQuery:
         self._outage_left = limits.outage_wait_s
         self._failed_at: set[str] = set()
         self._bad_answers = 0
-        self._pause = BACKOFF_S
+        self._failures = 0
         self._cause = TIMEOUT
 
     async def run(self) -> QueryResult:
@@ -96,8 +97,8 @@ class RetryingQuery:
             return False
         # Jitter: thousands of rollouts must not retry at once. Retry-After applies only to the replica that sent it.
         retry_after_s = 0.0 if self._balancer.has_other(self._failed_at) else error.retry_after_s
-        wait = max(retry_after_s, random.uniform(self._pause / 2, self._pause))
-        self._pause = min(2 * self._pause, MAX_BACKOFF_S)
+        self._failures += 1
+        wait = max(retry_after_s, random.uniform(0.5, 1.0) * backoff_s(self._failures, BACKOFF_S, MAX_BACKOFF_S))
         if outage:
             return True
         if wait >= self._left:
@@ -118,5 +119,5 @@ class RetryingQuery:
         self._outage_left -= waited
         self._deadline += waited
         self._failed_at.clear()
-        self._pause = BACKOFF_S
+        self._failures = 0
         return True

@@ -9,6 +9,7 @@ error text; all other failures are errors of the tool.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from urllib.parse import quote
 from pydantic import Field, ValidationError, field_validator
 
 from protocol.errors import UserError
+from protocol.runtime.backoff import backoff_s
 from protocol.search import Passage
 from rollout_server.search.base import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
@@ -95,18 +97,18 @@ class Fetch:
     async def _ask(self, name: str) -> ToolResult:
         """Return the document, or the error of the last attempt, within the deadline or the outage timeout."""
         last = SearchError(TIMEOUT)
-        pause = BACKOFF_S
         loop = asyncio.get_running_loop()
         begun = since = loop.time()
         try:
             async with asyncio.timeout(self._settings.deadline_s) as deadline:
-                while True:
+                for failures in itertools.count(1):
                     try:
                         return await self._attempt(name)
                     except SearchError as error:
                         last = error
                     # Jitter: thousands of rollouts must not retry at once.
-                    wait = max(last.retry_after_s, random.uniform(pause / 2, pause))
+                    wait = random.uniform(0.5, 1.0) * backoff_s(failures, BACKOFF_S, MAX_BACKOFF_S)
+                    wait = max(last.retry_after_s, wait)
                     end = since + self._settings.deadline_s
                     if last.cause == UNREACHABLE:
                         end = max(end, begun + self._settings.outage_wait_s)
@@ -115,7 +117,6 @@ class Fetch:
                         break
                     deadline.reschedule(end)
                     await asyncio.sleep(wait)
-                    pause = min(2 * pause, MAX_BACKOFF_S)
         except TimeoutError:
             pass  # the error of an earlier attempt is more informative than a timeout
         return ToolResult(error=GARBAGE if last.cause == NOT_JSON else last.cause)

@@ -100,6 +100,14 @@ def test_a_version_is_sent_again_with_patience_and_after_failures_ever_more_rare
     assert members.of_again(LAST), "one that delayed the others is excluded for a minute"
     members.succeeded()
     assert members.of_next(LAST)[0], "and the next version is not skipped"
+    skipped = []
+    for _ in range(7):
+        members.failed([])
+        skipped.append(members._skip_versions)
+    assert skipped == [0, 1, 3, 7, 15, 31, 32]
+    for _ in range(1100):  # 2.0**1024 is no float
+        members.failed([])
+    assert members._retry_at == clock[0] + 60.0
 
 
 def test_a_proof_is_a_small_tensor_that_every_member_holds() -> None:

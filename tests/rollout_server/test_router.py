@@ -16,7 +16,7 @@ from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.engine.client import SglangClient, pooled_connector
-from rollout_server.engine.health import EJECTION_S, LIMIT, EngineHealth
+from rollout_server.engine.health import EJECTION_S, LIMIT, LONGEST_RETRY_S, EngineHealth
 from rollout_server.engine.router import Router, TurnLimits
 from tests.support.fake_engine import FakeServer, Fault, next_ids
 from tests.support.waiting import eventually
@@ -452,3 +452,22 @@ def test_an_unreachable_engine_is_tried_again_later_and_later_until_it_answers()
     health.unreachable("a")
     now[0] += 0.5
     assert health.usable("a")
+    for _ in range(1100):  # three hours at the longest rest: 2**1024 is no float
+        health.unreachable("a")
+        assert not health.usable("a")
+        now[0] += LONGEST_RETRY_S
+
+
+@pytest.mark.fault(5)
+async def test_an_engine_that_was_unreachable_for_hours_takes_no_turn_from_the_others() -> None:
+    table = Table()
+    async with FakeServer() as gone:
+        refused = gone.url  # its port is closed now: the connection is refused
+    async with FakeServer(version="1.5") as b, routing(table) as router:
+        table.publish(engine("a", refused), engine("b", b.url))
+        router.health.unreachable("a/")
+        record = router.health._records["a/"]
+        record.unreachable, record.ejected_until = 1100, 0.0
+        completions = await asyncio.gather(*(play(router, "x" * i, 1) for i in range(1, 11)))
+        assert completions == [expected("x" * i, 1) for i in range(1, 11)]
+        assert record.unreachable == 1101 and not router.health.usable("a/")

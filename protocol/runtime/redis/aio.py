@@ -19,6 +19,7 @@ from redis import exceptions
 
 from protocol.errors import ForayError, StateLost, UserError
 from protocol.keys import Keys
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.client import close_async, connect_async
 from protocol.runtime.redis.errors import RedisFull, RedisRefused, RedisUnavailable, translate_errors
@@ -155,8 +156,8 @@ class Backoff:
                 *("%s: waiting: %s: %s", self._doing, type(error).__name__, error),
             )
         self._last = kind
-        ceiling = min(self._longest_s, 0.1 * 2 ** min(self._failures, 10))
         self._failures += 1
+        ceiling = backoff_s(self._failures, 0.1, self._longest_s)
         with self._waits.blocked_on("learner" if early else "redis"):
             await asyncio.sleep(ceiling * random.uniform(0.5, 1.0))
 

@@ -23,6 +23,7 @@ import aiohttp
 from yarl import URL
 
 from protocol.errors import UserError
+from protocol.runtime.backoff import backoff_s
 from retriever.backends.web.config import OnlineBase
 from retriever.backends.web.provider import Provider, ProviderRequest, WebSearchError
 
@@ -95,7 +96,7 @@ class ProviderClient:
             try:
                 return await self._attempt(request, end)
             except RetryableError as error:
-                pause = settings.backoff_s * 2 ** (attempt - 1) * self._random.uniform(0.5, 1.5)
+                pause = backoff_s(attempt, settings.backoff_s, settings.deadline_s) * self._random.uniform(0.5, 1.5)
                 pause = max(pause, error.after_s)
                 if error.after_s > 0:
                     self._rate_limit.pause(error.after_s)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from protocol.errors import ForayError
 from protocol.messages import INITIAL, NEEDS_BROADCAST, NEEDS_FILES, NodeState, WeightUpdate
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.files import model_digest
 from protocol.runtime.redis.aio import Backoff
 from protocol.runtime.redis.errors import RedisUnavailable
@@ -105,7 +106,7 @@ class WeightFollower:
                 await backoff.sleep(error)
                 continue
             if failures:
-                await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2 ** (failures - 1)))
+                await asyncio.sleep(backoff_s(failures, RETRY_S, LONGEST_RETRY_S))
 
     async def _recheck_version(self, client: EngineAdmin, target: WeightUpdate | None) -> bool:
         """Check an engine that was not watched for a while. Return False if it does not answer (yet).

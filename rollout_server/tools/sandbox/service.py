@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from protocol.errors import UserError
+from protocol.runtime.backoff import backoff_s
 from rollout_server.search.base import OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
 from rollout_server.tools.sandbox.base import ProgramResult, SandboxError, SandboxLimits, ServiceSettings
@@ -19,7 +20,7 @@ from rollout_server.tools.sandbox.base import ProgramResult, SandboxError, Sandb
 MAX_BYTES = 16 << 20
 """Maximum size of an answer: the service keeps 1 MiB of each stream, which JSON may expand sixfold."""
 RETRIED = frozenset({UNREACHABLE, OVERLOADED, "http_500", "http_502", "http_504"})
-BACKOFF_S = 0.2
+BACKOFF_S, MAX_BACKOFF_S = 0.4, 10.0
 
 
 class CommandRunResult(BaseModel):
@@ -92,7 +93,8 @@ class SandboxService:
                     if cause not in RETRIED or attempt == self._settings.attempts:
                         break
                     # jitter: thousands of rollouts must not retry at once
-                    await asyncio.sleep(max(wait_s, random.uniform(0.5, 1.0) * BACKOFF_S * 2**attempt))
+                    pause_s = random.uniform(0.5, 1.0) * backoff_s(attempt, BACKOFF_S, MAX_BACKOFF_S)
+                    await asyncio.sleep(max(wait_s, pause_s))
         raise SandboxError(f"{self._url}: {cause}")
 
     async def close(self) -> None:

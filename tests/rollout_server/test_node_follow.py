@@ -1,0 +1,72 @@
+"""What a node follows, over scripted announcements: how often it tries, and which epochs it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from protocol.messages import EngineInfo, NodeState, WeightUpdate
+from protocol.versions import PolicyVersion
+from rollout_server.engine.base import EngineError
+from rollout_server.metrics import Stats
+from rollout_server.node.config import NodeSettings
+from rollout_server.node.registry import TargetView
+from rollout_server.node.status import EngineStatus
+from rollout_server.node.weights import follower
+from rollout_server.node.weights.follower import WeightFollower
+from tests.support.waiting import eventually
+
+
+class Announcements:
+    """Stands for Redis: always the same target."""
+
+    def __init__(self, epoch: int) -> None:
+        self.update = WeightUpdate(run="r", epoch=epoch, step=1, digest="d", path="/nowhere/v")
+        self.reads = 0
+
+    async def target_view(self) -> TargetView:
+        self.reads += 1
+        return TargetView(self.update, None, 0.0)
+
+
+class Silent:
+    """An engine that does not answer."""
+
+    name = "e"
+
+    async def health(self, *, timeout_s: float) -> None:
+        raise EngineError("unreachable", "e", "scripted")
+
+
+def following(announced: Announcements) -> tuple[WeightFollower, EngineStatus]:
+    status = EngineStatus(EngineInfo(id="e", url="", state=NodeState.JOINING))
+    settings = NodeSettings(id="e", poll_s=0.01)
+    return WeightFollower(status, cast(Any, announced), settings, Stats("node", "e"), Path("/nowhere")), status
+
+
+async def test_files_that_stay_absent_for_hours_are_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RETRY_S", "LONGEST_RETRY_S"):
+        monkeypatch.setattr(follower, name, 0.0)
+    announced = Announcements(epoch=1)
+    node, _ = following(announced)
+    follow = asyncio.create_task(node.follow(cast(Any, Silent())))
+    await eventually(lambda: announced.reads > 1100 or follow.done(), "2**1024, which is no float", 20)
+    assert not follow.done(), follow.exception()
+    follow.cancel()
+    await asyncio.gather(follow, return_exceptions=True)
+
+
+async def test_a_look_at_an_older_epoch_does_not_lower_the_highest_one() -> None:
+    announced = Announcements(epoch=1)
+    node, status = following(announced)
+    node.highest_epoch = 2  # a learner of epoch 2 has replaced the one that announces
+    status.needs_recheck = True
+    follow = asyncio.create_task(node.follow(cast(Any, Silent())))
+    await eventually(lambda: announced.reads > 1, "it has looked")
+    follow.cancel()
+    await asyncio.gather(follow, return_exceptions=True)
+    assert node.highest_epoch == 2 and not node.should_load(announced.update)
+    assert status.version == PolicyVersion(0, 0)
