@@ -45,6 +45,7 @@ from protocol.errors import StateLost
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, Task, TrajectoryGroup
 from protocol.runtime.http.auth import Access, engine_key, read_access
+from protocol.runtime.http.body import bounded_session
 from protocol.runtime.http.server import announce, listening, reachable_url
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
 from protocol.runtime.redis.aio import BLOCK_MS, Backoff, RedisClient, retry_until_available
@@ -62,7 +63,7 @@ from rollout_server.dispatch.fleet import Fleet, RunCompatibility
 from rollout_server.dispatch.leases import LeasePool
 from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.dispatch.runner import TaskRunner
-from rollout_server.engine.client import SglangClient, pooled_connector
+from rollout_server.engine.client import SglangClient
 from rollout_server.engine.continuation import StopChecker
 from rollout_server.engine.router import EngineClient, Router, TurnLimits, with_request_log
 from rollout_server.environment.environment import Environment, build_environment
@@ -102,7 +103,7 @@ async def serve(
     redis = RedisClient(run.redis_url, Keys(run.id))
     search = build_search(settings.search)
     try:
-        async with aiohttp.ClientSession(connector=pooled_connector()) as session:
+        async with bounded_session() as session:
             with shutdown_on_signals(stop), unwrap_user_error():
                 server = RolloutServer(
                     run, settings, environment, stats, redis, InstrumentedSearch(search, stats), session

@@ -23,8 +23,8 @@ from deploy.evaluation.targets import Served
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question, Sampling, Status
 from protocol.runtime.episodes import evaluate, is_failed
+from protocol.runtime.http.body import bounded_session
 from protocol.runtime.progress import TaskProgress
-from rollout_server.engine.client import pooled_connector
 from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.rewards.base import RewardError, RewardInput
 from rollout_server.rewards.judge import Judge, JudgeSettings
@@ -168,14 +168,12 @@ async def _ask_method(
     store: ResultStore,
     task: TaskProgress,
 ) -> None:
-    import aiohttp
-
     resources = RewardResources()
     search = build_search(served.search if served.search and sampler.search else NoSearchSettings())
     places = iter([(name, question, index) for name, question in remaining for index in range(sampler.n)])
     failures = _Failures()
     try:
-        async with aiohttp.ClientSession(connector=pooled_connector()) as session:
+        async with bounded_session() as session:
             model = _model(served, session, resources)
             if settings.logprobs and not model.has_logprobs:
                 raise UserError(

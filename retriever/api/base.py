@@ -5,7 +5,6 @@ Every error is JSON with at least {"error": "what happened"}; dialects may add t
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from protocol.runtime.loop_clock import loop_timeout
 from retriever.backends.base import Backend, Kind, QueryFailure, QueryResult
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics
@@ -125,7 +125,7 @@ async def request_body(kind: type[Body], request: web.Request) -> AsyncIterator[
     # a body of unknown length may reach the maximum
     async with service.body_memory(most if size is None else size):
         try:
-            async with asyncio.timeout(BODY_S):
+            async with loop_timeout(BODY_S):
                 raw = await request.read()
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None

@@ -11,6 +11,7 @@ import math
 from collections import deque
 
 from protocol.errors import ForayError
+from protocol.runtime.loop_clock import loop_timeout
 from retriever.metrics import Metrics
 
 MAX_RETRY_AFTER_S = 30
@@ -70,7 +71,7 @@ class QueueLimit:
         self._waiting.append(entry)
         self._metrics.waited.inc()
         try:
-            async with asyncio.timeout(self._max_wait_s):
+            async with loop_timeout(self._max_wait_s):
                 await admitted
         except BaseException as error:
             if entry in self._waiting:

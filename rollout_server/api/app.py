@@ -12,7 +12,6 @@ GET  /v1/live, /v1/live/trajectory  see `rollout_server.api.live`
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -26,6 +25,7 @@ from pydantic import ValidationError
 
 from protocol.runtime.http.auth import Access, Role
 from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
+from protocol.runtime.loop_clock import loop_timeout
 from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.api.episodes import Episodes, EpisodesRequest, FleetUnknown, summarise
 from rollout_server.api.evaluation_pin import PinLost
@@ -165,7 +165,7 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
     try:
-        async with asyncio.timeout(BODY_S):
+        async with loop_timeout(BODY_S):
             raw = await request.read()
         wanted = EpisodesRequest.model_validate_json(raw)
     except TimeoutError:
@@ -199,7 +199,7 @@ async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequ
 
     async def send(event: str) -> None:
         try:
-            async with asyncio.timeout(READ_S):
+            async with loop_timeout(READ_S):
                 await response.write(event.encode())
         except TimeoutError:
             raise ConnectionResetError(f"the client has read nothing for {READ_S:g} s") from None

@@ -18,9 +18,11 @@ from typing import Any
 
 import aiohttp
 
+from protocol.runtime.http.body import AnswerTooLarge, read_bounded, read_start
+from protocol.runtime.loop_clock import LoopTimer, loop_timeout
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.engine.continuation import TurnAssembler
-from rollout_server.engine.decoding import ReceivedTokens, StreamDecoder, cause_of_status
+from rollout_server.engine.decoding import LONGEST_LINE, ReceivedTokens, StreamDecoder, cause_of_status
 
 GRACE_S = 1.0
 """Timeout for the end of a stream whose last chunk has arrived, in seconds."""
@@ -30,14 +32,12 @@ RECHECK_S = 1.0
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "FORAY_ENGINE_API_KEY", "FORAY_ENGINE_ADMIN_KEY"
 CONTROL_TIMEOUT_S = 30.0
 """Timeout of a control call that does not compute, in seconds."""
-KEEP_ALIVE_S = 4.0
-"""Idle connections are closed by the client after this time. SGLang's server closes them after 5 s, and a request sent
-at that moment would look like a dead engine."""
 STREAM_INTERVAL = 8
 """Tokens per chunk: the maximum that is lost when an engine fails."""
-CONNECT_S = 5.0
-LARGEST_ANSWER = 64 << 20
+LARGEST_ANSWER = LONGEST_LINE
 """Maximum bytes of an answer that is not a stream."""
+UNLIMITED = aiohttp.ClientTimeout(total=None)
+"""aiohttp's limits count the time in which this process stood still. `bounded_session` and `loop_timeout` do not."""
 
 
 def _never() -> bool:
@@ -47,7 +47,8 @@ def _never() -> bool:
 class EngineCall:
     """One request at one engine while it runs: `async with call:` around it.
 
-    Ends the request with an EngineError when a limit is reached, or on `abort`.
+    Ends the request with an EngineError when a limit is reached, or on `abort`. The limits do not count the time in
+    which this process stood still (`LoopClock`).
 
     received    owned by the caller: keeps the tokens however the call ends
     timeout_s   for the whole call
@@ -69,10 +70,12 @@ class EngineCall:
         self._timeout_s, self._stall_s, self._may_pause = timeout_s, stall_s, may_pause
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
-        self._deadline = math.inf
+        self._timer = LoopTimer(self._check_limits)
+        self._now = self._timer.clock.time
+        self._deadline = self._heard_at = math.inf
+        """Times of the `LoopClock`; `_heard_at`: of the last chunk, of the start before the first."""
         self.last_data_at = -math.inf
         """Arrival time of the last chunk, by the loop's clock."""
-        self._timer: asyncio.TimerHandle | None = None
         self._why: EngineError | None = None
         self._open = False
         self.decoder: StreamDecoder | None = None
@@ -84,6 +87,11 @@ class EngineCall:
             self._open = False
             self._why = EngineError(cause, self.received.engine, detail)
             self._scope.reschedule(self._loop.time())
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last chunk, or since the start, without the time in which this process stood still."""
+        return self._now() - self._heard_at
 
     def tokens_so_far(self) -> list[int]:
         """Decode what has arrived, and return its tokens. Malformed data ends the call, as it would later."""
@@ -97,25 +105,25 @@ class EngineCall:
     def on_data(self) -> None:
         """Record that a chunk has arrived."""
         if self.last_data_at == -math.inf and self._stall_s < self._timeout_s:
-            self._arm(self._stall_s)
-        self.last_data_at = self._loop.time()
+            self._timer.arm(self._stall_s)
+        self.last_data_at, self._heard_at = self._loop.time(), self._now()
         if self.received.finish_reason and self._stall_s > GRACE_S:
             self._stall_s = GRACE_S
-            self._arm(GRACE_S)
+            self._timer.arm(GRACE_S)
 
     async def __aenter__(self) -> EngineCall:
         await self._scope.__aenter__()
         self._open = True
-        self._deadline = self._loop.time() + self._timeout_s
-        self._arm(self._timeout_s)
+        self._timer.arm(self._timeout_s)
+        self._heard_at = self._now()
+        self._deadline = self._heard_at + self._timeout_s
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open = False
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError:
@@ -123,30 +131,20 @@ class EngineCall:
                 raise
             raise self._why from None
 
-    def _arm(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, self._check_limits)
-
     def _check_limits(self) -> None:
         """End the call if a limit has been reached; otherwise schedule the next check."""
-        now = self._loop.time()
+        now = self._now()
         if now >= self._deadline:
             self.abort("timeout", f"not finished within {self._timeout_s:g} s, after {len(self.received.ids)} tokens")
             return
-        due = self.last_data_at + self._stall_s if self.last_data_at > -math.inf else self._deadline
+        due = self._heard_at + self._stall_s if self.last_data_at > -math.inf else self._deadline
         if now >= due:
             if not self._may_pause():
                 self.abort("stalled", f"silent for {self._stall_s:g} s after {len(self.received.ids)} tokens")
                 return
-            self.last_data_at = now  # it gets the full stall_s when it continues
+            self.last_data_at, self._heard_at = self._loop.time(), now  # it gets the full stall_s when it continues
             due = now + RECHECK_S
-        self._arm(max(0.0, min(due, self._deadline) - now))
-
-
-def pooled_connector() -> aiohttp.TCPConnector:
-    """Return a connection pool without a limit: `AimdLimit` and the engines limit the requests."""
-    return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        self._timer.arm(max(0.0, min(due, self._deadline) - now))
 
 
 class EngineHttp:
@@ -155,7 +153,7 @@ class EngineHttp:
     SGLang with `--admin-api-key` requires that key for control calls, and `--api-key` for all others. Both come from
     the environment, or from the node that launched the engine (`node/process.py`).
 
-    session  owned by the caller
+    session  a `bounded_session`, owned by the caller
     name     appears in errors
     """
 
@@ -185,14 +183,16 @@ class EngineHttp:
         parse: bool = True,
     ) -> Any:
         """Send one request and return its whole answer, within timeout_s. Raises EngineError."""
-        deadline = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         try:
-            async with self.session.request(
-                method, self.url + path, json=body, headers=headers, timeout=deadline, allow_redirects=False
-            ) as response:
+            async with (
+                loop_timeout(timeout_s),
+                self.session.request(
+                    method, self.url + path, json=body, headers=headers, timeout=UNLIMITED, allow_redirects=False
+                ) as response,
+            ):
                 if response.status >= 400:
                     cause = "http_500" if response.status >= 500 else "refused"
-                    raise EngineError(cause, self.name, f"{path}: {response.status} {(await response.text())[:500]}")
+                    raise EngineError(cause, self.name, f"{path}: {response.status} {await read_start(response, 500)}")
                 return await _content(response) if parse else None
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise EngineError("unreachable", self.name, f"{path}: {error}") from None
@@ -200,13 +200,16 @@ class EngineHttp:
             raise EngineError("timeout", self.name, f"{path}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError("unreachable", self.name, f"{path}: {type(error).__name__}: {error}") from None
-        except ValueError as error:
+        except AnswerTooLarge as error:
+            raise EngineError("bad_output", self.name, f"{path}: {error}") from None
+        except (ValueError, RecursionError) as error:
             raise EngineError("bad_output", self.name, f"{path}: not JSON: {str(error)[:200]}") from None
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:
+    raw = await read_bounded(response, LARGEST_ANSWER)
     # flush_cache, pause, abort and metrics answer with plain text or an empty body
-    return await (response.json() if response.content_type == "application/json" else response.text())
+    return json.loads(raw) if response.content_type == "application/json" else raw.decode(errors="replace")
 
 
 def json_object(reply: Any, name: str) -> dict[str, Any]:
@@ -216,7 +219,7 @@ def json_object(reply: Any, name: str) -> dict[str, Any]:
 
 
 class SglangClient:
-    """One engine at `url`. The caller owns `session`; `name` appears in errors and completions.
+    """One engine at `url`. The caller owns `session` (`bounded_session`); `name` appears in errors and completions.
 
     adapter  name of the LoRA adapter to generate with; "": the base weights
     key      its API key, if the environment has none (`protocol.runtime.http.auth.engine_key`)
@@ -273,13 +276,12 @@ class SglangClient:
 
     async def _exchange(self, body: str, call: EngineCall) -> None:
         headers = self._http.open_headers | {"Content-Type": "application/json"}
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with self._http.session.post(
-            self._http.url + "/generate", data=body, headers=headers, timeout=limits, allow_redirects=False
+            self._http.url + "/generate", data=body, headers=headers, timeout=UNLIMITED, allow_redirects=False
         ) as response:
             if response.status >= 400:
-                said = (await response.content.read(2000)).decode(errors="replace")
-                raise EngineError(cause_of_status(response.status), self.name, f"{response.status} {said[:500]}")
+                said = await read_start(response, 500)
+                raise EngineError(cause_of_status(response.status), self.name, f"{response.status} {said}")
             if response.content_type == "text/event-stream":
                 await self._read_events(response, call)
             elif response.content_type == "application/json":
@@ -314,10 +316,10 @@ class SglangClient:
 
     async def _read_whole(self, response: aiohttp.ClientResponse, received: ReceivedTokens) -> None:
         """Read the answer of an engine that does not stream."""
-        if (response.content_length or 0) > LARGEST_ANSWER:
-            raise EngineError("bad_output", self.name, f"the answer is too large: {response.content_length} bytes")
         try:
-            received.take(json.loads(await response.read()))
+            received.take(json.loads(await read_bounded(response, LARGEST_ANSWER)))
+        except AnswerTooLarge as error:
+            raise EngineError("bad_output", self.name, str(error)) from None
         except (ValueError, RecursionError) as error:
             raise EngineError("bad_output", self.name, f"not JSON: {str(error)[:200]}") from None
         if not received.finish_reason:

@@ -213,7 +213,8 @@ class ReceivedTokens:
             self._finish(chunk.finish)
 
     def _note_version(self, label: str, spans: Spans | None) -> None:
-        self._labels.add(label)
+        if len(self._labels) < 2:  # more than one is all that matters, and an engine may send any number
+            self._labels.add(label)
         self._expected = self._expected or label
         self._changed = self._changed or label != self._expected
         if not self._changed:
@@ -238,8 +239,9 @@ class ReceivedTokens:
         if self._spans:
             return self._spans
         # an answer that ended normally with one label has that version, even if the engine table was outdated
-        sure = n if self.finish_reason and len(self._labels) == 1 else self._sure
-        label = next(iter(self._labels), "") if sure == n else self._expected
+        one = len(self._labels) == 1
+        sure = n if self.finish_reason and one else self._sure
+        label = next(iter(self._labels)) if one else self._expected
         return ((version_of(label), 0, sure),) if sure else ()
 
 

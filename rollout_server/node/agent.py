@@ -28,6 +28,7 @@ from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
 from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.auth import read_access
+from protocol.runtime.loop_clock import LoopClock
 from protocol.runtime.redis.aio import Backoff, retry_until_available
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import parse_redis_url
@@ -279,7 +280,7 @@ class Agent:
         if not self._validated:
             await validate_engine(self._client, self._url, self._run.model, wait_s=kind.wait_s)
         self._validated = True
-        paused_since = 0.0
+        paused_since, now = 0.0, LoopClock.current().time
         while True:
             try:
                 if paused:
@@ -292,8 +293,8 @@ class Agent:
             if paused or not await self._client.paused():
                 paused_since = 0.0
             elif not paused_since:
-                paused_since = time.monotonic()
-            elif time.monotonic() - paused_since >= kind.wait_s:
+                paused_since = now()
+            elif now() - paused_since >= kind.wait_s:
                 # The node that paused it is gone, perhaps while loading: its label does not prove which weights it has.
                 log.warning("%s stays paused: loading the complete target", self._url)
                 self._tainted = paused = True
@@ -305,7 +306,8 @@ class Agent:
 
         Raises EngineLost at the deadline or when it exits.
         """
-        deadline = time.monotonic() + self._settings.start_timeout_s
+        now = LoopClock.current().time
+        deadline = now() + self._settings.start_timeout_s
         while True:
             try:
                 await self._client.health(timeout_s=self._settings.probe_timeout_s)
@@ -313,7 +315,7 @@ class Agent:
             except EngineError as error:
                 if child.exited.done():
                     raise self._start_failure(child, model) from None
-                if time.monotonic() > deadline:
+                if now() > deadline:
                     raise report_lost(self._status, NodeState.SUSPECT, f"not healthy in time: {error}") from None
             await asyncio.sleep(0.1)
 

@@ -12,13 +12,13 @@ import logging
 import socket
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.http.body import bounded_session
 from protocol.runtime.http.server import EVERY_INTERFACE, http_url, reachable_url
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
+from protocol.runtime.loop_clock import ticking
 from protocol.runtime.net import free_port
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
@@ -60,10 +60,11 @@ async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSigna
     stats.text["state"] = lambda: str(status.state)
     redis = RedisClient(run.redis_url, Keys(run.id))
     registry = Registry(redis, lease_s=settings.lease_s, compatibility=RunCompatibility(run))
-    async with aiohttp.ClientSession() as session:
+    async with bounded_session() as session:
         agent = Agent(run, settings, registry, stats, session, status, url=local, port=port)
         try:
-            with shutdown_on_signals(stop), unwrap_user_error():
+            # a node that was suspended does not blame its engine for that
+            with shutdown_on_signals(stop), unwrap_user_error(), ticking():
                 log.info("node of %s at %s", engine_id, url)
                 async with asyncio.TaskGroup() as tasks:
                     running = [

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 from protocol.messages import NodeState
+from protocol.runtime.loop_clock import LoopClock
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
@@ -45,19 +45,19 @@ class Watchdog:
 
         Only the time of probes counts as silence, so a suspension of the node is not attributed to the engine.
         """
-        settings, silent_s, refused = self._settings, 0.0, 0
+        settings, silent_s, refused, now = self._settings, 0.0, 0, LoopClock.current().time
         while True:
             await asyncio.sleep(settings.probe_s)
             left_s = settings.hang_s - silent_s - settings.probe_s
             timeout_s = min(settings.probe_timeout_s, max(SHORTEST_LOOK_S, left_s))
-            began, swapping = time.monotonic(), self._swap_lock.locked()
+            began, swapping = now(), self._swap_lock.locked()
             # one that waits for a complete version may be paused until then, and a paused SGLang reports unhealthy
             silent = swapping or (self._status.state is NodeState.QUARANTINED and self._status.needs_broadcast)
             error = await (self._responds(timeout_s) if silent else self._probe(timeout_s))
             if error is None or swapping != self._swap_lock.locked():
                 silent_s, refused = 0.0, 0
                 continue
-            silent_s += settings.probe_s + min(timeout_s, time.monotonic() - began)
+            silent_s += settings.probe_s + min(timeout_s, now() - began)
             refused = refused + 1 if error.cause == "unreachable" else 0
             self._stats.counts["strikes"] += 1
             log.warning("no sign of life from the engine for %.1f s: %s", silent_s, error)

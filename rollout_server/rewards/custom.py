@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from protocol.errors import UserError
+from protocol.runtime.loop_clock import loop_timeout
 from rollout_server.rewards.base import RewardError, RewardInput, RewardSettingsBase
 
 
@@ -35,7 +36,7 @@ class Custom:
 
     async def __call__(self, outcome: RewardInput) -> float:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with loop_timeout(self._deadline_s):
                 if self._in_loop:
                     result = await self._function(outcome, **self._options)
                 else:

@@ -12,17 +12,16 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import Field
 
 from protocol.errors import UserError
 from protocol.runtime.backoff import backoff_s
+from protocol.runtime.http.body import AnswerTooLarge, read_bounded
+from protocol.runtime.loop_clock import loop_timeout
 from rollout_server.rewards.base import RewardError, RewardSettingsBase
 from rollout_server.rewards.resources import RewardResources
-
-if TYPE_CHECKING:
-    import aiohttp
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 4.0
 MAX_BYTES = 64 << 20
@@ -95,7 +94,7 @@ class JsonEndpoint:
         body = {name: value for name, value in {**body, **self._extra}.items() if value is not None}
         last = "no answer yet"
         try:
-            async with asyncio.timeout(self._deadline_s) as deadline:
+            async with loop_timeout(self._deadline_s) as deadline:
                 for attempt in range(1, self._attempts + 1):
                     try:
                         async with self._slots:
@@ -106,10 +105,7 @@ class JsonEndpoint:
                         last, wait = f"unusable reply: {error!r}"[:300], 0.0
                     # Jitter: hundreds of trajectories must not retry at once.
                     wait = max(wait, random.uniform(0.5, 1.0) * backoff_s(attempt, BACKOFF_S, MAX_BACKOFF_S))
-                    when = deadline.when()
-                    if attempt == self._attempts or (
-                        when is not None and asyncio.get_running_loop().time() + wait >= when
-                    ):
+                    if attempt == self._attempts or wait >= deadline.left_s:
                         break
                     await asyncio.sleep(wait)
         except TimeoutError:
@@ -129,24 +125,15 @@ class JsonEndpoint:
                 if response.status in RETRIED:
                     after = response.headers.get("Retry-After", "")
                     raise _RetryLater(f"status {response.status}", float(after) if after.isdecimal() else 0.0)
-                raw = await _read(response)
+                raw = await read_bounded(response, MAX_BYTES)
                 if response.status != 200:
                     said = raw[:200].decode(errors="replace")
                     raise RequestRefused(f"{self._url}: status {response.status}: {said}")
+        except AnswerTooLarge as error:
+            raise RewardError(f"{self._url}: {error}") from error
         except aiohttp.ClientError as error:
             raise _RetryLater(f"{type(error).__name__}: {error}"[:300]) from error
         return json.loads(raw)
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for chunk in response.content.iter_any():
-        size += len(chunk)
-        if size > MAX_BYTES:
-            raise RewardError(f"the reply is larger than {MAX_BYTES} bytes")
-        parts.append(chunk)
-    return b"".join(parts)
 
 
 class BatchLoader(Generic[K, V]):

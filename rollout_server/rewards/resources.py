@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from protocol.runtime.http.body import bounded_session
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -27,14 +29,8 @@ class RewardResources:
 
     def session(self) -> aiohttp.ClientSession:
         """The shared session. Callers set their own timeouts."""
-        import aiohttp
-
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=CONNECTIONS, keepalive_timeout=30),
-                # A host that drops packets must not use up the deadline in one attempt.
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            )
+            self._session = bounded_session(connect_s=CONNECT_S, limit=CONNECTIONS)
         return self._session
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

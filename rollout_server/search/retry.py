@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from protocol.runtime.backoff import backoff_s
+from protocol.runtime.loop_clock import LoopClock, loop_timeout, ticking
 from protocol.search import Passage
 from rollout_server.search.balancer import NoHealthyReplica, ReplicaBalancer
 from rollout_server.search.base import TIMEOUT, UNAVAILABLE, SearchError
@@ -39,7 +39,7 @@ class RetryingQuery:
 
     def __init__(self, query: str, balancer: ReplicaBalancer, transport: SearchTransport, limits: QueryLimits) -> None:
         self._query, self._balancer, self._transport, self._limits = query, balancer, transport, limits
-        self._now: Callable[[], float] = asyncio.get_running_loop().time
+        self._now = LoopClock.current().time
         self._deadline = self._now() + limits.deadline_s
         self._outage_left = limits.outage_wait_s
         self._failed_at: set[str] = set()
@@ -49,19 +49,20 @@ class RetryingQuery:
 
     async def run(self) -> QueryResult:
         """Return passages, or none with the cause, within deadline_s + outage_wait_s. Raises only CancelledError."""
-        while True:
-            try:
-                return await self._attempt(), ""
-            except NoHealthyReplica:
-                if not await self._wait_for_replica():
-                    return (), UNAVAILABLE
-            except TimeoutError:
-                # queued until the deadline: the cause of an earlier attempt is more informative
-                return (), self._cause
-            except SearchError as error:
-                self._cause = error.cause
-                if not await self._should_retry(error):
-                    return (), error.cause
+        with ticking():
+            while True:
+                try:
+                    return await self._attempt(), ""
+                except NoHealthyReplica:
+                    if not await self._wait_for_replica():
+                        return (), UNAVAILABLE
+                except TimeoutError:
+                    # queued until the deadline: the cause of an earlier attempt is more informative
+                    return (), self._cause
+                except SearchError as error:
+                    self._cause = error.cause
+                    if not await self._should_retry(error):
+                        return (), error.cause
 
     @property
     def _left(self) -> float:
@@ -69,7 +70,7 @@ class RetryingQuery:
 
     async def _attempt(self) -> tuple[Passage, ...]:
         """Send one request. Raises SearchError, NoHealthyReplica, or TimeoutError at the deadline in the queue."""
-        async with asyncio.timeout(max(0.0, self._left)):
+        async with loop_timeout(max(0.0, self._left)):
             permit = await self._balancer.acquire(self._failed_at)
         started = self._now()
         try:
@@ -111,7 +112,7 @@ class RetryingQuery:
         """Wait until a replica is healthy. Return False if that takes longer than the rest of outage_wait_s."""
         started = self._now()
         try:
-            async with asyncio.timeout(max(0.0, self._outage_left)):
+            async with loop_timeout(max(0.0, self._outage_left)):
                 await self._balancer.any_healthy.wait()
         except TimeoutError:
             return False

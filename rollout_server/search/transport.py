@@ -14,7 +14,6 @@ a name, and only the first k hits are read.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -25,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from protocol.runtime.http.auth import read_access
+from protocol.runtime.http.body import AnswerTooLarge, bounded_session, read_bounded
+from protocol.runtime.loop_clock import loop_timeout
 from protocol.search import Passage
 from rollout_server.search.base import (
     BAD_SHAPE,
@@ -48,9 +49,6 @@ PATHS: dict[Dialect, str] = {"search_r1": "/retrieve", "flashrag": "/batch_searc
 
 CONNECT_S = 3.0
 """Connection timeout in seconds: a host that drops packets must not use up the time of the other replicas."""
-KEEP_ALIVE_S = 4.0
-"""Idle connections are closed by the client after this time. uvicorn (Search-R1's server) closes them after 5 s, and a
-request sent at that moment would look like a dead retriever."""
 
 
 class _Document(BaseModel):
@@ -117,12 +115,14 @@ class HttpConnections:
 
         try:
             async with (
-                asyncio.timeout(timeout_s),
+                loop_timeout(timeout_s),
                 self._open().request(method, url, data=body, allow_redirects=False) as response,
             ):
                 if response.status != 200 and response.status not in also:
                     raise error_of_status(response.status, response.headers.get("Retry-After", ""))
-                return response.status, await self._read(response)
+                return response.status, await read_bounded(response, self._max_bytes)
+        except AnswerTooLarge as error:
+            raise SearchError(TOO_LARGE, retryable=False) from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             refused = not isinstance(error, aiohttp.ConnectionTimeoutError)
             raise SearchError(UNREACHABLE, served=False, refused=refused) from error
@@ -133,28 +133,10 @@ class HttpConnections:
         except aiohttp.ClientError as error:
             raise SearchError(NOT_JSON) from error  # the answer is not HTTP
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        if (response.content_length or 0) > self._max_bytes:
-            raise SearchError(TOO_LARGE, retryable=False)
-        parts: list[bytes] = []
-        size = 0
-        async for chunk in response.content.iter_any():
-            size += len(chunk)
-            if size > self._max_bytes:
-                raise SearchError(TOO_LARGE, retryable=False)
-            parts.append(chunk)
-        return b"".join(parts)
-
     def _open(self) -> aiohttp.ClientSession:
-        import aiohttp
-
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._limit, keepalive_timeout=KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **self._headers},
-                auto_decompress=False,
-            )
+            headers = {"Content-Type": "application/json", **self._headers}
+            self._session = bounded_session(connect_s=CONNECT_S, limit=self._limit, headers=headers)
         return self._session
 
     async def close(self) -> None:

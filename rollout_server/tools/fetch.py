@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from protocol.errors import UserError
 from protocol.runtime.backoff import backoff_s
+from protocol.runtime.loop_clock import LoopClock, loop_timeout
 from protocol.search import Passage
 from rollout_server.search.base import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
@@ -97,10 +98,10 @@ class Fetch:
     async def _ask(self, name: str) -> ToolResult:
         """Return the document, or the error of the last attempt, within the deadline or the outage timeout."""
         last = SearchError(TIMEOUT)
-        loop = asyncio.get_running_loop()
-        begun = since = loop.time()
+        now = LoopClock.current().time
         try:
-            async with asyncio.timeout(self._settings.deadline_s) as deadline:
+            async with loop_timeout(self._settings.deadline_s) as deadline:
+                begun = since = now()
                 for failures in itertools.count(1):
                     try:
                         return await self._attempt(name)
@@ -112,10 +113,10 @@ class Fetch:
                     end = since + self._settings.deadline_s
                     if last.cause == UNREACHABLE:
                         end = max(end, begun + self._settings.outage_wait_s)
-                        since = loop.time() + wait  # a retriever that is reachable again has the whole deadline
-                    if last.cause not in RETRIED or loop.time() + wait >= end:
+                        since = now() + wait  # a retriever that is reachable again has the whole deadline
+                    if last.cause not in RETRIED or now() + wait >= end:
                         break
-                    deadline.reschedule(end)
+                    deadline.arm(end - now())
                     await asyncio.sleep(wait)
         except TimeoutError:
             pass  # the error of an earlier attempt is more informative than a timeout

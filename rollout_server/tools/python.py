@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from protocol.runtime.loop_clock import loop_timeout
 from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
 from rollout_server.tools.sandbox import SandboxSettings, build_sandbox
 from rollout_server.tools.sandbox.base import BubblewrapSettings, ProgramResult, Sandbox, SandboxError, SandboxLimits
@@ -87,7 +88,7 @@ class Python:
 
     async def _run(self, source: str) -> ToolResult:
         try:
-            async with asyncio.timeout(self._settings.wait_s):
+            async with loop_timeout(self._settings.wait_s):
                 await self._slots.acquire()
         except TimeoutError:
             return ToolResult(error="overloaded")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import socket
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -57,3 +59,19 @@ async def test_an_answer_within_its_limit_is_whole(server):
         assert response.headers["Seen"] == "identity"
     async with bounded_session() as session, session.get(server.make_url("/endless")) as response:
         assert await read_start(response, 10) == "x" * 10
+
+
+async def test_the_time_to_connect_ends_at_a_host_that_drops_packets():
+    server = socket.create_server(("127.0.0.1", 0), backlog=0)
+    url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+    waiting = [socket.socket() for _ in range(4)]
+    try:
+        for each in waiting:  # a full queue: the kernel drops the packets of further connections
+            each.setblocking(False)
+            each.connect_ex(server.getsockname())
+        async with bounded_session(connect_s=0.5) as session:
+            with pytest.raises(aiohttp.ConnectionTimeoutError):
+                await session.get(url)
+    finally:
+        for each in [*waiting, server]:
+            each.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
 
 import pytest
@@ -64,6 +66,38 @@ async def test_a_limit_still_expires_for_a_peer_that_is_really_silent():
         async with loop_timeout(0.6):
             block(0.8)
             await asyncio.sleep(60)
+
+
+async def test_what_arrived_in_a_standstill_at_the_end_of_the_limit_is_read_first():
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    answer = threading.Timer(0.8, theirs.sendall, [b"abcd"])
+    answer.start()
+    try:
+        async with loop_timeout(0.6):
+            asyncio.get_running_loop().call_later(0.55, block, 0.9)  # the tick after the limit is due at 0.75
+            for _ in range(4):
+                await reader.readexactly(1)
+                await asyncio.sleep(0)  # each takes an iteration of the loop
+    finally:
+        answer.join()
+        writer.close()
+        theirs.close()
+
+
+async def test_a_loop_that_stands_still_again_and_again_excuses_no_silent_peer():
+    async def stand_still() -> None:
+        while True:
+            block(0.6)
+            await asyncio.sleep(0.05)
+
+    standing = asyncio.create_task(stand_still())
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with loop_timeout(0.5):
+            await asyncio.sleep(60)
+    assert time.monotonic() - began < 30
+    standing.cancel()
 
 
 async def test_the_clock_stands_still_with_its_loop_and_stops_ticking_when_unused():

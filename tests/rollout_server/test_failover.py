@@ -11,17 +11,17 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from protocol.messages import EngineInfo, NodeState, Sampling, Status, TrajectoryGroup
+from protocol.runtime.http.body import bounded_session
 from protocol.runtime.metrics import WaitTimer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine import decoding as stream
 from rollout_server.engine.admission import incarnation_key
 from rollout_server.engine.base import Completion, GenerateRequest
-from rollout_server.engine.client import SglangClient, pooled_connector
+from rollout_server.engine.client import SglangClient
 from rollout_server.engine.continuation import StopChecker
 from rollout_server.engine.router import Router, TurnLimits
 from rollout_server.rollout.group import run_group
@@ -62,7 +62,7 @@ def ask(ids: Sequence[int], *, n: int = 20, pinned: bool = False, stop: Sequence
 async def routing(table: Table, *, interval: int = 4, **settings: Any) -> AsyncIterator[Router]:
     limits = {"timeout_s": 5.0, "stall_s": 5.0, "wait_s": 10.0}
     limits |= {name: settings.pop(name) for name in [*limits] if name in settings}
-    async with aiohttp.ClientSession(connector=pooled_connector()) as session:
+    async with bounded_session() as session:
 
         def connect(engine: EngineInfo) -> SglangClient:
             return SglangClient(session, engine.url, name=engine.id, adapter=engine.adapter, stream_interval=interval)

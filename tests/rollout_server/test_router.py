@@ -7,15 +7,15 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 
 from protocol.messages import EngineInfo, NodeState, Sampling
+from protocol.runtime.http.body import bounded_session
 from protocol.runtime.metrics import WaitTimer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
-from rollout_server.engine.client import SglangClient, pooled_connector
+from rollout_server.engine.client import SglangClient
 from rollout_server.engine.health import EJECTION_S, LIMIT, LONGEST_RETRY_S, EngineHealth
 from rollout_server.engine.router import Router, TurnLimits
 from tests.support.fake_engine import FakeServer, Fault, next_ids
@@ -50,7 +50,7 @@ async def routing(table: Fleet, **settings) -> AsyncIterator[Router]:
     limits |= {name: settings.pop(name) for name in [*limits, "stall_s"] if name in settings}
     interval = settings.pop("interval", 8)
     given = {"max_lag": 2, "vocab_size": 1000, "limits": TurnLimits(**limits)} | settings
-    async with aiohttp.ClientSession(connector=pooled_connector()) as session:
+    async with bounded_session() as session:
 
         def connect(info: EngineInfo) -> SglangClient:
             return SglangClient(session, info.url, name=info.id, adapter=info.adapter, stream_interval=interval)

@@ -12,21 +12,35 @@ if TYPE_CHECKING:
 
 UNCOMPRESSED = MappingProxyType({"Accept-Encoding": "identity"})
 """Headers of every request: a compressed answer of 2 MB may hold 2 GB."""
+CONNECT_S = 5.0
+"""Time to connect: a host that drops packets must not use up the time of a request."""
+KEEP_ALIVE_S = 4.0
+"""Idle connections are closed by the client after this time. SGLang's server and uvicorn close them after 5 s, and a
+request sent at that moment would look like a dead server."""
 
 
 class AnswerTooLarge(ForayError):
     """The answer exceeds its limit, or is compressed although Foray asks for plain bytes."""
 
 
-def bounded_session(**options: Any) -> aiohttp.ClientSession:
-    """Return a session that never decompresses an answer. `options`: of `aiohttp.ClientSession`.
+def bounded_session(
+    *, connect_s: float = CONNECT_S, limit: int = 0, keepalive_s: float = KEEP_ALIVE_S, **options: Any
+) -> aiohttp.ClientSession:
+    """Return a session that never decompresses an answer, and limits nothing but the time to connect.
 
     Read its answers with `read_bounded` or `response.content` only: `response.read()` has no bound.
+
+    limit    maximum number of connections, 0: no limit
+    options  of `aiohttp.ClientSession`
     """
     import aiohttp
 
+    from protocol.runtime.http.connector import LoopConnector
+
     headers = {**UNCOMPRESSED, **options.pop("headers", {})}
-    return aiohttp.ClientSession(headers=headers, auto_decompress=False, **options)
+    options = {"timeout": aiohttp.ClientTimeout(total=None), **options}
+    connector = LoopConnector(connect_s, limit=limit, keepalive_timeout=keepalive_s)
+    return aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False, **options)
 
 
 async def read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from aiohttp import web
+
+from protocol.runtime.loop_clock import loop_timeout
 
 HEADERS: Mapping[str, str] = MappingProxyType(
     {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -24,7 +25,7 @@ def event(kind: str, data: str, event_id: str = "") -> str:
 async def write(request: web.Request, response: web.StreamResponse, data: bytes, timeout_s: float) -> None:
     """Write to the client. Raises ConnectionResetError, and drops what is buffered, on a timeout."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with loop_timeout(timeout_s):
             await response.write(data)
     except TimeoutError:
         if request.transport is not None:

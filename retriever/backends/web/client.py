@@ -24,6 +24,7 @@ from yarl import URL
 
 from protocol.errors import UserError
 from protocol.runtime.backoff import backoff_s
+from protocol.runtime.loop_clock import loop_timeout
 from retriever.backends.web.config import OnlineBase
 from retriever.backends.web.provider import Provider, ProviderRequest, WebSearchError
 
@@ -72,7 +73,7 @@ class ProviderClient:
         in time."""
         end = self._clock() + self._settings.deadline_s
         try:
-            async with asyncio.timeout(self._settings.deadline_s):
+            async with loop_timeout(self._settings.deadline_s):
                 return await self._attempts(request, end)
         except TimeoutError:
             detail = f"no answer within {self._settings.deadline_s} s, including retries and pauses"
@@ -119,7 +120,7 @@ class ProviderClient:
                 await self._sleep(wait)
             self.budget.spend()
             try:
-                async with asyncio.timeout(self._settings.timeout_s):
+                async with loop_timeout(self._settings.timeout_s):
                     status, headers, body = await self._exchange(request)
             except TimeoutError:
                 raise RetryableError("timeout", f"no reply within {self._settings.timeout_s} s") from None

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 from yarl import URL
 
+from protocol.runtime.loop_clock import loop_timeout
 from retriever.backends.web.config import PageSettings
 from retriever.backends.web.provider import ProviderRequest, WebSearchError
 from retriever.backends.web.recordings import Recordings
@@ -99,7 +100,7 @@ class PageFetcher:
         limit = self._settings.timeout_s
         async with self._semaphore:
             try:
-                async with asyncio.timeout(limit):
+                async with loop_timeout(limit):
                     content, kind, charset = await self._follow(url)
             except TimeoutError:
                 raise WebSearchError("timeout", f"no page within {limit} s") from None

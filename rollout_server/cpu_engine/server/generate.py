@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from protocol.runtime.loop_clock import loop_timeout
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer
 from rollout_server.cpu_engine.scheduler.engine import Engine
 from rollout_server.cpu_engine.scheduler.request import Request
@@ -160,7 +161,8 @@ class Generation:
         requests = self._requests(parse(body, self._tokenizer, self._limits).calls, False, inbox)
         self._engine.submit(requests)
         try:
-            await asyncio.wait_for(inbox.take(), 20)
+            async with loop_timeout(20):
+                await inbox.take()
         except TimeoutError:
             self._engine.abort(one_of(requests))
         finish = requests[0].finish

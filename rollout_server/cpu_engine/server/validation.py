@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from protocol.runtime.loop_clock import loop_timeout
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer
 from rollout_server.cpu_engine.scheduler.request import SamplingParams
 
@@ -319,7 +320,7 @@ async def read_json(http: web.Request) -> Any:
     if (http.content_length or 0) > http.client_max_size:
         raise web.HTTPRequestEntityTooLarge(http.client_max_size, http.content_length or 0)
     try:
-        async with asyncio.timeout(BODY_S):
+        async with loop_timeout(BODY_S):
             raw = await http.read()
         return json.loads(raw)
     except TimeoutError:

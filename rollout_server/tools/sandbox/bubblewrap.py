@@ -30,6 +30,7 @@ from pathlib import Path
 from socket import create_server
 
 from protocol.errors import UserError
+from protocol.runtime.loop_clock import loop_timeout
 from rollout_server.tools.sandbox.base import ProgramResult, SandboxBase, SandboxError, SandboxLimits
 from rollout_server.tools.sandbox.program import READY
 
@@ -59,7 +60,7 @@ class Bubblewrap:
         assert process.stdin and process.stdout and process.stderr
         stdout, stderr, timed_out = bytearray(), bytearray(), False
         try:
-            async with asyncio.timeout(limits.wall_s):
+            async with loop_timeout(limits.wall_s):
                 await asyncio.gather(
                     _write(process.stdin, source.encode("utf-8", "replace")),
                     _read(process.stdout, stdout, limits.output_bytes + len(READY), process),

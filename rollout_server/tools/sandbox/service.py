@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from protocol.errors import UserError
 from protocol.runtime.backoff import backoff_s
+from protocol.runtime.loop_clock import loop_timeout
 from rollout_server.search.base import OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
 from rollout_server.tools.sandbox.base import ProgramResult, SandboxError, SandboxLimits, ServiceSettings
@@ -84,7 +85,7 @@ class SandboxService:
         """Return the body of a 200. Retries while the service is unreachable or overloaded. Raises SandboxError."""
         timeout_s, cause = self._limits.wall_s + self._settings.wait_s, TIMEOUT
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with loop_timeout(timeout_s):
                 for attempt in range(1, self._settings.attempts + 1):
                     try:
                         return (await self._connections.exchange("POST", self._url, timeout_s, body))[1]
