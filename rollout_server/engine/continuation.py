@@ -2,46 +2,98 @@
 
 An engine ends a turn at a stop string or an end-of-sequence token, but it sees only the tokens that it sampled. In a
 continued turn it misses a stop string that started in the tokens of the previous engine; and the last chunk of an
-otherwise complete answer may be lost. In those two cases the end is detected here.
+otherwise complete answer may be lost. In those two cases the end is detected here, at a cost of O(tokens of the turn).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 
 from protocol.messages import VersionSpan
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import Completion, GenerateRequest
 from rollout_server.engine.decoding import ReceivedTokens
 
+REMEMBERED_PIECES = 1 << 18
+"""Maximum number of tokens whose text is remembered: more than the vocabularies in use."""
+_INVISIBLE = re.compile(r'[^!"$-~]')
+"""What the text of a token by itself may lack or have in addition: spaces, split characters, WordPiece's ##."""
 
-@dataclass(frozen=True)
+
 class StopChecker:
-    """Finds the end of a turn in its tokens. `decode` converts ids to text; `eos_ids` are tokens that end a turn."""
+    """Tells where turns end. `decode` converts ids to text; `eos_ids` are tokens that end a turn."""
 
-    decode: Callable[[Sequence[int]], str]
-    eos_ids: frozenset[int] = frozenset()
+    def __init__(self, decode: Callable[[Sequence[int]], str], eos_ids: frozenset[int] = frozenset()) -> None:
+        self.decode, self.eos_ids = decode, eos_ids
+        self.piece = lru_cache(REMEMBERED_PIECES)(lambda token: _INVISIBLE.sub("", decode([token])))
+        """Returns the visible characters of a token by itself."""
 
-    def find(self, ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str | int] | None:
-        """Return (number of tokens up to and including the end, the stop string or token id); None: no end yet."""
-        over = next((k for k, i in enumerate(ids, 1) if i in self.eos_ids), 0)
-        ids = ids[:over] if over else ids
-        text = self.decode(ids)
-        if any(stop in text for stop in stops):
-            for k in range(1, len(ids) + 1):
-                text = self.decode(ids[:k])
-                for stop in stops:
-                    if stop in text:
-                        return k, stop
-        return (over, ids[over - 1]) if over else None
+
+class StopSearch:
+    """Finds the end of one turn in its tokens while they arrive: cost O(new tokens), and one decoding at a stop string.
+
+    A turn ends with its first prefix whose text contains a stop string. Decoding every prefix would cost O(tokens^2).
+    The visible characters of the single tokens show which prefixes may be the first, and only those are decoded: text
+    is the concatenation of its tokens, except for spaces at their borders and characters split between tokens.
+    """
+
+    def __init__(self, checker: StopChecker, stops: Sequence[str]) -> None:
+        self._checker, self._stops = checker, stops
+        self._marks = [_INVISIBLE.sub("", stop) for stop in stops]
+        self._restart()
+
+    def _restart(self) -> None:
+        self._seen, self._tail = 0, ""
+        """Number of tokens searched, and their last visible characters."""
+        self._first = self._over = 0
+        """Length of the first prefix with a stop string, and of the one that ends in an eos id; 0: none yet."""
+
+    def find(self, ids: Sequence[int]) -> tuple[int, str | int] | None:
+        """Return (number of tokens up to and including the end, the stop string or token id); None: no end yet.
+
+        ids  the tokens of the last call and further ones. Fewer, if some were dropped, start a new search
+        """
+        if len(ids) < self._seen:
+            self._restart()
+        if not self._over and not self._checker.eos_ids.isdisjoint(ids[self._seen :]):
+            self._over = next(k for k, i in enumerate(ids, 1) if i in self._checker.eos_ids)
+        ids = ids[: self._over or len(ids)]
+        if self._stops and not self._first:
+            self._search(ids)
+        self._seen = len(ids)
+        # with byte fallback an incomplete character hides the ones before it: what is hidden now does not end the turn
+        if self._first and self._stop_in(ids) is not None:
+            stop = self._stop_in(ids[: self._first])
+            assert stop is not None
+            return self._first, stop
+        return (self._over, ids[-1]) if self._over else None
+
+    def _search(self, ids: Sequence[int]) -> None:
+        pieces, most = [self._checker.piece(i) for i in ids[self._seen :]], max(1, *map(len, self._marks))
+        whole = self._tail + "".join(pieces)
+        if any(mark in whole for mark in self._marks):
+            for k, piece in enumerate(pieces, self._seen + 1):
+                text = self._tail + piece
+                if any(mark in text for mark in self._marks) and self._stop_in(ids[:k]) is not None:
+                    self._first = k
+                    return
+                self._tail = text[-most:]
+        self._tail = whole[-most:]
+
+    def _stop_in(self, ids: Sequence[int]) -> str | None:
+        text = self._checker.decode(ids)
+        return next((stop for stop in self._stops if stop in text), None)
 
 
 class TurnAssembler:
     """The tokens of a turn while they arrive. `stop_checker` None: rely on the engines to detect the end."""
 
     def __init__(self, request: GenerateRequest, stop_checker: StopChecker | None = None) -> None:
-        self._request, self._stop_checker = request, stop_checker
+        self._request = request
+        self._search = StopSearch(stop_checker, request.stop) if stop_checker is not None else None
         self.ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[tuple[PolicyVersion, int, int]] = []
@@ -74,16 +126,13 @@ class TurnAssembler:
 
     def ends_within(self, more: Sequence[int]) -> bool:
         """Return whether the turn ends within `more`, the tokens received so far from the continuing request."""
-        return (
-            self._stop_checker is not None
-            and self._stop_checker.find([*self.ids, *more], self._request.stop) is not None
-        )
+        return self._search is not None and self._search.find([*self.ids, *more]) is not None
 
     def completion(self) -> Completion | None:
         """Return the completed turn, or None if it is not complete."""
         count, finish = len(self.ids), self._finish
-        if self._stop_checker is not None and count and (finish is None or self.pieces > 1):
-            found = self._stop_checker.find(self.ids, self._request.stop)
+        if self._search is not None and count and (finish is None or self.pieces > 1):
+            found = self._search.find(self.ids)
             if found is not None:
                 count, finish = found[0], ("stop", found[1])
         if finish is None and count and count >= self._request.max_new_tokens:
