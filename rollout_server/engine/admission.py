@@ -1,4 +1,8 @@
-"""Admission control: requests in flight at each engine, their limit, and the queue of waiting turns."""
+"""Admission control: requests in flight at each engine, their limit, and the queue of waiting turns.
+
+With W waiting turns and E engines, a turn costs O(log W) and the choice of its engine; `InflightTracker.update` O(E);
+while no engine is usable, a check of the queue O(W), twice a second.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ engine (a new incarnation) starts without strikes.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,8 +51,12 @@ class EngineHealth:
 
     def usable(self, key: str) -> bool:
         """Return whether the engine may get a request now."""
+        return self._clock() >= self.ejected_until(key)
+
+    def ejected_until(self, key: str) -> float:
+        """Return the time of the clock from which the engine is usable, -inf if it was never ejected."""
         record = self._records.get(key)
-        return record is None or self._clock() >= record.ejected_until
+        return record.ejected_until if record is not None else -math.inf
 
     def succeeded(self, key: str) -> None:
         """Record a successful request."""

@@ -7,12 +7,16 @@ the output of a request with malformed data is dropped and sampled again.
     a call      TurnAssembler.remaining_request() --> RequestQueue.acquire() --> pick_engine()
                 --> SglangClient.stream() --> TurnAssembler.add() --> complete? else again
     the table   ends calls at engines that may no longer be used, adjusts the limits, dispatches the queue
+
+With E engines, a turn costs O(log E): `EngineIndex` holds the engines that may get requests. A new table (twice a
+second) and an ejection cost O(E log E), a table also O(calls in flight), a failed request O(E).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -30,7 +34,7 @@ from rollout_server.engine.client import EngineCall
 from rollout_server.engine.continuation import StopChecker, TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
 from rollout_server.engine.health import EngineHealth, RateLimitedLog
-from rollout_server.engine.selection import Candidate, pick_engine
+from rollout_server.engine.selection import Candidate, EngineIndex, Load, pick_engine
 
 REMEMBERED = 65_536
 """Maximum number of sessions and groups whose engine is remembered. Forgetting one costs a prefill."""
@@ -110,6 +114,8 @@ class Router:
         """s:<session> or g:<group> -> engine id, least recently used first"""
         self._turns: dict[str, tuple[TurnAssembler, EngineCall | None]] = {}
         """session -> its turn in progress, and the call in flight"""
+        self._indexes: dict[bool, EngineIndex] = {}
+        """pinned -> the engines that may get a request now; without an entry, it is built when it is needed"""
         fleet.listeners.append(self._on_table)
         self._on_table(fleet.table)
 
@@ -149,14 +155,29 @@ class Router:
 
     def candidates(self, *, pinned: bool) -> list[EngineInfo]:
         """Return the engines that may get a request now, with or without capacity."""
-        table = self._fleet.table
-        if pinned:
-            allowed = table.pinned(self._tokenizer, self._fleet.pin)
-        else:
-            allowed = [
-                e for e in table.engines.values() if table.routable(e, max_lag=self._max_lag, tokenizer=self._tokenizer)
-            ]
-        return [e for e in allowed if self.health.usable(incarnation_key(e))]
+        return list(self._index(pinned).engines.values())
+
+    def _index(self, pinned: bool) -> EngineIndex:
+        """Return the current index of training, or of evaluation."""
+        index, pin = self._indexes.get(pinned), self._fleet.pin if pinned else None
+        if index is None or index.pin != pin or time.monotonic() >= index.until:
+            table = self._fleet.table
+            if pinned:
+                allowed = table.pinned(self._tokenizer, self._fleet.pin)
+            else:
+                every = table.engines.values()
+                allowed = [e for e in every if table.routable(e, max_lag=self._max_lag, tokenizer=self._tokenizer)]
+            usable = [e for e in allowed if self.health.usable(incarnation_key(e))]
+            out = {incarnation_key(e) for e in allowed}.difference(map(incarnation_key, usable))
+            until = min(map(self.health.ejected_until, out), default=math.inf)
+            index = self._indexes[pinned] = EngineIndex(usable, self._place, pin=pin, until=until)
+        return index
+
+    def _place(self, engine: EngineInfo) -> Load | None:
+        """Return the place of an engine in the order by load; None if it has no capacity."""
+        if not self.inflight.has_capacity(engine):
+            return None
+        return self.inflight.load(engine), engine.running + engine.waiting, engine.id
 
     def unroutable_reason(self, engine: EngineInfo) -> str:
         """Return why `engine` gets no training requests now; "" if it does."""
@@ -194,24 +215,23 @@ class Router:
         """Take capacity and return the engine's current table entry. Raises EngineError("no_engine")."""
         while True:
             taken = await self._queue.acquire(request, failures)
-            for engine in self.candidates(pinned=request.pinned):
-                if incarnation_key(engine) == incarnation_key(taken):
-                    return engine
+            engine = self._index(request.pinned).engines.get(taken.id)
+            if engine is not None and engine.incarnation == taken.incarnation:
+                return engine
             self._release(taken, request)  # the table has changed meanwhile
 
     def _try_acquire(
         self, request: GenerateRequest, failures: Mapping[str, int], *, returning: bool
     ) -> EngineInfo | None:
         """Take capacity, or return None. `returning`: only at the engine with the prefix, if it has not failed."""
-        inflight = self.inflight
+        inflight, index = self.inflight, self._index(request.pinned)
         names = f"s:{request.session}", f"g:{request.group}"
         usual = [self._engine_of.get(name, "") for name in names]
         own = "" if failures.get(usual[0]) else usual[0]
-        candidates = self.candidates(pinned=request.pinned)
         found = {
-            e.id: e
-            for e in candidates
-            if (e.id == own or not returning) and inflight.has_capacity(e, returning=e.id == own)
+            name: engine
+            for name in ((own,) if returning else (*usual, *index.idlest(failures)))
+            if (engine := index.engines.get(name)) and inflight.has_capacity(engine, returning=name == own)
         }
         if not found:
             return None
@@ -227,17 +247,23 @@ class Router:
             if len(self._engine_of) > REMEMBERED:
                 self._engine_of.popitem(last=False)
         inflight.add(found[chosen], size)
+        self._reorder(chosen)
         return found[chosen]
+
+    def _reorder(self, name: str) -> None:
+        for index in self._indexes.values():
+            index.update(name)
 
     def _release(self, engine: EngineInfo, request: GenerateRequest) -> None:
         self.inflight.remove(engine, size_of(request))
+        self._reorder(engine.id)
         self._queue.dispatch()
 
     def _shortage(self, pinned: bool) -> Shortage:
-        candidates = self.candidates(pinned=pinned)
-        if not candidates:
+        first = next(iter(self._index(pinned).engines.values()), None)
+        if first is None:
             return "engine"
-        return "eval" if candidates[0].role == "eval" else "window"
+        return "eval" if first.role == "eval" else "window"
 
     async def _attempt(
         self, engine: EngineInfo, request: GenerateRequest, turn: TurnAssembler
@@ -302,6 +328,8 @@ class Router:
             self.health.strike(key, str(error))
         if cause in ("stalled", "timeout"):
             self._abort_hung(key, cause)
+        if any(engine.id in index.engines for index in self._indexes.values()) and not self.health.usable(key):
+            self._indexes.clear()
         self.health.retain({incarnation_key(e) for e in self._fleet.table.engines.values()} | {key})
         return kept
 
@@ -323,6 +351,7 @@ class Router:
     def _on_table(self, table: FleetTable) -> None:
         """Apply a new engine table: adjust limits, end calls that must end, admit waiting turns."""
         self.inflight.update(table.engines.values())
+        self._indexes.clear()
         for engine in table.engines.values():
             if not same_tokenizer(engine, self._tokenizer):
                 self._log.warning(engine.id, "a different tokenizer", "it gets no requests from this server")
@@ -344,7 +373,8 @@ class Router:
         if now is not None and now.state in UNUSABLE:
             return f"the engine is {now.state}"
         if now is None or now.state is NodeState.DRAINING:
-            elsewhere = any(e.id != engine.id for e in self.candidates(pinned=pinned))
+            others = self._index(pinned).engines
+            elsewhere = len(others) > (engine.id in others)
             return ("its registration has expired" if now is None else "the engine is draining") if elsewhere else ""
         return ""
 

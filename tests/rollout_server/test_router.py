@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import random
+import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -14,10 +19,14 @@ from protocol.runtime.http.body import bounded_session
 from protocol.runtime.metrics import WaitTimer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet, FleetTable
+from rollout_server.engine.admission import incarnation_key
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
-from rollout_server.engine.client import SglangClient
+from rollout_server.engine.client import EngineCall, SglangClient, pooled_connector
+from rollout_server.engine.continuation import TurnAssembler
+from rollout_server.engine.decoding import ReceivedTokens
 from rollout_server.engine.health import EJECTION_S, LIMIT, LONGEST_RETRY_S, EngineHealth
-from rollout_server.engine.router import Router, TurnLimits
+from rollout_server.engine.router import Router, TurnLimits, size_of
+from rollout_server.engine.selection import Candidate, pick_engine
 from tests.support.fake_engine import FakeServer, Fault, next_ids
 from tests.support.waiting import eventually
 
@@ -414,6 +423,140 @@ async def test_evaluations_that_wait_for_engines_of_their_own_do_not_hold_back_t
         for turn in asked:
             turn.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
+
+
+class Scripted:
+    """An engine client without a network: it answers in the next iteration of the loop."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+
+    async def stream(self, request: GenerateRequest, call: EngineCall, *, version: str) -> None:
+        async with call:
+            await asyncio.sleep(0)
+        call.received.take(
+            {
+                "output_ids": [1],
+                "meta_info": {
+                    "finish_reason": {"type": "stop"},
+                    "weight_version": version,
+                    "output_token_logprobs": [[-0.5, 1, None]],
+                },
+            }
+        )
+
+
+async def operations(engines: int, *, max_running: int) -> float:
+    """Operations of Python a turn, when 320 trajectories of 2 turns start at once."""
+    table, count = Table(), 0
+    router = Router(table, Scripted, WaitTimer(), max_lag=2, limits=TurnLimits())
+    table.publish(*(engine(f"e{i}", max_running=max_running) for i in range(engines)))
+    await router(request([1], session="first"))  # builds the index
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        return trace
+
+    async def trajectory(number: int) -> None:
+        for turn in range(2):
+            await router(request([1] * turn, session=str(number), group=str(number // 8)))
+
+    asked = [asyncio.create_task(trajectory(i)) for i in range(320)]
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        await asyncio.gather(*asked)
+    finally:
+        sys.settrace(before)
+    assert router.inflight.in_flight == router.waiting == 0
+    return count / (2 * len(asked))
+
+
+@pytest.mark.parametrize("trajectories_wait", [False, True])
+async def test_a_turn_at_256_engines_costs_at_most_twice_that_at_8(trajectories_wait: bool) -> None:
+    few, many = [await operations(n, max_running=256 // n if trajectories_wait else 512) for n in (8, 256)]
+    assert many <= 2 * few, f"{few:.0f} operations at 8 engines, {many:.0f} at 256"
+
+
+def choose_among_all(router: Router, asked: GenerateRequest, failures: dict[str, int], *, returning: bool) -> str:
+    """The choice by looking at every engine; "" if none has capacity."""
+    usual = [router._engine_of.get(name, "") for name in (f"s:{asked.session}", f"g:{asked.group}")]
+    own = "" if failures.get(usual[0]) else usual[0]
+    found = [
+        Candidate(e.id, router.inflight.load(e), e.running + e.waiting, failures.get(e.id, 0))
+        for e in router.candidates(pinned=asked.pinned)
+        if (e.id == own or not returning) and router.inflight.has_capacity(e, returning=e.id == own)
+    ]
+    return pick_engine(found, usual, size_of(asked)) if found else ""
+
+
+async def test_the_index_gives_the_choice_and_the_candidates_of_a_look_at_every_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw, table, now = random.Random(5), Table(), time.monotonic()
+    clock = [now]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    router = Router(table, Scripted, WaitTimer(), max_lag=2, limits=TurnLimits())
+    router.health = EngineHealth(lambda: clock[0])
+    taken: list[tuple[EngineInfo, GenerateRequest]] = []
+    chosen = Counter[str]()
+
+    def publish() -> None:
+        states = (NodeState.READY,) * 6 + (NodeState.LOADING,)
+        every = [
+            engine(
+                f"e{i}",
+                version=PolicyVersion(1, draw.randint(2, 5)),
+                state=draw.choice(states),
+                incarnation=str(draw.random() < 0.2),
+                running=draw.randint(0, 8),
+                waiting=draw.randint(0, 2),
+                max_running=draw.choice((2, 4, 8)),
+                role="eval" if i == 0 and draw.random() < 0.5 else "rollout",
+            )
+            for i in range(12)
+        ]
+        table.publish(*draw.sample(every, 10))
+
+    def expected(pinned: bool) -> list[str]:
+        state = table.table
+        every = (
+            state.pinned("", table.pin)
+            if pinned
+            else [e for e in state.engines.values() if state.routable(e, max_lag=2)]
+        )
+        return [e.id for e in every if router.health.usable(incarnation_key(e))]
+
+    publish()
+    for step in range(6000):
+        what = draw.random()
+        if what < 0.45 and len(taken) < 60:
+            asked = request([1] * draw.randint(1, 50), session=str(step % 40), group=str(step % 7))
+            asked = dataclasses.replace(asked, pinned=draw.random() < 0.3)
+            failures = {f"e{draw.randrange(12)}": draw.randint(1, 3) for _ in range(draw.choice((0, 0, 0, 1, 3, 11)))}
+            returning = draw.random() < 0.2
+            best = choose_among_all(router, asked, failures, returning=returning)
+            found = router._try_acquire(asked, failures, returning=returning)
+            assert (found.id if found else "") == best
+            chosen[best] += 1
+            taken += [(found, asked)] if found else []
+        elif what < 0.9 and taken:
+            router._release(*taken.pop(draw.randrange(len(taken))))
+        elif what < 0.92:
+            publish()
+        elif what < 0.94:
+            table.pin = draw.choice((None, PolicyVersion(1, 4), PolicyVersion(1, 5)))
+        elif what < 0.97 and taken:
+            turn, (at, asked) = TurnAssembler(asked), draw.choice(taken)
+            error = EngineError(draw.choice(("unreachable", "http_500")), at.id)
+            router._account(at, turn, ReceivedTokens(at.id, 1), error)
+        else:
+            clock[0] += draw.choice((0.1, 1.0, 10.0))
+        for pinned in (False, True):
+            assert [e.id for e in router.candidates(pinned=pinned)] == expected(pinned)
+    assert len(chosen) == 13 and chosen[""] > 50, chosen
 
 
 @pytest.mark.fault(6, 20)
