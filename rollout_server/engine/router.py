@@ -47,6 +47,8 @@ SILENT = frozenset({NodeState.LOADING, NodeState.SYNCING})
 """States in which an engine may pause its turns."""
 FREE_RETRIES = frozenset({"unreachable", "cut", "aborted", "withdrawn"})
 """Causes that do not count as an attempt of the turn: the engine is gone, and it or another will be available."""
+HUNG = "no data on any request"
+"""Detail of the error of calls that end because another one has timed out: that one is the engine's strike."""
 
 COUNTERS = ("failovers", "tokens_continued", "tokens_unattributed", "tokens_discarded")
 """failovers: additional requests of turns. Tokens received by a request that failed: kept (tokens_continued), dropped
@@ -114,6 +116,8 @@ class Router:
         """s:<session> or g:<group> -> engine id, least recently used first"""
         self._turns: dict[str, tuple[TurnAssembler, EngineCall | None]] = {}
         """session -> its turn in progress, and the call in flight"""
+        self._suspects: set[str] = set()
+        """keys of the engines whose younger calls `_abort_hung` looks at later"""
         self._indexes: dict[bool, EngineIndex] = {}
         """pinned -> the engines that may get a request now; without an entry, it is built when it is needed"""
         fleet.listeners.append(self._on_table)
@@ -324,25 +328,32 @@ class Router:
         )
         if cause in ("unreachable", "cut", "aborted"):
             self.health.unreachable(key, str(error))
-        elif cause != "withdrawn":
+        elif cause != "withdrawn" and error.detail != HUNG:
             self.health.strike(key, str(error))
-        if cause in ("stalled", "timeout"):
-            self._abort_hung(key, cause)
+        if cause in ("stalled", "timeout") and error.detail != HUNG and key not in self._suspects:
+            self._abort_hung(engine, cause)
         if any(engine.id in index.engines for index in self._indexes.values()) and not self.health.usable(key):
             self._indexes.clear()
         self.health.retain({incarnation_key(e) for e in self._fleet.table.engines.values()} | {key})
         return kept
 
-    def _abort_hung(self, key: str, cause: str) -> None:
-        """End all calls at an engine after one has timed out, if the engine sends no data on the others either.
+    def _abort_hung(self, engine: EngineInfo, cause: str) -> None:
+        """After a call has timed out, end the others at its engine once they are stall_s old, unless one gets data.
 
         Calls without a first chunk would otherwise wait for the timeout of a whole call.
         """
-        calls = [call for call, (engine, _) in self._calls.items() if incarnation_key(engine) == key]
-        last = max((call.last_data_at for call in calls), default=0.0)
-        if asyncio.get_running_loop().time() - last >= self._limits.stall_s:
-            for call in calls:
-                call.abort(cause, "no data on any request")
+        key, stall_s = incarnation_key(engine), self._limits.stall_s
+        self._suspects.discard(key)
+        calls = [call for call, (at, _) in self._calls.items() if incarnation_key(at) == key]
+        if self._is_in(engine, SILENT) or any(c.last_data_at > -math.inf and c.silent_s < stall_s for c in calls):
+            return  # it may be silent, or it is not
+        for call in calls:
+            if call.silent_s >= stall_s:
+                call.abort(cause, HUNG)
+        left = min((stall_s - call.silent_s for call in calls if call.silent_s < stall_s), default=0.0)
+        if left:
+            self._suspects.add(key)
+            asyncio.get_running_loop().call_later(left, self._abort_hung, engine, cause)
 
     def _is_in(self, engine: EngineInfo, states: frozenset[NodeState]) -> bool:
         now = self._fleet.table.engines.get(engine.id)

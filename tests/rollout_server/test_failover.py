@@ -219,6 +219,24 @@ async def test_a_frozen_engine_loses_the_turns_that_it_has_not_begun_together_wi
         done = await asyncio.wait_for(asyncio.gather(*turns), 5.0)
     assert [c.ids for c in done] == [next_ids([i], 20) for i in (7, 8, 9)] and {c.engine for c in done} == {"b"}
     assert router.counts["engine_stalled"] == 3
+    assert router.health.total == 1, "it is one hang, however many turns were there"
+
+
+@pytest.mark.fault(6)
+async def test_one_request_that_hangs_does_not_end_younger_ones_before_their_first_token() -> None:
+    table = Table()
+    async with FakeServer(twenty, version="1.6") as a, routing(table, stall_s=1.0) as router:
+        table.publish(info("a", a))
+        a.faults["/generate"] = Fault(after=1, hang=True, times=1)
+        turns = [asyncio.create_task(router(ask([7])))]
+        await eventually(lambda: a.tokens_made == 1, "one hangs")
+        await asyncio.sleep(0.6)
+        a.latency_s = 0.8  # a prefill: it has not ended when the first one counts as stalled
+        turns += [asyncio.create_task(router(ask([i]))) for i in (8, 9, 10)]
+        done = await asyncio.wait_for(asyncio.gather(*turns), 10.0)
+    assert [c.ids for c in done] == [next_ids([i], 20) for i in (7, 8, 9, 10)]
+    assert [c.pieces for c in done] == [2, 1, 1, 1] and len(a.requests) == 5
+    assert router.counts["engine_stalled"] == router.health.total == 1
 
 
 async def test_tokens_whose_version_is_in_doubt_are_sampled_again_and_never_mislabelled() -> None:
