@@ -192,7 +192,7 @@ class _Waiter:
     request: GenerateRequest = field(compare=False)
     failures: Mapping[str, int] = field(compare=False)
     engine: asyncio.Future[EngineInfo] = field(compare=False)
-    deadline: float = field(compare=False)
+    since: float = field(compare=False)
 
 
 class RequestQueue:
@@ -204,7 +204,7 @@ class RequestQueue:
     try_acquire  takes capacity at an engine for a request
     release      returns capacity that was taken for a turn which was then cancelled
     shortage     what a queue waits for now
-    wait_s       timeout for a turn while no engine is usable
+    wait_s       timeout for a turn while no engine is usable. Time in which others had the capacity does not count
     """
 
     def __init__(
@@ -222,6 +222,8 @@ class RequestQueue:
         self._numbers = itertools.count()
         self._ages: OrderedDict[str, int] = OrderedDict()
         self._open_waits: dict[Shortage, AbstractContextManager[None]] = {}
+        self._unusable_since: dict[bool, float] = {}
+        """pinned -> when the last usable engine was lost, by the loop's clock; for queues that wait for an engine"""
         self._ticking = False
 
     def waiting(self, *, pinned: bool) -> int:
@@ -239,7 +241,7 @@ class RequestQueue:
         if engine is not None:
             return engine
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(age, next(self._numbers), request, failures, loop.create_future(), loop.time() + self._wait_s)
+        waiter = _Waiter(age, next(self._numbers), request, failures, loop.create_future(), loop.time())
         heapq.heappush(queue, waiter)
         self.dispatch()
         if not self._ticking:
@@ -257,7 +259,11 @@ class RequestQueue:
         """Admit waiting turns while there is capacity. Start and stop the wait timers."""
         while self._dispatch_one():
             pass
-        shortage = {self._shortage(pinned) for pinned, queue in self._queues.items() if queue}
+        shortages = {pinned: self._shortage(pinned) for pinned, queue in self._queues.items() if queue}
+        now = asyncio.get_running_loop().time() if shortages else 0.0
+        before, lacking = self._unusable_since, [pinned for pinned, cause in shortages.items() if cause == "engine"]
+        self._unusable_since = {pinned: before.get(pinned, now) for pinned in lacking}
+        shortage = set(shortages.values())
         for cause in shortage - self._open_waits.keys():
             self._open_waits[cause] = self._waits.blocked_on(cause)
             self._open_waits[cause].__enter__()
@@ -280,11 +286,9 @@ class RequestQueue:
         """Dispatch, fail turns past their deadline, and schedule the next tick while any turn waits."""
         loop = asyncio.get_running_loop()
         self.dispatch()
-        for pinned, queue in self._queues.items():
-            if not queue or self._shortage(pinned) != "engine":
-                continue
-            for waiter in queue:
-                if not waiter.engine.done() and loop.time() >= waiter.deadline:
+        for pinned, since in self._unusable_since.items():
+            for waiter in self._queues[pinned]:
+                if not waiter.engine.done() and loop.time() >= max(since, waiter.since) + self._wait_s:
                     error = EngineError("no_engine", detail=f"no engine was usable for {self._wait_s:g} s")
                     waiter.engine.set_exception(error)
         self._ticking = any(self._queues.values())

@@ -141,7 +141,10 @@ class Router:
         give_up_at = time.monotonic() + self._limits.wait_s
         while True:
             rest = turn.remaining_request()
+            asked, unusable = time.monotonic(), bool(failures) and not self._index(request.pinned).engines
             engine = await self._acquire_engine(rest, failures)
+            if not unusable:  # then the time went by in the queue for capacity
+                give_up_at += time.monotonic() - asked
             received, error = await self._attempt(engine, rest, turn)
             if error is not None and error.cause == "refused":
                 raise error  # the request itself is invalid: every engine would reject it

@@ -19,6 +19,7 @@ from protocol.runtime.http.body import bounded_session
 from protocol.runtime.metrics import WaitTimer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet, FleetTable
+from rollout_server.engine import admission
 from rollout_server.engine.admission import incarnation_key
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.engine.client import EngineCall, SglangClient, pooled_connector
@@ -254,6 +255,43 @@ async def test_without_any_engine_the_wait_ends_at_its_deadline() -> None:
         with pytest.raises(EngineError) as caught:
             await router(request([1]))
     assert caught.value.cause == "no_engine"
+
+
+async def test_time_in_the_queue_is_not_time_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backlog of more than wait_s, and then a weight update of the only engine."""
+    monkeypatch.setattr(admission, "RECHECK_S", 0.05)
+    table = Table()
+    async with FakeServer(version="1.5", latency_s=60.0) as a, routing(table, wait_s=1.0, timeout_s=60.0) as router:
+        table.publish(engine("a", a.url, max_running=1))
+        first = asyncio.create_task(router(request([1], session="first")))
+        await eventually(lambda: len(a.requests) == 1, "the engine is full")
+        queued = [asyncio.create_task(router(request([i], session=str(i)))) for i in (2, 3)]
+        await asyncio.sleep(1.2)
+        for _ in range(3):
+            table.publish(engine("a", a.url, max_running=1, state=NodeState.LOADING))
+            await asyncio.sleep(0.4)
+            table.publish(engine("a", a.url, max_running=1))
+        assert not any(turn.done() for turn in queued)
+        a.latency_s = 0.0
+        first.cancel()
+        assert [(await turn).ids for turn in queued] == [next_ids([2], 8), next_ids([3], 8)]
+        table.publish(engine("a", a.url, max_running=1, state=NodeState.LOADING))
+        with pytest.raises(EngineError, match="no engine was usable for 1 s"):
+            await asyncio.wait_for(router(request([4])), 10.0)
+
+
+async def test_a_dropped_connection_after_a_long_wait_in_the_queue_is_tried_again() -> None:
+    table = Table()
+    async with FakeServer(version="1.5", latency_s=60.0) as a, routing(table, wait_s=1.5, timeout_s=60.0) as router:
+        table.publish(engine("a", a.url, max_running=1))
+        first = asyncio.create_task(router(request([1], session="first")))
+        await eventually(lambda: len(a.requests) == 1, "the engine is full")
+        queued = asyncio.create_task(router(request([2])))
+        await asyncio.sleep(1.7)
+        a.latency_s, a.faults["/generate"] = 0.0, Fault(drop=True, times=1)
+        first.cancel()
+        assert (await asyncio.wait_for(queued, 10.0)).ids == next_ids([2], 8)
+        assert router.counts["engine_unreachable"] == 1
 
 
 async def test_the_only_engine_may_be_restarted_under_a_request() -> None:
