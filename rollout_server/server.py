@@ -292,7 +292,8 @@ class RolloutServer:
             policy=lambda: {"run": self._run.id, "lineage_id": self._compatibility.lineage_id, "model": model},
             wait_s=self._settings.engine_wait_s,
         )
-        feed = LiveFeed(self._live, self._router.turn_so_far, self._environment.tokenizer.decode)
+        router, decode = self._router, self._environment.tokenizer.decode
+        feed = LiveFeed(self._live, router.turn_so_far, router.count_so_far, decode)
         served = AppState(self._run.id, self._fleet, self._router, self._stats, episodes, feed, stop.requested.is_set)
         access = read_access(os.environ)
         async with listening(

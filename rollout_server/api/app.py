@@ -153,7 +153,7 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 async def _live(request: web.Request) -> web.Response:
-    return web.json_response(request.app[STATE].live.listing())
+    return web.json_response(await request.app[STATE].live.listing())
 
 
 async def _live_trajectory(request: web.Request) -> web.StreamResponse:

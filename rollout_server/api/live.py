@@ -14,7 +14,8 @@ Events of a trajectory, with JSON as data:
 The texts are those of the policy and of passages, untrusted: a page must not insert them as HTML.
 
 Nothing is queued: a watcher compares its position with the transcript every POLL_S, so that one that reads slowly
-delays neither generation nor others. After WRITE_S it is disconnected.
+delays neither generation nor others. After WRITE_S it is disconnected. Cost: of a watcher O(tokens of its segment) each
+POLL_S; of the list O(segments in flight), without decoding, and other tasks run between two groups.
 """
 
 from __future__ import annotations
@@ -47,22 +48,23 @@ SHOWN_CHARS = 500
 
 TurnSoFar = Callable[[str], tuple[str, list[int]] | None]
 """Returns engine and tokens of the turn in progress of a session (`Router.turn_so_far`)."""
+CountSoFar = Callable[[str], tuple[str, int] | None]
+"""Returns engine and number of tokens (`Router.count_so_far`)."""
 Decode = Callable[[Sequence[int]], str]
 
 
 class LiveFeed:
     """What the two routes answer."""
 
-    def __init__(self, groups: LiveGroups, turn_so_far: TurnSoFar, decode: Decode) -> None:
-        self._groups, self._turn_so_far, self._decode = groups, turn_so_far, decode
+    def __init__(self, groups: LiveGroups, turn_so_far: TurnSoFar, count_so_far: CountSoFar, decode: Decode) -> None:
+        self._groups, self._turn_so_far, self._count_so_far, self._decode = groups, turn_so_far, count_so_far, decode
         self.watchers = 0
 
-    def listing(self) -> dict[str, Any]:
+    async def listing(self) -> dict[str, Any]:
         """Return the groups in flight, lowest seq first."""
-        now = time.monotonic()
-        return {
-            "watchers": self.watchers,
-            "groups": [
+        now, groups = time.monotonic(), []
+        for seq, group in sorted(self._groups.items()):
+            groups.append(
                 {
                     "seq": seq,
                     "attempt": group.task.attempt,
@@ -71,33 +73,31 @@ class LiveFeed:
                     "seconds": round(now - group.started, 3),
                     "trajectories": [self._row(index, one) for index, one in enumerate(group.trajectories)],
                 }
-                for seq, group in sorted(self._groups.items())
-            ],
-        }
+            )
+            await asyncio.sleep(0)
+        return {"watchers": self.watchers, "groups": groups}
 
     def _row(self, index: int, one: LiveTrajectory) -> dict[str, Any]:
         segments = one.transcript.segments if one.transcript else ()
-        engine, ids = self._turn_so_far(one.session) or ("", [])
+        turn = self._count_so_far(one.session)
+        engine, tokens = turn or ("", 0)
         searches = [s for s in segments if s.owner is Owner.ENVIRONMENT and s.query and not s.tool]
+        if one.ended is not None:
+            state = "ended"
+        elif turn is not None:
+            state = "generating" if engine else "waiting"  # for an engine
+        else:  # a search, a tool, the reward
+            state = "acting" if segments and segments[-1].owner is Owner.POLICY else "waiting"
         return {
             "index": index,
-            "state": self._state(one, segments),
+            "state": state,
             "status": str(one.ended.status) if one.ended else None,
             "turns": sum(s.owner is Owner.POLICY for s in segments),
-            "tokens": sum(len(s.ids) for s in segments) + len(ids),
+            "tokens": sum(len(s.ids) for s in segments) + tokens,
             "searches": len(searches),
             "last_query": searches[-1].query[:SHOWN_CHARS] if searches else "",
             "engine": engine,
         }
-
-    def _state(self, one: LiveTrajectory, segments: Sequence[Segment]) -> str:
-        """Return ended, generating, waiting (for an engine) or acting (a search, a tool, the reward)."""
-        if one.ended is not None:
-            return "ended"
-        turn = self._turn_so_far(one.session)
-        if turn is not None:
-            return "generating" if turn[0] else "waiting"
-        return "acting" if segments and segments[-1].owner is Owner.POLICY else "waiting"
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Stream one trajectory until it ends or the client leaves."""

@@ -37,6 +37,7 @@ LONGEST_LINE = 8 << 20
 """Maximum bytes of a line. A cumulative chunk of 32768 tokens with log-probs has less than 2 MB."""
 _FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
 _GOES_ON = re.compile(rb'"finish_reason": ?null')
+_TOTAL = re.compile(rb'"completion_tokens": ?(\d{1,9})')
 _DONE_WELL = re.compile(rb'"finish_reason": ?\{"type": ?"(stop|length)"')
 
 
@@ -300,6 +301,11 @@ class StreamDecoder:
         pending, self._pending = self._pending, b""
         if pending:
             self._take(pending)
+
+    def count(self) -> int:
+        """Return the number of tokens so far: of a postponed chunk what it states, without decoding it."""
+        stated = _TOTAL.match(self._pending, max(0, self._pending.rfind(b'"completion_tokens"')))
+        return max(len(self._received.ids), int(stated[1]) if stated else 0)
 
     def _can_wait(self, payload: bytes) -> bool:
         """Return whether decoding can be postponed: the chunk is not the last, and its label has not changed."""

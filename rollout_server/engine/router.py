@@ -202,6 +202,14 @@ class Router:
             return None
         return ("", turn.ids) if call is None else (call.received.engine, [*turn.ids, *call.tokens_so_far()])
 
+    def count_so_far(self, session: str) -> tuple[str, int] | None:
+        """Return the same with the number of tokens in their place. Decodes nothing: a list asks for every session."""
+        turn, call = self._turns.get(session, (None, None))
+        if turn is None:
+            return None
+        engine, decoder = (call.received.engine, call.decoder) if call is not None else ("", None)
+        return engine, len(turn.ids) + (decoder.count() if decoder is not None else 0)
+
     @property
     def waiting(self) -> int:
         """Number of turns that wait for an engine."""

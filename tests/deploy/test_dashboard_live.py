@@ -32,15 +32,18 @@ class Rollout:
 
     def __init__(self) -> None:
         self.groups, self.turns = LiveGroups(), dict[str, list[int]]()
-        self.feed = LiveFeed(self.groups, self.turn_so_far, decode)
+        self.feed = LiveFeed(self.groups, self.turn_so_far, self.count_so_far, decode)
 
     def turn_so_far(self, session: str) -> tuple[str, list[int]] | None:
         return ("engine-1", self.turns[session]) if session in self.turns else None
 
+    def count_so_far(self, session: str) -> tuple[str, int] | None:
+        return ("engine-1", len(self.turns[session])) if session in self.turns else None
+
     @asynccontextmanager
     async def serving(self, access: Access) -> AsyncIterator[str]:
         async def listing(_: web.Request) -> web.Response:
-            return web.json_response(self.feed.listing())
+            return web.json_response(await self.feed.listing())
 
         app = web.Application(middlewares=[auth_middleware(access, ROUTE_ROLES, default="operator")])
         app.router.add_get("/v1/live", listing)

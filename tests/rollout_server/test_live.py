@@ -21,11 +21,12 @@ from protocol.versions import PolicyVersion
 from rollout_server.api import live
 from rollout_server.api.live import LiveFeed
 from rollout_server.engine.client import EngineCall
+from rollout_server.engine.decoding import ReceivedTokens, StreamDecoder
 from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.rollout.live import LiveGroups
 from rollout_server.rollout.transcript import Transcript
 from tests.support import engine_http, rollout_process
-from tests.support.fake_engine import Fault
+from tests.support.fake_engine import Fault, Generation
 from tests.support.messages import make_task
 from tests.support.waiting import eventually
 
@@ -130,7 +131,10 @@ async def test_what_is_seen_with_the_embedded_engine_is_what_is_published(world,
     assert sum(reader.grown for reader in seen) > 3, "turns were seen while they grew"
 
 
-async def test_the_list_tells_turns_tokens_and_the_last_search(world, model: Path, tokens) -> None:
+async def test_the_list_tells_turns_tokens_and_the_last_search(
+    world, model: Path, tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineCall, "tokens_so_far", lambda call: pytest.fail("the list decodes a turn"))
     world.target(V5)
     async with (
         rollout_process.talker(tokens, pace_s=0.2) as engine,
@@ -148,6 +152,34 @@ async def test_the_list_tells_turns_tokens_and_the_last_search(world, model: Pat
     assert counts == sorted(counts) and len(set(counts)) >= 5, "it grows within turns"
     assert {"generating"} <= {row["state"] for row in rows} and {row["engine"] for row in rows} >= {"e"}
     assert (rows[-1]["turns"], rows[-1]["searches"], rows[-1]["last_query"]) in ((1, 1, "a b"), (2, 1, "a b"))
+
+
+@pytest.mark.parametrize("kind", [{}, {"incremental": True}, {"exact": True}], ids=["sglang", "incremental", "exact"])
+async def test_the_list_decodes_nothing_and_its_token_counts_are_right(
+    kind: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, take = 0, StreamDecoder._take
+
+    def counted(decoder: StreamDecoder, payload: bytes) -> None:
+        nonlocal decoded
+        decoded += len(payload)
+        take(decoder, payload)
+
+    monkeypatch.setattr(StreamDecoder, "_take", counted)
+    for tokens in (100, 800):
+        received = ReceivedTokens("e", 1000, label="1.5")
+        decoder, generation = StreamDecoder(received), Generation({"rid": "r"}, range(1000))
+        for n in range(10, tokens + 1, 10):
+            generation.labels += ["1.5"] * 10
+            generation.body["input_ids"], generation.body["sampling_params"] = [1], {"max_new_tokens": 1000}
+            chunk = generation.chunk(
+                "1.5", start=n - 10 if kind.get("incremental") else 0, exact=bool(kind.get("exact"))
+            )
+            decoder.feed(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            before = decoded
+            assert decoder.count() == n and decoded == before
+        decoder.flush()
+        assert decoder.count() == len(received.ids) == tokens
 
 
 async def test_a_watcher_may_leave_and_there_are_not_too_many(
@@ -242,7 +274,7 @@ async def served(feed: LiveFeed) -> AsyncIterator[str]:
 async def test_a_slow_watcher_is_dropped_and_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "WRITE_S", 1.0)
     size, groups = 16_000_000, LiveGroups()
-    feed = LiveFeed(groups, lambda session: None, lambda ids: "x" * size)
+    feed = LiveFeed(groups, lambda session: None, lambda session: None, lambda ids: "x" * size)
     with groups.running(make_task(1, group_size=1)) as group:
         group.trajectories[0].transcript = Transcript([1], 10)
         async with served(feed) as url, aiohttp.ClientSession(read_bufsize=2 * size) as session:
