@@ -174,29 +174,32 @@ local function count(key, field, n)
   if key and n and tonumber(n) > 0 then redis.pcall('HINCRBY', key, field, n) end
 end
 
--- Returns whether any consumer has leased the task `id`. Without the group none has.
-local function leased(tasks, id)
-  local pending = redis.pcall('XPENDING', tasks, 'rollout', id, id, 1)
+-- Returns whether `consumer` has leased the task `id`; nil: any consumer. Without the group none has.
+local function leased(tasks, id, consumer)
+  local pending = redis.pcall('XPENDING', tasks, 'rollout', id, id, 1, unpack({consumer}))
   if pending.err and string.find(pending.err, '^NOGROUP') then return false end
   return #checked(pending, tasks) == 1
 end
 
--- tasks, traj, tokens | task id, seq, header, body, tokens sampled in this attempt
+-- tasks, traj, tokens | task id, seq, header, body, tokens sampled in this attempt [, consumer]
 --   -> entry id, or DUP if this task has already been published
+-- A finished group is accepted whoever has leased the task. A failure names its consumer and is accepted from the owner
+-- of the lease only: another server may be about to finish the group.
 -- Adds the entry before it acknowledges the task: after an error the task is still leased, and the caller retries.
 redis.register_function('foray_publish', function(k, a)
   if not exists(k[2]) then return lost(k[2]) end
-  if not leased(k[1], a[1]) then return 'DUP' end
+  if not leased(k[1], a[1], a[6]) then return 'DUP' end
   local id = call('XADD', k[2], 'NOMKSTREAM', '*', 'seq', a[2], 'h', a[3], 'b', a[4], 't', a[5] or '0')
   acknowledge(k[1], 'rollout', a[1])
   count(k[3], 'published', a[5])
   return id
 end)
 
--- tasks, tokens | task id, seq, body of the next attempt, tokens sampled in the failed one -> new id, or DUP.
--- Replaces the failed attempt by the next one, in the same order.
+-- tasks, tokens | task id, seq, body of the next attempt, tokens sampled in the failed one [, consumer] -> new id, or DUP
+-- Replaces the failed attempt by the next one, in the same order, if `consumer` owns its lease. Without a consumer, as
+-- from an older rollout server, any lease is enough.
 redis.register_function('foray_retry', function(k, a)
-  if not leased(k[1], a[1]) then return 'DUP' end
+  if not leased(k[1], a[1], a[5]) then return 'DUP' end
   local id = call('XADD', k[1], 'NOMKSTREAM', '*', 'seq', a[2], 'b', a[3])
   acknowledge(k[1], 'rollout', a[1])
   count(k[2], 'rejected', a[4])

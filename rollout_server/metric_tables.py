@@ -15,7 +15,9 @@ ROLLOUT: Table = {
     "groups_rejected": counter("Attempts at a group that ended without enough valid trajectories."),
     "groups_per_s": gauge("Groups published per second, over the last 10 seconds."),
     "groups_in_flight": gauge("Groups in progress."),
-    "duplicates": counter("Groups that were already published, by another server or an earlier try."),
+    "duplicates": counter(
+        "Groups that were already published, by another server or an earlier try; failed groups whose lease was lost."
+    ),
     "reclaimed": counter("Tasks taken over from servers that stopped renewing their leases."),
     "leases_lost": counter("Leases of this server that another server took over."),
     "tasks_released": counter("Tasks released at shutdown, for another server to take."),

@@ -155,14 +155,19 @@ class RolloutServer:
             tokenizer=environment.tokenizer.fingerprint,
             counts=stats.counts,
         )
+        consumer = f"{stats.id}-{secrets.token_hex(4)}"
         self._publisher = GroupPublisher(
-            redis, stats, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20
+            redis,
+            stats,
+            consumer=consumer,
+            spool_groups=settings.spool_groups,
+            spool_bytes=settings.spool_mb << 20,
         )
         self._leases = LeasePool(
             redis,
             self._publisher,
             stats,
-            consumer=f"{stats.id}-{secrets.token_hex(4)}",
+            consumer=consumer,
             concurrency=settings.concurrency_groups,
             idle_ms=settings.task_idle_ms,
             backpressure=self._backpressure,

@@ -1,7 +1,8 @@
 """Publish finished groups: encode and sign them, and send them to a Redis function that also acknowledges the task.
 
 Publishing is idempotent: after any error the same call is repeated, and `DUP` (the task was already published, by this
-server or by one that took it over) counts as success.
+server or by one that took it over) counts as success. A finished group is published even if the lease was lost
+meanwhile; failures and next attempts only by the owner of the lease.
 
 While Redis is unavailable or full, finished groups wait in memory: the spool. It is bounded because no group starts
 while `spool_full`.
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from protocol import events
 from protocol.codec import encode
 from protocol.errors import MessageTooLarge, ProtocolError, StateLost, UserError
-from protocol.functions import PUBLISH, RETRY
+from protocol.functions import BEAT, PUBLISH, RETRY
 from protocol.header import seal
 from protocol.keys import TASK_GROUP
 from protocol.messages import TASK_UNREADABLE, GroupFailed, Task, TrajectoryGroup
@@ -34,12 +35,22 @@ DLQ_BYTES = 1 << 16
 
 
 class GroupPublisher:
-    """Publishes by task entry id. All but `emit_event` wait while Redis is unavailable, full or has lost its state."""
+    """Publishes by task entry id. All but `emit_event` wait while Redis is unavailable, full or has lost its state.
+
+    consumer  name that owns this server's leases; "": ownership is not checked
+    """
 
     def __init__(
-        self, redis: RedisClient, stats: Stats, *, spool_groups: int = 32, spool_bytes: int = 512 << 20
+        self,
+        redis: RedisClient,
+        stats: Stats,
+        *,
+        consumer: str = "",
+        spool_groups: int = 32,
+        spool_bytes: int = 512 << 20,
     ) -> None:
         self._redis, self._stats = redis, stats
+        self._owner = (consumer,) if consumer else ()
         self._spool_groups, self._spool_bytes = spool_groups, spool_bytes
         self._spool: dict[str, tuple[float, int]] = {}
         """task entry -> (start of the wait, monotonic; bytes)"""
@@ -71,7 +82,7 @@ class GroupPublisher:
         return self.spooled >= self._spool_groups or self.spooled_bytes >= self._spool_bytes
 
     async def publish(self, entry: str, message: TrajectoryGroup | GroupFailed) -> bool:
-        """Publish `message`. Return False if the task was already published.
+        """Publish `message`. Return False if the task was already published, or is a failure whose lease is lost.
 
         A DUP after a lost reply counts as a duplicate too: the first try may have come from another server.
         """
@@ -82,24 +93,24 @@ class GroupPublisher:
             header, body = seal(message)
         tokens, failed = tokens_of(message), isinstance(message, GroupFailed)
         with self._spooling(entry, len(header) + len(body)):
-            reply = await self._send(entry, message.seq, header, body, tokens)
+            reply = await self._send(entry, message.seq, header, body, tokens, *(self._owner if failed else ()))
         if reply == b"DUP":
             self._stats.counts["duplicates"] += 1
             return False
         self._stats.counts["groups_failed" if failed else "groups_published"] += 1
         return True
 
-    async def _send(self, entry: str, seq: int, header: bytes, body: bytes, tokens: int) -> bytes:
+    async def _send(self, entry: str, seq: int, header: bytes, body: bytes, tokens: int, *owner: str) -> bytes:
         keys = self._redis.keys
         backoff = Backoff(f"publishing seq {seq}", self._stats.waits)
         names = [keys.tasks, keys.traj, keys.tokens]
         reply: bytes = await retry_until_available(
-            backoff, lambda: self._redis.call(PUBLISH, names, entry, seq, header, body, tokens)
+            backoff, lambda: self._redis.call(PUBLISH, names, entry, seq, header, body, tokens, *owner)
         )
         return reply
 
     async def replace(self, entry: str, task: Task, tokens: int = 0) -> bool:
-        """Replace the task at `entry` with `task`. Return False if another server has already settled that entry.
+        """Replace the task at `entry` with `task`. Return False if another server has settled or leased that entry.
 
         With the next attempt number this is a retry. With the same number it releases the task: another server can
         lease it at once instead of after the lease timeout. `tokens` is the number of tokens sampled and discarded.
@@ -108,7 +119,7 @@ class GroupPublisher:
         keys, body = [self._redis.keys.tasks, self._redis.keys.tokens], encode(task)
         with self._spooling(entry, len(body)):
             reply = await retry_until_available(
-                backoff, lambda: self._redis.call(RETRY, keys, entry, task.seq, body, tokens)
+                backoff, lambda: self._redis.call(RETRY, keys, entry, task.seq, body, tokens, *self._owner)
             )
         return bool(reply != b"DUP")
 
@@ -158,7 +169,10 @@ class GroupPublisher:
             log.error("could not store the dead letter of task %s: %s", letter["id"], error)
 
     async def _acknowledge(self, entry: str) -> None:
-        await self._redis.batch(("XACK", self._redis.keys.tasks, TASK_GROUP, entry))
+        tasks = self._redis.keys.tasks
+        # a renewed lease cannot be taken over before the XACK
+        if not self._owner or await self._redis.call(BEAT, [tasks], *self._owner, entry):
+            await self._redis.batch(("XACK", tasks, TASK_GROUP, entry))
 
 
 def tokens_of(message: TrajectoryGroup | GroupFailed) -> int:

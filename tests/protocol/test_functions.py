@@ -162,6 +162,24 @@ def test_retry_replaces_the_failed_attempt_once(run: redis.Redis) -> None:
     assert [e[1][b"b"] for e in lease_task(run, "r1", 9)] == [b"second"]
 
 
+@pytest.mark.fault(3)
+def test_only_the_owner_of_a_lease_settles_its_task_and_an_older_server_names_none(run: redis.Redis) -> None:
+    lost, old = leased(run, 2)
+    run.xclaim(KEYS.tasks, TASK_GROUP, "r2", 0, [lost, old])
+    failed, retried = [KEYS.tasks, KEYS.traj, KEYS.tokens], [KEYS.tasks, KEYS.tokens]
+    assert call(run, fn.PUBLISH, failed, lost, 1, b"h", b"failed", 7, "r") == b"DUP"
+    assert call(run, fn.RETRY, retried, lost, 1, b"again", 7, "r") == b"DUP"
+    assert run.xlen(KEYS.traj) == 0 and run.xlen(KEYS.tasks) == 2 and not run.exists(KEYS.tokens)
+    assert call(run, fn.BEAT, [KEYS.tasks], "r2", lost, old) == [lost, old], "the owner works on"
+    assert call(run, fn.PUBLISH, failed, lost, 1, b"h", b"group", 7) != b"DUP", "a finished group is welcome"
+    assert call(run, fn.PUBLISH, failed, lost, 1, b"h", b"failed", 7, "r2") == b"DUP"
+    assert call(run, fn.RETRY, retried, old, 2, b"again", 7) != b"DUP", "as from an older rollout server"
+    ((again, _),) = lease_task(run, "r2")
+    assert call(run, fn.RETRY, retried, again, 2, b"third", 7, "r2") != b"DUP"
+    ((third, _),) = lease_task(run, "r2")
+    assert call(run, fn.PUBLISH, failed, third, 2, b"h", b"failed", 7, "r2") != b"DUP"
+
+
 def test_trimming_removes_only_what_is_acknowledged(run: redis.Redis) -> None:
     _, epoch = acquire(run, "a")
     issue(run, epoch, "a", 0, range(1, 5))

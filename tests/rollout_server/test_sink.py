@@ -21,7 +21,7 @@ async def leased(world, seq: int = 1) -> tuple[GroupPublisher, Stats, str]:
     redis, stats = world.client(), Stats("rollout", "me")
     world.issue(make_task(seq))
     ((entry, _),) = await redis.read(world.keys.tasks, TASK_GROUP, "me", 1)
-    return GroupPublisher(redis, stats), stats, entry.decode()
+    return GroupPublisher(redis, stats, consumer="me"), stats, entry.decode()
 
 
 @pytest.mark.fault(32)
@@ -41,6 +41,30 @@ async def test_a_retry_takes_the_place_of_the_failed_attempt(world) -> None:
     assert world.pending() == 0
     ((_, fields),) = await world.client().read(world.keys.tasks, TASK_GROUP, "other", 5)
     assert fields[b"seq"] == b"1"
+
+
+@pytest.mark.fault(3)
+async def test_a_server_that_has_lost_its_lease_leaves_the_task_to_its_new_owner(world) -> None:
+    publisher, stats, entry = await leased(world)
+    world.sync.xclaim(world.keys.tasks, TASK_GROUP, "other", 0, [entry])
+    failed = GroupFailed(run=world.keys.run, seq=1, attempt=3, reason="too_few_valid")
+    assert await publisher.publish(entry, failed) is False
+    assert await publisher.replace(entry, make_task(1, attempt=2)) is False
+    corrupt = CorruptMessage("not msgpack")
+    await publisher.dead_letter(entry, 1, b"x", corrupt, world.keys.run)
+    await publisher.dead_letter(entry, None, b"x", corrupt, world.keys.run)
+    assert world.published() == [] and world.pending() == 1 and world.sync.xlen(world.keys.tasks) == 1
+    other = GroupPublisher(world.client(), Stats("rollout", "other"), consumer="other")
+    assert await other.publish(entry, make_group(1, run=world.keys.run)) is True
+    assert [m.seq for m in world.published()] == [1] and stats.counts["groups_failed"] == 0
+
+
+@pytest.mark.fault(3)
+async def test_a_finished_group_counts_although_its_lease_was_lost(world) -> None:
+    publisher, _, entry = await leased(world)
+    world.sync.xclaim(world.keys.tasks, TASK_GROUP, "other", 0, [entry])
+    assert await publisher.publish(entry, make_group(1, run=world.keys.run)) is True
+    assert world.pending() == 0
 
 
 @pytest.mark.fault(23)

@@ -31,7 +31,7 @@ class Server:
         self.stats = Stats("rollout", name)
         self.redis = world.client()
         self.run = world.keys.run
-        self.publisher = GroupPublisher(self.redis, self.stats)
+        self.publisher = GroupPublisher(self.redis, self.stats, consumer=name)
         self.backpressure = ""
         self.tasks = LeasePool(
             self.redis,

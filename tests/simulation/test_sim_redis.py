@@ -150,12 +150,19 @@ functions_calls = st.one_of(
     ),
     st.builds(lambda w, e: fcall("foray_beat", [TASKS], w, *e), who, st.lists(entry, max_size=3)),
     st.builds(
-        lambda e, s, t: fcall("foray_publish", [TASKS, TRAJ, TOKENS], e, s, b"h", b"b", t),
+        lambda e, s, t, w: fcall("foray_publish", [TASKS, TRAJ, TOKENS], e, s, b"h", b"b", t, *w),
         entry,
         seqs,
         st.integers(0, 9),
+        st.one_of(st.just(()), st.tuples(who)),
     ),
-    st.builds(lambda e, s, t: fcall("foray_retry", [TASKS, TOKENS], e, s, b"b", t), entry, seqs, st.integers(0, 9)),
+    st.builds(
+        lambda e, s, t, w: fcall("foray_retry", [TASKS, TOKENS], e, s, b"b", t, *w),
+        entry,
+        seqs,
+        st.integers(0, 9),
+        st.one_of(st.just(()), st.tuples(who)),
+    ),
     st.builds(lambda o, e: fcall("foray_ack", [LEASE, TRAJ], *o, *e), owner, st.lists(entry, min_size=1, max_size=3)),
     st.builds(
         lambda k: fcall("foray_register", ["{s}:e", *k], "b", b"x", 60000, "5", "p"), st.sampled_from([[], ["{s}:z"]])

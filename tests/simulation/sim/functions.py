@@ -162,17 +162,17 @@ def count(r: SimRedis, keys: list[str], place: int, field: str, args: list[bytes
             r.hincrby(keys[place], field, int(args[number]))
 
 
-def leased(r: SimRedis, tasks: str, id_: bytes) -> bool:
-    """Return whether any consumer has leased the task. Without the group none has."""
+def leased(r: SimRedis, tasks: str, id_: bytes, consumer: bytes | None) -> bool:
+    """Return whether `consumer` has leased the task; None: any consumer. Without the group none has."""
     stream = r.stream(tasks)
-    return bool(stream and b"rollout" in stream.groups and r.xpending_range(tasks, "rollout", id_, id_, 1))
+    return bool(stream and b"rollout" in stream.groups and r.xpending_range(tasks, "rollout", id_, id_, 1, consumer))
 
 
 @function("foray_publish")
 def publish(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     if not r.exists(k[1]):
         raise lost(k[1])
-    if not leased(r, k[0], a[0]):
+    if not leased(r, k[0], a[0], a[5] if len(a) > 5 else None):
         return b"DUP"
     fields = {"seq": a[1], "h": a[2], "b": a[3], "t": a[4] if len(a) > 4 else b"0"}
     new = r.xadd(k[1], fields, nomkstream=True)
@@ -183,7 +183,7 @@ def publish(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
 
 @function("foray_retry")
 def retry(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
-    if not leased(r, k[0], a[0]):
+    if not leased(r, k[0], a[0], a[4] if len(a) > 4 else None):
         return b"DUP"
     new = r.xadd(k[0], {"seq": a[1], "b": a[2]}, nomkstream=True)
     acknowledge(r, k[0], "rollout", a[0])

@@ -101,13 +101,13 @@ class Rollouts(Process):
     async def _live(self) -> None:
         stats = Stats("rollout", self.name)
         redis = RedisClient(URL, Keys(self._run.id))
-        fleet, sink = Fleet(redis, stats.waits, poll_s=2.0), GroupPublisher(redis, stats)
-        serial = f"{self.clock.rng.getrandbits(24):x}"
+        consumer = f"{self.name}-{self.clock.rng.getrandbits(24):x}"
+        fleet, sink = Fleet(redis, stats.waits, poll_s=2.0), GroupPublisher(redis, stats, consumer=consumer)
         tasks = LeasePool(
             redis,
             sink,
             stats,
-            consumer=f"{self.name}-{serial}",
+            consumer=consumer,
             concurrency=4,
             idle_ms=self._idle_ms,
             backpressure=lambda: "engine" if fleet.table.target is None or sink.spool_full else "",
