@@ -244,32 +244,24 @@ redis.register_function{function_name = 'foray_report', flags = {'allow-oom'}, c
   return 1
 end}
 
--- The largest possible id: XRANGE refuses to read after it.
-local LAST_ID = '18446744073709551615-18446744073709551615'
+-- A census call reads entries up to this number of bytes, and the entry that exceeds it (at most 33 MiB): everybody else
+-- waits meanwhile, and reading the whole stream would take seconds per gigabyte.
+local PAGE_BYTES = 1048576
+local ENTRY_BYTES = 512 -- counted for each entry besides its fields
 
--- Returns id and field t of every entry after `last`, read in chunks: a single reply would be as large as the stream.
-local function undelivered(stream, last)
-  local found = {}
-  while last ~= LAST_ID do
-    local entries = call('XRANGE', stream, '(' .. last, '+', 'COUNT', 32)
-    if #entries == 0 then return found end
-    for _, e in ipairs(entries) do
-      found[#found + 1] = e[1]
-      found[#found + 1] = '0'
-      for i = 1, #e[2], 2 do
-        if e[2][i] == 't' then found[#found] = e[2][i + 1] end
-      end
-    end
-    last = entries[#entries][1]
+-- Returns the field t of an entry, '0' without one, and its bytes.
+local function tokens_and_bytes(entry)
+  local t, bytes = '0', ENTRY_BYTES
+  for i = 1, #entry[2], 2 do
+    if entry[2][i] == 't' then t = entry[2][i + 1] end
+    bytes = bytes + #entry[2][i + 1]
   end
-  return found
+  return t, bytes
 end
 
--- traj, tokens -> {fields of the hash tokens, last id of traj, ids pending, undelivered id, t, id, t, ...}, atomically
+-- traj, tokens -> {fields of the hash tokens, last id of traj, last id delivered to the learner}, atomically
 redis.register_function{function_name = 'foray_census', flags = {'no-writes'}, callback = function(k)
   if not exists(k[1]) then return lost(k[1]) end
-  local pending = {}
-  for _, e in ipairs(call('XPENDING', k[1], 'learner', '-', '+', 1000000)) do pending[#pending + 1] = e[1] end
   local last, delivered = '0-0', '0-0'
   local info = call('XINFO', 'STREAM', k[1])
   for i = 1, #info, 2 do
@@ -280,17 +272,34 @@ redis.register_function{function_name = 'foray_census', flags = {'no-writes'}, c
     for i = 1, #g, 2 do d[g[i]] = g[i + 1] end
     if d['name'] == 'learner' then delivered = d['last-delivered-id'] end
   end
-  return {call('HGETALL', k[2]), last, pending, undelivered(k[1], delivered)}
+  return {call('HGETALL', k[2]), last, delivered}
 end}
 
--- traj | ids... -> the field t of each existing entry, '0' for others
+-- traj | after, last -> {id, t, id, t, ...}: a page of the entries after `after`, up to `last`; empty: there are none
+redis.register_function{function_name = 'foray_unread', flags = {'no-writes'}, callback = function(k, a)
+  if not exists(k[1]) then return lost(k[1]) end
+  local found, read, after = {}, 0, a[1]
+  while read < PAGE_BYTES and after ~= a[2] do
+    local entry = call('XRANGE', k[1], '(' .. after, a[2], 'COUNT', 1)[1]
+    if not entry then break end
+    local t, bytes = tokens_and_bytes(entry)
+    after, read = entry[1], read + bytes
+    found[#found + 1] = after
+    found[#found + 1] = t
+  end
+  return found
+end}
+
+-- traj | ids... -> the field t of each existing entry, '0' for others: a page, for the first of the ids
 redis.register_function{function_name = 'foray_tokens_of', flags = {'no-writes'}, callback = function(k, a)
-  local found = {}
+  local found, read = {}, 0
   for i = 1, #a do
+    if read >= PAGE_BYTES then break end
     found[i] = '0'
-    local entries = call('XRANGE', k[1], a[i], a[i])
-    for j = 1, entries[1] and #entries[1][2] or 0, 2 do
-      if entries[1][2][j] == 't' then found[i] = entries[1][2][j + 1] end
+    local entry = call('XRANGE', k[1], a[i], a[i])[1]
+    if entry then
+      local t, bytes = tokens_and_bytes(entry)
+      found[i], read = t, read + bytes
     end
   end
   return found

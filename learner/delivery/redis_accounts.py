@@ -1,8 +1,13 @@
-"""Counters, requests, events and dead letters in Redis, beside the delivery itself."""
+"""Counters, requests, events and dead letters in Redis, beside the delivery itself.
+
+A census costs O(bytes of the unread entries + ids pending), because Redis cannot read one field of an entry without the
+others. No call reads more than 1 MiB and one entry (`functions.lua`: PAGE_BYTES) or lists more than PAGE ids, however
+much waits: other clients are served between the calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,19 +16,21 @@ from redis.exceptions import NoPermissionError
 
 from protocol import events, functions
 from protocol.codec import number_of
-from protocol.keys import Keys
+from protocol.keys import TRAJ_GROUP, Keys
 from protocol.runtime.redis.errors import translate_errors
 
 DEAD_LETTERS = 1000
 REQUESTS = 100
 """Maximum number of user requests processed per second."""
+PAGE = 1000
+"""Maximum number of ids per call of a census."""
 LIFE, COMMIT = "life", "commit"
 """Fields of `Keys.tokens` that the learner writes: a name for the hash's lifetime; its last commit."""
 
 
 @dataclass(frozen=True)
 class Census:
-    """Atomic snapshot of the trajectory stream.
+    """Snapshot of the trajectory stream: counters and entries of one moment.
 
     published, rejected  tokens that this Redis has counted since its hash was empty
     life, commit         values written by the learner
@@ -48,29 +55,47 @@ class AccountingStore:
     _db: redis.Redis
 
     def census(self) -> Census:
-        """Return the current state of the entries, and Redis' counters."""
-        with translate_errors():
-            reply: Any = self._db.fcall(functions.CENSUS, 2, self.keys.traj, self.keys.tokens)
-        flat, last, pending, unread = reply
-        counts = dict(zip(flat[::2], flat[1::2], strict=True))
+        """Return the current state of the entries, and Redis' counters.
+
+        Only the thread that acknowledges may call it: no entry of that moment disappears before the last page is read.
+        """
+        traj, unread = self.keys.traj, dict[bytes, int]()
+        with translate_errors(traj):
+            flat, last, delivered = cast(Any, self._db.fcall(functions.CENSUS, 2, traj, self.keys.tokens))
+            counts, after = dict(zip(flat[::2], flat[1::2], strict=True)), delivered
+            while page := cast(list[bytes], self._db.fcall(functions.UNREAD, 1, traj, after, last)):
+                unread.update(zip(page[::2], map(number_of, page[1::2]), strict=True))
+                after = page[-2]
         return Census(
             published=number_of(counts.get(b"published", b"")),
             rejected=number_of(counts.get(b"rejected", b"")),
             life=counts.get(LIFE.encode(), b"").decode("ascii", "replace"),
             commit=counts.get(COMMIT.encode(), b"").decode("ascii", "replace"),
             last=last,
-            pending=frozenset(pending),
-            unread={id_: number_of(raw) for id_, raw in zip(unread[::2], unread[1::2], strict=True)},
+            pending=frozenset(self._pending(delivered)),
+            unread=unread,
         )
+
+    def _pending(self, delivered: bytes) -> Iterator[bytes]:
+        """Yield the ids up to `delivered` that are not acknowledged."""
+        after = b"-"
+        while True:
+            with translate_errors(self.keys.traj):
+                page: Any = self._db.xpending_range(self.keys.traj, TRAJ_GROUP, after, delivered, PAGE)
+            yield from (entry["message_id"] for entry in page)
+            if len(page) < PAGE:
+                return
+            after = b"(" + page[-1]["message_id"]
 
     def tokens_of(self, ids: Iterable[bytes]) -> int:
         """Return the tokens of these entries, as written by the publishing function."""
-        wanted = list(ids)
-        if not wanted:
-            return 0
-        with translate_errors():
-            reply: Any = self._db.fcall(functions.TOKENS_OF, 1, self.keys.traj, *cast(tuple[str, ...], tuple(wanted)))
-        return sum(number_of(raw) for raw in reply)
+        wanted, total = list(ids), 0
+        while wanted:
+            with translate_errors():
+                page: Any = self._db.fcall(functions.TOKENS_OF, 1, self.keys.traj, *cast(list[str], wanted[:PAGE]))
+            total += sum(map(number_of, page))
+            del wanted[: len(page)]
+        return total
 
     def begin_life(self, name: str) -> str:
         """Name the lifetime of the token hash unless it has a name; return the current name."""

@@ -107,6 +107,38 @@ def test_published_is_received_or_waits_at_every_moment(learner: Learner, db: re
     )
 
 
+@pytest.mark.parametrize("scale", [1, 4])
+def test_no_call_of_a_census_returns_more_than_a_page(
+    learner: Learner, db: redis.Redis, store: RunStore, monkeypatch: pytest.MonkeyPatch, scale: int
+) -> None:
+    seen: list[int] = []
+
+    def counted(call: Any) -> Any:
+        def counting(*args: Any) -> Any:
+            reply = call(*args)
+            seen.append(sum(len(part) if isinstance(part, list) else 1 for part in reply))
+            return reply
+
+        return counting
+
+    waiting, pending = 8 * scale, 1500 * scale
+    with db.pipeline() as pipe:
+        for _ in range(pending):
+            pipe.xadd(KEYS.traj, {"t": 1})
+        for _ in range(waiting):
+            pipe.xadd(KEYS.traj, {"b": b"x" * (300 << 10), "t": TOKENS})
+        pipe.execute()
+    db.xreadgroup(TRAJ_GROUP, "dead", {KEYS.traj: ">"}, count=pending)
+    for name in ("fcall", "xpending_range"):
+        monkeypatch.setattr(store._db, name, counted(getattr(store._db, name)))
+    census = store.census()
+    assert len(census.pending) == pending and list(census.unread.values()) == [TOKENS] * waiting
+    assert store.tokens_of(census.pending) == pending
+    assert max(seen) <= 1000 * 2, "ids of a page, or of at most 1 MiB of entries with their tokens"
+    bodies = [n for n in seen if n <= 8]
+    assert len(bodies) > waiting / 4, "four bodies a call"
+
+
 def test_an_entry_that_vanished_from_redis_is_found_missing(learner: Learner, db: redis.Redis) -> None:
     publish(db, 1, 2)
     db.xdel(KEYS.traj, db.xrange(KEYS.traj)[0][0])

@@ -233,15 +233,39 @@ def test_a_census_says_where_every_entry_is_in_one_moment_and_reads_a_full_redis
     call(run, fn.ACK, [KEYS.lease, KEYS.traj], 1, "a", ids[1])
     run.xadd(KEYS.traj, {"no": "tokens"})
     run.config_set("maxmemory", "1mb")
-    counts, last, pending, unread = call(run, fn.CENSUS, [KEYS.traj, KEYS.tokens])
-    assert counts == [b"published", b"%d" % sum(range(11, 51))] and last > ids[-1]
-    assert pending == [ids[0], ids[2]]
+    counts, last, delivered = call(run, fn.CENSUS, [KEYS.traj, KEYS.tokens])
+    assert counts == [b"published", b"%d" % sum(range(11, 51))] and last > ids[-1] and delivered == ids[2]
+    unread = call(run, fn.UNREAD, [KEYS.traj], delivered, last)
     assert unread[1::2] == [b"%d" % n for n in range(14, 51)] + [b"0"] and unread[0] == ids[3]
+    assert call(run, fn.UNREAD, [KEYS.traj], ids[3], ids[5]) == [ids[4], b"15", ids[5], b"16"]
+    assert call(run, fn.UNREAD, [KEYS.traj], last, last) == []
     assert call(run, fn.TOKENS_OF, [KEYS.traj], ids[2], b"99-99", ids[0]) == [b"13", b"0", b"11"]
     run.config_set("maxmemory", 0)
     run.delete(KEYS.traj)
-    with pytest.raises(redis.ResponseError, match="NOSTREAM"):
-        call(run, fn.CENSUS, [KEYS.traj, KEYS.tokens])
+    for name, keys, args in [(fn.CENSUS, [KEYS.traj, KEYS.tokens], ()), (fn.UNREAD, [KEYS.traj], ("0-0", last))]:
+        with pytest.raises(redis.ResponseError, match="NOSTREAM"):
+            call(run, name, keys, *args)
+
+
+@pytest.mark.parametrize("entries", [12, 96])
+def test_a_call_reads_a_page_of_unread_entries_however_many_wait(run: redis.Redis, entries: int) -> None:
+    ids = [run.xadd(KEYS.traj, {"b": b"x" * (256 << 10), "t": n}) for n in range(entries)]
+
+    def page(name: str, *args: object) -> list[bytes]:
+        run.config_resetstat()
+        reply = call(run, name, [KEYS.traj], *args)
+        read = int(run.info("commandstats")["cmdstat_xrange"]["calls"])
+        assert read == 4, "one entry each, 256 KiB: a mebibyte"
+        return reply
+
+    found: list[bytes] = []
+    while len(found) < 2 * entries:
+        found += page(fn.UNREAD, found[-2] if found else "0-0", ids[-1])
+    assert found[::2] == ids and found[1::2] == [b"%d" % n for n in range(entries)]
+    found = []
+    while len(found) < entries:
+        found += page(fn.TOKENS_OF, *ids[len(found) :])
+    assert found == [b"%d" % n for n in range(entries)]
 
 
 MOST = 2**63 - 1
@@ -317,6 +341,7 @@ def test_errors_name_the_key_that_is_of_another_type_or_holds_no_number(run: red
             (fn.RETRY, [KEYS.tasks], (task, 1, b"b")),
             (fn.ACK, [KEYS.lease, KEYS.traj], (1, "a", "1-1")),
             (fn.CENSUS, [KEYS.traj, KEYS.tokens], ()),
+            (fn.UNREAD, [KEYS.traj], ("0-0", "1-1")),
             (fn.TOKENS_OF, [KEYS.traj], ("1-1",)),
         ]:
             if key in keys:
@@ -345,5 +370,7 @@ def test_ids_far_beyond_the_clock_are_trimmed_without_loss(run: redis.Redis) -> 
     full_to_the_last_id(run, KEYS.traj)
     [(_, [(last, _)])] = run.xreadgroup(TRAJ_GROUP, "l", {KEYS.traj: ">"})
     ids = [id_ for id_, _ in unread]
-    assert call(run, fn.CENSUS, [KEYS.traj, KEYS.tokens])[1:] == [LAST_ID.encode(), [*ids, last], []]
+    assert call(run, fn.CENSUS, [KEYS.traj, KEYS.tokens])[1:] == [LAST_ID.encode(), last]
+    assert call(run, fn.UNREAD, [KEYS.traj], last, LAST_ID) == []
+    assert call(run, fn.UNREAD, [KEYS.traj], ids[-1], LAST_ID) == [last, b"0"]
     assert call(run, fn.ACK, [KEYS.lease, KEYS.traj], 1, "a", *ids, last) == 3

@@ -171,8 +171,10 @@ functions_calls = st.one_of(
     st.builds(lambda o: fcall("foray_target", [LEASE, "{s}:target"], *o, b"b", "ready"), owner),
     st.builds(lambda o: fcall("foray_view", [LEASE, "{s}:view"], *o, b"b", 60000), owner),
     st.just(fcall("foray_census", [TRAJ, TOKENS])),
+    st.builds(lambda e, last: fcall("foray_unread", [TRAJ], e, last), entry, st.one_of(entry, st.just(LAST_ID))),
     st.builds(lambda e: fcall("foray_tokens_of", [TRAJ], *e), st.lists(entry, min_size=1, max_size=3)),
 )
+IDLE = [{}, {"idle": 0}, {"idle": 10**9}, {"idle": 0, "consumername": "a"}]
 stream_calls = st.one_of(
     st.builds(lambda s, w, n: call("xreadgroup", s[1], w, {s[0]: ">"}, count=n), stream, who, st.integers(1, 3)),
     st.builds(
@@ -188,10 +190,10 @@ stream_calls = st.one_of(
         stream,
         who,
         entry,
-        st.sampled_from([{}, {"retrycount": 0, "justid": True}]),
+        st.sampled_from([{}, {"retrycount": 0, "justid": True}, {"retrycount": 3}]),
     ),
     st.builds(lambda s, e: call("xpending_range", s[0], s[1], e, e, 1), stream, entry),
-    st.builds(lambda s: call("xpending_range", s[0], s[1], "-", "+", 99), stream),
+    st.builds(lambda s, m: call("xpending_range", s[0], s[1], "-", "+", 99, **m), stream, st.sampled_from(IDLE)),
     st.builds(lambda s, w: call("xpending_range", s[0], s[1], "-", "+", 1, consumername=w), stream, who),
     st.builds(lambda s: call("xrange", s[0]), stream),
     st.builds(lambda s, e: call("xrange", s[0], e, e), stream, entry),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 from redis import exceptions
 from sim.sim_redis import SimRedis
-from sim.streams import text_of
+from sim.streams import Fields, id_of, text_of
 from sim.values import key_fault
 
 Call = Callable[[SimRedis, list[str], list[bytes]], Any]
@@ -232,18 +232,40 @@ def report(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     return 1
 
 
+PAGE_BYTES, ENTRY_BYTES = 1 << 20, 512
+
+
+def page(entries: Iterable[Fields | None]) -> Iterator[bytes]:
+    """The field t of each entry, up to the size of a page."""
+    read = 0
+    for fields in entries:
+        if read >= PAGE_BYTES:
+            return
+        yield (fields or {}).get(b"t", b"0")
+        read += ENTRY_BYTES + sum(map(len, fields.values())) if fields is not None else 0
+
+
 @function("foray_census", oom=True)
 def census(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     stream = r.stream(k[0])
     if stream is None:
         raise lost(k[0])
-    group = r.group(k[0], "learner")[1]
+    group = stream.groups.get(b"learner")
     counts = [part for pair in r.hgetall(k[1]).items() for part in pair]
-    unread = [part for id_ in stream.after(group.last) for part in (text_of(id_), stream.entries[id_].get(b"t", b"0"))]
-    return [counts, text_of(stream.last), [text_of(id_) for id_ in group.ids()], unread]
+    return [counts, text_of(stream.last), text_of(group.last) if group else b"0-0"]
+
+
+@function("foray_unread", oom=True)
+def unread(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
+    stream = r.stream(k[0])
+    if stream is None:
+        raise lost(k[0])
+    ids = [id_ for id_ in stream.after(id_of(a[0])) if id_ <= id_of(a[1])]
+    tokens = page(stream.entries[id_] for id_ in ids)
+    return [part for id_, t in zip(ids, tokens, strict=False) for part in (text_of(id_), t)]
 
 
 @function("foray_tokens_of", oom=True)
 def tokens_of(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     found = (r.xrange(k[0], id_, id_) for id_ in a)
-    return [entry[0][1].get(b"t", b"0") if entry else b"0" for entry in found]
+    return list(page(entry[0][1] if entry else None for entry in found))

@@ -234,11 +234,12 @@ class SimRedis(Values):
         idle: int | None = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
         _, group = self.group(name, groupname)
-        low, high, now, out = id_of(min), id_of(max, end=True), self.now_ms(), []
+        above = raw(min).startswith(b"(")
+        low, high, now, out = id_of(raw(min).lstrip(b"(")), id_of(max, end=True), self.now_ms(), []
         for id_ in group.ids():
             pending = group.pending[id_]
             waited = now - pending.at_ms if now > pending.at_ms else 0
-            if not low <= id_ <= high or (consumername is not None and pending.consumer != raw(consumername)):
+            if not low <= id_ <= high or (above and id_ == low) or (consumername is not None and pending.consumer != raw(consumername)):
                 continue
             if idle is not None and waited < idle:
                 continue
