@@ -278,7 +278,7 @@ class LeasePool:
         entries = list(self.in_flight)
         if not entries:
             return
-        mine: Any = await self._redis.call(BEAT, [self._redis.keys.tasks], self._consumer, *entries)
+        mine: Any = await self._redis.call(BEAT, [self._redis.keys.tasks], self._consumer, *entries, urgent=True)
         for entry in sorted(set(entries) - {raw.decode() for raw in mine}):
             lease, task = self.in_flight.get(entry, (None, None))
             if lease is not None and task is not None and not lease.publishing:

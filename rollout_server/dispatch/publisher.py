@@ -10,6 +10,7 @@ while `spool_full`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from rollout_server.metrics import Stats
 
 log = logging.getLogger(__name__)
 
+PARALLEL = 64
+"""Maximum number of groups and tasks in transfer to Redis; a burst of hundreds would need as many connections."""
 DLQ_LENGTH = 1000
 """Maximum length of the dead-letter stream."""
 DLQ_BYTES = 1 << 16
@@ -51,6 +54,7 @@ class GroupPublisher:
     ) -> None:
         self._redis, self._stats = redis, stats
         self._owner = (consumer,) if consumer else ()
+        self._transfers = asyncio.Semaphore(PARALLEL)
         self._spool_groups, self._spool_bytes = spool_groups, spool_bytes
         self._spool: dict[str, tuple[float, int]] = {}
         """task entry -> (start of the wait, monotonic; bytes)"""
@@ -105,8 +109,13 @@ class GroupPublisher:
         backoff = Backoff(f"publishing seq {seq}", self._stats.waits)
         names = [keys.tasks, keys.traj, keys.tokens]
         reply: bytes = await retry_until_available(
-            backoff, lambda: self._redis.call(PUBLISH, names, entry, seq, header, body, tokens, *owner)
+            backoff, lambda: self._transfer(PUBLISH, names, entry, seq, header, body, tokens, *owner)
         )
+        return reply
+
+    async def _transfer(self, function: str, keys: list[str], *args: str | bytes | int) -> bytes:
+        async with self._transfers:
+            reply: bytes = await self._redis.call(function, keys, *args)
         return reply
 
     async def replace(self, entry: str, task: Task, tokens: int = 0) -> bool:
@@ -119,7 +128,7 @@ class GroupPublisher:
         keys, body = [self._redis.keys.tasks, self._redis.keys.tokens], encode(task)
         with self._spooling(entry, len(body)):
             reply = await retry_until_available(
-                backoff, lambda: self._redis.call(RETRY, keys, entry, task.seq, body, tokens, *self._owner)
+                backoff, lambda: self._transfer(RETRY, keys, entry, task.seq, body, tokens, *self._owner)
             )
         return bool(reply != b"DUP")
 

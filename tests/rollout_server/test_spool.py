@@ -15,8 +15,11 @@ import pytest
 from protocol.keys import TASK_GROUP
 from protocol.messages import TrajectoryGroup
 from protocol.runtime.redis import aio as redis_client
+from protocol.runtime.redis import client as redis_connections
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.versions import PolicyVersion
-from rollout_server.dispatch.publisher import GroupPublisher
+from rollout_server.dispatch.leases import LeasePool
+from rollout_server.dispatch.publisher import PARALLEL, GroupPublisher
 from rollout_server.metrics import Stats
 from tests.support import rollout_process
 from tests.support.messages import make_group, make_task
@@ -208,3 +211,50 @@ async def test_the_spool_is_bounded_in_bytes_too(own_world) -> None:
     world.sync.config_set("maxmemory", "0")
     assert await asyncio.wait_for(publishing, 15) is True
     assert not publisher.spool_full and stats.values()["spool_age_s"] == 0
+
+
+async def test_300_groups_are_published_at_once_and_no_lease_waits_for_them(world, monkeypatch: Any) -> None:
+    redis, stats = world.client(), Stats("rollout", "me")
+    publisher = GroupPublisher(redis, stats, consumer="me", spool_groups=1000)
+    leases = LeasePool(redis, publisher, stats, consumer="me", concurrency=300, idle_ms=60_000)
+    world.issue(*(make_task(seq) for seq in range(1, 301)))
+    entries = [entry.decode() for entry, _ in await redis.read(world.keys.tasks, TASK_GROUP, "me", 300)]
+    leases.in_flight = dict.fromkeys(entries, (None, None))
+    most, call = 0, redis.call
+
+    async def counted(name: str, *args: Any, **more: Any) -> Any:
+        nonlocal most
+        most = max(most, int((await asyncio.to_thread(world.sync.info, "clients"))["connected_clients"]))
+        return await call(name, *args, **more)
+
+    before = int(world.sync.info("clients")["connected_clients"])
+    monkeypatch.setattr(redis, "call", counted)
+    group = make_group(1, run=world.keys.run)
+    publishing = [
+        asyncio.create_task(publisher.publish(entry, group.model_copy(update={"seq": seq})))
+        for seq, entry in enumerate(entries, 1)
+    ]
+    while not all(task.done() for task in publishing):
+        await leases._renew()
+    assert all(await asyncio.gather(*publishing)) and world.pending() == 0
+    assert "redis" not in stats.waits.seconds(), "Redis was never away"
+    assert most - before <= PARALLEL + 10
+
+
+async def test_a_lease_is_renewed_while_every_other_connection_is_busy(world, monkeypatch: Any) -> None:
+    monkeypatch.setattr(redis_connections, "CONNECTIONS", 1)
+    redis, stats = world.client(), Stats("rollout", "me")
+    leases = LeasePool(redis, GroupPublisher(redis, stats), stats, consumer="me", concurrency=1, idle_ms=60_000)
+    world.issue(make_task(1))
+    ((entry, _),) = await redis.read(world.keys.tasks, TASK_GROUP, "me", 1)
+    leases.in_flight = {entry.decode(): (None, None)}
+    async with redis.commands() as commands:
+        busy = asyncio.create_task(commands.xread({world.keys.events: "$"}, block=0))
+    await eventually(lambda: int(world.sync.info("clients")["blocked_clients"]) > 0, "its only connection is busy")
+    with pytest.raises(RedisUnavailable):
+        await redis.now()
+    world.sync.xclaim(world.keys.tasks, TASK_GROUP, "me", 0, [entry], idle=50_000)
+    await leases._renew()
+    (pending,) = world.sync.xpending_range(world.keys.tasks, TASK_GROUP, "-", "+", 1)
+    assert pending["time_since_delivered"] < 50_000
+    busy.cancel()

@@ -1,6 +1,6 @@
 """Redis for processes with an event loop: typed errors, timeouts, and retries until Redis is available.
 
-redis-py does not retry, and blocking reads use a separate connection.
+redis-py does not retry. Blocking reads and the renewal of leases use separate connections.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ REFUSAL_S = 15.0
 
 
 class RedisClient:
-    """Asynchronous commands, and blocking reads on a separate connection. Only the learner loads functions."""
+    """Asynchronous commands. Blocking reads, and calls that are `urgent`, each have a connection that no other call can
+    occupy. Only the learner loads functions."""
 
     def __init__(self, url: str, keys: Keys) -> None:
-        self._commands, self._reader = connect_async(url), connect_async(url)
+        self._commands, self._reader, self._urgent = (connect_async(url) for _ in range(3))
         self.keys = keys
         self.refused = 0
         """Number of unexpected answers."""
@@ -63,13 +64,14 @@ class RedisClient:
             raise
 
     async def aclose(self) -> None:
-        await close_async(self._commands)
-        await close_async(self._reader)
+        for client in (self._commands, self._reader, self._urgent):
+            await close_async(client)
 
-    async def call(self, function: str, keys: Sequence[str], *args: str | bytes | int) -> Any:
+    async def call(self, function: str, keys: Sequence[str], *args: str | bytes | int, urgent: bool = False) -> Any:
         """Call a Redis function. Raises RedisUnavailable or StateLost."""
         async with self.commands() as commands:
-            return await commands.fcall(function, len(keys), *keys, *args)
+            client = self._urgent if urgent else commands
+            return await client.fcall(function, len(keys), *keys, *args)
 
     @asynccontextmanager
     async def commands(self, key: str = "") -> AsyncIterator[redis.asyncio.Redis]:

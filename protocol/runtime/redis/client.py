@@ -20,6 +20,8 @@ from redis.sentinel import Sentinel
 from protocol.runtime.redis.url import RedisUrl, parse_redis_url
 
 CONNECT_S = 3.0
+CONNECTIONS = 1024
+"""Maximum connections of a client; further calls fail at once. redis-py's default of 100 is less than a burst needs."""
 SENTINEL_S = 3.0
 """Timeout for an answer from a Sentinel, in seconds."""
 
@@ -75,6 +77,7 @@ def _options(where: RedisUrl, timeout_s: float | None) -> dict[str, Any]:
         "socket_timeout": timeout_s,
         "socket_connect_timeout": CONNECT_S if timeout_s is None else min(CONNECT_S, timeout_s),
         "health_check_interval": 0,
+        "max_connections": CONNECTIONS,
         "driver_info": None,  # disables CLIENT SETINFO, which no ACL of Redis 7.0 can allow
         # TLS 1.3 servers send tickets at any time; redis-py takes unread bytes for a broken connection
         "client_name": "foray" if where.tls is not None else None,

@@ -239,7 +239,9 @@ class SimRedis(Values):
         for id_ in group.ids():
             pending = group.pending[id_]
             waited = now - pending.at_ms if now > pending.at_ms else 0
-            if not low <= id_ <= high or (above and id_ == low) or (consumername is not None and pending.consumer != raw(consumername)):
+            if not low <= id_ <= high or (above and id_ == low):
+                continue
+            if consumername is not None and pending.consumer != raw(consumername):
                 continue
             if idle is not None and waited < idle:
                 continue
