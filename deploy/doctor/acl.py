@@ -67,7 +67,6 @@ def _rollout(k: Keys) -> tuple[Command, ...]:
     return (
         ("FCALL", PUBLISH, "3", k.tasks, k.traj, k.tokens),
         ("XREADGROUP", "GROUP", TASK_GROUP, "r", "STREAMS", k.tasks, ">"),
-        ("XAUTOCLAIM", k.tasks, TASK_GROUP, "r", "0", "0-0"),
         ("XCLAIM", k.tasks, TASK_GROUP, "r", "0", "0-1"),
         ("XPENDING", k.tasks, TASK_GROUP),
         ("XACK", k.tasks, TASK_GROUP, "0-1"),

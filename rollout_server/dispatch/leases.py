@@ -49,6 +49,8 @@ class TaskLease:
     publishing: bool = False
 
 
+Delivery = tuple[str, dict[bytes, bytes], int]
+"""Entry id, fields, and how often it has been delivered, this time included."""
 RunTask = Callable[[TaskLease], Awaitable[None]]
 """Runs a leased task until it is published, replaced by its next attempt, or dropped. Does not raise."""
 
@@ -77,7 +79,6 @@ class LeasePool:
         self._accepting = asyncio.Event()
         self._accepting.set()
         self._stopping = False
-        self._cursor = "0-0"
         self._next_reclaim = 0.0
 
     def accept(self, yes: bool) -> None:
@@ -114,13 +115,16 @@ class LeasePool:
             try:
                 entries = await self._reclaim() or await self._read()
             except (RedisUnavailable, StateLost) as error:
+                self._next_reclaim = 0.0  # the lost reply may have delivered tasks
                 await backoff.sleep(error)
                 continue
             backoff.reset()
-            for entry, fields in entries:
+            for entry, fields, deliveries in entries:
                 # a Redis that lost its last second of writes delivers tasks again that are in flight here
                 lease = await self._decode(entry, fields) if entry not in self.in_flight else None
-                if lease is not None:
+                if lease is not None and deliveries > MAX_DELIVERIES:
+                    await self._drop_poison(lease, fields[b"b"], deliveries)
+                elif lease is not None:
                     self._start(group, lease, run_task)
 
     async def renew_loop(self) -> None:
@@ -191,49 +195,49 @@ class LeasePool:
             self._freed.clear()
             await self._freed.wait()
 
-    async def _read(self) -> list[tuple[str, dict[bytes, bytes]]]:
+    async def _read(self) -> list[Delivery]:
         with self._stats.waits.blocked_on("credit"):
             entries = await self._redis.read(self._redis.keys.tasks, TASK_GROUP, self._consumer, self.free_slots)
-        return [(entry.decode(), fields) for entry, fields in entries]
+        return [(entry.decode(), fields, 1) for entry, fields in entries]
 
-    async def _reclaim(self) -> list[tuple[str, dict[bytes, bytes]]]:
-        """Take over tasks with expired leases. Checked a few times per `idle_ms`."""
+    async def _reclaim(self) -> list[Delivery]:
+        """Take over tasks with expired leases, and own ones whose delivery was lost. Checked a few times per `idle_ms`.
+
+        One look covers all pending tasks, O(tasks leased by all servers) in Redis, however few slots are free.
+        """
         if time.monotonic() < self._next_reclaim:
             return []
         # renew our own first: after an outage of Redis they are idle too, and a claim counts as a delivery
         await self._renew()
-        tasks = self._redis.keys.tasks
+        tasks, free, ours = self._redis.keys.tasks, self.free_slots, self._consumer.encode()
+        own = free + len(self.in_flight)
         async with self._redis.commands(tasks) as commands:
-            cursor, entries, *_ = await commands.xautoclaim(
-                tasks, TASK_GROUP, self._consumer, self._idle_ms, start_id=self._cursor, count=self.free_slots
-            )
-        self._cursor = cursor.decode()
-        if self._cursor == "0-0":
+            expired: Any = await commands.xpending_range(tasks, TASK_GROUP, "-", "+", free, idle=self._idle_ms)
+            mine: Any = await commands.xpending_range(tasks, TASK_GROUP, "-", "+", own, consumername=self._consumer)
+        # a reply that was lost delivered tasks that nobody runs: it does not count as another delivery
+        orphans = [seen for seen in mine if seen["message_id"].decode() not in self.in_flight]
+        found: list[Delivery] = []
+        for seen in (*orphans, *(seen for seen in expired if seen["consumer"] != ours))[:free]:
+            taken_over = seen["consumer"] != ours
+            deliveries = int(seen["times_delivered"]) + taken_over
+            # if another server claims it first, it is idle for less
+            idle_ms = min(self._idle_ms, int(seen["time_since_delivered"]))
+            async with self._redis.commands(tasks) as commands:
+                claimed: Any = await commands.xclaim(
+                    tasks, TASK_GROUP, self._consumer, idle_ms, [seen["message_id"]], retrycount=deliveries
+                )
+            found += [(entry.decode(), fields, deliveries) for entry, fields in claimed]
+            self._stats.counts["reclaimed"] += len(claimed) * (taken_over and deliveries <= MAX_DELIVERIES)
+        if len(found) < free:
             self._next_reclaim = time.monotonic() + self._idle_ms / 4000
-        sound = []
-        for raw_entry, fields in entries:
-            entry = raw_entry.decode()
-            # if this process was suspended for longer than idle_ms, it may claim tasks that are in flight here
-            if fields and entry not in self.in_flight and not await self._poisonous(entry, fields):
-                sound.append((entry, fields))
-        self._stats.counts["reclaimed"] += len(sound)
-        return sound
+        return sorted(found, key=lambda delivery: delivery[2])  # poison is reported last: that may wait for Redis
 
-    async def _poisonous(self, entry: str, fields: dict[bytes, bytes]) -> bool:
-        tasks = self._redis.keys.tasks
-        async with self._redis.commands(tasks) as commands:
-            pending: list[dict[str, Any]] = await commands.xpending_range(tasks, TASK_GROUP, entry, entry, 1)
-        deliveries = int(pending[0]["times_delivered"]) if pending else 0
-        if deliveries <= MAX_DELIVERIES:
-            return False
-        lease = await self._decode(entry, fields)
-        if lease is not None:
-            detail = f"delivered {deliveries} times without a result"
-            log.error("dropping seq %d as poison: %s", lease.task.seq, detail)
-            await self._publisher.write_dead_letter(entry, lease.task.seq, fields[b"b"], "task_poison", detail)
-            await self._publisher.emit_event("poison", f"seq {lease.task.seq} was dropped: {detail}")
-            await self._publisher.publish(entry, self.failed(lease.task, "poison", detail))
-        return True
+    async def _drop_poison(self, lease: TaskLease, raw: bytes, deliveries: int) -> None:
+        seq, detail = lease.task.seq, f"delivered {deliveries} times without a result"
+        log.error("dropping seq %d as poison: %s", seq, detail)
+        await self._publisher.write_dead_letter(lease.entry, seq, raw, "task_poison", detail)
+        await self._publisher.emit_event("poison", f"seq {seq} was dropped: {detail}")
+        await self._publisher.publish(lease.entry, self.failed(lease.task, "poison", detail))
 
     def failed(self, task: Task, reason: str, detail: str = "", generated_tokens: int = 0) -> GroupFailed:
         """Return the message that reports a task as failed."""

@@ -112,6 +112,55 @@ async def test_a_dead_servers_tasks_are_taken_over(world) -> None:
     assert second.stats.counts["reclaimed"] == 3 and world.pending() == 0
 
 
+@pytest.mark.fault(1)
+@pytest.mark.parametrize("busy", [40, 2000])
+async def test_a_dead_servers_task_is_found_in_one_look_behind_any_number_of_leases(world, busy: int) -> None:
+    *_, last = world.issue(*(make_task(seq) for seq in range(1, busy + 2)))
+    world.sync.xreadgroup("rollout", "busy", {world.keys.tasks: ">"}, count=busy + 1)
+    world.sync.xclaim(world.keys.tasks, "rollout", "dead", 0, [last], idle=90_000)
+    server = Server(world, "a", concurrency=1, idle_ms=60_000)
+    ((entry, fields, deliveries),) = await server.tasks._reclaim()
+    assert (entry, fields[b"seq"], deliveries) == (last, b"%d" % (busy + 1), 3)
+    assert server.stats.counts["reclaimed"] == 1
+
+
+@pytest.mark.fault(32)
+async def test_tasks_delivered_in_a_lost_reply_are_begun_and_no_step_nearer_to_poison(world) -> None:
+    server = Server(world, "a", concurrency=2, idle_ms=60_000)
+    world.issue(*(make_task(seq) for seq in (1, 2, 3)))
+    # what Redis has delivered to `a` and `a` has not heard of: by a read, and by a claim
+    world.sync.xreadgroup("rollout", "a", {world.keys.tasks: ">"}, count=1)
+    ((_, ((second, _),)),) = world.sync.xreadgroup("rollout", "b", {world.keys.tasks: ">"}, count=1)
+    world.sync.xclaim(world.keys.tasks, "rollout", "a", 0, [second], retrycount=3)
+    async with server.running():
+        await eventually(lambda: server.begun == [1, 2], "both are begun, and not a third")
+        delivered = world.sync.xpending_range(world.keys.tasks, "rollout", "-", "+", 9)
+        assert [one["times_delivered"] for one in delivered] == [1, 3]
+        server.let.set()
+        await eventually(lambda: len(world.published()) == 3, "all are published")
+    assert server.begun == [1, 2, 3] and server.stats.counts["reclaimed"] == 0
+
+
+@pytest.mark.fault(32)
+async def test_what_was_delivered_to_a_connection_that_broke_is_begun_at_once(world) -> None:
+    server = Server(world, "a", idle_ms=60_000)
+    async with server.running():
+        await eventually(lambda: server.tasks._next_reclaim > 0, "the first look found nothing")
+        await eventually(lambda: blocked(world), "it waits for tasks")
+        with world.sync.pipeline() as pipe:  # atomic: the task is delivered, and the reply is lost
+            for number in blocked(world):
+                pipe.client_kill_filter(_id=number)
+            pipe.xadd(world.keys.tasks, {"seq": 1, "b": encode(make_task(1))})
+            pipe.xreadgroup("rollout", "a", {world.keys.tasks: ">"}, count=1)
+            pipe.execute()
+        await eventually(lambda: server.begun == [1], "it is begun", 5.0)
+
+
+def blocked(world) -> list[str]:
+    """Ids of the connections that wait for tasks."""
+    return [one["id"] for one in world.sync.client_list() if one["cmd"] == "xreadgroup" and "b" in one["flags"]]
+
+
 async def test_a_beating_server_keeps_its_tasks(world) -> None:
     first, second = Server(world, "a"), Server(world, "b")
     world.issue(make_task(1))
