@@ -10,6 +10,9 @@ from rollout_server.metrics import Stats
 from rollout_server.search.base import KNOWN, CauseLabels, SearchResult, SearchService
 from rollout_server.tools.base import Tool, ToolResult
 
+CAUSE_CHARS = 100
+"""Maximum length of a tool's cause in the name of a metric, which has at most 256 characters."""
+
 
 class InstrumentedSearch:
     """Counts the searches of a search service, their outcomes and durations. Does not own the service.
@@ -61,6 +64,7 @@ class InstrumentedTool:
     def __init__(self, tool: Tool, stats: Stats) -> None:
         self.name = tool.name
         self._tool, self._stats = tool, stats
+        self._labels = CauseLabels()
         for kind in ("calls", "invalid_calls", "errors"):
             stats.counts[f"tool_{kind}_{self.name}"] += 0
 
@@ -74,7 +78,7 @@ class InstrumentedTool:
         counts[f"tool_invalid_calls_{self.name}"] += bool(result.mistake)
         counts[f"tool_errors_{self.name}"] += bool(result.error)
         if result.error:
-            counts[f"tool_failures_{self.name}/{result.error}"] += 1
+            counts[f"tool_failures_{self.name}/{self._labels(result.error[:CAUSE_CHARS])}"] += 1
         return result
 
     async def close(self) -> None:

@@ -7,17 +7,21 @@ Nothing here influences behaviour.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 
 from protocol.codec import encode
+from protocol.errors import UserError
 from protocol.functions import REPORT
 from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
 from protocol.runtime.metrics import Histogram, MetricsPage, WaitTimer
 from protocol.runtime.redis.aio import Backoff, RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.metric_tables import TABLES, WAITS
+
+log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 LIFETIME_MS = 10_000
@@ -119,10 +123,11 @@ class RateGauge:
 async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[RateGauge, ...] = ()) -> None:
     """Consume `stats`; produce a snapshot in Redis every second; ended by cancellation.
 
-    Also measures the delay of the event loop: a blocked loop does not renew leases.
+    A snapshot that cannot be made is logged, once per type of error, and skipped. Also measures the delay of the event
+    loop: a blocked loop does not renew leases.
     """
     backoff = Backoff("publishing metrics", stats.waits)
-    lag = 0.0
+    lag, reported = 0.0, ""
     stats.gauges |= {"event_loop_lag_s": lambda: lag, "redis_refused": lambda: redis.refused}
     stats.text["redis_refusal"] = lambda: redis.refusal
     while True:
@@ -132,6 +137,11 @@ async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[RateGau
             await _write(redis, stats)
         except RedisUnavailable as error:
             await backoff.sleep(error)
+        except UserError:
+            raise
+        except Exception as error:
+            if reported != (reported := type(error).__name__):
+                log.exception("cannot publish metrics")
         else:
             backoff.reset()
         before = time.monotonic()

@@ -17,6 +17,9 @@ from rollout_server.rewards import RewardSettings
 from rollout_server.rewards.text_match import ExactMatchSettings
 from rollout_server.tools import ToolSettings
 
+MAX_REWARD_NAME = 249
+"""Its metric `reward/NAME` may have 256 characters."""
+
 
 class EnvironmentSettings(Settings):
     """One trajectory: a question, at most `max_turns` actions, an answer. Also applies to episodes (evaluation)."""
@@ -61,6 +64,8 @@ class EnvironmentSettings(Settings):
         names = [reward.key for reward in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"two rewards have the same name: {', '.join(names)}")
+        if too_long := [name for name in names if len(name) > MAX_REWARD_NAME]:
+            raise ValueError(f"a reward's name has more than {MAX_REWARD_NAME} characters: {too_long[0][:40]}...")
         tags = [tool.type for tool in self.tools]
         if len(set(tags)) < len(tags):
             raise ValueError(f"a tool is listed twice: {', '.join(tags)}")

@@ -86,7 +86,7 @@ class CustomSettings(RewardSettingsBase):
     type: Literal["custom"] = "custom"
     target: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """`package.module:function`, which the rollout server must be able to import (PYTHONPATH)."""
-    name: str = Field(default="", max_length=256)
+    name: str = Field(default="", max_length=249)
     """Name of the reward. Empty: the function's name."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed to every call."""

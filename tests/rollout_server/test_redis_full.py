@@ -1,7 +1,8 @@
-"""At maxmemory registrations, answers and metrics of rollout servers and nodes stay alive."""
+"""At maxmemory registrations, answers and metrics of rollout servers and nodes stay alive; metrics end no server."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ from protocol.codec import decode_as
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, ViewAnswer, WeightView
 from protocol.runtime.redis.errors import RedisFull
 from protocol.runtime.redis.server import function_library
-from rollout_server.metrics import Stats, _write
+from rollout_server import metrics
+from rollout_server.instrumentation import InstrumentedTool
+from rollout_server.metrics import Stats, _write, publish_metrics
 from rollout_server.node.registry import Registry
+from rollout_server.tools.base import ToolResult
+from tests.support.waiting import eventually
 
 
 @pytest.mark.fault(25)
@@ -45,3 +50,48 @@ async def test_registrations_answers_and_metrics_are_renewed_in_a_full_redis(wor
     finally:
         db.config_set("maxmemory", 0)
         db.function_load(function_library(), replace=True)
+
+
+@pytest.mark.parametrize("spoilt", ["too many", "too long", "not finite", "broken"])
+async def test_metrics_that_cannot_be_reported_are_logged_once_and_end_nothing(
+    world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spoilt: str
+) -> None:
+    monkeypatch.setattr(metrics, "PERIOD_S", 0.02)
+    stats, rounds = Stats("rollout", "r1"), 0
+
+    def failing() -> float:
+        nonlocal rounds
+        rounds += 1
+        if spoilt == "broken" and rounds < 6:
+            raise ZeroDivisionError
+        return 1.0
+
+    stats.gauges["x"] = failing
+    bad = {"too many": [f"n{i}" for i in range(1100)], "too long": ["n" * 257], "not finite": ["n"], "broken": []}[
+        spoilt
+    ]
+    stats.counts.update(dict.fromkeys(bad, float("inf") if spoilt == "not finite" else 1))
+    publishing = asyncio.create_task(publish_metrics(world.client(), stats))
+    await eventually(lambda: rounds > 5, "it goes on")
+    stats.counts.clear()
+    await eventually(lambda: world.sync.exists(world.keys.metrics("rollout", "r1")), "it is published when it can be")
+    assert not publishing.done() and caplog.text.count("cannot publish metrics") == 1
+    publishing.cancel()
+
+
+async def test_a_tool_with_endless_causes_has_a_bounded_number_of_counters() -> None:
+    stats, causes = Stats("rollout", "r1"), iter(range(5000))
+
+    class Tool:
+        name = "mine"
+
+        async def __call__(self, argument: str) -> ToolResult:
+            return ToolResult(error=f"{next(causes)} failed " + "x" * 500)
+
+        async def close(self) -> None: ...
+
+    tool = InstrumentedTool(Tool(), stats)
+    for _ in range(2000):
+        await tool("x")
+    assert len(stats.counts) < 150 and stats.counts["tool_failures_mine/other"] > 1800
+    assert stats.snapshot().values["tool_errors_mine"] == 2000

@@ -103,6 +103,8 @@ CUSTOM = {"type": "custom", "target": "m:f"}
         ({"rewards": [{"type": "em"}, {"type": "em"}]}, "two rewards have the same name: em"),
         ({"rewards": [CUSTOM, CUSTOM]}, "two rewards have the same name: f, f"),
         ({"rewards": [{"type": "em"}, CUSTOM | {"name": "em"}]}, "two rewards have the same name"),
+        ({"rewards": [CUSTOM | {"name": "n" * 250}]}, "at most 249 characters"),
+        ({"rewards": [CUSTOM | {"target": "m:" + "n" * 250}]}, "a reward's name has more than 249 characters"),
         ({"rewards": []}, "at least 1 item"),
         ({"rewards": [{"type": "emm"}]}, "'emm'"),
         ({"rewards": [{"type": "format", "weigth": 1}]}, "weight"),
