@@ -12,11 +12,11 @@ answers. The pauses between checks grow. If a single bad query caused the failur
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from enum import StrEnum
 
 from protocol.runtime.backoff import backoff_s
+from protocol.runtime.http.body import parse_json
 from rollout_server.search.base import NO_SUCH_PATH, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.limiter import GradientLimit
 from rollout_server.search.transport import SearchTransport
@@ -135,8 +135,8 @@ async def _is_ready(transport: SearchTransport, url: str, timeout_s: float) -> b
 async def read_fingerprint(transport: SearchTransport, replica: Replica, timeout_s: float) -> str:
     """Return the fingerprint of the index from `GET /info`; "" if there is none."""
     try:
-        info = json.loads(await transport.request("GET", replica.url + "/info", timeout_s))
-    except (SearchError, ValueError, RecursionError):
+        info = parse_json(await transport.request("GET", replica.url + "/info", timeout_s))
+    except (SearchError, ValueError):
         return ""
     found = info.get("fingerprint") if isinstance(info, dict) else None
     return found[:256] if isinstance(found, str) else ""

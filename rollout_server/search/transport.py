@@ -9,7 +9,7 @@ dialects:
                -> [[{"id", "contents"}, ..]]                          (ReSearch, ReCall)
 
 Scores are not read: passages are ordered, best first. Answers are untrusted: every part is validated, every failure has
-a name, and only the first k hits are read.
+a name, and only the first k hits are read. Lone surrogates, which some servers send, are replaced.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import from_json
 
 from protocol.runtime.http.auth import read_access
-from protocol.runtime.http.body import AnswerTooLarge, bounded_session, read_bounded
+from protocol.runtime.http.body import AnswerTooLarge, bounded_session, parse_json, read_bounded
 from protocol.runtime.loop_clock import loop_timeout
 from protocol.search import Passage
 from rollout_server.search.base import (
@@ -75,7 +74,7 @@ def request_body(dialect: Dialect, query: str, topk: int, run: str) -> bytes:
 def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
     """Return at most `topk` passages, best first. Raises SearchError: not_json, bad_shape, wrong_count, failed_WORD."""
     try:
-        answer = from_json(raw)
+        answer = parse_json(raw)
     except ValueError:
         raise SearchError(NOT_JSON) from None
     try:

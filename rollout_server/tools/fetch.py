@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 from urllib.parse import quote
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from protocol.errors import UserError
 from protocol.runtime.backoff import backoff_s
+from protocol.runtime.http.body import parse_json
 from protocol.runtime.loop_clock import LoopClock, loop_timeout
 from protocol.search import Passage
 from rollout_server.search.base import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
@@ -133,8 +133,8 @@ class Fetch:
 
     def _passage(self, raw: bytes, name: str) -> ToolResult:
         try:
-            passage = Passage.model_validate_json(raw)
-        except (ValidationError, RecursionError) as error:
+            passage = Passage.model_validate(parse_json(raw))
+        except ValueError as error:
             raise SearchError(GARBAGE) from error
         if passage.id != name:
             raise SearchError(GARBAGE)
@@ -157,8 +157,8 @@ def address(base: str, name: str) -> str:
 def _unknown(raw: bytes) -> ToolResult:
     """Interpret a 404. A retriever sends it as JSON; any other 404 is not about the id but a tool error."""
     try:
-        said = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        said = parse_json(raw)
+    except ValueError as error:
         raise SearchError(GARBAGE) from error
     if not isinstance(said, dict) or "error" not in said:
         raise SearchError(GARBAGE)

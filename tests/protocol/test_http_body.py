@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import socket
 
 import aiohttp
@@ -10,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from protocol.runtime.http.body import AnswerTooLarge, bounded_session, read_bounded, read_start
+from protocol.runtime.http.body import AnswerTooLarge, bounded_session, parse_json, read_bounded, read_start
 
 LIMIT = 1 << 16
 
@@ -75,3 +76,20 @@ async def test_the_time_to_connect_ends_at_a_host_that_drops_packets():
     finally:
         for each in [*waiting, server]:
             each.close()
+
+
+@pytest.mark.parametrize("lone", ["\ud83d", "\ude00", "\ud83d\ud83d", "\ude00\ud83d"])
+def test_lone_surrogates_of_an_answer_are_replaced_and_nothing_else(lone):
+    sent = {"a" + lone + "b": [lone, {"text": f"x{lone}y \U0001f600 \\ud83d é"}, 1.5, None, True]}
+    mark = "\ufffd" * len(lone)
+    read = {"a" + mark + "b": [mark, {"text": f"x{mark}y \U0001f600 \\ud83d é"}, 1.5, None, True]}
+    assert parse_json(json.dumps(sent).encode()) == read
+    assert parse_json(json.dumps(read).encode()) == read
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[" * 100_000, b"\xff\xfe\x00", b'"\xff"', b"1" * 5000 + b"x", b'"\\ud83d']
+)
+def test_what_is_no_json_is_a_value_error(raw):
+    with pytest.raises(ValueError):
+        parse_json(raw)

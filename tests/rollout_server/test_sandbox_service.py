@@ -76,6 +76,11 @@ async def sandbox(service: tuple[FakeService, str]) -> AsyncIterator[Sandbox]:
     await built.close()
 
 
+async def test_a_lone_surrogate_of_a_program_is_output(service: tuple[FakeService, str], sandbox: Sandbox) -> None:
+    service[0].answers = [json.dumps(answer() | {"run_result": {"status": "Finished", "stdout": "a\ud83db"}})]
+    assert (await sandbox.run("x")).stdout == "a\ufffdb".encode()
+
+
 async def test_what_is_sent(service: tuple[FakeService, str], sandbox: Sandbox) -> None:
     assert await sandbox.run("print(6 * 7)\n") == ProgramResult(b"42\n", b"", 0)
     assert service[0].requests == [

@@ -69,6 +69,12 @@ async def test_an_id_returns_its_document(retriever: Retriever, fetch: Tool) -> 
     assert (result.error, result.mistake) == ("", "") and 0 < result.latency_s < 2
 
 
+async def test_a_lone_surrogate_in_a_document_is_replaced(retriever: Retriever, fetch: Tool) -> None:
+    retriever.answers = [say(body=PAGE | {"contents": '"A"\nb\ud83dc'})]
+    result = await fetch("p7")
+    assert [p.text for p in result.passages] == ["b\ufffdc"] and not result.error
+
+
 @pytest.mark.parametrize(
     ("name", "path"),
     [

@@ -1,7 +1,8 @@
-"""Read HTTP answers within a bound on memory, whatever the server declares, chunks or compresses."""
+"""Read HTTP answers within a bound on memory, whatever the server declares, chunks or compresses, and parse them."""
 
 from __future__ import annotations
 
+import json
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -64,3 +65,21 @@ async def read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> byte
 async def read_start(response: aiohttp.ClientResponse, max_bytes: int) -> str:
     """Return the first bytes of an answer as text, for an error message."""
     return (await response.content.read(max_bytes)).decode(errors="replace")
+
+
+def parse_json(raw: bytes) -> Any:
+    """Return the value of a JSON answer, with U+FFFD for each lone surrogate. Raises ValueError.
+
+    Python's json.dumps writes half a surrogate pair as it is, if a text contains one; UTF-8 cannot encode it.
+    """
+    from pydantic_core import from_json
+
+    try:
+        return from_json(raw)
+    except ValueError:
+        pass
+    try:
+        text = json.dumps(json.loads(raw), ensure_ascii=False)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    return from_json(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))

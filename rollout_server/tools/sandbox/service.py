@@ -9,10 +9,11 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from protocol.errors import UserError
 from protocol.runtime.backoff import backoff_s
+from protocol.runtime.http.body import parse_json
 from protocol.runtime.loop_clock import loop_timeout
 from rollout_server.search.base import OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
@@ -65,8 +66,8 @@ class SandboxService:
         }
         raw = await self._post(json.dumps(body).encode())
         try:
-            answer = RunCodeResponse.model_validate_json(raw)
-        except (ValidationError, RecursionError) as error:
+            answer = RunCodeResponse.model_validate(parse_json(raw))
+        except ValueError as error:
             raise SandboxError(f"{self._url}: the answer is not from a sandbox service") from error
         ran = answer.run_result
         if answer.status == "SandboxError" or ran is None or ran.status == "Error":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 from protocol.search import MAX_QUERY_CHARS
 from rollout_server.search.client import HttpSearch, HttpSearchSettings
 from rollout_server.search.limiter import START
+from rollout_server.search.transport import Dialect
 from tests.support.fake_search import HTML, FakeRetriever, Fault
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -48,6 +50,20 @@ async def test_the_other_dialect_and_a_memory_are_settings(retriever: FakeRetrie
     assert (await remembering("emma")).error == "" and retriever.asked[1]["run"] == "r"
     await flashrag.close()
     await remembering.close()
+
+
+@pytest.mark.parametrize("dialect", ["search_r1", "flashrag"])
+async def test_a_lone_surrogate_in_an_answer_is_replaced_and_blames_nobody(
+    retriever: FakeRetriever, dialect: Dialect
+) -> None:
+    hit = {"id": "p\ud83d", "contents": '"T"\nbefore \ud83d after'}
+    body = [[hit]] if dialect == "flashrag" else {"result": [[{"document": hit}]]}
+    retriever.script = lambda query: Fault(body=json.dumps(body))
+    search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), dialect=dialect))
+    result = await search("emma")
+    await search.close()
+    assert [(p.id, p.text) for p in result.passages] == [("p\ufffd", "before \ufffd after")]
+    assert result.error == "" and len(retriever.asked) == 1 and not search.outage
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
