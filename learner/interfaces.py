@@ -24,11 +24,13 @@ class StepReport:
     """Report of one optimiser step.
 
     loss            of the batch, before the update (of the last epoch)
-    grad_norm       before clipping; not finite if `skipped` for that reason, 0 if nothing was trained
-    skipped         the weights are unchanged, for the `reason` NO_TOKENS or "not finite"
-    metrics         means over the trained tokens, maxima, and statistics of the batch
-    tokens_trained  tokens with a share in the loss, 0 if skipped
+    grad_norm       of the last update, before clipping; not finite for that `reason`, 0 if nothing was trained
+    skipped         the weights are unchanged
+    reason          why an update was left out: "", NO_TOKENS or "not finite"; the updates before it were applied
+    metrics         means over the tokens of the last epoch's updates, maxima, and statistics of the batch
+    tokens_trained  tokens with a share in the loss of an applied update
     seconds         wall time
+    minibatches     the first so many were trained; None: all
     """
 
     loss: float
@@ -38,6 +40,7 @@ class StepReport:
     metrics: dict[str, float]
     tokens_trained: int
     seconds: float
+    minibatches: int | None = None
 
 
 class TrainEngine(Protocol):

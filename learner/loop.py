@@ -128,13 +128,14 @@ class TrainingLoop:
             self._skip(entries, report)
             ctx.reporter.trace(entries, taken_s, report, PolicyVersion(ctx.lease.epoch, self.policy_step))
             return False
-        self._guard.trained()
+        if not report.reason:
+            self._guard.trained()
         ctx.group_filter.stepped()
         self.policy_step += 1
         self._append_to_journal(entries, conditions)  # before publishing: a replay needs the step
         ctx.replay_buffer.add(self.policy_step, groups)
         self._publish()
-        split = token_split(batch, everything, len(groups))
+        split = token_split(batch, everything, len(groups), report.minibatches)
         ctx.delivery.commit_step(
             [e.seq for e in entries], sampled=_sampled(entries), trained=report.tokens_trained, own=split
         )
@@ -142,6 +143,9 @@ class TrainingLoop:
         ctx.reporter.trace(entries, taken_s, report, PolicyVersion(ctx.lease.epoch, self.policy_step))
         more = {"replayed_groups": len(replayed), "devices": self._devices}
         ctx.report_step(groups, report, self._timer.lap(), now_step=conditions.now_step, more=more)
+        if report.reason:  # the step is booked: this may end the run
+            log.warning("trained only a part of the batch of seqs %s: %s", [e.seq for e in entries], _why(report))
+            self._count_not_finite(entries, f"trained only a part of a batch of {len(entries)} seqs", report)
         return True
 
     def _batch(self, conditions: BatchConditions, groups: list[TrajectoryGroup]) -> UnscaledBatch:
@@ -201,25 +205,28 @@ class TrainingLoop:
     def _skip(self, entries: list[StreamEntry], report: StepReport) -> None:
         """Settle the seqs of a batch that was not trained. Raises UserError after too many non-finite ones."""
         ctx, seqs = self.ctx, [e.seq for e in entries]
-        what = report.reason if report.reason == NO_TOKENS else f"its loss or a gradient is {report.reason}"
-        log.warning("skipped the batch of seqs %s, the policy is unchanged: %s", seqs, what)
+        log.warning("skipped the batch of seqs %s, the policy is unchanged: %s", seqs, _why(report))
         if report.reason == NO_TOKENS:
             # No trainable tokens, not an error: too old, or ended by failing engines and searches.
             ctx.delivery.settle(seqs, Outcome.STALE, "no_tokens", tokens=_sampled(entries))
         else:
-            self._keep_skipped(entries)
             ctx.delivery.settle(seqs, Outcome.DEAD, "nonfinite", tokens=_sampled(entries))
-            ctx.event_log.emit("skipped", f"skipped a batch of {len(seqs)} seqs: {what}")
-            ctx.delivery.counters.skipped_steps += 1
-            self._guard.skip(what.replace("its", "their", 1))
+            self._count_not_finite(entries, f"skipped a batch of {len(seqs)} seqs", report)
         ctx.maintenance.wake.set()
 
-    def _keep_skipped(self, entries: list[StreamEntry]) -> None:
-        """Save the batch so that the step can be repeated. A failed write is only logged."""
+    def _count_not_finite(self, entries: list[StreamEntry], what: str, report: StepReport) -> None:
+        """Record a batch with an update that was not finite. Raises UserError after too many in a row."""
+        self._keep_skipped(entries, self.policy_step + report.skipped)
+        self.ctx.event_log.emit("skipped", f"{what}: {_why(report)}")
+        self.ctx.delivery.counters.skipped_steps += 1
+        self._guard.skip(_why(report).replace("its", "their", 1))
+
+    def _keep_skipped(self, entries: list[StreamEntry], step: int) -> None:
+        """Save the batch so that `step` can be repeated. A failed write is only logged."""
         ctx = self.ctx
         try:
             sealed = ((e.raw_header, e.raw_body) for e in entries)
-            ctx.skipped_journal.append(self.policy_step + 1, ctx.lease.epoch, sealed)
+            ctx.skipped_journal.append(step, ctx.lease.epoch, sealed)
         except OSError as error:
             log.error("could not save the skipped batch in %s: %s", ctx.run.dir / "skipped", error)
 
@@ -479,6 +486,10 @@ class TrainingLoop:
             log.info("acknowledged %d entries that the checkpoint had settled", pending)
             ctx.delivery.counters.redelivered += pending
         ctx.delivery.mark_acknowledged(ids)
+
+
+def _why(report: StepReport) -> str:
+    return report.reason if report.reason == NO_TOKENS else f"its loss or a gradient is {report.reason}"
 
 
 def _sampled(entries: list[StreamEntry]) -> int:

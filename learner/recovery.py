@@ -155,10 +155,8 @@ class NonFiniteGuard:
         self.skipped += 1
         if self.skipped >= self._max:
             raise UserError(
-                f"{self.skipped} batches in a row were not trained: {reason}",
-                why="the policy has diverged, or the data is broken. None of these batches changed the weights: the "
-                "last "
-                "checkpoint and the engines have the previous ones",
+                f"{self.skipped} batches in a row were not trained in full: {reason}",
+                why="the policy has diverged, or the data is broken. No update that was not finite changed the weights",
                 todo=f"inspect the skipped batches in {self._kept_in}; lower learner.optim.lr, and start again: it "
                 "resumes "
                 "from the last checkpoint",

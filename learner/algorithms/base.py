@@ -174,6 +174,10 @@ class Algorithm(Protocol):
         """Return the factor on the rewards of tokens; called once per batch."""
         ...
 
+    def after_update(self) -> None:
+        """Keep what the last batch adds to `state`: called after its update, so that a skipped batch adds nothing."""
+        ...
+
     def compute_advantages(
         self, scores: Sequence[TokenScores], total: Total
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:

@@ -9,6 +9,7 @@ divergence from the rewards, and computes advantages of tokens, where an algorit
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -108,7 +109,9 @@ class PolicyAlgorithm:
         self.filters = settings.filter
         self._correction = Correction(settings)
         self._kl = kl_controller(settings.kl)
-        self._moments = RunningMoments()
+        self._moments = self._new_moments = RunningMoments()
+        self._divergence: tuple[float, int] | None = None
+        """Mean of the last batch and its trajectories, if the controller is to be updated with it."""
 
     @property
     def requirements(self) -> Requirements:
@@ -133,13 +136,22 @@ class PolicyAlgorithm:
         return None
 
     def reward_scale(self, outcomes: Outcomes) -> float:
-        """Return the factor on the rewards of tokens, 1 by default. Updates the running moments with the batch."""
+        """Return the factor on the rewards of tokens, 1 by default. The running moments include the batch."""
         kind = self.policy_settings.reward_scale
         if kind == "none":
             return 1.0
-        moments = self._moments if kind == "running" else RunningMoments()
+        moments = copy.copy(self._moments) if kind == "running" else RunningMoments()
         moments.update(outcomes.rewards[outcomes.valid])
+        if kind == "running":
+            self._new_moments = moments
         return float(moments.normalize(np.ones(1), centre=False)[0])
+
+    def after_update(self) -> None:
+        """Keep the moments with the last batch, and update the KL coefficient with its divergence."""
+        self._moments = self._new_moments
+        if self._divergence is not None:
+            self._kl.update(*self._divergence)
+            self._divergence = None
 
     # --- before the first update ---
 
@@ -174,8 +186,8 @@ class PolicyAlgorithm:
         divergence, tokens, trajectories = total(sums).tolist()
         mean = divergence / max(tokens, 1.0)
         facts = {"kl_reference": mean, "kl_coefficient": self._kl.coefficient}
-        if math.isfinite(mean):  # otherwise the update is refused; keep the coefficient
-            self._kl.update(mean, int(trajectories))
+        # not finite: the update is refused; keep the coefficient
+        self._divergence = (mean, int(trajectories)) if math.isfinite(mean) else None
         return rewards, facts
 
     # --- in every update ---
@@ -244,6 +256,7 @@ class PolicyAlgorithm:
         """Restore what `state` returned."""
         self._kl.load(state["kl"])
         self._moments.load(state["moments"])
+        self._new_moments, self._divergence = self._moments, None
 
 
 def kl_controller(settings: KlSettings) -> KlController:

@@ -191,7 +191,8 @@ class ReplayLoop:
                 self.delivery.counters.skipped_steps += 1
                 self._guard.skip(report.reason)
             return False
-        self._guard.trained()
+        if not report.reason:
+            self._guard.trained()
         self.filter.stepped()
         sampled = sum(t.num_sampled for group in item.groups for t in group.trajectories)
         self.delivery.commit_step([], sampled=sampled, trained=report.tokens_trained)
@@ -205,6 +206,11 @@ class ReplayLoop:
             epoch=self.epoch,
             more={"replayed_groups": len(item.mixed)},
         )
+        if report.reason:
+            log.warning("trained only a part of the batch of seqs %s: %s", seqs, report.reason)
+            self.delivery.counters.skipped_steps += 1
+            self.checkpoint()  # the same command continues after this step if the guard ends the replay
+            self._guard.skip(report.reason)
         return True
 
     def _checkpoint_if_due(self) -> None:

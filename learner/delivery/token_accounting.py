@@ -6,7 +6,8 @@
 side is counted where the outcome is decided, from the groups themselves. So a group that is lost on the way, or
 recorded twice, shows as a difference of its tokens.
 
-trained    had a gradient                     masked  in trained groups, but masked (stale, orphan, invalid, ...)
+trained    had a gradient                     masked  in trained groups, but masked (stale, orphan, invalid, ...),
+                                              or in an update that was not finite
 filtered   of groups without a signal         stale      of groups too old as a whole
 failed     of unreadable, poisonous, failed and non-finite groups
 duplicate  of entries whose seq had arrived or was settled already
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,15 +150,16 @@ class TokenAccounting:
         )
 
 
-def token_split(batch: Batch, groups: Sequence[TrajectoryGroup], own: int) -> TokenSplit:
-    """Count the tokens of the first `own` of `groups` that are trained in `batch`, and those that are masked.
+def token_split(batch: Batch, groups: Sequence[TrajectoryGroup], own: int, minibatches: int | None) -> TokenSplit:
+    """Count the tokens of the first `own` of `groups` that are trained in the first `minibatches` of `batch` (None:
+    all), and the others, masked ones.
 
     The other groups are replayed: their tokens were recorded at their first training.
     """
     order = sorted(range(len(groups)), key=lambda i: (groups[i].seq, groups[i].attempt))  # the numbering of build_batch
     pairs = [(i, trajectory) for i in order for trajectory in groups[i].trajectories]
     counts = np.zeros(len(pairs), np.int64)
-    for micro_batch in batch.micro_batches:
+    for micro_batch in chain(*batch.minibatches[:minibatches]):
         counts += np.bincount(micro_batch.trajectory, minlength=len(pairs))
     ours = [(int(counts[n]), int(t.mask.sum())) for n, (i, t) in enumerate(pairs) if i < own]
     return TokenSplit(sum(used for used, _ in ours), sum(sampled - used for used, sampled in ours))

@@ -108,20 +108,24 @@ class Trainer:
         forwards = forward_batch(rank_batch, self._models, self.algorithm)
         advantages, facts = self.algorithm.compute_advantages(forwards.flat, self.engine.total)
         result = self._passes(rank_batch, forwards.with_advantages(advantages))
-        if result.applied:
+        applied = result.minibatches > 0
+        if applied:
+            self.algorithm.after_update()
             self._models.after_update()
             if result.tokens is not None:
                 keep = self.settings.token_values.keep
                 result.tokens.write(self._token_values, rank_batch.source, rank=self.rank, keep=keep)
-        metrics = self._metrics(rank_batch, result.totals) | facts | result.facts
+        metrics, tokens = self._metrics(rank_batch, result)
+        metrics |= facts | result.facts
         return StepReport(
             loss=metrics.pop("loss"),
             grad_norm=result.update.grad_norm,
-            skipped=not result.applied,
-            reason="" if result.applied else "not finite",
+            skipped=not applied,
+            reason="" if result.update.applied else "not finite",
             metrics=metrics,
-            tokens_trained=rank_batch.num_tokens if result.applied else 0,
+            tokens_trained=tokens,
             seconds=time.perf_counter() - start,
+            minibatches=result.minibatches,
         )
 
     def _passes(self, rank_batch: RankBatch, forwards: ForwardBatch) -> UpdateResult:
@@ -141,10 +145,14 @@ class Trainer:
                     return result
         return result
 
-    def _metrics(self, rank_batch: RankBatch, totals: MetricSums) -> dict[str, float]:
+    def _metrics(self, rank_batch: RankBatch, result: UpdateResult) -> tuple[dict[str, float], int]:
+        """Return the metrics, and the number of tokens in applied updates, over all ranks; collective."""
+        totals = result.totals
+        trained = [m for part in rank_batch.minibatches[: result.minibatches] for m in part]
+        tokens = float(sum(int((m.weights > 0).sum()) for m in trained))
         # Every rank has at least a dummy, so all ranks have the same names in the same order.
-        sums, maxima = self.engine.reduce(totals.sums_list(), list(totals.maxima.values()))
-        return totals.report(sums, maxima, rank_batch.num_tokens) | rank_batch.stats
+        (tokens, *sums), maxima = self.engine.reduce([tokens, *totals.sums_list()], list(totals.maxima.values()))
+        return totals.report(sums, maxima) | rank_batch.stats, int(tokens)
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, tensor on `device`) of every weight, tied ones once, as `save_pretrained` would;

@@ -18,8 +18,9 @@ from learner.trainer.tensors import ForwardBatch, ForwardResult
 
 @dataclass
 class MetricSums:
-    """Sums of the `LossOutput`s of one pass. Names are in order of first occurrence."""
+    """Sums of the `LossOutput`s of one pass over `tokens` tokens. Names are in order of first occurrence."""
 
+    tokens: int = 0
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -38,15 +39,15 @@ class MetricSums:
 
     def sums_list(self) -> list[float]:
         """Return the values to be summed over the ranks, in the order that `report` expects."""
-        return [self.loss, *self.sums.values(), *(x for pair in self.ratios.values() for x in pair)]
+        return [self.tokens, self.loss, *self.sums.values(), *(x for pair in self.ratios.values() for x in pair)]
 
-    def report(self, sums: list[float], maxima: list[float], num_tokens: int) -> dict[str, float]:
+    def report(self, sums: list[float], maxima: list[float]) -> dict[str, float]:
         """Return the metrics by name, from the values of all ranks.
 
         ess                 effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2)
         explained_variance  1 - var(R - V) / var(R); 0 where returns do not vary
         """
-        loss, *rest = sums
+        num_tokens, loss, *rest = sums
         count = len(self.sums)
         found = {"loss": loss, **{name: rest[i] / num_tokens for i, name in enumerate(self.sums)}}
         for i, name in enumerate(self.ratios):
@@ -74,14 +75,15 @@ def _derive(found: dict[str, float]) -> None:
 class UpdateResult:
     """Result of the updates of a batch so far.
 
-    applied  whether any of them changed the weights
-    tokens   collects the values of trained tokens
+    update       the last one
+    minibatches  the first so many were in an applied update
+    tokens       collects the values of trained tokens
     """
 
     update: OptimizerUpdate
     tokens: TokenValues | None = None
     totals: MetricSums = field(default_factory=MetricSums)
-    applied: bool = False
+    minibatches: int = 0
     facts: dict[str, float] = field(default_factory=dict)
 
 
@@ -91,30 +93,33 @@ def update_minibatch(
     """Accumulate gradients over minibatch `number`, then update; collective. Adds to `result`.
 
     During its warm-up only the critic is updated. An update with a non-finite gradient on any rank is not applied
-    on any rank (`DeepSpeedEngine.step`).
+    on any rank (`DeepSpeedEngine.step`); if it is the policy's, the critic is not updated either.
     """
-    warming = models.critic is not None and models.critic.is_warming_up
-    for forward in forwards.minibatches[number]:
-        if not warming:
+    critic, part = models.critic, forwards.minibatches[number]
+    warming = critic is not None and critic.is_warming_up
+    result.totals.tokens += sum(int(forward.tensors.mask.sum()) for forward in part)
+    if not warming:
+        for forward in part:
             output = policy_loss_output(forward, models, algorithm, result.tokens)
             models.policy.backward(output.loss)
             result.totals.add(output)
-        if models.critic is not None:
-            output = models.critic.loss(forward)
-            models.critic.engine.backward(output.loss)
-            result.totals.add(replace(output, loss=torch.zeros(()) if not warming else output.loss))
-    if models.critic is not None:
-        critic = models.critic.engine.step()
-        result.facts |= {
-            "critic_grad_norm": critic.grad_norm,
-            "critic_skipped": float(not critic.applied),
-            "critic_lr": critic.lr,
-        }
-        result.update = critic
-    if not warming:
         result.update = models.policy.step()
         result.facts["lr"] = result.update.lr
-    result.applied |= result.update.applied
+    if critic is not None and (warming or result.update.applied):
+        for forward in part:
+            output = critic.loss(forward)
+            critic.engine.backward(output.loss)
+            result.totals.add(replace(output, loss=torch.zeros(()) if not warming else output.loss))
+        update = critic.engine.step()
+        result.facts |= {
+            "critic_grad_norm": update.grad_norm,
+            "critic_skipped": float(not update.applied),
+            "critic_lr": update.lr,
+        }
+        if warming:
+            result.update = update
+    if result.update.applied:
+        result.minibatches = max(result.minibatches, number + 1)
 
 
 def policy_loss_output(

@@ -86,8 +86,8 @@ def test_steps_that_are_not_finite_are_skipped_and_three_in_a_row_stop_the_learn
     in_order(
         said["nan-step"],
         r"skipped the batch of seqs .*, the policy is unchanged: its loss or a gradient is not finite",
-        r"^error: 3 batches in a row were not trained: their loss or a gradient is not finite",
-        r"^  why: the policy has diverged, or the data is broken\. None of these batches changed the weights",
+        r"^error: 3 batches in a row were not trained in full: their loss or a gradient is not finite",
+        r"^  why: the policy has diverged, or the data is broken\. No update that was not finite changed the weights",
         r"^   do: inspect the skipped batches in runs/demo/skipped",
         r"^\[exit code 2\]",
         r"^groups-00001\.bin",

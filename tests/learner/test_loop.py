@@ -24,8 +24,11 @@ from safetensors.torch import save_file
 from learner.checkpoint.checkpoint import Checkpoints, PartialCheckpoint
 from learner.checkpoint.journal import read_journal
 from learner.config.learner import LearnerSettings
+from learner.data.batch import Batch
 from learner.delivery.lease import LearnerLease
+from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
+from learner.delivery.token_accounting import TokenOutcome
 from learner.weights.disk import DiskPublisher
 from protocol import events
 from protocol.codec import decode_as, encode
@@ -452,6 +455,45 @@ def test_batches_that_are_not_finite_are_dead_and_three_in_a_row_stop_the_run(
             serve(more, settings, verdict=lambda n: "not finite")
     assert manifest(run)["step"] == 8
     assert len({e.group.seq for e in read_journal(run.dir / "skipped")}) == 12 + 12
+
+
+@pytest.mark.fault(39)
+def test_a_batch_that_is_finite_only_in_part_is_booked_in_part_and_counts(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two minibatches only the first is trained in steps 2, 5, 6 and 7."""
+    settings = LearnerSettings.model_validate(settings.model_dump() | {"algorithm": {"type": "grpo", "minibatches": 2}})
+    train, applied = tiny_learner.TinyEngine.train, {}
+
+    def partly(self: tiny_learner.TinyEngine, batch: Batch) -> tiny_learner.TinyReport:
+        report = train(self, batch)
+        tokens = [sum(len(m.index) for m in part) for part in batch.minibatches]
+        bad = self.updates in (2, 5, 6, 7)
+        applied[self.updates] = (tokens[0] if bad else sum(tokens), sum(tokens))
+        if bad:
+            report.reason, report.minibatches, report.tokens_trained = "not finite", 1, tokens[0]
+        return report
+
+    books, commit = [], DeliveryState.commit_step
+
+    def committed(self: DeliveryState, *seqs: Any, **tokens: Any) -> None:
+        commit(self, *seqs, **tokens)
+        books.append(self)
+
+    monkeypatch.setattr(tiny_learner.TinyEngine, "train", partly)
+    monkeypatch.setattr(DeliveryState, "commit_step", committed)
+    refused = pytest.raises(UserError, match="3 batches in a row were not trained in full")
+    with tiny_learner.Player(address, run.id), refused:
+        serve(run, settings)
+    assert sorted({e.step for e in read_journal(run.dir / "journal")}) == list(range(1, 8)), "a replay needs each step"
+    assert sorted({e.step for e in read_journal(run.dir / "skipped")}) == [2, 5, 6, 7]
+    assert [line["step"] for line in tiny_learner.step_lines(run.dir)] == list(range(1, 8)), (
+        "booked before the run ends"
+    )
+    totals, counters = books[-1].accounting.totals, books[-1].counters
+    assert totals[TokenOutcome.TRAINED] == counters.tokens_trained == sum(done for done, _ in applied.values())
+    assert totals[TokenOutcome.MASKED] == sum(every - done for done, every in applied.values()) > 0
+    assert counters.skipped_steps == 4 and not books[-1].accounting.inconsistency()
 
 
 def test_stale_groups_are_dropped_if_configured(

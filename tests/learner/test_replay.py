@@ -111,6 +111,27 @@ def test_a_replay_that_was_broken_off_goes_on_where_it_was(
         again(run, twice, tmp_path / "other")
 
 
+@pytest.mark.fault(39)
+def test_steps_that_are_finite_only_in_part_end_a_replay_that_can_go_on(
+    run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_journal(tmp_path / "old", 6)
+    whole = again(run, settings, tmp_path / "old", into="whole")
+    train = tiny_learner.TinyEngine.train
+
+    def partly(self: tiny_learner.TinyEngine, batch: Any) -> tiny_learner.TinyReport:
+        report = train(self, batch)
+        report.reason = "not finite" if self.updates in (3, 4, 5) else ""
+        return report
+
+    monkeypatch.setattr(tiny_learner.TinyEngine, "train", partly)
+    with pytest.raises(UserError, match="3 batches in a row were not trained in full"):
+        again(run, settings, tmp_path / "old")
+    mine = again(run, settings, tmp_path / "old")
+    assert weights(mine) == weights(whole)
+    assert [line["step"] for line in tiny_learner.step_lines(mine.dir)] == list(range(1, 7)), "none is repeated"
+
+
 def test_a_signal_ends_a_replay_with_a_checkpoint(
     run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from learner.config.learner import TrainerSettings
 from learner.data.batch import Batch, build_batch
+from learner.delivery.token_accounting import token_split
 from learner.trainer.trainer import Trainer
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
@@ -165,6 +166,38 @@ def test_a_batch_that_is_not_finite_is_skipped_with_its_reason(start):
     for name, value in weights(trainer).items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     assert not trainer.train(batch_of(trainer)).skipped
+
+
+@pytest.mark.fault(39)
+@pytest.mark.parametrize(("broken", "minibatches"), [(2, 1), (3, 2), (4, 3), (5, 3)])
+def test_of_a_batch_with_several_updates_those_before_a_non_finite_one_count(start, broken, minibatches):
+    """Three minibatches, two epochs: the gradient of update `broken` is not finite."""
+    several = {"minibatches": 3, "epochs": 2, "old_logprobs": "recompute"}
+    trainer, whole = start(algorithm=several), start(algorithm=several)
+    batch = batch_of(trainer)
+    before, backward, calls = weights(trainer), trainer.engine.backward, []
+
+    def breaking(loss: torch.Tensor) -> None:
+        calls.append(1)
+        backward(loss * math.nan if len(calls) == broken else loss)
+
+    trainer.engine.backward = breaking
+    report = trainer.train(batch)
+    assert (report.skipped, report.reason) == (False, "not finite"), "reported, although the weights changed"
+    assert len(calls) == broken and trainer.updates == broken - 1
+    sizes = [sum(len(m.index) for m in part) for part in batch.minibatches]
+    assert (report.minibatches, report.tokens_trained) == (minibatches, sum(sizes[:minibatches]))
+    assert math.isnan(report.grad_norm)
+    assert report.metrics["weight_mean"] == pytest.approx(1), "a mean over the tokens of the last epoch's updates"
+    own = token_split(batch, groups(trainer), 3, report.minibatches)
+    assert own.trained == report.tokens_trained and sum(own) == sum(sizes)
+    after = weights(trainer)
+    assert all(bool(torch.isfinite(value).all()) for value in after.values())
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+    trainer.engine.backward = backward
+    done = trainer.train(batch_of(trainer))
+    assert (done.reason, done.minibatches, done.tokens_trained) == ("", 3, sum(sizes))
+    assert whole.train(batch).tokens_trained == sum(sizes)
 
 
 def test_the_tokens_of_another_model_are_refused(start):

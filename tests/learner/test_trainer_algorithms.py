@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -237,6 +238,41 @@ def test_values_come_to_explain_the_returns(start: Start) -> None:
     found = [trainer.train(batch_of(trainer, given)).metrics["explained_variance"] for _ in range(15)]
     assert found[0] == pytest.approx(0, abs=1e-6), "a head of zeros explains nothing"
     assert found[-1] > 0.5
+
+
+@pytest.mark.fault(39)
+def test_a_skipped_batch_leaves_no_trace_in_critic_moments_and_coefficient(start: Start, tmp_path: Path) -> None:
+    kl = {"coefficient": 0.1, "target": 0.01, "horizon": 10, "place": "reward"}
+    trainer = start(algorithm={"type": "ppo", "reward_scale": "running", "kl": kl})
+    trainer.train(batch_of(trainer, groups(trainer)))
+    trainer.save_state(tmp_path / "before")
+    batch = batch_of(trainer, groups(trainer, 1))
+    backward = trainer.engine.backward
+    trainer.engine.backward = lambda loss: backward(loss * math.nan)  # the policy's; the critic's is finite
+    report = trainer.train(batch)
+    trainer.engine.backward = backward
+    assert (report.skipped, report.reason, report.tokens_trained) == (True, "not finite", 0)
+    trainer.save_state(tmp_path / "after")
+    for path in (path for path in (tmp_path / "before").rglob("*") if path.is_file()):
+        assert path.read_bytes() == (tmp_path / "after" / path.relative_to(tmp_path / "before")).read_bytes(), path
+    before = trainer.algorithm.state()
+    trainer.train(batch_of(trainer, groups(trainer, 1)))
+    assert {name: value != before[name] for name, value in trainer.algorithm.state().items()} == {
+        "kl": True,
+        "moments": True,
+    }
+
+
+def test_a_batch_without_tokens_leaves_the_moments_alone(start: Start) -> None:
+    trainer = start(algorithm={"type": "reinforce_pp", "reward_scale": "running"})
+    trainer.train(batch_of(trainer, groups(trainer)))
+    before = trainer.algorithm.state()
+    late = build_batch(
+        groups(trainer, 1), trainer.algorithm, now_step=9, lineage=(PolicyVersion(1, 0),), max_lag=2,
+        settings=TrainerSettings().batch, temperature=1.0,
+    )  # fmt: skip
+    assert trainer.train(late).reason == "no tokens"
+    assert trainer.algorithm.state() == before
 
 
 def test_a_critic_that_warms_up_leaves_the_policy_alone(start: Start) -> None:

@@ -49,6 +49,7 @@ class TinyReport:
     skipped: bool = False
     reason: str = ""
     seconds: float = 0.0
+    minibatches: int | None = None
 
 
 class TinyEngine:
@@ -80,6 +81,7 @@ class TinyEngine:
         if reason := self._verdict(self.updates) or reason:
             return TinyReport(0.0, 0, dict(batch.stats), skipped=True, reason=reason)
         self.updates += 1
+        self.algorithm.after_update()
         for micro in batch.micro_batches:
             self.weights += torch.tensor([1.0, micro.targets.sum(), micro.advantages.sum(), micro.weights.sum()])
         return TinyReport(0.5, batch.num_tokens, dict(batch.stats))
