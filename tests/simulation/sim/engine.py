@@ -28,6 +28,7 @@ class SimReport:
     loss: float = 0.0
     grad_norm: float = 1.0
     seconds: float = 0.0
+    minibatches: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
