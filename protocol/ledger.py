@@ -3,10 +3,14 @@
 A seq is settled once, as trained, filtered, stale or dead. `watermark` is the highest seq up to which all seqs are
 settled. `above` holds the settled seqs beyond it; the credit gate keeps it small. A user may requeue a dead or stale
 seq: it is then open again below the watermark, and `reopened` holds it.
+
+Memory, `to_state` and `from_state` are O(dead and stale seqs + above): trained and filtered seqs are only counted, so
+one below the watermark is either. `settle` and `reopen` are O(1).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -42,8 +46,10 @@ class Ledger:
     watermark: int = 0
     above: set[int] = field(default_factory=set)
     counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
-    notes: list[tuple[int, Outcome, str]] = field(default_factory=list)
-    """(seq, outcome, reason) of every seq that was not trained."""
+    notes: dict[int, tuple[Outcome, str]] = field(default_factory=dict)
+    """seq -> (outcome, reason) of every dead or stale seq."""
+    filtered: Counter[str] = field(default_factory=Counter)
+    """Reason -> number of filtered seqs."""
     reopened: set[int] = field(default_factory=set)
     """Requeued seqs at or below the watermark."""
 
@@ -66,25 +72,33 @@ class Ledger:
         else:
             self.above.add(seq)
         self.counts[outcome] += 1
-        if outcome is not Outcome.TRAINED:
-            self.notes.append((seq, outcome, reason))
+        if outcome is Outcome.FILTERED:
+            self.filtered[reason] += 1
+        elif outcome is not Outcome.TRAINED:
+            self.notes[seq] = outcome, reason
         while self.watermark + 1 in self.above:
             self.watermark += 1
             self.above.remove(self.watermark)
 
     def reopen(self, seq: int) -> tuple[Outcome, str]:
         """Remove the outcome of `seq` and return it with its reason. Raises NotReopenable."""
-        found = next((note for note in self.notes if note[0] == seq), None)
-        if found is None or found[1] not in REOPENABLE:
-            is_now = found[1] if found else Outcome.TRAINED if seq in self and seq > 0 else "not settled"
-            raise NotReopenable(f"seq {seq} is {is_now}: only dead and stale seqs can be requeued")
-        self.notes.remove(found)
-        self.counts[found[1]] -= 1
+        if seq not in self.notes:
+            raise NotReopenable(f"seq {seq} is {self.state_of(seq)}: only dead and stale seqs can be requeued")
+        outcome, reason = self.notes.pop(seq)
+        self.counts[outcome] -= 1
         if seq <= self.watermark:
             self.reopened.add(seq)
         else:
             self.above.remove(seq)
-        return found[1], found[2]
+        return outcome, reason
+
+    def state_of(self, seq: int) -> str:
+        """Return the outcome of `seq`, "trained or filtered" where it can be both, "not settled" if it has none."""
+        if seq in self.notes:
+            return str(self.notes[seq][0])
+        if seq < 1 or seq not in self:
+            return "not settled"
+        return "trained or filtered" if self.counts[Outcome.FILTERED] else str(Outcome.TRAINED)
 
     def missing(self, issued: int) -> list[int]:
         """Return the seqs in [1, issued] that are not settled, ascending."""
@@ -105,19 +119,26 @@ class Ledger:
             "watermark": self.watermark,
             "above": sorted(self.above),
             "counts": {str(k): v for k, v in self.counts.items()},
-            "notes": [[seq, str(outcome), reason] for seq, outcome, reason in self.notes],
+            "notes": [[seq, str(outcome), reason] for seq, (outcome, reason) in self.notes.items()],
+            "filtered": dict(self.filtered),
             "reopened": sorted(self.reopened),
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Ledger:
-        """Return the ledger that `to_state` wrote. Raises ForayError if the values are invalid or inconsistent."""
+        """Return the ledger that `to_state` wrote, also that of older versions, in which filtered seqs have notes.
+
+        Raises ForayError if the values are invalid or inconsistent.
+        """
         try:
+            notes = {int(seq): (Outcome(outcome), str(reason)) for seq, outcome, reason in state["notes"]}
+            noted = Counter(reason for outcome, reason in notes.values() if outcome is Outcome.FILTERED)
             ledger = cls(
                 watermark=int(state["watermark"]),
                 above={int(seq) for seq in state["above"]},
                 counts=dict.fromkeys(Outcome, 0) | {Outcome(k): int(v) for k, v in state["counts"].items()},
-                notes=[(int(seq), Outcome(outcome), str(reason)) for seq, outcome, reason in state["notes"]],
+                notes={seq: note for seq, note in notes.items() if note[0] in REOPENABLE},
+                filtered=noted + Counter({str(k): int(v) for k, v in state.get("filtered", {}).items()}),
                 reopened={int(seq) for seq in state.get("reopened", ())},
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -28,7 +28,7 @@ from deploy.monitor.snapshot import RunSnapshot
 from deploy.terminal import escape_untrusted
 from protocol.errors import UserError
 from protocol.keys import Keys
-from protocol.ledger import REOPENABLE, Ledger, Outcome
+from protocol.ledger import Ledger, Outcome
 from protocol.runtime.files import atomic_write
 
 if TYPE_CHECKING:
@@ -78,22 +78,19 @@ class Fates:
     @cached_property
     def reopenable(self) -> dict[int, str]:
         """Return seq -> reason, of seqs that may be requeued: they were not trained on."""
-        return {seq: reason for seq, (outcome, reason) in self._noted.items() if outcome in REOPENABLE}
+        return {seq: reason for seq, (_, reason) in self._noted.items()}
 
-    @cached_property
+    @property
     def _noted(self) -> dict[int, tuple[Outcome, str]]:
-        notes = self.ledger.notes if self.ledger is not None else []
-        return {seq: (outcome, reason) for seq, outcome, reason in notes}
+        return self.ledger.notes if self.ledger is not None else {}
 
     def of(self, seq: int) -> str:
-        """Return one word: dead, stale, filtered, trained, requeued, open (in flight or to be reissued) or unknown."""
+        """Return the state: as `Ledger.state_of`, requeued, open (in flight or to be reissued) or unknown."""
         if not seq or self.ledger is None:
             return "unknown"
         if seq in self.requeued:
             return "requeued"
-        if seq not in self.ledger:
-            return "open"
-        return str(self._noted.get(seq, (Outcome.TRAINED, ""))[0])
+        return self.ledger.state_of(seq) if seq in self.ledger else "open"
 
 
 def read_letters(client: redis.Redis | None, run: str, run_dir: Path, *, bodies: bool = True) -> list[DeadLetter]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -194,10 +195,10 @@ def take_snapshot(redis_url: str, run: str, run_dir: Path | None = None, *, time
 
 def read_ledger_totals(run_dir: Path) -> LedgerTotals | None:
     """Return the ledger totals of the checkpoint in CURRENT, None before the first. Raises ForayError if invalid."""
-    manifest = _manifest(run_dir)
-    if manifest is None:
+    found = _read(run_dir)
+    if found is None:
         return None
-    ledger = Ledger.from_state(manifest["ledger"])
+    manifest, ledger = found
     counts = {str(outcome): number for outcome, number in ledger.counts.items()}
     lineage = tuple(PolicyVersion(*pair) for pair in manifest.get("lineage", ()))
     counted = manifest.get("tokens") or {}
@@ -206,24 +207,30 @@ def read_ledger_totals(run_dir: Path) -> LedgerTotals | None:
 
 
 def read_ledger(run_dir: Path) -> Ledger | None:
-    """Return the complete ledger of that checkpoint, with the same errors."""
-    manifest = _manifest(run_dir)
-    return Ledger.from_state(manifest["ledger"]) if manifest is not None else None
+    """Return the complete ledger of that checkpoint, with the same errors. It must not be changed."""
+    found = _read(run_dir)
+    return found[1] if found is not None else None
 
 
-def _manifest(run_dir: Path) -> dict[str, Any] | None:
+def _read(run_dir: Path) -> tuple[dict[str, Any], Ledger] | None:
     root = run_dir / "checkpoints"
     try:
         path = root / (root / "CURRENT").read_text().strip() / "manifest.json"
-        text = path.read_text()
+        status = path.stat()
+        return _parsed(path, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
         # no checkpoint yet, or it was replaced between the two reads
         return None
+
+
+@lru_cache(maxsize=4)
+def _parsed(path: Path, *version: int) -> tuple[dict[str, Any], Ledger]:
+    """Read a manifest, once: a dashboard looks each second, and a checkpoint does not change (see `version`)."""
     try:
-        manifest: dict[str, Any] = json.loads(text)
+        manifest: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ForayError(f"{path} is not JSON: {error}") from None
-    return manifest
+    return manifest, Ledger.from_state(manifest["ledger"])
 
 
 def _look(client: redis.Redis, url: str, run: str, totals: LedgerTotals | None) -> RunSnapshot:

@@ -7,7 +7,6 @@ that the delivery rules can be read and tested in one place.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -57,7 +56,6 @@ class DeliveryState:
     durable    those of `unacked` whose outcome the checkpoint contains
     due        seqs to reissue as soon as Redis allows
     attempts   seq -> known attempts, if more than one
-    reasons    (outcome, reason) -> number of seqs that were not trained
     accounting outcome of the tokens of every entry
     requests   seqs reopened on request, while Redis may still contain the request
     closed     the last step is done: nothing is reopened
@@ -77,7 +75,6 @@ class DeliveryState:
     unacked: dict[bytes, int] = field(default_factory=dict)
     due: set[int] = field(default_factory=set)
     attempts: dict[int, int] = field(default_factory=dict)
-    reasons: Counter[tuple[Outcome, str]] = field(default_factory=Counter)
     accounting: TokenAccounting = field(default_factory=TokenAccounting)
     requeue_requests: set[int] = field(default_factory=set)
     finished: bool = False
@@ -119,8 +116,6 @@ class DeliveryState:
         with self.lock:
             for seq in seqs:
                 self.ledger.settle(seq, outcome, reason)
-                if outcome is not Outcome.TRAINED:
-                    self.reasons[outcome, reason] += 1
                 self.pending.discard(seq)
                 self.due.discard(seq)
                 self.attempts.pop(seq, None)
@@ -155,7 +150,6 @@ class DeliveryState:
             if self.finished:
                 raise NotReopenable(f"seq {seq}: the run has completed its last step")
             outcome, reason = self.ledger.reopen(seq)
-            self.reasons[outcome, reason] -= 1
             self.attempts.pop(seq, None)
             self.due.add(seq)
             self.requeue_requests.add(seq)
@@ -177,7 +171,7 @@ class DeliveryState:
     def filtered_counts(self) -> dict[str, int]:
         """Return the seqs filtered since the beginning of the run, by reason, for the metrics."""
         with self.lock:
-            return {f"groups_filtered_{r}": n for (o, r), n in self.reasons.items() if o is Outcome.FILTERED}
+            return {f"groups_filtered_{reason}": n for reason, n in self.ledger.filtered.items()}
 
     def in_flight(self) -> list[int]:
         """Return the seqs that are issued and not settled, ascending."""
@@ -209,7 +203,6 @@ class DeliveryState:
             self.step = int(state["step"])
             self.ledger = Ledger.from_state(state["ledger"])
             self.committed = Ledger.from_state(state["ledger"])
-            self.reasons = Counter((outcome, reason) for _, outcome, reason in self.ledger.notes)
             self.counters = RunCounters(**{k: int(v) for k, v in state["tally"].items() if k in known})
             self.accounting = TokenAccounting.from_state(state.get("tokens", {}))
             self.unacked = {id_.encode(): 0 for id_ in state.get("entries", ())}

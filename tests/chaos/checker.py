@@ -4,7 +4,8 @@ It reads the manifest of the current checkpoint and the journal's frames with it
 the learner, so that it does not share a bug in the accounting. The formats:
 
     checkpoints/CURRENT          the name of a folder; its manifest.json has `lineage` [[epoch, first step], ...],
-                                 `step`, `ledger` {watermark, above, counts, notes [[seq, outcome, reason], ...]},
+                                 `step`, `ledger` {watermark, above, counts, notes [[seq, outcome, reason], ...],
+                                 filtered {reason: number of seqs without a note}},
                                  `tally`, `files` {name: {bytes, sha256}}
     journal/groups-NNNNN.bin     frames: u32 length, u32 CRC-32, msgpack {step, epoch, h: msgpack {seq, sampled, ...}}
 
@@ -134,12 +135,18 @@ def _books(ledger: dict[str, Any], trained: set[int], issued: int, verdict: Verd
     notes = {int(seq): (str(outcome), str(reason)) for seq, outcome, reason in ledger["notes"]}
     settled = set(range(1, watermark + 1)) | above
     verdict.settled, verdict.issued = len(settled), max(issued, max(settled, default=0))
-    verdict.by_reason = dict(Counter(f"{outcome} ({reason})" for outcome, reason in notes.values()))
-    verdict.missing = [seq for seq in range(1, verdict.issued + 1) if seq not in trained and seq not in notes]
-    verdict.unbooked = sorted(trained ^ (settled - set(notes)))
+    filtered = {f"filtered ({reason})": int(n) for reason, n in ledger.get("filtered", {}).items()}
+    verdict.by_reason = dict(Counter(f"{outcome} ({reason})" for outcome, reason in notes.values()) + Counter(filtered))
+    # Filtered seqs are only counted. If the count fits, they are those that are settled and found nowhere else.
+    nowhere = settled - trained - set(notes)
+    explained = set(notes) | (nowhere if len(nowhere) == sum(filtered.values()) else set())
+    verdict.missing = [seq for seq in range(1, verdict.issued + 1) if seq not in trained and seq not in explained]
+    verdict.unbooked = sorted(trained ^ (settled - explained))
     counts = {str(k): int(v) for k, v in ledger["counts"].items()}
     if len(notes) != len(ledger["notes"]):
         verdict.problems.append("a seq is recorded with two reasons")
+    if counts.get("filtered", 0) != sum(n for reason, n in verdict.by_reason.items() if reason.startswith("filtered ")):
+        verdict.problems.append(f"{counts.get('filtered', 0)} are recorded as filtered, the reasons differ")
     if trained & set(notes):
         verdict.problems.append(f"trained, and recorded as not: {_listed(sorted(trained & set(notes)))}")
     if not set(notes) <= settled:

@@ -79,6 +79,21 @@ def test_a_seq_that_is_found_nowhere_is_seen(run_dir: Path) -> None:
     assert verdict.missing == [17] and not verdict.ok
 
 
+def test_filtered_seqs_are_only_counted(run_dir: Path) -> None:
+    path = run_dir / "checkpoints" / "step_8.e2" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["ledger"] |= {"notes": [], "filtered": {"no_variance": 1}}
+    path.write_text(json.dumps(manifest))
+    verdict = checker.check(run_dir, issued=17)
+    assert verdict.ok and verdict.by_reason == {"filtered (no_variance)": 1}, verdict.render()
+    manifest["ledger"] |= {"watermark": 18, "counts": manifest["ledger"]["counts"] | {"dead": 1}}
+    path.write_text(json.dumps(manifest))
+    assert checker.check(run_dir).missing == [17, 18], "one of them has no outcome"
+    manifest["ledger"] |= {"filtered": {"no_variance": 2}}
+    path.write_text(json.dumps(manifest))
+    assert "recorded as filtered" in checker.check(run_dir).problems[0]
+
+
 def test_a_hole_below_settled_seqs_is_seen(run_dir: Path) -> None:
     add_frames(run_dir, frame(2, 8, 19))
     write_checkpoint(run_dir, watermark=17, above=[19], trained=17, notes=[[17, "filtered", "no_variance"]])

@@ -165,8 +165,8 @@ def test_dead_seqs_are_requeued_by_number_by_reason_or_all(run: Run, capsys: pyt
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("requeue", "2"), "2 is trained"),
-        (("requeue", "3", "6", "77"), "6 is filtered, 77 is open"),
+        (("requeue", "2"), "2 is trained or filtered"),
+        (("requeue", "3", "6", "77"), "6 is trained or filtered, 77 is open"),
         (("requeue", "--reason", "typo"), "no dead or stale seq has the reason 'typo'"),
         (("requeue",), "requeue needs one selection of seqs"),
         (("requeue", "3", "--all"), "requeue needs one selection of seqs"),

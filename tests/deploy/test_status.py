@@ -13,7 +13,7 @@ import redis
 from deploy.commands.watch import status as status_command
 from deploy.commands.watch import top as top_command
 from deploy.launcher.run_dir import write_record
-from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
+from deploy.monitor.snapshot import RunSnapshot, read_ledger, read_ledger_totals, take_snapshot
 from deploy.monitor.status import BUCKETS, conservation, problems, state, to_json, with_record
 from deploy.monitor.status_page import render
 from deploy.monitor.top import frame, waits_in_words
@@ -84,12 +84,12 @@ def look(client: redis.Redis, redis_url: str, tmp_path: Path) -> Callable[[], Ru
     return lambda: take_snapshot(redis_url, "test", tmp_path)
 
 
-def write_checkpoint(run_dir: Path, ledger: Ledger) -> None:
-    path = run_dir / "checkpoints" / "step_9.e1"
+def write_checkpoint(run_dir: Path, ledger: Ledger, step: int = 9) -> None:
+    path = run_dir / "checkpoints" / f"step_{step}.e1"
     path.mkdir(parents=True)
-    manifest = {"step": 9, "epoch": 1, "ledger": ledger.to_state(), "lineage": [[1, 0]]}
+    manifest = {"step": step, "epoch": 1, "ledger": ledger.to_state(), "lineage": [[1, 0]]}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    (run_dir / "checkpoints" / "CURRENT").write_text("step_9.e1\n")
+    (run_dir / "checkpoints" / "CURRENT").write_text(f"step_{step}.e1\n")
 
 
 def test_a_run_that_goes_well_is_healthy_and_its_parts_are_counted(look: Callable[[], RunSnapshot]) -> None:
@@ -211,12 +211,27 @@ def test_without_a_learner_the_token_balance_is_the_checkpoints(
     client.hset(KEYS.target, "state", "done")
     line = "generated 30 = trained 20 + masked 0 + filtered 0 + stale 10 + failed 0 + duplicate 0 + in flight 0"
     assert f"{line} (consistent)" in render(look(), max_lag=2)
-    counted["buckets"]["stale"] = 11
+    counted["buckets"]["stale"] = 110
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokens": counted}))
     assert any(
-        "the token accounting is not consistent" in p.what and "1 too many" in p.what
+        "the token accounting is not consistent" in p.what and "100 too many" in p.what
         for p in problems(look(), max_lag=2)
     )
+
+
+def test_a_ledger_is_parsed_once_for_each_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`foray top` and the dashboard look each second."""
+    parsed: list[int] = []
+    parse = Ledger.from_state
+    monkeypatch.setattr(Ledger, "from_state", lambda state: parsed.append(1) or parse(state))
+    ledger = Ledger()
+    for seq in range(1, 4):
+        write_checkpoint(tmp_path, ledger, step=seq)
+        for _ in range(5):
+            totals, found = read_ledger_totals(tmp_path), read_ledger(tmp_path)
+            assert totals is not None and totals.settled == seq - 1 and found == ledger
+        ledger.settle(seq, Outcome.DEAD, "engine")
+    assert len(parsed) == 3
 
 
 def test_a_broken_manifest_is_an_error_and_a_missing_one_is_none(tmp_path: Path) -> None:

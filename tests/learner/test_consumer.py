@@ -120,7 +120,7 @@ def test_a_failed_group_is_dead_and_takes_no_room(source: StreamConsumer, db: re
     header, body = seal(GroupFailed(run="t1", seq=4, attempt=3, reason="search", detail="gave up"))
     db.xadd(KEYS.traj, {"seq": 4, "h": header, "b": body})
     source.tick()
-    assert len(source) == 0 and source._delivery.ledger.notes == [(4, Outcome.DEAD, "search")]
+    assert len(source) == 0 and source._delivery.ledger.notes == {4: (Outcome.DEAD, "search")}
 
 
 def test_old_groups_are_dropped_only_if_configured(source: StreamConsumer, db: redis.Redis) -> None:
@@ -128,7 +128,7 @@ def test_old_groups_are_dropped_only_if_configured(source: StreamConsumer, db: r
         add(db, seq, version=PolicyVersion(1, step))
     source.tick()
     assert take(source, 2, step=6, max_lag=2) == [2, 3]
-    assert source._delivery.ledger.notes == [(1, Outcome.STALE, "too_old")]
+    assert source._delivery.ledger.notes == {1: (Outcome.STALE, "too_old")}
 
 
 @pytest.mark.fault(30)

@@ -95,7 +95,7 @@ def test_a_failed_attempt_is_due_again_until_the_last_one() -> None:
         delivery.record_failed_attempt(2, attempt, 3, "corrupt")  # the same entry seen twice counts once
         delivery.due.clear()  # issued again
     delivery.record_failed_attempt(2, 1, 3, "corrupt")  # a header that cannot be read says attempt 1
-    assert 2 in delivery.ledger and delivery.ledger.notes == [(2, Outcome.DEAD, "corrupt")]
+    assert 2 in delivery.ledger and delivery.ledger.notes == {2: (Outcome.DEAD, "corrupt")}
 
 
 def test_state_is_restored_from_a_checkpoint_and_an_inconsistent_one_is_refused() -> None:

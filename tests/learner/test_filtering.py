@@ -12,6 +12,7 @@ from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import FilterSettings, LearnerSettings
 from learner.data.filter import GroupFilter
 from protocol.header import seal
+from protocol.ledger import Ledger
 from protocol.messages import Status, Task, TrajectoryGroup
 from protocol.settings import RunSettings
 from tests.support import tiny_learner
@@ -31,10 +32,10 @@ def only(seqs: Callable[[int], bool]) -> Callable[[Task, bytes, bytes], tuple[by
     return spoil
 
 
-def notes(run: RunSettings) -> dict[int, tuple[str, str]]:
+def ledger(run: RunSettings) -> Ledger:
     found = Checkpoints(run.checkpoint_dir, 2).load()
     assert found
-    return {seq: (outcome, reason) for seq, outcome, reason in found.facts["ledger"]["notes"]}
+    return Ledger.from_state(found.facts["ledger"])
 
 
 def test_most_groups_have_no_signal_and_the_run_ends_with_consistent_accounting(
@@ -53,11 +54,12 @@ def test_most_groups_have_no_signal_and_the_run_ends_with_consistent_accounting(
     trained = [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
     assert len(trained) == len(set(trained)) == 32 and all(seq % 5 == 0 for seq in trained)
     issued = max(seq for seq, _ in player.seen)
-    left_out = notes(run)
-    assert set(left_out) == set(range(1, issued + 1)) - set(trained), "every seq is settled"
-    assert {note for seq, note in left_out.items() if seq % 5} == {("filtered", "no_variance")}
+    found = ledger(run)
+    left_out = set(range(1, issued + 1)) - set(trained)
+    assert found.missing(issued) == [] and found.notes == {} and found.filtered.total() == len(left_out), "all settled"
+    assert found.filtered["no_variance"] == sum(seq % 5 > 0 for seq in left_out)
     line = tiny_learner.step_lines(run.dir)[-1]
-    assert line["groups_filtered_no_variance"] == sum(reason == "no_variance" for _, reason in left_out.values())
+    assert line["groups_filtered_no_variance"] == found.filtered["no_variance"], "counted across the crash"
 
 
 def test_a_policy_that_is_always_right_does_not_stand_still(
@@ -68,7 +70,7 @@ def test_a_policy_that_is_always_right_does_not_stand_still(
     with tiny_learner.Player(address, run.id, spoil=only(lambda seq: False)), caplog.at_level(logging.WARNING):
         assert serve(run.model_copy(update={"steps": 3}), settings) == 0
     assert [len(batch) for batch in tiny_learner.surviving(run.dir).values()] == [4, 4, 4]
-    assert len(notes(run)) == 3 * 2 * 4, "two batches' worth were filtered before each step"
+    assert ledger(run).filtered.total() == 3 * 2 * 4, "two batches' worth were filtered before each step"
     assert caplog.text.count("filtering pauses until the next step") == 1
 
 

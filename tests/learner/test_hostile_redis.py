@@ -182,7 +182,7 @@ def test_a_corrupt_task_is_a_failed_attempt_and_dead_after_three(
         delivery.due.clear()  # it was issued again
     publish(db, unreadable(5))
     source.tick()
-    assert delivery.ledger.notes == [(5, Outcome.DEAD, "task_corrupt")]
+    assert delivery.ledger.notes == {5: (Outcome.DEAD, "task_corrupt")}
     assert delivery.counters.dead_letters == 3 and delivery.inconsistency(whole=False) == ""
 
 

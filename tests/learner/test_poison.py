@@ -146,7 +146,7 @@ def test_a_learner_that_a_group_kills_trains_on_with_its_fourth_start(
     facts = found.facts
     assert facts["step"] == run.steps and facts["ledger"]["counts"] == {
         "trained": 32,
-        "filtered": len(facts["ledger"]["notes"]),
+        "filtered": sum(facts["ledger"]["filtered"].values()),
         "stale": 0,
         "dead": 0,
     }

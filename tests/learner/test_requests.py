@@ -54,7 +54,7 @@ def test_dead_and_stale_seqs_are_opened_and_all_other_requests_are_refused_with_
         "seq 2 was stale (too_old); requeued",
     }
     refused = " / ".join(sorted(reported(db, "requeue-refused")))
-    assert "seq 3 is filtered" in refused and "seq 4 is trained" in refused and "seq 5 is not settled" in refused
+    assert all(f"seq {seq} is trained or filtered" in refused for seq in (3, 4)) and "seq 5 is not settled" in refused
     assert len(reported(db, "requeue-refused")) == 8
     requests.tick()
     assert delivery.counters.requeued == 2, "what is honoured is not honoured again before the checkpoint"
@@ -102,7 +102,7 @@ def test_a_dead_seq_is_trained_after_all_and_the_accounting_is_consistent(
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
     assert 5 in [seq for batch in tiny_learner.surviving(run.dir).values() for seq in batch]
-    assert [n for n in made["ledger"]["notes"] if n[2] != "excess"] == [[6, "dead", "engine"]]
+    assert made["ledger"]["notes"] == [[6, "dead", "engine"]]
     assert made["ledger"]["reopened"] == [] and db.smembers(KEYS.requeue) == set()
     assert [attempt for seq, attempt in player.seen if seq == 5] == [1, 1], "with all its attempts before it"
     tokens = made["tokens"]
@@ -148,7 +148,7 @@ def test_a_seq_that_is_opened_at_the_very_end_does_not_hold_up_the_run(
 
         assert serve(run, settings, before=ask) == 0
     made = facts(run)
-    assert made["step"] == run.steps and [5, "filtered", "excess"] in made["ledger"]["notes"]
+    assert made["step"] == run.steps and made["ledger"]["notes"] == [] and made["ledger"]["filtered"]["excess"] >= 1
     assert made["tally"]["excess"] >= 1 and made["ledger"]["reopened"] == []
     in_flight = {fields[b"seq"] for _, fields in db.xrange(KEYS.tasks)}
     assert b"5" in in_flight, "its task existed, and the run did not wait for it"
