@@ -44,11 +44,11 @@ class SimBatch:
         return self
 
     @property
-    def micro_batches(self) -> list[Any]:
-        """One, with every token that the policy sampled."""
+    def minibatches(self) -> list[Any]:
+        """One, of one micro-batch, with every token that the policy sampled."""
         order = sorted(self.groups, key=lambda g: (g.seq, g.attempt))
         counts = [t.num_sampled for g in order for t in g.trajectories]
-        return [SimpleNamespace(trajectory=np.repeat(np.arange(len(counts)), counts))]
+        return [(SimpleNamespace(trajectory=np.repeat(np.arange(len(counts)), counts)),)]
 
 
 class SimEngine:
