@@ -37,12 +37,13 @@ class Piece:
         """Return a view of the piece in `tensor`, which is shaped like `flat`."""
         return tensor.detach().reshape(-1).narrow(0, self.offset, self.count)
 
-    def put(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write this piece of the whole parameter into `tensor`, which is shaped like `flat`."""
-        if tensor.shape == whole.shape:
-            tensor.copy_(whole)
+    def put(self, tensor: torch.Tensor, values: torch.Tensor, begin: int) -> None:
+        """Write this piece into `tensor`, which is shaped like `flat`. values [n]: the parameter's from `begin` on."""
+        own = values.narrow(0, self.start - begin, self.count)
+        if tensor.numel() == self.count:
+            tensor.copy_(own.reshape(tensor.shape))
         else:
-            self.of(tensor).copy_(whole.reshape(-1).narrow(0, self.start, self.count))
+            self.of(tensor).copy_(own)
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,29 @@ def _scattered(parameters: dict[str, torch.nn.Parameter], optimizer: Any) -> Ite
             yield name, Piece(optimizer.fp32_partitioned_groups_flat[group], offset, start, count)
 
 
-def set_low(partition: Partition, name: str, whole: torch.Tensor) -> None:
-    """Set the parameter of the forward pass to `whole`, cast as DeepSpeed casts its master weights."""
+def low_range(partition: Partition, name: str) -> tuple[int, int]:
+    """Return which elements of a parameter `set_low` needs on this rank: all, or at stage 3 this rank's share."""
+    parameter = partition.parameters[name]
+    if not hasattr(parameter, "ds_tensor") or parameter.data.numel() == parameter.ds_numel:  # whole at present
+        return 0, partition.shapes[name].numel()
+    begin = torch.distributed.get_rank() * parameter.ds_tensor.ds_numel
+    return begin, min(begin + parameter.ds_tensor.ds_numel, parameter.ds_numel)
+
+
+def set_low(partition: Partition, name: str, values: torch.Tensor, begin: int) -> None:
+    """Set the parameter of the forward pass to `values` [n], those of `low_range` from `begin` on.
+
+    They are cast as DeepSpeed casts its master weights.
+    """
     parameter = partition.parameters[name]
     if hasattr(parameter, "ds_tensor"):
         part = parameter.ds_tensor
         start = torch.distributed.get_rank() * part.ds_numel
-        count = max(0, min(part.ds_numel, parameter.ds_numel - start))  # type: ignore[attr-defined]
-        if count:
-            part.data.reshape(-1)[:count].copy_(whole.reshape(-1)[start : start + count])
+        own = values[start - begin :][: part.ds_numel]
+        part.data.reshape(-1)[: len(own)].copy_(own)
         if parameter.data.numel() != parameter.ds_numel:  # type: ignore[attr-defined]  # not whole at present
             return
-    parameter.data.copy_(whole.reshape(parameter.shape))
+    parameter.data.copy_(values.reshape(parameter.shape))
 
 
 def byte_chunks(sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -10,6 +10,9 @@ import json
 import os
 import shutil
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,51 @@ def go_on(engine: DeepSpeedEngine, *, dropout: bool) -> dict[str, torch.Tensor]:
     return facts(engine, norms)
 
 
+@contextmanager
+def bytes_read() -> Iterator[dict[str, int]]:
+    """Counts bytes of the tensors that are read from files, by key."""
+    found: dict[str, int] = defaultdict(int)
+    real = state_files.safe_open
+
+    class Slice:
+        def __init__(self, saved: Any, key: str) -> None:
+            self.saved, self.key = saved, key
+            self.get_shape, self.get_dtype = saved.get_shape, saved.get_dtype
+
+        def __getitem__(self, rows: Any) -> torch.Tensor:
+            return counted(self.saved[rows], self.key)
+
+    class Opened:
+        def __init__(self, path: Path, **how: Any) -> None:
+            self.file, self.key = real(path, **how), path.name.split(".")[0]
+
+        def __enter__(self) -> Opened:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.__exit__(*error)
+
+        def keys(self) -> Any:
+            return self.file.keys()
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.file.get_slice(name), self.key)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            return counted(self.file.get_tensor(name), self.key)
+
+    def counted(tensor: torch.Tensor, key: str) -> torch.Tensor:
+        found[key] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    state_files.safe_open = Opened
+    try:
+        yield found
+    finally:
+        state_files.safe_open = real
+
+
 # ---- roles, each run by every rank of a group of processes
 
 
@@ -129,6 +177,18 @@ def role_two(folder: Path) -> None:
         engine.close()
         resume(stage, dtype, here, dropout=True)
     resume(3, "bfloat16", folder / "one", dropout=False)
+
+
+def role_read(folder: Path) -> None:
+    """What each rank reads of a state, at stages 2 and 3."""
+    for stage in (2, 3):
+        engine = start(stage, "bfloat16")
+        engine.save_state(folder / f"z{stage}")
+        torch.distributed.barrier()
+        with bytes_read() as found:
+            engine.load_state(folder / f"z{stage}")
+        (folder / f"read.{stage}.{engine.world_size}.{engine.rank}").write_text(json.dumps(found))
+        engine.close()
 
 
 def role_three(folder: Path) -> None:
@@ -256,6 +316,22 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
     for key in found.keys() - {"random"}:
         torch.testing.assert_close(found[key], expected[key], **close, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_at_resume_a_rank_reads_what_it_keeps(tmp_path: Path, zygote: Zygote, ranks: int) -> None:
+    zygote.run_ranks(__file__, ["read", str(tmp_path)], tmp_path, ranks)
+    whole = sum(p.numel() * 4 for p in Net().parameters() if p.requires_grad)
+    rows = 7 * 7 * 4
+    """A rank's first and last row, of at most 7 numbers each, in each of at most 7 parameters."""
+    for stage in (2, 3):
+        found = [json.loads((tmp_path / f"read.{stage}.{ranks}.{rank}").read_text()) for rank in range(ranks)]
+        for key in ("exp_avg", "exp_avg_sq", "master"):
+            if (key, stage) == ("master", 2):
+                assert {read[key] for read in found} == {whole}, "each rank has the whole model in its forward pass"
+                continue
+            assert max(read[key] for read in found) <= whole / ranks + rows
+            assert sum(read[key] for read in found) >= whole
 
 
 def test_saved_buffers_return_and_others_stay(tmp_path: Path) -> None:
@@ -402,5 +478,5 @@ if __name__ == "__main__":
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
-    {"two": role_two, "three": role_three}[sys.argv[1]](Path(sys.argv[2]))
+    {"two": role_two, "three": role_three, "read": role_read}[sys.argv[1]](Path(sys.argv[2]))
     leave_ranks()
