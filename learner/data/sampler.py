@@ -1,6 +1,7 @@
 """The question of seq n: a pure function of (fingerprint of the questions, seed, n).
 
-So any lost task can be rebuilt, and a resumed learner needs no sampler state.
+So any lost task can be rebuilt, and a resumed learner needs no sampler state. A question costs O(BLOCK) with weights
+and O(1) without; a permutation of N questions, O(N log N), is computed once for each pass of a source, in order of seq.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from protocol.messages import Question
 
 BLOCK = 1024
 """Questions in which every source has exactly its share, rounded to a whole number and at least 1."""
+SPARE = 16
+"""Permutations that are kept beyond one for each source: the mix of a block, and passes of reissued seqs."""
 
 
 class Sampler:
@@ -30,6 +33,8 @@ class Sampler:
         self.questions = questions
         self.seed = seed
         self._quotas = quotas([weight for _, weight in questions.shares], BLOCK)
+        # of this instance: another one's permutations would displace its own
+        self._permutation = lru_cache(maxsize=len(questions.shares) + SPARE)(_permutation)
         self._starts = [0, *accumulate(count for count, _ in questions.shares)]
 
     @cached_property
@@ -44,15 +49,22 @@ class Sampler:
         if seq < 1:
             raise ValueError(f"seq {seq} is below 1")
         if not self._quotas:
-            return self.questions.questions[_drawn(self.fingerprint, seq - 1, len(self.questions))]
+            return self.questions.questions[self._drawn(self.fingerprint, seq - 1, len(self.questions))]
         block, place = divmod(seq - 1, sum(self._quotas))
-        order = _permutation(f"{self.fingerprint}:mix", block, sum(self._quotas))
+        order = self._permutation(f"{self.fingerprint}:mix", block, sum(self._quotas))
         ends = np.cumsum(self._quotas)
         of_each = np.searchsorted(ends, order, side="right")
         source = int(of_each[place])
         earlier = block * self._quotas[source] + int((of_each[:place] == source).sum())
         count, _ = self.questions.shares[source]
-        return self.questions.questions[self._starts[source] + _drawn(f"{self.fingerprint}:{source}", earlier, count)]
+        return self.questions.questions[
+            self._starts[source] + self._drawn(f"{self.fingerprint}:{source}", earlier, count)
+        ]
+
+    def _drawn(self, name: str, nth: int, count: int) -> int:
+        """Return the `nth` draw, from 0, of endless passes over `count` things."""
+        which, place = divmod(nth, count)
+        return int(self._permutation(name, which, count)[place])
 
 
 def quotas(weights: list[float], block: int) -> list[int]:
@@ -61,13 +73,6 @@ def quotas(weights: list[float], block: int) -> list[int]:
     return [max(1, round(block * weight / total)) for weight in weights]
 
 
-def _drawn(name: str, nth: int, count: int) -> int:
-    """Return the `nth` draw, from 0, of endless passes over `count` things."""
-    which, place = divmod(nth, count)
-    return int(_permutation(name, which, count)[place])
-
-
-@lru_cache(maxsize=16)
 def _permutation(fingerprint: str, which: int, count: int) -> npt.NDArray[np.intp]:
     # Philox by key: the same numbers on every platform and for every numpy that keeps its stream promise.
     words = hashlib.sha256(f"{fingerprint}:{which}".encode()).digest()

@@ -318,7 +318,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(found[key], expected[key], **close, msg=lambda m, k=key: f"{k}: {m}")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_at_resume_a_rank_reads_what_it_keeps(tmp_path: Path, zygote: Zygote, ranks: int) -> None:
     zygote.run_ranks(__file__, ["read", str(tmp_path)], tmp_path, ranks)
     whole = sum(p.numel() * 4 for p in Net().parameters() if p.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from learner.data.questions import QuestionSet, fingerprint
@@ -78,3 +79,16 @@ def test_the_mix_is_the_same_on_every_machine() -> None:
     # Written down, as above.
     got = ids(weighted((6, 2.0), (6, 1.0)), range(1, 13))
     assert got == ["q7", "q3", "q6", "q2", "q9", "q0", "q8", "q4", "q11", "q1", "q5", "q2"]
+
+
+@pytest.mark.parametrize("sources", [1, 15, 16, 20, 100])
+def test_each_pass_is_permuted_once_however_many_sources(sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    argsort = np.argsort
+    monkeypatch.setattr(np, "argsort", lambda *given, **how: computed.append(1) or argsort(*given, **how))
+    sampler, other = (weighted(*[(BLOCK, 1.0)] * sources) for _ in range(2))
+    for seq in range(1, 2 * BLOCK):
+        sampler.question(seq)
+        if seq % 50 == 0:
+            other.question(seq)  # of another run in the same process
+    assert len(computed) <= 2 * (3 + sources * (2 if sources == 1 else 1)), "of two samplers: three blocks, each pass"
