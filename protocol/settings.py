@@ -82,7 +82,7 @@ class RunSettings(Settings):
     date: Date | None = None
     """Date (2026-01-31) for chat templates that contain one, so that prompts stay the same every day. null: `foray up`
     sets the first day of the run (UTC)."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 48)
     """Random seed of the sampler and of the learner."""
     group_size: int = Field(default=8, ge=1, le=512)
     """Trajectories per question (G)."""

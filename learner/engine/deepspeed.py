@@ -134,7 +134,7 @@ class DeepSpeedEngine:
         self._deepspeed = import_deepspeed()
         join_ranks()
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.seed = (seed << 16) + self.rank  # different dropout on each rank
+        self.seed = (seed << 16) + self.rank  # different dropout on each rank; RunSettings bounds the seed
         torch.manual_seed(self.seed)
         self._optimizer = GuardedAdamW(
             parameter_groups(module, optim.weight_decay),

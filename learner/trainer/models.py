@@ -87,15 +87,20 @@ class Models:
 
 
 def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requirements, updates: int) -> Models:
-    """Return the models of `run`, for this total number of policy updates; collective."""
+    """Return the models of `run`, for this total number of updates; collective.
+
+    The policy's learning rate is planned without those of the critic's warm-up, in which it is not updated.
+    """
     torch.manual_seed(run.seed)  # random initial adapters, equal on all ranks and at every start
     packed = settings.batch.row_tokens > 0 or settings.batch.share_prompts
     head = settings.critic if requirements.values and settings.critic.backbone == "policy" else None
     sharded = settings.engine.zero_stage == 3
     module = load_policy(run.model, settings.model, packed=packed, critic=head, sharded=sharded)
-    policy = _engine(module, settings.optim, run, settings, updates)
+    own_critic = requirements.values and head is None
+    warmup = settings.critic.warmup_steps * (updates // run.steps) if own_critic else 0
+    policy = _engine(module, settings.optim, run, settings, max(1, updates - warmup))
     critic = None
-    if requirements.values and head is None:
+    if own_critic:
         value_model = load_critic(run.model, settings.critic, settings.model, packed=packed, sharded=sharded)
         engine = _engine(value_model, settings.critic.optim, run, settings, updates)
         critic = Critic(engine, settings.critic, updates_per_step=updates // run.steps)

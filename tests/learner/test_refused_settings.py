@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
@@ -68,6 +70,14 @@ def test_settings_without_effect_or_that_fail_later_are_refused(text: str) -> No
 def test_effective_settings_and_files_with_every_default_are_accepted(text: str) -> None:
     settings = read(text)
     assert read(yaml.safe_dump(settings.model_dump(mode="json"))) == settings
+
+
+def test_the_largest_seed_of_a_run_seeds_every_rank() -> None:
+    largest = RunSettings(seed=(1 << 48) - 1).seed
+    torch.manual_seed((largest << 16) + 65535)  # as DeepSpeedEngine does
+    for seed in (1 << 48, time.time_ns(), -1):
+        with pytest.raises(UserError, match=r"run\.seed"):
+            section({"run": {"seed": seed}}, "run", RunSettings)
 
 
 def test_no_setting_of_any_section_is_infinite() -> None:

@@ -194,6 +194,15 @@ def test_packing_micro_batches_and_order_do_not_matter(start: Start, teacher: Pa
             torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_the_policys_schedule_ends_with_the_run_after_a_critics_warmup(model: Path) -> None:
+    optim = {"lr": 1e-3, "schedule": "linear", "final_fraction": 0.0}
+    settings = {"algorithm": {"type": "ppo"}, "optim": optim, "critic": {"optim": optim, "warmup_steps": 2}}
+    trainer = Trainer(RunSettings(model=model, steps=5), TrainerSettings.model_validate(settings))
+    found = [trainer.train(batch_of(trainer, groups(trainer, seed))).metrics for seed in range(5)]
+    assert [m.get("lr") for m in found] == [None, None, *(pytest.approx(x) for x in (1e-3, 5e-4, 0.0))]
+    assert [m["critic_lr"] for m in found] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0])
+
+
 def test_the_learning_rates_of_the_update_are_reported(start: Start) -> None:
     optim = {"lr": 1e-3, "warmup_fraction": 0.2, "schedule": "linear", "final_fraction": 0.0}
     trainer = start(algorithm={"type": "ppo"}, optim=optim, critic={"optim": {"lr": 5e-3, "warmup_fraction": 0.0}})
