@@ -6,7 +6,7 @@ Made from the files of the run directory, and from Redis if it answers.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def recent_groups(directory: Path) -> list[JournalEntry]:
     totals = read_ledger_totals(directory)
     lineage = totals.lineage if totals else ()
     journal = directory / "journal"
-    return list(deque(read_journal(journal, lineage=lineage), RECENT_GROUPS)) if journal.is_dir() else []
+    return list(read_journal(journal, lineage=lineage, last=RECENT_GROUPS)) if journal.is_dir() else []
 
 
 def _facts(found: Located, seen: RunSnapshot, records: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -274,9 +274,21 @@ class GroupJournal:
         return self._file, self._index
 
 
-def read_journal(folder: Path, *, lineage: Sequence[PolicyVersion] = ()) -> Iterator[JournalEntry]:
-    """Yield every group in order of training. lineage: leave out groups that a crash rolled back."""
-    for location, frame in frames(p for p in all_locations(folder) if not rolled_back(p, lineage)):
+def read_journal(
+    folder: Path, *, lineage: Sequence[PolicyVersion] = (), seq: int | None = None, last: int | None = None
+) -> Iterator[JournalEntry]:
+    """Yield every group in order of training, or those of `seq`, or the `last` ones (at least 1).
+
+    Only these are read and decoded; for the last ones, O(last + groups in a file) of the index.
+    lineage: leave out groups that a crash rolled back.
+    """
+    wanted: list[FrameLocation] = []
+    for path in reversed(data_files(folder)):
+        wanted[:0] = [p for p in locations(path) if not rolled_back(p, lineage) and seq in (None, p.seq)]
+        if last is not None and len(wanted) >= last:
+            wanted = wanted[-last:]
+            break
+    for location, frame in frames(wanted):
         yield JournalEntry(location.step, location.epoch, decode_as(TrajectoryGroup, frame["b"]))
 
 

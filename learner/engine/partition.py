@@ -104,11 +104,11 @@ def _scattered(parameters: dict[str, torch.nn.Parameter], optimizer: Any) -> Ite
 
 def low_range(partition: Partition, name: str) -> tuple[int, int]:
     """Return which elements of a parameter `set_low` needs on this rank: all, or at stage 3 this rank's share."""
-    parameter = partition.parameters[name]
-    if not hasattr(parameter, "ds_tensor") or parameter.data.numel() == parameter.ds_numel:  # whole at present
-        return 0, partition.shapes[name].numel()
+    parameter, count = partition.parameters[name], partition.shapes[name].numel()
+    if not hasattr(parameter, "ds_tensor") or parameter.data.numel() == count:  # whole at present
+        return 0, count
     begin = torch.distributed.get_rank() * parameter.ds_tensor.ds_numel
-    return begin, min(begin + parameter.ds_tensor.ds_numel, parameter.ds_numel)
+    return begin, min(begin + parameter.ds_tensor.ds_numel, count)
 
 
 def set_low(partition: Partition, name: str, values: torch.Tensor, begin: int) -> None:

@@ -12,7 +12,9 @@ import pytest
 
 from deploy.commands.watch import report as command
 from deploy.launcher.run_dir import write_record
+from deploy.monitor import report
 from deploy.page import Chart
+from learner.checkpoint import journal as journal_module
 from learner.checkpoint.journal import BatchConditions, GroupJournal
 from learner.validation.results import ValidationFiles
 from protocol.errors import UserError
@@ -122,3 +124,14 @@ def test_a_chart_stays_in_its_frame_and_a_long_curve_is_thinned() -> None:
     assert all(0 <= x <= 360 and 0 <= y <= 110 for x, y in points)
     assert points[0][0] == 0 and points[-1][0] == 360 and min(y for _, y in points) == 0
     assert Chart.of("flat", {3: 1.0, 4: 1.0}).points == "0.0,0.0 360.0,0.0"
+
+
+def test_a_report_decodes_its_last_groups_and_not_the_whole_journal(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[object] = []
+    decode = journal_module.decode_as
+    monkeypatch.setattr(journal_module, "decode_as", lambda *given: decoded.append(given) or decode(*given))
+    monkeypatch.setattr(report, "RECENT_GROUPS", 3)
+    assert [entry.step for entry in report.recent_groups(run_dir)] == [6, 7, 8]
+    assert len(decoded) == 3

@@ -174,3 +174,39 @@ def test_a_full_disk_is_reported_once_and_damages_nothing(tmp_path: Path, journa
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     append(journal(), 2, 2, 4)
     assert seqs(tmp_path) == [(1, 1, 1), (2, 2, 4)]
+
+
+@pytest.mark.parametrize("how", [{"last": 6}, {"seq": 3}, {"last": 1, "seq": 3}])
+def test_a_part_of_a_journal_is_read_without_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, int]
+) -> None:
+    """Groups decoded, and files of the index read, in a short and in a long run."""
+    monkeypatch.setattr(module, "FILE_BYTES", 4_000)
+    decoded: list[object] = []
+    looked: set[Path] = set()
+    decode, look = module.decode_as, module.locations
+    monkeypatch.setattr(module, "decode_as", lambda *given: decoded.append(given) or decode(*given))
+    monkeypatch.setattr(module, "locations", lambda path: looked.add(path) or look(path))
+    costs = []
+    for steps in (10, 80):
+        folder = tmp_path / f"j{steps}"
+        with closing(GroupJournal(folder)) as journal:
+            for step in range(1, steps + 1):
+                append(journal, step, 1, 2 * step - 1, 2 * step)
+        whole = seqs(folder)
+        decoded.clear()
+        looked.clear()
+        expected = [entry for entry in whole if how.get("seq") in (None, entry[2])][-how.get("last", 0) :]
+        assert seqs(folder, **how) == expected
+        costs.append((len(decoded), len(looked) if "seq" not in how else 0))
+    assert costs[0] == costs[1] and costs[0][0] == len(expected)
+
+
+def test_the_last_groups_are_those_of_steps_that_survived(tmp_path: Path, journal: Callable[[], GroupJournal]) -> None:
+    first, second = journal(), journal()
+    for step in (1, 2, 3):
+        append(first, step, 1, step)
+    append(second, 2, 2, 30)
+    lineage = (PolicyVersion(1, 0), PolicyVersion(2, 1))
+    assert seqs(tmp_path, lineage=lineage, last=2) == [(1, 1, 1), (2, 2, 30)]
+    assert seqs(tmp_path, lineage=lineage, last=9) == [(1, 1, 1), (2, 2, 30)]

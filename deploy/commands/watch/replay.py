@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--show must be at least 1")
     directory = args.run_dir if args.run_dir and (args.run_dir / "journal").is_dir() else require(args.run_dir)
     totals = read_ledger_totals(directory)
-    entries = read_journal(directory / "journal", lineage=totals.lineage if totals else ())
+    last = args.show if args.seq is None else None
+    lineage = totals.lineage if totals else ()
+    entries = read_journal(directory / "journal", lineage=lineage, seq=args.seq, last=last)
     run = read_settings(directory)
     shown = choose(entries, show=args.show, seq=args.seq, every=args.all, max_lag=run.max_lag if run else None)
     if not shown:
