@@ -166,6 +166,9 @@ def test_what_is_shared_ends_where_trajectories_differ_or_are_trained_and_fits_a
     alike = group_of(behind([1, 2], 4, 5, 6), behind([1, 2], 4, 5, 7, reward=0.0))
     (m,) = build([alike], share=True).micro_batches
     assert m.ids.tolist() == [[1, 2, 4, 5, 4, 5]], "tokens that are trained are not shared"
+    longer = group_of(behind([1, 2], 3, 4, 5), behind([1, 2, 3, 4], 6, reward=0.0))
+    (m,) = build([longer], share=True).micro_batches
+    assert m.ids.tolist() == [[1, 2, 3, 4, 3, 4]], "not even those that are trained in one of them only"
     other = group_of(behind([1, 2], 4), behind([3, 2], 4, reward=0.0))
     (m,) = build([other], share=True).micro_batches
     assert m.ids.tolist() == [[1, 2], [3, 2]], "nothing in common"
@@ -302,6 +305,15 @@ def test_a_reward_on_a_token_that_is_not_trained_moves_to_the_one_before_it():
     (m,) = build([group_of(ends_stale, starts_stale)], now_step=5).micro_batches
     found = {int(n): m.rewards[m.trajectory == n].tolist() for n in (0, 1)}
     assert found == {0: [0, 2], 1: [0.5, 1.5]}, "to its last trained token; to its first"
+
+
+def test_the_reward_of_a_segment_is_not_that_of_the_token_behind_it():
+    first = policy_segment([4, 5]).model_copy(update={"reward": 0.25})
+    together = Trajectory(
+        status=Status.ANSWERED, segments=(prompt_segment([1]), first, policy_segment([9, 10])), reward=1.0
+    )
+    (m,) = build([group_of(together)]).micro_batches
+    assert m.rewards.tolist() == [0, 0.25, 0, 0.75]
 
 
 def test_turns_can_have_advantages_of_their_own():

@@ -49,6 +49,12 @@ def test_hotpotqa_has_one_answer_and_its_own_id_field(tmp_path: Path) -> None:
     assert (question.id, question.answers, question.meta) == ("5a8", ("Badr Hari",), meta)
 
 
+def test_an_id_of_zero_is_an_id(tmp_path: Path) -> None:
+    lines = [{"id": number, "question": "who ?", "answers": ["Ada"]} for number in (5, 0)]
+    found = load_questions(write(tmp_path / "q.jsonl", *lines))
+    assert [question.id for question in found.questions] == ["5", "0"]
+
+
 def test_the_fingerprint_depends_on_the_questions_not_on_the_file_format(tmp_path: Path) -> None:
     one = load_questions(write(tmp_path / "a", SHAPES[0], "", SHAPES[1]))
     same = load_questions(write(tmp_path / "b", SHAPES[1], SHAPES[0]))
