@@ -350,7 +350,9 @@ def test_rewards_of_tokens_can_be_scaled_by_all_that_was_seen():
         )
         return sorted({round(float(r), 4) for m in batch.micro_batches for r in m.rewards})
 
+    assert rewards(make_group(9, (9.0, 0.0))) == [0.0, 2.0], "the deviation is 4.5; the batch is skipped"
     assert rewards(make_group(1, (4.0, 0.0))) == [0.0, 2.0], "the deviation is 2"
+    algorithm.after_update()
     assert rewards(make_group(2, (4.0, 0.0, 2.0, 2.0))) == [0.0, 1.2247, 2.4495], "of six: sqrt(8 / 3)"
     again = build_algorithm(PpoSettings(reward_scale="running"))
     again.load(algorithm.state())
