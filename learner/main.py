@@ -69,8 +69,11 @@ MakeEngine = Callable[[RunSettings, LearnerSettings], TrainEngine]
 def build_trainer(run: RunSettings, settings: LearnerSettings) -> TrainEngine:
     """Build the real train engine, over all ranks. Imports torch and DeepSpeed."""
     from learner.trainer.distributed.leader import lead
+    from learner.trainer.distributed.worker import ranks, require_shared_folder
     from learner.trainer.trainer import Trainer
 
+    if ranks()[1] > 1:
+        require_shared_folder(run.checkpoint_dir)
     return lead(Trainer(run, settings, adapters=settings.publish.type == "adapter"))
 
 

@@ -23,6 +23,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,7 @@ from typing import Any, TypeVar
 from learner.checkpoint.signing import SIGNATURE, RunKey
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.run_meta import LINEAGE_FIELD, lineage_id_in
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.files import (
     atomic_write,
     durable_mkdir,
@@ -57,6 +59,12 @@ STATE = "state"
 WRITTEN = "written"
 """A rank of the train engine may leave `written.RANK.json` in a folder of its state: file name -> {bytes, sha256} of
 the files that it has written, flushed and hashed. They are removed from the checkpoint."""
+PLANNED = "planned.json"
+"""Rank 0 may leave this list of the files that all ranks together must leave in the folder. It is removed likewise."""
+VISIBLE_S = 90.0
+"""Patience for files of other ranks, in seconds: NFS caches a directory and its files for up to 60 s (acdirmax)."""
+LOOK_S = 0.05, 2.0
+"""First and longest pause between two looks for them."""
 HASHING = min(8, os.cpu_count() or 1)
 """Threads that hash files. hashlib releases the interpreter lock: about 1.8 GB/s each."""
 FileStamp = tuple[int, ...]
@@ -206,7 +214,7 @@ class Checkpoints:
         part = PartialCheckpoint(name, self._folder / f".{name}.tmp", epoch, manifest)
         with _discarded_unless_complete(part):
             durable_mkdir(self._folder)
-            shutil.rmtree(part.path, ignore_errors=True)
+            self._remove_unfinished(epoch)  # a killed learner's would fill the disk
             part.state.mkdir(parents=True)
         return part
 
@@ -355,6 +363,10 @@ class Checkpoints:
         for _, path in found:
             if path not in newest and path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
+        self._remove_unfinished(epoch)
+
+    def _remove_unfinished(self, epoch: int) -> None:
+        """Remove what learners up to `epoch` left unfinished; one checkpoint is written at a time."""
         for left in self._folder.glob(".step_*.tmp"):
             # a successor's directory is still being written
             if (m := _NAME.match(left.name[1:-4])) and int(m[2]) <= epoch:
@@ -377,19 +389,41 @@ def _discarded_unless_complete(part: PartialCheckpoint) -> Iterator[None]:
 
 def _listing(part: Path) -> dict[str, dict[str, Any]]:
     """Return name -> {bytes, sha256} of every file below `part`, from the ranks' lists where they have them; remove the
-    lists. Raises OSError for a file that is not as long as its rank wrote it.
+    lists. Raises OSError for a file that is not here, or not as long as its rank wrote it, after VISIBLE_S.
     """
-    known: dict[Path, dict[str, Any]] = {}
-    for written in sorted(part.rglob(f"{WRITTEN}.*.json")):
-        known |= {written.parent / name: entry for name, entry in json.loads(written.read_text()).items()}
-        written.unlink()
+    deadline, looks = time.monotonic() + VISIBLE_S, 0
+    while True:
+        lists, known, problem = _ranks_lists(part)
+        if not problem:
+            break
+        if time.monotonic() > deadline:
+            raise OSError(f"{problem}; every rank must write to the same folder")
+        looks += 1
+        time.sleep(backoff_s(looks, *LOOK_S))
+    for path in lists:
+        path.unlink()
     files = [p for p in sorted(part.rglob("*")) if p.is_file()]
-    for path, entry in known.items():
-        if path.stat().st_size != entry["bytes"]:
-            raise OSError(f"{path} has {path.stat().st_size} bytes, but its rank wrote {entry['bytes']}")
     rest = [p for p in files if p not in known]
     known |= _of_each({p: p.stat().st_size for p in rest}, written_file, f"hashing {part.name}", log.info)
     return {str(p.relative_to(part)): known[p] for p in files}
+
+
+def _ranks_lists(part: Path) -> tuple[list[Path], dict[Path, dict[str, Any]], str]:
+    """Return the lists below `part`, the entries in those of the ranks, and what is missing or incomplete ("")."""
+    plans, written = sorted(part.rglob(PLANNED)), sorted(part.rglob(f"{WRITTEN}.*.json"))
+    known: dict[Path, dict[str, Any]] = {}
+    try:
+        planned = [plan.parent / name for plan in plans for name in json.loads(plan.read_text())]
+        for path in written:
+            known |= {path.parent / name: entry for name, entry in json.loads(path.read_text()).items()}
+    except ValueError as error:  # not written to its end yet, as this host sees it
+        return [], {}, f"a rank's list in {part} cannot be read: {error}"
+    if missing := [path for path in (*planned, *known) if not path.exists()]:
+        return [], {}, f"{len(missing)} files of the ranks are not in {part}: {missing[0].name}, .."
+    for path, entry in known.items():
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return [], {}, f"{path} has {size} bytes, but its rank wrote {entry['bytes']}"
+    return [*plans, *written], known, ""
 
 
 def _of_each(sizes: Mapping[Path, int], work: Callable[[Path], T], name: str, progress: Say) -> dict[Path, T]:

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from learner.checkpoint.checkpoint import WRITTEN, written_file
+from learner.checkpoint.checkpoint import PLANNED, WRITTEN, written_file
 from learner.engine.optimizer import GuardedAdamW
 from learner.engine.partition import EMA, MASTER, MOMENTS, Partition, gathered, low_range, set_low
 from learner.engine.ranks import fail_together
@@ -112,6 +112,11 @@ class StateFiles:
             files[name] = f"{key}.{owner:05}.{number[owner]:03}.safetensors"
         return files
 
+    def _planned(self, plan: Mapping[str, Mapping[str, str]]) -> list[str]:
+        """Return the names of the files and lists of all ranks."""
+        of_ranks = (n for r in range(self.ranks) for n in (f"random.{r:05}.safetensors", f"{WRITTEN}.{r:05}.json"))
+        return sorted({BUFFERS, *of_ranks, *(file for files in plan.values() for file in files.values())})
+
     def _contents(
         self, plan: Mapping[str, Mapping[str, str]], room: dict[str, torch.Tensor] | None
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -163,6 +168,7 @@ class StateFiles:
         try:
             if not failures and self.rank == 0:
                 (self.directory / INDEX).write_text(json.dumps(index, indent=1))
+                (self.directory / PLANNED).write_text(json.dumps(self._planned(index["files"])))
             listed = {file: entry.result() for file, entry in written.items()}
             if not failures:
                 (self.directory / f"{WRITTEN}.{self.rank:05}.json").write_text(json.dumps(listed))

@@ -132,7 +132,65 @@ def test_a_file_that_its_rank_has_hashed_is_not_read_again(
     assert not list(path.rglob("written.*"))
 
 
-def test_what_a_rank_has_hashed_is_what_must_be_there(checkpoints: Checkpoints) -> None:
+def planned_by_rank_0(directory: Path) -> None:
+    listed_by_a_rank(directory)
+    (directory / "ranks" / module.PLANNED).write_text('["0.pt", "1.pt", "written.00003.json", "written.00004.json"]')
+
+
+def written_by_the_other_rank(directory: Path) -> None:
+    (directory / "ranks" / "1.pt").write_bytes(b"1" * 4)
+    entry = {"1.pt": module.written_file(directory / "ranks" / "1.pt")}
+    (directory / "ranks" / "written.00004.json").write_text(json.dumps(entry))
+
+
+def test_files_of_ranks_without_the_shared_folder_commit_nothing_and_remove_nothing(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "VISIBLE_S", 0.2)
+    write(checkpoints, 4)
+    for step in (8, 12, 16):
+        with pytest.raises(CheckpointFailed, match=r"2 files of the ranks are not in .*1\.pt.*the same folder"):
+            write(checkpoints, step, save=planned_by_rank_0)
+    found = checkpoints.load()
+    assert found is not None and found.facts["step"] == 4, "the older ones stay"
+
+
+def test_files_that_another_host_shows_late_are_waited_for(checkpoints: Checkpoints) -> None:
+    late: list[threading.Timer] = []
+
+    def save(directory: Path) -> None:
+        planned_by_rank_0(directory)
+        late.append(threading.Timer(0.3, written_by_the_other_rank, [directory]))
+        late[0].start()
+
+    path = write(checkpoints, 4, save=save)
+    found = checkpoints.load()
+    assert found is not None
+    assert set(found.facts["files"]) == {"state/model.pt", "state/ranks/0.pt", "state/ranks/1.pt"}
+    assert not [*path.rglob("written.*"), *path.rglob(module.PLANNED)]
+
+
+@pytest.mark.fault(9)
+def test_what_killed_learners_left_unfinished_is_removed_before_the_next_one_is_written(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = write(checkpoints, 4).parent
+    for name in (".step_5.e1.tmp", ".step_6.e2.tmp", ".step_7.e9.tmp"):
+        (folder / name / "state").mkdir(parents=True)
+
+    def save(directory: Path) -> None:
+        assert sorted(p.name for p in folder.glob(".step_*")) == [".step_7.e9.tmp", directory.parent.name]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointFailed):
+        write(checkpoints, 8, epoch=3, save=save)
+
+
+def test_what_a_rank_has_hashed_is_what_must_be_there(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "VISIBLE_S", 0.1)
+
     def altered(directory: Path) -> None:
         listed_by_a_rank(directory)
         (directory / "ranks" / "0.pt").write_bytes(b"x" * 10)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from learner.checkpoint import checkpoint as checkpoint_files
 from learner.config.model import DeepSpeedSettings, OptimSettings
 from learner.engine import DeepSpeedEngine, leave_ranks
 from learner.engine import partition as gather
@@ -354,6 +355,29 @@ def test_a_state_before_the_first_update_can_be_saved(tmp_path: Path) -> None:
     assert other.updates == 0
     assert update(other, 1) == update(engine, 1)
     same_bytes(dict(other.iter_weights()), dict(engine.iter_weights()))
+
+
+def test_a_state_without_the_files_of_the_other_rank_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "VISIBLE_S", 0.1)
+    engine, made = start(1, "float32"), state_files.StateFiles.__init__
+    checkpoints = checkpoint_files.Checkpoints(tmp_path, keep=2)
+
+    def write(step: int) -> None:
+        checkpoints.write({}, step=step, epoch=1, lineage=(), save=engine.save_state, confirm=lambda: None)
+
+    def of_two(self: Any, *parts: Any) -> None:
+        made(self, *parts)
+        self.ranks = 2  # the other one writes elsewhere
+
+    write(1)
+    monkeypatch.setattr(state_files.StateFiles, "__init__", of_two)
+    with pytest.raises(checkpoint_files.CheckpointFailed, match="files of the ranks are not in"):
+        write(2)
+    found = checkpoints.load()
+    assert found is not None and found.facts["step"] == 1
+    assert not [name for name in found.facts["files"] if "planned" in name or "written" in name]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -28,6 +28,7 @@ from learner.config.learner import BatchSettings
 from learner.config.model import DeepSpeedSettings, OptimSettings
 from learner.data.batch import MicroBatch, RankBatch, build_batch
 from learner.engine import DeepSpeedEngine, join_ranks, leave_ranks
+from learner.trainer.distributed import worker
 from learner.trainer.distributed.channel import RankChannel, RankLost, decode, encode
 from learner.trainer.distributed.leader import LeaderEngine, lead, run_follower
 from protocol.errors import UserError
@@ -327,6 +328,32 @@ def test_a_rank_that_dies_takes_the_others_down_at_once(size: int, die: int, tmp
         assert "another rank is gone" in (tmp_path / f"lost{rank}").read_text()
 
 
+# ---- the folder that all ranks share
+
+
+def role_folders(folder: Path) -> None:
+    """One shared folder, then one for each rank."""
+    join_ranks()
+    rank = torch.distributed.get_rank()
+    worker.VISIBLE_S = 0.3
+    worker.require_shared_folder(folder / "shared")
+    try:
+        (folder / f"own{rank}").mkdir()
+        worker.require_shared_folder(folder / f"own{rank}")
+    except UserError as error:
+        (folder / f"refused{rank}").write_text(error.render())
+    (folder / f"left{rank}").write_text(str(len([*folder.glob("*/.probe*")])))
+
+
+def test_ranks_without_a_shared_folder_are_refused_at_the_start(tmp_path: Path, zygote: Zygote) -> None:
+    zygote.run_ranks(__file__, ["folders", str(tmp_path)], tmp_path, 2)
+    for rank in (0, 1):
+        said = (tmp_path / f"refused{rank}").read_text()
+        assert "do not share the folder" in said and f"rank 1: {tmp_path / 'own1'} is not the folder of rank 0" in said
+        assert "run.dir" in said and (tmp_path / f"left{rank}").read_text() in "01"
+    assert not [*tmp_path.glob("*/.probe*")]
+
+
 def without_a_port() -> None:
     """Join through a file: no port to collide on."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -338,4 +365,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if "FORAY_STORE" in os.environ:
         without_a_port()
-    {"toy": role_toy, "mortal": role_mortal}[sys.argv[1]](Path(sys.argv[2]))
+    {"toy": role_toy, "mortal": role_mortal, "folders": role_folders}[sys.argv[1]](Path(sys.argv[2]))

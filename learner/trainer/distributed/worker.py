@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
+import time
+from pathlib import Path
 
+from learner.checkpoint.checkpoint import LOOK_S, VISIBLE_S
 from learner.config.learner import LearnerSettings
+from protocol.errors import UserError
+from protocol.runtime.backoff import backoff_s
+from protocol.runtime.files import durable_mkdir
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -21,6 +28,46 @@ def ranks() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def require_shared_folder(folder: Path) -> None:
+    """Raise UserError on every rank unless all ranks see a file of rank 0 in `folder` and can write there; collective.
+
+    Ranks with separate folders would each write a part of a checkpoint that no learner could load.
+    """
+    from learner.engine.ranks import join_ranks
+    from learner.trainer.distributed.channel import RankChannel
+
+    join_ranks()
+    channel = RankChannel()
+    if channel.rank:
+        probe, problem = folder / channel.receive()[0], ""
+        deadline, looks = time.monotonic() + VISIBLE_S, 0
+        while not probe.exists() and time.monotonic() < deadline:
+            looks += 1
+            time.sleep(backoff_s(looks, *LOOK_S))
+        try:
+            mine = probe.with_name(f"{probe.name}.{channel.rank}")
+            mine.touch()
+            mine.unlink()
+        except OSError as error:
+            problem = str(error)
+        if not probe.exists():
+            problem = f"{folder} is not the folder of rank 0"
+        failures = channel.gather_errors(not problem, problem)
+    else:
+        durable_mkdir(folder)
+        probe = folder / f".probe.{secrets.token_hex(8)}"
+        probe.touch()
+        channel.send(probe.name)
+        failures = channel.gather_errors(True)
+        probe.unlink()
+    if failures:
+        raise UserError(
+            f"the ranks of the learner do not share the folder {folder}",
+            why="each rank writes its part of a checkpoint there: " + "; ".join(failures),
+            todo="set run.dir to a folder that all hosts of the learner mount",
+        )
+
+
 def run_worker(run: RunSettings, settings: LearnerSettings) -> int:
     """Run the commands of rank 0; return 0 at the end. Raises RankLost, and UserError if the model is missing."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -28,6 +75,7 @@ def run_worker(run: RunSettings, settings: LearnerSettings) -> int:
     from learner.trainer.distributed.leader import run_follower
     from learner.trainer.trainer import Trainer
 
+    require_shared_folder(run.checkpoint_dir)
     trainer = Trainer(run, settings, adapters=settings.publish.type == "adapter")
     log.info("ready as rank %d of %d", trainer.rank, trainer.world_size)
     run_follower(trainer)
