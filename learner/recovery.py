@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from learner.context import LearnerContext
 from protocol.errors import Fenced, StateLost, UserError
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.redis.errors import RedisUnavailable
 
 log = logging.getLogger(__name__)
@@ -40,18 +41,18 @@ class Recovery:
         Raises RedisUnavailable or StateLost if the run is stopping meanwhile, and Fenced if another learner holds
         the lease.
         """
-        pause = FIRST_PAUSE_S
+        failures = 0
         while True:
             try:
                 return call()
             except RedisUnavailable as error:
                 if self._stopping():
                     raise
-                if pause == FIRST_PAUSE_S:
+                failures += 1
+                if failures == 1:
                     log.warning("waiting for Redis: %s", error)
                 with self._ctx.meter.blocked_on("redis"):
-                    time.sleep(pause)
-                pause = min(LONGEST_PAUSE_S, pause * 2)
+                    time.sleep(backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
             except (StateLost, Fenced) as error:
                 self._repair(error)
 
@@ -68,6 +69,7 @@ class Recovery:
         log.warning("repairing the run in Redis: %s", error)
         self.must_announce = True
         lost = lapsed = False
+        failures = 0
         while True:
             try:
                 lost = ctx.store.prepare() or lost
@@ -80,7 +82,8 @@ class Recovery:
             except (RedisUnavailable, StateLost):  # lost again
                 if self._stopping():
                     raise
-                time.sleep(0.5)
+                failures += 1
+                time.sleep(backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
         ctx.consumer.reclaim.set()
         ctx.errors.clear()
         ctx.maintenance.wake.set()

@@ -19,13 +19,14 @@ from learner.delivery.store import RunStore
 from learner.observability.metrics import Meter
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot
+from protocol.runtime.backoff import backoff_s
 from protocol.runtime.redis.errors import BestEffort, RedisFull, RedisUnavailable
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 METRICS_S = 1.0
-MAX_PAUSE_S = 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
 SILENCE_S = 15.0
 """Minimum time between warnings about Redis, in seconds: some calls may work while others fail (a full Redis)."""
 
@@ -82,6 +83,13 @@ class BackgroundLoop:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        try:
+            self._repeat()
+        except BaseException as error:  # also one that is raised while another one is handled
+            log.exception("%s failed", self._thread.name)
+            self._errors.set(error)
+
+    def _repeat(self) -> None:
         failures, last_logged = 0, -SILENCE_S
         while not self._stop.is_set():
             if not self._errors.is_clear.wait(0.2):
@@ -94,13 +102,9 @@ class BackgroundLoop:
                 if time.monotonic() > last_logged + SILENCE_S:
                     last_logged = time.monotonic()
                     log.warning("%s: Redis is unavailable, retrying: %s", self._thread.name, error)
-                self._stop.wait(min(MAX_PAUSE_S, 0.1 * 2**failures))
+                self._stop.wait(backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
             except (StateLost, Fenced, UserError) as error:
                 self._errors.set(error)
-            except BaseException as error:
-                log.exception("%s failed", self._thread.name)
-                self._errors.set(error)
-                return
 
 
 class Interval:
