@@ -15,7 +15,7 @@ from learner.data.sampler import Sampler
 from learner.delivery.audit import ConservationAudit
 from learner.delivery.background import BackgroundLoop, ErrorSlot, MaintenanceTask
 from learner.delivery.consumer import StreamConsumer
-from learner.delivery.dead_letters import EventLog
+from learner.delivery.dead_letters import CrashRecord, EventLog
 from learner.delivery.issuer import TaskIssuer
 from learner.delivery.lease import LearnerLease
 from learner.delivery.state import DeliveryState
@@ -49,6 +49,7 @@ class LearnerContext:
     store: RunStore
     delivery: DeliveryState
     event_log: EventLog
+    crashes: CrashRecord
     audit: ConservationAudit
     meter: Meter
     errors: ErrorSlot

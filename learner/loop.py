@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from learner.background_call import BackgroundCall
 from learner.batching import BatchAhead, batch_for_step
-from learner.checkpoint.checkpoint import CheckpointFailed, PartialCheckpoint
 from learner.checkpoint.journal import BatchConditions
+from learner.checkpointing import CheckpointWriter
 from learner.context import LearnerContext
 from learner.data.batch import UnscaledBatch
 from learner.data.replay_buffer import ReplayedGroup
@@ -28,36 +27,21 @@ from learner.delivery.entry import StreamEntry
 from learner.delivery.token_accounting import token_split
 from learner.interfaces import NO_TOKENS, StepReport
 from learner.observability.metrics import StepTimer
-from learner.recovery import CheckpointRetry, NonFiniteGuard, Recovery
+from learner.recovery import Recovery, SignalGuard, fewest_dead
 from learner.weights.base import BadWeights, GatheredWeights, in_use, wants_files
-from protocol.errors import ForayError, StateLost, UserError
+from protocol.errors import NoSignal, StateLost, UserError
 from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup, WeightUpdate
-from protocol.run_meta import LINEAGE_FIELD
 from protocol.runtime.redis.errors import BestEffort, RedisUnavailable
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+CONTINUE = "continue"
+"""File in the run directory with which the operator continues a run without a signal."""
 STARVING_S = 2.0
 """Seconds without a batch after which the learner checks whether a checkpoint would free space in Redis."""
-
-
-@dataclass(frozen=True)
-class WritingCheckpoint:
-    """A checkpoint that is being written.
-
-    state   the delivery state as of the snapshot
-    result  waits for the end of writing, and raises its error
-    ended   whether `result` would return at once
-    """
-
-    step: int
-    state: dict[str, Any]
-    part: PartialCheckpoint
-    result: Callable[[], None]
-    ended: Callable[[], bool] = lambda: True
 
 
 class TrainingLoop:
@@ -72,20 +56,17 @@ class TrainingLoop:
         self.ctx, self.stopping, self.lineage = ctx, stopping, lineage
         self.policy_step = ctx.delivery.step
         self.recovery = Recovery(ctx, stopping, self._begin_epoch)
-        self.checkpoint_retry = CheckpointRetry(ctx)
+        self.writer = CheckpointWriter(ctx, self.recovery, lineage)
         self._update: WeightUpdate | None = None
         self._files_wanted = False
-        self._checkpoint_step, self._checkpoint_time = ctx.delivery.step, time.monotonic()
-        self._writing: WritingCheckpoint | None = None
         self._ahead: BatchAhead | None = None
-        self._guard = NonFiniteGuard(ctx.settings.max_skipped, ctx.run.dir / "skipped")
+        self._guard = SignalGuard(ctx.settings.max_skipped, ctx.run.dir / "skipped", fewest_dead(ctx.run))
         self._timer = StepTimer(ctx.meter)
         self._devices = ctx.engine.world_size
         """Ranks of the learner and of the engines that were registered at the last announcement."""
         self._best_effort = BestEffort()
         self._refusals: int | None = None
         """Number of writes that Redis had refused at the last check. Those before the first check may be days old."""
-        ctx.meter.set(checkpoint_step=ctx.delivery.step, checkpoint_every=ctx.settings.checkpoint_every)
 
     def run(self) -> None:
         """Acknowledge what the checkpoint decided, announce the weights, enable issuing, and train."""
@@ -102,10 +83,14 @@ class TrainingLoop:
         if ctx.validator.resume(name, ctx.delivery.step):
             self._begin_validation(name)
         while ctx.delivery.step < ctx.run.steps and not self.stopping():
-            entries = self._next_entries()
-            if entries and self.step(entries):
-                self._validate_if_due()
-                self._checkpoint_if_due()
+            try:
+                entries = self._next_entries()
+                if entries:
+                    if self.step(entries):
+                        self._validate_if_due()
+                    self.writer.write_if_due()
+            except NoSignal as error:
+                self._without_signal(error)
         self._await_validation()
 
     # --- one step ---
@@ -120,7 +105,7 @@ class TrainingLoop:
         replayed = self._draw_replayed(groups)
         conditions = self._conditions(groups, replayed)
         everything = [*groups, *(r.group for r in replayed)]
-        with ctx.meter.blocked_on("compute"):
+        with ctx.meter.blocked_on("compute"), ctx.crashes.training([e.id for e in entries]):
             batch = self._batch(conditions, everything).scaled(ctx.engine.algorithm)
             self._prepare_next()
             report = ctx.engine.train(batch)
@@ -203,7 +188,7 @@ class TrainingLoop:
             ) from error
 
     def _skip(self, entries: list[StreamEntry], report: StepReport) -> None:
-        """Settle the seqs of a batch that was not trained. Raises UserError after too many non-finite ones."""
+        """Settle the seqs of a batch that was not trained. Raises NoSignal after too many in a row."""
         ctx, seqs = self.ctx, [e.seq for e in entries]
         log.warning("skipped the batch of seqs %s, the policy is unchanged: %s", seqs, _why(report))
         if report.reason == NO_TOKENS:
@@ -211,11 +196,33 @@ class TrainingLoop:
             ctx.delivery.settle(seqs, Outcome.STALE, "no_tokens", tokens=_sampled(entries))
         else:
             ctx.delivery.settle(seqs, Outcome.DEAD, "nonfinite", tokens=_sampled(entries))
-            self._count_not_finite(entries, f"skipped a batch of {len(seqs)} seqs", report)
         ctx.maintenance.wake.set()
+        if report.reason == NO_TOKENS:
+            self._guard.skip_tokenless()
+        else:
+            self._count_not_finite(entries, f"skipped a batch of {len(seqs)} seqs", report)
+
+    def _without_signal(self, error: NoSignal) -> None:
+        """Write a checkpoint, then raise `error`, or wait for the file `continue` (learner.on_no_signal)."""
+        ctx, proceed = self.ctx, self.ctx.run.dir / CONTINUE
+        proceed.unlink(missing_ok=True)
+        self.writer.persist(self.stopping)
+        ctx.issuer.enabled.clear()
+        ctx.event_log.emit("no-signal", f"{error.what}: {error.why}")
+        if ctx.settings.on_no_signal == "stop":
+            raise error
+        log.error("%s\nThe learner waits. To continue: touch %s", error.render(), proceed)
+        ctx.meter.set_text(state="paused", no_signal=error.what)
+        while not self.stopping() and not proceed.exists():
+            self.recovery.repair_if_needed()
+            time.sleep(POLL_S)
+        self._guard.reset()
+        ctx.meter.set_text(state="training", no_signal="")
+        ctx.event_log.emit("signal-continue", "the learner continues")
+        ctx.issuer.enabled.set()
 
     def _count_not_finite(self, entries: list[StreamEntry], what: str, report: StepReport) -> None:
-        """Record a batch with an update that was not finite. Raises UserError after too many in a row."""
+        """Record a batch with an update that was not finite. Raises NoSignal after too many in a row."""
         self._keep_skipped(entries, self.policy_step + report.skipped)
         self.ctx.event_log.emit("skipped", f"{what}: {_why(report)}")
         self.ctx.delivery.counters.skipped_steps += 1
@@ -240,6 +247,7 @@ class TrainingLoop:
         with ctx.meter.blocked_on("data"):
             while not self.stopping():
                 self.recovery.repair_if_needed()
+                self._guard.observe(ctx.delivery)
                 ctx.validator.collect(ctx.delivery.step)
                 if self.recovery.must_announce:
                     self.recovery.retry_until_available(self.announce)
@@ -252,13 +260,9 @@ class TrainingLoop:
                 entries = ctx.consumer.take(run.groups_per_step, self.policy_step, max_lag=max_lag, timeout_s=POLL_S)
                 if entries:
                     return entries
-                self._commit_written()
-                if self._writing is not None:
+                if self.writer.advance():
                     continue
-                if self.checkpoint_retry.failures:
-                    if self.checkpoint_retry.due:
-                        self.begin_checkpoint()
-                elif time.monotonic() > starving_since + STARVING_S:
+                if time.monotonic() > starving_since + STARVING_S:
                     self.recovery.retry_until_available(self._make_room_in_redis)
                     starving_since = time.monotonic()
         return []
@@ -269,11 +273,10 @@ class TrainingLoop:
         refusals = ctx.store.refusals()
         full = self._refusals is not None and refusals > self._refusals
         self._refusals = refusals
-        overdue = time.monotonic() - self._checkpoint_time >= ctx.settings.checkpoint_s
-        if (full or overdue) and ctx.delivery.has_uncommitted():
+        if (full or self.writer.overdue) and ctx.delivery.has_uncommitted():
             if full:
                 log.warning("Redis is full and no batch arrives: writing a checkpoint to free space in Redis")
-            self.begin_checkpoint()
+            self.writer.begin()
         elif full:
             self._best_effort(self._trim_diagnostics)
 
@@ -297,12 +300,12 @@ class TrainingLoop:
             ctx.publisher.announce(self._update, state)
         except BadWeights as error:
             ctx.event_log.emit("weights-refused", f"{version.label} was rejected: {error}")
-            self.keep_written()  # the message names the last checkpoint
+            self.writer.keep_written()  # the message names the last checkpoint
             raise UserError(
                 f"the weights of version {version.label} were rejected: {error}",
                 why="engines would generate noise, and the run would train on it; the engines keep the previous "
                 "version",
-                todo=f"start again: it resumes from the checkpoint of step {self._checkpoint_step}. If the error "
+                todo=f"start again: it resumes from the checkpoint of step {self.writer.step}. If the error "
                 "returns, "
                 "lower learner.optim.lr (or raise learner.publish.max_norm_jump if the jump is intended)",
             ) from error
@@ -363,9 +366,8 @@ class TrainingLoop:
         ctx, validator, step = self.ctx, self.ctx.validator, self.ctx.delivery.step
         validator.collect(step)
         if validator.due(step, ctx.run.steps):
-            written = validator.wants_checkpoint and self.begin_checkpoint()
-            writing = self._writing.part.name if self._writing is not None else ctx.checkpoints.current_name()
-            self._begin_validation(writing if written else "")
+            written = validator.wants_checkpoint and self.writer.begin()
+            self._begin_validation((self.writer.writing_name() or ctx.checkpoints.current_name()) if written else "")
 
     def _begin_validation(self, checkpoint: str) -> None:
         if self._update is not None:
@@ -379,104 +381,9 @@ class TrainingLoop:
                     self._validate_if_due()
                 while self.ctx.validator.running and not self.stopping():
                     self.recovery.repair_if_needed()
-                    self._commit_written()
+                    self.writer.commit_written()
                     self.ctx.validator.collect(self.ctx.delivery.step)
                     time.sleep(POLL_S / 5)
-
-    # --- checkpoints ---
-
-    def _checkpoint_if_due(self) -> None:
-        self._commit_written()
-        ctx, writing = self.ctx, self._writing
-        old = writing is None and time.monotonic() - self._checkpoint_time >= ctx.settings.checkpoint_s
-        last = self._checkpoint_step if writing is None else writing.step
-        due = old or ctx.delivery.step - last >= ctx.settings.checkpoint_every
-        if ctx.delivery.step >= ctx.run.steps:
-            return
-        if self.checkpoint_retry.failures:  # the groups of few more steps have room in Redis: wait for the result
-            self.checkpoint()
-        elif due:
-            self.begin_checkpoint()
-
-    def checkpoint(self) -> bool:
-        """Commit a checkpoint of the current state, then acknowledge. Return False if it could not be written: training
-        may continue.
-        """
-        return self.begin_checkpoint() and self._commit_written(wait=True)
-
-    def begin_checkpoint(self) -> bool:
-        """Begin a checkpoint of the current state, unless the current one contains it. Return False if that failed.
-
-        One is written at a time: the previous one is waited for, and committed.
-        """
-        self._commit_written(wait=True)
-        ctx = self.ctx
-        if ctx.checkpoints.committed(ctx.delivery.step, ctx.lease.epoch) and not ctx.delivery.has_uncommitted():
-            return True
-        state = ctx.delivery.to_state() | ctx.audit.to_state()
-        names = {"run": ctx.run.id, LINEAGE_FIELD: ctx.lease.lineage_id, "sampler": ctx.sampler.fingerprint}
-        facts = state | names | {"steps": ctx.run.steps}
-        step, epoch = ctx.delivery.step, ctx.lease.epoch
-        with ctx.meter.blocked_on("checkpoint"):
-            try:
-                if ctx.journal is not None:
-                    ctx.journal.flush()
-                part = ctx.checkpoints.begin(facts, step=step, epoch=epoch, lineage=self.lineage)
-            except (CheckpointFailed, OSError) as error:
-                self.checkpoint_retry.failed(error, self._checkpoint_step)
-                return False
-            if ctx.settings.async_checkpoints:
-                save = ctx.engine.snapshot_state(part.state)
-                call = BackgroundCall("checkpoint", lambda: ctx.checkpoints.fill(part, save))
-                self._writing = WritingCheckpoint(step, state, part, call.result, lambda: call.ended)
-            else:
-                save = partial(ctx.engine.save_state, part.state)
-                self._writing = WritingCheckpoint(step, state, part, lambda: ctx.checkpoints.fill(part, save))
-                return self._commit_written(wait=True)
-        return True
-
-    def _commit_written(self, *, wait: bool = False) -> bool:
-        """Commit the checkpoint that was being written, then acknowledge what it contains, and nothing later.
-
-        Return False if it could not be written. Without `wait`, do nothing while it is being written.
-        """
-        ctx, writing = self.ctx, self._writing
-        if writing is None or not (wait or writing.ended()):
-            return True
-        with ctx.meter.blocked_on("checkpoint"):
-            self._writing = None
-            try:
-                writing.result()
-                confirm = partial(self.recovery.retry_until_available, ctx.lease.confirm)
-                written = ctx.checkpoints.commit(writing.part, confirm)
-            except (CheckpointFailed, OSError) as error:
-                self.checkpoint_retry.failed(error, self._checkpoint_step)
-                return False
-            self.checkpoint_retry.succeeded(written.name)
-            self._checkpoint_step, self._checkpoint_time = writing.step, time.monotonic()
-            ctx.meter.set(checkpoint_step=writing.step)
-            if ctx.journal is not None:
-                ctx.journal.prune(needed_from=writing.step - ctx.run.max_lag + 1)
-            ids = ctx.delivery.mark_durable(writing.state)
-            self.recovery.retry_until_available(lambda: ctx.store.ack(ids))
-            ctx.delivery.mark_acknowledged(ids)
-            ctx.audit.committed(writing.state, written.name)
-        return True
-
-    def keep_written(self) -> None:
-        """After an error: wait for the checkpoint that is being written, and commit it if this learner still may. The
-        next start acknowledges what it contains.
-        """
-        writing, self._writing = self._writing, None
-        if writing is None:
-            return
-        try:
-            writing.result()
-            name = self.ctx.checkpoints.commit(writing.part, self.ctx.lease.confirm).name
-            self._checkpoint_step = writing.step
-            log.info("checkpoint %s is current", name)
-        except (ForayError, OSError) as error:
-            log.warning("the checkpoint of step %d was not committed: %s", writing.step, error)
 
     def _acknowledge_rest(self) -> None:
         """Acknowledge entries of seqs that the loaded checkpoint has settled but its writer did not acknowledge."""

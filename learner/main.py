@@ -2,7 +2,8 @@
 
 training thread     loop.py        take groups -> train -> journal -> publish -> settle -> checkpoint -> acknowledge
 reader thread       consumer.py    stream entries -> buffered groups
-maintenance thread  background.py  renew the lease, issue tasks, reconcile, metrics
+lease thread        background.py  renew the lease, from its acquisition on
+maintenance thread  background.py  issue tasks, reconcile, metrics
 checkpoint thread   loop.py        write a snapshot of the state; the training thread commits it
 validation thread   asking.py      ask the questions of a validation; the training thread reports the result
 """
@@ -27,9 +28,9 @@ from learner.data.questions import load_questions
 from learner.data.replay_buffer import ReplayBuffer, ReplayedGroup, replay_count
 from learner.data.sampler import Sampler
 from learner.delivery.audit import ConservationAudit, RedisAudit
-from learner.delivery.background import BackgroundLoop, ErrorSlot, MaintenanceTask
+from learner.delivery.background import BackgroundLoop, ErrorSlot, LeaseRenewal, MaintenanceTask
 from learner.delivery.consumer import StreamConsumer
-from learner.delivery.dead_letters import LEARNER_ID, DeadLetterStore, EventLog
+from learner.delivery.dead_letters import LEARNER_ID, CrashRecord, DeadLetterStore, EventLog
 from learner.delivery.identity import ensure_lineage_id, foreign_run_error, take_over
 from learner.delivery.issue_limit import IssueReservation
 from learner.delivery.issuer import TaskIssuer
@@ -108,6 +109,9 @@ def serve(
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
         _reach(store, lambda: lease.acquire(checkpoints.current_epoch(), takeover=takeover))
         ctx: LearnerContext | None = None
+        errors = ErrorSlot()
+        renewal = BackgroundLoop("lease", LeaseRenewal(lease, settings.lease_s).tick, errors)
+        renewal.start()
         try:
             if takeover:
                 meta = run_meta(run, sampler, lineage_id).fields()
@@ -115,13 +119,14 @@ def serve(
                     EventLog(store).emit("takeover", f"deleted the run's state in Redis: {taken}")
             elif reserved.highest() is None:  # issued by an older Foray: adopted once, later starts read it from disk
                 reserved.reserve(_reach(store, store.issued), lease.epoch)
-            ctx, lineage = build_context(run, settings, sampler, store, checkpoints, lease, make_engine)
+            ctx, lineage = build_context(run, settings, sampler, store, checkpoints, lease, errors, make_engine)
             _train(ctx, TrainingLoop(ctx, lineage, stop.is_set), stop)
         except BaseException as error:
             stop.deferred = True  # a second signal must not interrupt the shutdown
             _leave(store, lease, error)
             raise
         finally:
+            renewal.stop()
             (store if ctx is None else ctx).close()
     return 0
 
@@ -148,6 +153,7 @@ class DeliveryServices:
     """Services that issue tasks and receive groups."""
 
     event_log: EventLog
+    crashes: CrashRecord
     group_filter: GroupFilter
     consumer: StreamConsumer
     issuer: TaskIssuer
@@ -168,6 +174,7 @@ def build_delivery(
 ) -> DeliveryServices:
     """Build the services around the delivery state, restored from `checkpoint` if there is one."""
     event_log, reserved = EventLog(store), IssueReservation(lease.epochs_dir)
+    crashes = CrashRecord(run.dir / "training.json")
     group_filter = GroupFilter(settings.filtering, run.groups_per_step)
     consumer = StreamConsumer(
         store,
@@ -178,6 +185,7 @@ def build_delivery(
         max_attempts=settings.max_attempts,
         dead_letters=DeadLetterStore(store, run.dir / "dead_letters.jsonl"),
         event_log=event_log,
+        crashes=crashes.of,
     )
     tracer = build_tracer(run, "learner", LEARNER_ID, lambda: lease.lineage_id)
     issuer = TaskIssuer(store, delivery, sampler, run, reserved, event_log, tracer)
@@ -188,17 +196,15 @@ def build_delivery(
     audit = ConservationAudit(store, delivery, event_log, requests, redis_audit, meta)
     maintenance = MaintenanceTask(
         store,
-        lease,
         issuer,
         MissingSeqReconciler(store, delivery, consumer, event_log),
         requests,
         redis_audit,
         meter,
         snapshot_source(run, delivery, lease, meter, audit),
-        lease_s=settings.lease_s,
         reconcile_s=settings.reconcile_s,
     )
-    return DeliveryServices(event_log, group_filter, consumer, issuer, audit, maintenance, tracer)
+    return DeliveryServices(event_log, crashes, group_filter, consumer, issuer, audit, maintenance, tracer)
 
 
 def build_context(
@@ -208,16 +214,14 @@ def build_context(
     store: RunStore,
     checkpoints: Checkpoints,
     lease: LearnerLease,
+    errors: ErrorSlot,
     make_engine: MakeEngine,
 ) -> tuple[LearnerContext, list[PolicyVersion]]:
-    """Build all parts with the state of the last checkpoint; return the context and the lineage.
-
-    The maintenance thread renews the lease from here on.
-    """
+    """Build all parts with the state of the last checkpoint; return the context and the lineage."""
     checkpoint = checkpoints.load()
     if checkpoint is not None and checkpoint.epoch >= lease.epoch:  # Redis rolled back while we waited
         _reach(store, lambda: lease.acquire(checkpoint.epoch))
-    delivery, meter, errors = DeliveryState(), Meter(), ErrorSlot()
+    delivery, meter = DeliveryState(), Meter()
     if checkpoint is not None:
         _restore(delivery, checkpoint, run, sampler)
     services = build_delivery(run, settings, sampler, store, lease, delivery, meter, checkpoint)
@@ -228,7 +232,8 @@ def build_context(
         started.callback(maintainer.stop)
         started.callback(metrics_server.close if metrics_server is not None else lambda: None)
         reporter = started.enter_context(closing(_reporter(run, settings, meter, services.tracer, delivery, lease)))
-        validator = Validator(settings.eval, ValidationFiles(run.dir), store, reporter, services.event_log)
+        files = ValidationFiles(run.dir)
+        validator = Validator(settings.eval, files, store, reporter, services.event_log, checkpoints.exists)
         checkpoints.kept = validator.kept
         engine = resumed_engine(make_engine, run, settings, checkpoint)
         started.pop_all()
@@ -239,6 +244,7 @@ def build_context(
         store=store,
         delivery=delivery,
         event_log=services.event_log,
+        crashes=services.crashes,
         audit=services.audit,
         meter=meter,
         errors=errors,
@@ -361,15 +367,20 @@ def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> N
         _interrupt(loop)
     finally:
         ctx.validator.close()
-        loop.keep_written()
+        loop.writer.keep_written()
     ctx.maintainer.stop()
     ctx.lease.release()
 
 
 def _interrupt(loop: TrainingLoop) -> None:
-    """Write a checkpoint before the end of the run, so that no step has to be repeated."""
+    """Write a checkpoint before the end, so that no step is repeated. Raises ForayError if it cannot be written."""
     try:
-        loop.checkpoint()
+        if not loop.writer.persist():
+            raise ForayError(
+                f"stopped at step {loop.ctx.delivery.step}, but no checkpoint of it could be written: that of step "
+                f"{loop.writer.step} is current, and the next start repeats the steps since then. Free disk space in "
+                f"{loop.ctx.run.dir} first"
+            )
     except RedisUnavailable as error:
         log.warning("Redis is unavailable; trained groups will be acknowledged after the next start: %s", error)
 
@@ -389,9 +400,8 @@ def _finish(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> 
         log.info("%d excess seqs will not be trained: settled as filtered", len(excess))
         ctx.delivery.settle(excess, Outcome.FILTERED, "excess", tokens=ctx.consumer.drain())
         ctx.delivery.counters.excess += len(excess)
-    while ctx.delivery.has_uncommitted() and not loop.checkpoint():
-        if not loop.checkpoint_retry.wait(stop.is_set):
-            raise UserError("the last checkpoint could not be written", todo="free disk space and start again")
+    if ctx.delivery.has_uncommitted() and not loop.writer.persist(stop.is_set):
+        raise UserError("the last checkpoint could not be written", todo="free disk space and start again")
     retry(lambda: loop.announce("done"))
     if problem := retry(ctx.audit.problem):
         ctx.event_log.emit("inconsistent", f"the accounting is not consistent: {problem}")

@@ -1,17 +1,22 @@
-"""Recovery of the training thread: Redis is unavailable or loses state, or a checkpoint cannot be written."""
+"""Recovery of the training thread: Redis is unavailable or loses state, a checkpoint cannot be written, or nothing can
+be learned."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from learner.context import LearnerContext
-from protocol.errors import Fenced, StateLost, UserError
+from learner.delivery.state import DeliveryState
+from protocol.errors import Fenced, NoSignal, StateLost
+from protocol.ledger import Outcome
 from protocol.runtime.backoff import backoff_s
 from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +24,10 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 RETRY_CHECKPOINT_S = 10.0
+MAX_TOKENLESS = 20
+"""Batches without a trained token, in a row, that count as a run without a signal."""
+FEWEST_DEAD, DEAD_WINDOWS = 100, 4
+"""Likewise the failed seqs in a row: this many, and this many times those that may be in flight."""
 FAILED_CHECKPOINTS = 3
 """Consecutive failures after which no more tasks are issued: trained groups cannot be acknowledged, and Redis would
 fill up."""
@@ -138,29 +147,65 @@ class CheckpointRetry:
         ctx.issuer.enabled.set()
 
 
-class NonFiniteGuard:
-    """Counts batches in a row that were skipped because a value was not finite.
+def fewest_dead(run: RunSettings) -> int:
+    """Return the dead seqs in a row that count as no signal: an outage may end all that are in flight, but once."""
+    return max(FEWEST_DEAD, DEAD_WINDOWS * (run.max_lag + 1) * run.groups_per_step)
 
-    max_skipped  raise UserError at this many
-    kept_in      where the skipped batches are kept, for the error message
+
+class SignalGuard:
+    """Counts in a row what has no training signal. Every method but `trained` and `reset` may raise NoSignal.
+
+    max_skipped  limit of batches that were skipped because a value was not finite
+    kept_in      where these are kept, for the error message
+    max_dead     limit of seqs that failed while no group arrived
     """
 
-    def __init__(self, max_skipped: int, kept_in: Path) -> None:
-        self._max, self._kept_in = max_skipped, kept_in
-        self.skipped = 0
+    def __init__(self, max_skipped: int, kept_in: Path, max_dead: int = 0) -> None:
+        self._max, self._kept_in, self._max_dead = max_skipped, kept_in, max_dead
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count again."""
+        self.skipped = self.tokenless = 0
+        self._arrived, self._dead_before = -1, 0
 
     def trained(self) -> None:
-        """Reset the count: a step was trained."""
-        self.skipped = 0
+        """Reset the count of batches: a step was trained."""
+        self.skipped = self.tokenless = 0
 
     def skip(self, reason: str) -> None:
-        """Count a skipped batch. Raises UserError at `max_skipped` in a row."""
+        """Count a batch that was skipped because a value was not finite."""
         self.skipped += 1
         if self.skipped >= self._max:
-            raise UserError(
+            raise NoSignal(
                 f"{self.skipped} batches in a row were not trained in full: {reason}",
                 why="the policy has diverged, or the data is broken. No update that was not finite changed the weights",
                 todo=f"inspect the skipped batches in {self._kept_in}; lower learner.optim.lr, and start again: it "
-                "resumes "
-                "from the last checkpoint",
+                "resumes from the last checkpoint, without these batches",
+            )
+
+    def skip_tokenless(self) -> None:
+        """Count a batch without a token to train."""
+        self.tokenless += 1
+        if self.tokenless >= MAX_TOKENLESS:
+            raise NoSignal(
+                f"{self.tokenless} batches in a row had no token to train",
+                why="every trajectory in them was invalid, or older than run.max_lag",
+                todo="see why with `foray replay RUN_DIR --show 3` and the statuses in metrics.jsonl; start again then",
+            )
+
+    def observe(self, delivery: DeliveryState) -> None:
+        """Count the seqs that have failed since a group last arrived."""
+        with delivery.lock:
+            dead = delivery.ledger.counts[Outcome.DEAD]
+            arrived = delivery.ledger.settled - dead + len(delivery.pending)
+            reasons = Counter({reason: n for (o, reason), n in delivery.reasons.items() if o is Outcome.DEAD})
+        if arrived != self._arrived:
+            self._arrived, self._dead_before = arrived, dead
+        elif dead - self._dead_before >= self._max_dead:
+            raise NoSignal(
+                f"{dead - self._dead_before} questions in a row failed, and no group arrived",
+                why="failed so far: " + ", ".join(f"{n} {reason}" for reason, n in reasons.most_common(3)),
+                todo="find the cause in the logs of the rollout servers, then start again; `foray dlq requeue` asks "
+                "them again",
             )

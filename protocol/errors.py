@@ -7,6 +7,7 @@ ForayError
   StateLost                Redis lost its streams
   RedisUnavailable ...     see `protocol.runtime.redis.errors`
   UserError                the user must act: what happened, why and what to do, printed without a traceback
+    NoSignal               a run from which nothing can be learned
 """
 
 from __future__ import annotations
@@ -82,3 +83,7 @@ class UserError(ForayError):
         if self.todo:
             lines.append(f"   do: {self.todo}")
         return redact("\n".join(lines))
+
+
+class NoSignal(UserError):
+    """Nothing can be learned from what arrives; the state is kept. No launcher restarts the run (exit code 65)."""

@@ -73,13 +73,15 @@ local function exists(stream)
   return call('EXISTS', stream) == 1
 end
 
--- lease, epoch, meta | token, checkpoint epoch, ttl ms, takeover ('1' or '0'), lineage id
+-- lease, epoch, meta | token, checkpoint epoch, ttl ms, takeover ('1' or '0'), lineage id (or ''), token of a holder that
+-- has ended. Without the last one or two, as from an older learner, they are not compared
 --   -> {1, epoch}, {0, epoch, ttl left, holder}, or {2, lineage id} if this Redis holds another run
 redis.register_function{function_name = 'foray_acquire', flags = {'allow-oom'}, callback = function(k, a)
   local lineage = k[3] and call('HGET', k[3], 'lineage_id')
-  if lineage and a[5] and lineage ~= a[5] and a[4] ~= '1' then return {2, lineage} end
+  local mine = a[5] ~= '' and a[5]
+  if lineage and mine and lineage ~= mine and a[4] ~= '1' then return {2, lineage} end
   local holder = call('HGET', k[1], 'token')
-  if holder and holder ~= a[1] and a[4] ~= '1' then
+  if holder and holder ~= a[1] and holder ~= a[6] and a[4] ~= '1' then
     return {0, tonumber(call('HGET', k[1], 'epoch') or '0') or 0, call('PTTL', k[1]), holder}
   end
   local epoch = math.max(number_at(k[2]), tonumber(a[2])) + 1
@@ -88,7 +90,7 @@ redis.register_function{function_name = 'foray_acquire', flags = {'allow-oom'}, 
   -- ttl and since (seconds, on this clock) are for display: with the TTL left they show when the lease was renewed
   call('HSET', k[1], 'epoch', epoch, 'token', a[1], 'ttl', a[3], 'since', call('TIME')[1])
   call('PEXPIRE', k[1], a[3])
-  if k[3] and a[5] then call('HSETNX', k[3], 'lineage_id', a[5]) end
+  if k[3] and mine then call('HSETNX', k[3], 'lineage_id', mine) end
   return {1, epoch}
 end}
 

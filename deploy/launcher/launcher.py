@@ -228,6 +228,7 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         state = "done" if error is None else "stopped" if isinstance(error, RunStopped) else "failed"
+        self._error = str(error) if state == "failed" else ""
         try:
             self.stop(state)
         finally:
@@ -285,6 +286,7 @@ class Launcher:
             "id": self.config.run.id,
             "pid": os.getpid(),
             "state": self._state,
+            "error": self._error,
             "started": self._started,
             "updated": time.time(),
             "trains": self.config.launch.learner,

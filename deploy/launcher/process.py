@@ -19,6 +19,7 @@ from pathlib import Path
 from deploy.launcher.plan import ProcessSpec
 from deploy.terminal import escape_untrusted
 from protocol.errors import ForayError
+from protocol.runtime.service_cli import EXIT_NO_SIGNAL, NOT_RESTARTED
 
 PR_SET_PDEATHSIG = 1
 TAIL_LINES = 25
@@ -34,8 +35,8 @@ class ProcessFailed(ForayError):
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of the command: that of a user error (2) or a fenced learner (75), else 1."""
-        return self.code if self.code in (2, 75) else 1
+        """Return the exit code of the command: that of the process if it is in NOT_RESTARTED, else 1."""
+        return self.code if self.code in NOT_RESTARTED else 1
 
     def render(self) -> str:
         """Return what happened, the end of the process's log, and the path of the log."""
@@ -128,7 +129,7 @@ class ManagedProcess:
 def describe_exit(code: int) -> str:
     """Return how a process ended: `exited with code 1`, `was killed by SIGKILL`."""
     if code >= 0:
-        return f"exited with code {code}"
+        return f"exited with code {code}" + (": no training signal" if code == EXIT_NO_SIGNAL else "")
     try:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:

@@ -19,6 +19,7 @@ from protocol.codec import decode_as
 from protocol.errors import ProtocolError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.service_cli import NOT_RESTARTED
 
 STOP_ORDER = ("learner", "rollout", "engine", "retriever", "redis")
 POLL_S = 0.05
@@ -72,8 +73,8 @@ class Supervisor:
     def check(self) -> None:
         """Restart processes that exited. Raises ProcessFailed if one has no restarts left.
 
-        A process that exits with code 0 has finished (the learner after its last step). A user error (code 2) and a
-        fenced learner (75) are not restarted: they would fail again.
+        A process that exits with code 0 has finished (the learner after its last step). A process with a code of
+        NOT_RESTARTED (user error, no training signal, fenced) is not restarted: it would fail again.
         """
         self._interrupted()
         for name, child in list(self.children.items()):
@@ -81,7 +82,7 @@ class Supervisor:
             if code is None or (code == 0 and child.spec.kind == "learner"):
                 continue
             used = self.restarts.get(name, 0)
-            if used >= child.spec.restarts or code in (2, 75):
+            if used >= child.spec.restarts or code in NOT_RESTARTED:
                 again = f" (after {used} restarts)" if used else ""
                 raise child.failed(f"{describe_exit(code)}{again}")
             self.restarts[name] = used + 1

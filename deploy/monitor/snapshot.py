@@ -112,6 +112,8 @@ class RunSnapshot:
     again: str = ""
     launch: str = ""
     """State of the launcher in run.json: starting, running, stopping, stopped, done, failed. "": started manually."""
+    launch_error: str = ""
+    """What ended the run, if `launch` is "failed"."""
     launcher_lives: bool = False
     awaits_learner: bool = False
     """The launcher has not started the learner yet, or has just done so."""

@@ -248,6 +248,7 @@ def with_record(seen: RunSnapshot, record: Mapping[str, Any], *, alive: bool = F
     seen = replace(
         seen,
         launch=launch,
+        launch_error=str(record.get("error", "")),
         launcher_lives=alive,
         again=again,
         trains=trains,
@@ -269,7 +270,8 @@ def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
         return of_tokens(seen)
     if now == "failed":
         todo = f"fix the error in its logs, then resume with: {seen.again or 'the command that started the run'}"
-        return [Problem("the run has failed", todo), *of_tokens(seen)]
+        why = f": {escape_untrusted(seen.launch_error, 300)}" if seen.launch_error else ""
+        return [*_no_signal(seen), Problem(f"the run has failed{why}", todo), *of_tokens(seen)]
     if now == "stopping" or (now == "preparing" and seen.launch == "starting"):
         return []  # the launcher is starting or stopping processes, and monitors them
     if seen.error:
@@ -293,6 +295,7 @@ def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
                 "raise maxmemory, or lower learner.checkpoint_every: groups stay in Redis until the next checkpoint",
             )
         )
+    found += _no_signal(seen)
     if seen.learner is None and not seen.only_serves and not seen.awaits_learner:
         held = f"; its lease expires in {seen.lease_ms / 1000:.0f} s" if seen.lease_ms else ""
         found.append(Problem(f"no learner is running{held}", "start it again: it resumes from its checkpoint"))
@@ -308,6 +311,15 @@ def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
     found += _engine_problems(seen, max_lag)
     found += delivery_problems(seen)
     return found
+
+
+def _no_signal(seen: RunSnapshot) -> list[Problem]:
+    """Return a problem if the last thing that a learner reported is that nothing can be learned."""
+    last = next((event for event in reversed(seen.events) if event.process == "learner"), None)
+    if last is None or last.kind != "no-signal":
+        return []
+    todo = "the state is in its checkpoint: find the cause (docs/troubleshooting.md), then continue as its log says"
+    return [Problem(escape_untrusted(last.text, 400), todo)]
 
 
 def _no_retriever(rollout: str, outage: str) -> Problem:

@@ -283,6 +283,10 @@ class Checkpoints:
         if found and int(found[2]) > epoch and (newest := self.current_epoch()) > epoch:
             raise Fenced(f"epoch {newest} has committed a checkpoint, this learner is epoch {epoch}")
 
+    def exists(self, name: str) -> bool:
+        """Return whether the checkpoint `name` was committed and not removed since; "" was not."""
+        return bool(name) and (self._folder / name / MANIFEST).is_file()
+
     def committed(self, step: int, epoch: int) -> bool:
         """Return whether the current checkpoint has this step and epoch."""
         found = self._current()

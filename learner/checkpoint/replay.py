@@ -29,7 +29,7 @@ from learner.interfaces import NO_TOKENS, TrainEngine
 from learner.main import MakeEngine, build_trainer, resumed_engine
 from learner.observability.metrics import Meter, StepLog, StepTimer
 from learner.observability.reporting import StepReporter, open_trackers
-from learner.recovery import NonFiniteGuard
+from learner.recovery import SignalGuard
 from learner.weights import build_publisher
 from protocol.errors import UserError
 from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
@@ -144,7 +144,7 @@ class ReplayLoop:
         self.meter = Meter()
         log_file = StepLog(run.dir / "metrics.jsonl")
         self.reporter = StepReporter(self.meter, log_file, trackers, steps=self.steps, model=run.model)
-        self._guard = NonFiniteGuard(settings.max_skipped, Path("the journal"))
+        self._guard = SignalGuard(settings.max_skipped, Path("the journal"))
         self._timer = StepTimer(self.meter)
         self._checkpoint_step, self._checkpoint_time = self.delivery.step, time.monotonic()
 

@@ -216,7 +216,12 @@ class LearnerSettings(TrainerSettings):
     max_attempts: int = Field(default=3, ge=1)
     """Attempts at a seq whose group is unreadable before it is settled as dead."""
     max_skipped: int = Field(default=3, ge=1)
-    """Consecutive batches with a non-finite loss or gradient before the learner stops."""
+    """Consecutive batches with a non-finite loss or gradient that count as a run without a training signal."""
+    on_no_signal: Literal["stop", "wait"] = "stop"
+    """What the learner does, after it has written a checkpoint, when nothing can be learned: `max_skipped` batches in a
+    row were not finite, 20 had no token to train, or all questions failed (at least 100, and four times the groups in
+    flight). `stop`: exit with code 65, which no launcher restarts. `wait`: issue no tasks until you create the file
+    `continue` in `run.dir`."""
     journal: bool = True
     """Keep every trained group in `run.dir/journal` for replay."""
     journal_max_gb: float = Field(default=0.0, ge=0)

@@ -1,7 +1,9 @@
 """Background threads: periodic work that must not wait for a training step.
 
-The maintenance thread renews the lease, issues tasks as credit allows, reconciles, publishes metrics every second, and
-serves requests. It waits for its clock (TICK_S) and is unblocked by `wake`: a step has been settled, there is credit.
+The lease thread renews the lease from its acquisition to the end, and does nothing else: neither a long load nor many
+tasks to issue delay a renewal. The maintenance thread issues tasks as credit allows, reconciles, publishes metrics
+every second, and serves requests. It waits for its clock (TICK_S) and is unblocked by `wake`: a step has been settled,
+there is credit.
 """
 
 from __future__ import annotations
@@ -125,13 +127,28 @@ class Interval:
         self._next = 0.0
 
 
+class LeaseRenewal:
+    """Work of the lease thread (see the module). Raises the errors of `LearnerLease.renew`, and may be retried."""
+
+    def __init__(self, lease: LearnerLease, lease_s: float) -> None:
+        self._lease, self._renewal, self._clock = lease, Interval(lease_s / 3), threading.Event()
+
+    def tick(self) -> None:
+        self._clock.wait(TICK_S)
+        if self._renewal.due():
+            try:
+                self._lease.renew()
+            except BaseException:
+                self._renewal.make_due()
+                raise
+
+
 class MaintenanceTask:
     """Work of the maintenance thread (see the module). Raises the errors of its parts, and may be retried."""
 
     def __init__(
         self,
         store: RunStore,
-        lease: LearnerLease,
         issuer: TaskIssuer,
         reconciler: MissingSeqReconciler,
         requests: RequeueRequests,
@@ -139,18 +156,12 @@ class MaintenanceTask:
         meter: Meter,
         snapshot: Callable[[], MetricsSnapshot],
         *,
-        lease_s: float,
         reconcile_s: float,
     ) -> None:
-        self._store, self._lease, self._issuer, self._reconciler = store, lease, issuer, reconciler
+        self._store, self._issuer, self._reconciler = store, issuer, reconciler
         self._meter = meter
         self._requests, self._cross, self.snapshot = requests, cross, snapshot
-        self._renewal, self._reconciling, self._metrics = (
-            Interval(lease_s / 3),
-            Interval(reconcile_s),
-            Interval(METRICS_S),
-        )
-        self._complaints = Interval(SILENCE_S)
+        self._reconciling, self._metrics, self._complaints = map(Interval, (reconcile_s, METRICS_S, SILENCE_S))
         self._reconciling.due()  # first due after one interval
         self._best_effort = BestEffort()
         self.wake = threading.Event()
@@ -158,17 +169,11 @@ class MaintenanceTask:
     def tick(self) -> None:
         self.wake.wait(TICK_S)
         self.wake.clear()
-        if self._renewal.due():
-            try:
-                self._lease.renew()
-            except BaseException:
-                self._renewal.make_due()
-                raise
         if self._issuer.enabled.is_set() and self._reconciling.due():
             self._reconciler.tick()
         try:
             self._issuer.tick()
-        except RedisFull as error:  # keep renewing the lease and reporting
+        except RedisFull as error:  # keep reporting
             if self._complaints.due():
                 log.warning("issuing tasks is paused: %s", error)
         if self._metrics.due():

@@ -5,7 +5,8 @@ successor takes it over. So an entry may arrive twice: a seq that is already pen
 
 An entry that crashes the learner while it is read would crash every successor. Therefore entries that were already
 pending are read one at a time, each after Redis has counted the delivery. An entry that was delivered DELIVERIES times
-without being read successfully becomes a dead letter.
+without being read successfully becomes a dead letter. So does one whose batch crashed a learner in DELIVERIES trainings
+in a row (`CrashRecord`): the whole batch, because nothing tells which group it was. These seqs are settled as dead.
 
 The reader thread consumes stream entries and produces buffered groups. It waits for Redis (BLOCK_MS at a time) and
 for capacity in the buffer; it is unblocked by entries and by `take`.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from itertools import islice
 
 from learner.data.filter import NO_VARIANCE, GroupFilter
@@ -40,6 +42,7 @@ class StreamConsumer:
     """The buffer between Redis and training.
 
     capacity  maximum number of buffered groups; at least one batch
+    crashes   returns in how many steps in a row with an entry a learner has crashed
     """
 
     def __init__(
@@ -53,10 +56,11 @@ class StreamConsumer:
         max_attempts: int,
         dead_letters: DeadLetterStore,
         event_log: EventLog,
+        crashes: Callable[[bytes], int] = lambda id_: 0,
     ) -> None:
         self._store, self._delivery, self._run, self._filter = store, delivery, run, group_filter
         self._capacity, self._max_attempts = capacity, max_attempts
-        self._dead_letters, self._event_log = dead_letters, event_log
+        self._dead_letters, self._event_log, self._crashes = dead_letters, event_log, crashes
         self._buffer: deque[StreamEntry] = deque()
         self._backlog: deque[bytes] = deque()
         self._tries: Counter[bytes] = Counter()
@@ -106,18 +110,18 @@ class StreamConsumer:
                 with self._delivery.lock:
                     self._delivery.counters.redelivered += 1
                 if deliveries - self._tries[id_] >= DELIVERIES:
-                    self._poisoned(id_, fields, deliveries - self._tries[id_])
+                    detail = f"the learner crashed {deliveries - self._tries[id_]} times while reading this entry"
+                    self._poisoned(id_, fields, BadEntry(POISON, detail, read_seq(fields)))
                 else:
                     self.ingest(id_, fields)
                     self._store.reset_deliveries(id_)
             del self._tries[id_]
             self._backlog.popleft()
 
-    def _poisoned(self, id_: bytes, fields: Fields, lives: int) -> None:
+    def _poisoned(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
         with self._delivery.lock:
             self._delivery.counters.poisoned += 1
-        detail = f"the learner crashed {lives} times while reading this entry"
-        self._refuse(id_, fields, BadEntry(POISON, detail, read_seq(fields)))
+        self._refuse(id_, fields, bad)
 
     @property
     def caught_up(self) -> bool:
@@ -129,6 +133,10 @@ class StreamConsumer:
         with self._changed:
             if id_ in self._delivery.unacked:
                 return
+        if (crashes := self._crashes(id_)) >= DELIVERIES:
+            detail = f"the learner crashed {crashes} times while training a batch with this entry"
+            self._poisoned(id_, fields, BadEntry(POISON, detail, read_seq(fields), self._max_attempts))
+            return
         try:
             entry = read_entry(id_, fields, self._run)
             self._refuse_unissued(entry)

@@ -11,12 +11,16 @@ from __future__ import annotations
 import base64
 import json
 import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from learner.delivery.entry import BadEntry
 from learner.delivery.store import Fields, RunStore
 from protocol import events
 from protocol.errors import StateLost, UserError
+from protocol.runtime.files import atomic_write
 from protocol.runtime.redis.errors import BestEffort, RedisUnavailable
 
 log = logging.getLogger(__name__)
@@ -54,6 +58,45 @@ class DeadLetterStore:
             self._store.dead_letter({**facts, "h": head[:STREAM_BYTES], "b": body[:STREAM_BYTES]})
         except (OSError, RedisUnavailable, UserError) as error:
             log.error("could not store the unusable entry %s: %s", id_.decode(), error)
+
+
+class CrashRecord:
+    """Which entries are in the step that is being trained, in the file `path`, so that a crash can be attributed.
+
+    crashes  entry id -> steps with it in which a learner crashed, since one with it was trained
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.crashes: Counter[str] = Counter()
+        try:
+            found = json.loads(path.read_text())
+            self.crashes = Counter({str(id_): int(n) for id_, n in found["crashes"].items()})
+            self.crashes.update(map(str, found["training"]))  # the process ended during this step
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("ignoring the record of crashes in %s: %s", path, error)
+
+    def of(self, id_: bytes) -> int:
+        """Return the crashes in a row with this entry."""
+        return self.crashes[id_.decode()]
+
+    @contextmanager
+    def training(self, ids: Sequence[bytes]) -> Iterator[None]:
+        """Train a step with these entries inside the block. An exception counts as a crash."""
+        names = [id_.decode() for id_ in ids]
+        self._write(names)
+        yield
+        for name in names:
+            self.crashes.pop(name, None)
+        self._write([])
+
+    def _write(self, training: list[str]) -> None:
+        try:
+            atomic_write(self._path, json.dumps({"training": training, "crashes": self.crashes}), durable=False)
+        except OSError as error:
+            log.error("could not record the step in %s: %s", self._path, error)
 
 
 class EventLog:

@@ -47,9 +47,11 @@ class LearnerLease:
 
         Raises UserError if the holder is alive (it renews the lease), or if the run in Redis has another lineage.
         """
-        already_logged, deadline = False, 0.0
+        already_logged, deadline, ended = False, 0.0, ""
         while True:
-            answer = self._store.acquire(self.token, floor, self._ttl_ms, takeover=takeover, lineage_id=self.lineage_id)
+            answer = self._store.acquire(
+                self.token, floor, self._ttl_ms, takeover=takeover, lineage_id=self.lineage_id, ended=ended
+            )
             if answer is None:
                 raise self._of_another_run()
             if isinstance(answer, int):
@@ -61,7 +63,7 @@ class LearnerLease:
                 continue
             if _is_dead(answer.token):
                 log.warning("taking over from %s, which has ended", describe(answer))
-                takeover = True
+                ended = answer.token  # of this holder only: another one may be faster
                 continue
             if not already_logged:
                 already_logged, deadline = True, time.monotonic() + answer.ttl_s + 1.0
@@ -176,12 +178,14 @@ def _how_to_stop(holder: LeaseHolder) -> str:
 
 
 def _place() -> str:
-    # Host and process namespace: a pid is meaningful only within both.
+    # Host and process namespace: a pid is meaningful only within both. Hosts may share a name, and the first namespace
+    # has the same number on every host: the id of its boot tells them apart.
     try:
         namespace = os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        namespace = "?"
-    return f"{socket.gethostname()}/{namespace}".replace(":", "")
+        namespace = boot = "?"
+    return f"{socket.gethostname()}/{namespace}/{boot}".replace(":", "")
 
 
 def _started(pid: int) -> str:

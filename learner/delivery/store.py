@@ -124,13 +124,15 @@ class RunStore(AccountingStore):
     # --- lease ---
 
     def acquire(
-        self, token: str, floor: int, ttl_ms: int, *, takeover: bool, lineage_id: str = ""
+        self, token: str, floor: int, ttl_ms: int, *, takeover: bool, lineage_id: str = "", ended: str = ""
     ) -> int | LeaseHolder | None:
         """Return the new epoch, above `floor`, or the holder of the lease; None if the run in this Redis is another
         one.
+
+        ended  token of a holder that is known to have ended: only its lease is taken over
         """
         keys = (self.keys.lease, self.keys.epoch, self.keys.meta)
-        whose = (lineage_id,) if lineage_id else ()
+        whose = (lineage_id, ended) if ended else (lineage_id,) if lineage_id else ()
         reply = self._call(functions.ACQUIRE, keys, token, floor, ttl_ms, "1" if takeover else "0", *whose)
         if int(reply[0]) == 2:
             return None

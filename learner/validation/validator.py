@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from learner.background_call import BackgroundCall
@@ -66,7 +68,9 @@ class Validator:
 
     Raises UserError as `load_suites` does.
 
-    needed  the version whose weights must be kept
+    exists   whether a checkpoint of this name was committed and not removed since
+    needed   the version whose weights must be kept
+    writing  returns the name of the checkpoint that is being written, "" without one
     """
 
     def __init__(
@@ -76,9 +80,11 @@ class Validator:
         link: RunLink,
         reporter: StepReporter,
         event_log: EventLog,
+        exists: Callable[[str], bool] = bool,
     ) -> None:
         self._settings, self._suites, self._files, self._link = settings, load_suites(settings), files, link
-        self._reporter, self._event_log = reporter, event_log
+        self._reporter, self._event_log, self._exists = reporter, event_log, exists
+        self.writing: Callable[[], str] = str
         self._records: list[Record] = files.records() if self._suites else []
         self._stopping = threading.Event()
         self._call: BackgroundCall[list[Episode]] | None = None
@@ -152,8 +158,13 @@ class Validator:
         """Report a validation that has ended; `step` is the learner's."""
         if self._call is None or not self._call.ended:
             return
-        call, policy, self._call, self.needed = self._call, self._policy, None, None
+        policy = self._policy
         assert policy is not None
+        if policy.checkpoint and policy.checkpoint == self.writing():
+            return  # it may fail: the result may not name it before it is committed
+        call, self._call, self.needed = self._call, None, None
+        if not self._exists(policy.checkpoint):
+            policy = replace(policy, checkpoint="")
         try:
             episodes = call.result()
             self._finish(policy, episodes, step)
@@ -172,7 +183,8 @@ class Validator:
         return (running | ({best["checkpoint"]} if best else set())) - {""}
 
     def _best(self) -> Record | None:
-        return best_of(self._records, self._settings.best) if self._settings.best else None
+        there = [r for r in self._records if r["name"] == INITIAL or self._exists(r["checkpoint"])]
+        return best_of(there, self._settings.best) if self._settings.best else None
 
     def _finish(self, policy: ValidatedPolicy, episodes: list[Episode], step: int) -> None:
         by_suite: dict[str, list[Episode]] = {name: [] for name in self._suites}

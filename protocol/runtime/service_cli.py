@@ -8,12 +8,14 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from protocol.errors import UserError
+from protocol.errors import NoSignal, UserError
 from protocol.runtime.config import SettingsTree, not_an_override, read_tree
 from protocol.runtime.log import LOG_FORMAT, start_logging
 
-EXIT_FAILED, EXIT_USER, EXIT_FENCED = 1, 2, 75
-"""Exit codes: the run failed; the user must act; another learner took over."""
+EXIT_FAILED, EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED = 1, 2, 65, 75
+"""Exit codes: the run failed; the user must act; nothing can be learned from it; another learner took over."""
+NOT_RESTARTED = (EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED)
+"""A process that ends so would end so again."""
 
 Serve = Callable[[Namespace, SettingsTree], int | None]
 
@@ -33,12 +35,12 @@ def run_service(
 
 
 def exit_code(run: Callable[[], int | None], prefix: str = "") -> int:
-    """Call `run` and return its exit code, 0 for None. Print a UserError to stderr and return 2."""
+    """Call `run` and return its exit code, 0 for None. Print a UserError to stderr and return 2 (NoSignal: 65)."""
     try:
         return run() or 0
     except UserError as error:
         print(prefix + error.render(), file=sys.stderr)
-        return EXIT_USER
+        return EXIT_NO_SIGNAL if isinstance(error, NoSignal) else EXIT_USER
 
 
 def add_config_arguments(

@@ -65,18 +65,19 @@ def number_at(r: SimRedis, key: str) -> int:
 @function("foray_acquire", oom=True)
 def acquire(r: SimRedis, k: list[str], a: list[bytes]) -> Any:
     lineage = r.hget(k[2], "lineage_id") if len(k) > 2 else None
-    if lineage is not None and len(a) > 4 and lineage != a[4] and a[3] != b"1":
+    mine = a[4] if len(a) > 4 else b""
+    if lineage is not None and mine and lineage != mine and a[3] != b"1":
         return [2, lineage]
     holder = r.hget(k[0], "token")
-    if holder is not None and holder != a[0] and a[3] != b"1":
+    if holder is not None and holder not in (a[0], *a[5:]) and a[3] != b"1":
         return [0, int(r.hget(k[0], "epoch") or 0), r.pttl(k[0]), holder]
     epoch = max(number_at(r, k[1]), int(a[1])) + 1
     r.set(k[1], epoch)
     r.delete(k[0])
     r.hset(k[0], mapping={"epoch": epoch, "token": a[0], "ttl": a[2], "since": r.time()[0]})
     r.pexpire(k[0], a[2])
-    if len(k) > 2 and len(a) > 4:
-        r.hsetnx(k[2], "lineage_id", a[4])
+    if len(k) > 2 and mine:
+        r.hsetnx(k[2], "lineage_id", mine)
     return [1, epoch]
 
 

@@ -13,6 +13,7 @@ from sim import functions
 from sim.knobs import Knobs, draw
 from sim.sim_redis import SimRedis
 
+from learner.checkpointing import CheckpointWriter
 from learner.delivery.consumer import StreamConsumer
 from learner.delivery.reconciler import MissingSeqReconciler
 from learner.delivery.state import DeliveryState
@@ -58,14 +59,14 @@ def ack_before_commit() -> dict[str, Any]:
 
 def ack_before_the_disk() -> dict[str, Any]:
     """Acknowledge first, then write the checkpoint."""
-    begin = TrainingLoop.begin_checkpoint
+    begin = CheckpointWriter.begin
 
-    def broken(self: TrainingLoop) -> bool:
+    def broken(self: CheckpointWriter) -> bool:
         ids = [name.encode() for name in self.ctx.delivery.to_state()["entries"]]
         self.recovery.retry_until_available(lambda: self.ctx.store.ack(ids))
         return begin(self)
 
-    return {"learner.loop.TrainingLoop.begin_checkpoint": broken}
+    return {"learner.checkpointing.CheckpointWriter.begin": broken}
 
 
 def ack_what_came_later() -> dict[str, Any]:
@@ -196,12 +197,12 @@ def no_checkpoint_while_starving() -> dict[str, Any]:
 
 def one_checkpoint_a_step() -> dict[str, Any]:
     """Delay decisions between two steps until the next step."""
-    begin = TrainingLoop.begin_checkpoint
+    begin = CheckpointWriter.begin
 
-    def broken(self: TrainingLoop) -> bool:
+    def broken(self: CheckpointWriter) -> bool:
         return self.ctx.checkpoints.committed(self.ctx.delivery.step, self.ctx.lease.epoch) or begin(self)
 
-    return {"learner.loop.TrainingLoop.begin_checkpoint": broken}
+    return {"learner.checkpointing.CheckpointWriter.begin": broken}
 
 
 def refused_when_full(name: str) -> Callable[[], dict[str, Any]]:
