@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,19 @@ def test_a_run_that_goes_well_is_healthy_and_its_parts_are_counted(look: Callabl
     assert "issued 20 = trained 15 + filtered 1 + stale 0 + dead 1 + in flight 3 (learner)" in page
 
 
+def test_a_run_without_a_signal_names_the_reason_until_the_learner_reports_something_else(
+    look: Callable[[], RunSnapshot], client: redis.Redis
+) -> None:
+    client.xadd(KEYS.events, events.fields("learner", "0", "no-signal", "100 questions in a row failed: 100 no_engine"))
+    client.xadd(KEYS.events, events.fields("node", "e", "ready", "an engine is back"))
+    seen = look()
+    assert problems(seen, max_lag=2)[0].what == "100 questions in a row failed: 100 no_engine"
+    failed = with_record(replace(seen, processes=()), {"state": "failed"})
+    assert problems(failed, max_lag=2)[0].what == "100 questions in a row failed: 100 no_engine"
+    client.xadd(KEYS.events, events.fields("learner", "0", "epoch", "epoch 2 begins"))
+    assert problems(look(), max_lag=2) == []
+
+
 def test_the_json_says_the_same(look: Callable[[], RunSnapshot]) -> None:
     page_json = json.loads(json.dumps(to_json(look(), max_lag=2)))
     assert (
@@ -173,7 +187,8 @@ def test_a_redis_that_is_away_is_a_problem_unless_the_run_was_finished(tmp_path:
     finished = with_record(seen, {"state": "done"})
     assert problems(finished, max_lag=2) == []
     assert "issued 1 = trained 1" in render(finished, max_lag=2)
-    assert state(with_record(seen, {"state": "failed"})) == "failed"
+    failed = with_record(seen, {"state": "failed", "error": "learner exited with code 65: no training signal"})
+    assert state(failed) == "failed" and "code 65: no training signal" in problems(failed, max_lag=2)[0].what
 
 
 def test_a_run_that_a_person_stopped_is_stopped_and_not_ill(tmp_path: Path) -> None:

@@ -70,13 +70,15 @@ def test_the_tail_shows_only_what_this_process_wrote(tmp_path: Path, supervisor:
     assert child.wait(10) and child.tail() == "mine"
 
 
-def test_a_user_error_of_a_process_is_not_tried_again_and_keeps_its_code(
-    tmp_path: Path, supervisor: Supervisor
+@pytest.mark.parametrize("code", [2, 65, 75])
+def test_a_process_that_would_end_so_again_is_not_tried_again_and_keeps_its_code(
+    tmp_path: Path, supervisor: Supervisor, code: int
 ) -> None:
-    supervisor.spawn(spec(tmp_path, "rollout-1", "raise SystemExit(2)", restarts=5))
+    supervisor.spawn(spec(tmp_path, "learner", f"raise SystemExit({code})", kind="learner", restarts=5))
     with pytest.raises(ProcessFailed) as failure:
         wait_until(lambda: supervisor.check() is not None, "the death is seen")
-    assert failure.value.exit_code == 2 and not supervisor.restarts
+    assert failure.value.exit_code == code and not supervisor.restarts
+    assert ("no training signal" in str(failure.value)) == (code == 65)
 
 
 def test_a_process_is_started_again_as_often_as_it_may_and_then_ends_the_run(

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import signal
 import subprocess
 import threading
 import time
@@ -24,7 +25,7 @@ from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
 from learner.config.learner import LearnerSettings
 from protocol.codec import decode_as
-from protocol.errors import UserError
+from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot, WeightUpdate
 from protocol.settings import RunSettings
@@ -201,6 +202,38 @@ def test_the_last_checkpoint_is_tried_again_and_the_run_ends_if_there_is_space_b
             assert serve(run, only_last, before=fill) == 0 and failures == [1, 2]
     found = Checkpoints(run.checkpoint_dir, 2).load()
     assert found and found.facts["step"] == run.steps
+
+
+@pytest.mark.fault(10, 41)
+@pytest.mark.parametrize("freed_after", [2, None])
+def test_a_signal_on_a_full_disk_is_no_orderly_end_and_the_current_step_is_named(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
+    disk: Callable[[Path], Disk], monkeypatch: pytest.MonkeyPatch, heavy_states: None, freed_after: int | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(recovery, "RETRY_CHECKPOINT_S", 0.2)
+    full, wait = disk(run.checkpoint_dir), recovery.CheckpointRetry.wait
+
+    def stop(updates: int) -> None:
+        if updates == 5:
+            full.fill()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def watched(self: recovery.CheckpointRetry, stopping: Callable[[], bool]) -> bool:
+        if self.failures == freed_after:
+            full.free()
+        return wait(self, stopping)
+
+    monkeypatch.setattr(recovery.CheckpointRetry, "wait", watched)
+    with tiny_learner.Player(address, run.id):
+        if freed_after is None:
+            with pytest.raises(ForayError, match=r"stopped at step 6, but .* that of step 3 is current") as caught:
+                serve(run, settings, before=stop)
+            assert not isinstance(caught.value, UserError), "exit code 1"
+        else:
+            assert serve(run, settings, before=stop) == 0
+    full.free()
+    found = Checkpoints(run.checkpoint_dir, 2).load()
+    assert found and found.facts["step"] == (6 if freed_after else 3)
 
 
 @pytest.mark.fault(42)

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
+from learner.delivery import lease as lease_module
 from learner.delivery.lease import LearnerLease
 from learner.delivery.store import RunStore
 from protocol.errors import Fenced, UserError
@@ -79,14 +81,16 @@ def test_a_living_holder_is_not_disturbed(make: Make) -> None:
     other.renew()
 
 
-def renewing(holder: LearnerLease, call: Callable[[], int]) -> None:
+def renewing(holder: LearnerLease, call: Callable[[], int], *, after: int = 0) -> None:
+    """Call while the holder renews, from its epoch `after` on."""
     import threading
 
     stop = threading.Event()
 
     def keep() -> None:
         while not stop.wait(0.1):
-            holder.renew()
+            if holder.epoch >= after:
+                holder.renew()
 
     thread = threading.Thread(target=keep)
     thread.start()
@@ -107,13 +111,67 @@ def test_the_lease_of_a_lost_host_is_waited_for(make: Make, db: redis.Redis) -> 
 
 
 def test_a_holder_that_ended_on_this_machine_is_not_waited_for(make: Make) -> None:
-    code = "from learner.delivery.lease import LearnerLease; print(LearnerLease(None, 1, None).token)"
     dead = make()
-    dead.token = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    dead.token = ended_here()
     dead.acquire(0)
     begun = time.monotonic()
     assert make().acquire(0) == 2
     assert time.monotonic() - begun < 2
+
+
+def ended_here() -> str:
+    """The token of a learner that has ended on this machine."""
+    code = "from learner.delivery.lease import LearnerLease; print(LearnerLease(None, 1, None).token)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_learner_that_is_faster_than_the_one_that_saw_the_dead_holder_keeps_the_lease(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, faster, slower = make(0.5), make(0.5), make(0.5)
+    dead.token = ended_here()
+    dead.acquire(0)
+    real = lease_module._is_dead
+
+    def slow(token: str) -> bool:
+        if found := real(token):
+            monkeypatch.setattr(lease_module, "_is_dead", real)
+            assert faster.acquire(0) == 2, "between the two calls of the slower one"
+        return found
+
+    monkeypatch.setattr(lease_module, "_is_dead", slow)
+    with pytest.raises(UserError, match="is alive"):
+        renewing(faster, lambda: slower.acquire(0), after=2)
+    faster.renew()
+
+
+def test_a_dead_holder_of_another_lineage_does_not_let_a_learner_in(make: Make, db: redis.Redis) -> None:
+    dead, other = make(30), make(30)
+    dead.token, other.lineage_id = ended_here(), "two"
+    dead.acquire(0)
+    real = other._store.acquire
+
+    def acquire(*rest: Any, **more: Any) -> Any:
+        if more["ended"] or more["takeover"]:  # another run has claimed this Redis since the first call
+            db.hset(Keys("t1").meta, "lineage_id", "one")
+        return real(*rest, **more)
+
+    other._store.acquire = acquire  # type: ignore[method-assign]
+    with pytest.raises(UserError):
+        other.acquire(0)
+
+
+def test_a_living_learner_on_a_host_of_the_same_name_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, read = lease_module._place(), Path.read_text
+
+    def elsewhere(path: Path, *rest: Any, **more: Any) -> str:
+        return "another boot" if path.name == "boot_id" else read(path, *rest, **more)
+
+    monkeypatch.setattr(Path, "read_text", elsewhere)  # its first namespace has the same number
+    there = lease_module._place()
+    monkeypatch.undo()
+    assert there != here and there.split("/")[0] == here.split("/")[0]
+    assert lease_module._is_dead(f"{here}:999999999:1:ab") and not lease_module._is_dead(f"{there}:999999999:1:ab")
 
 
 def test_without_redis_the_epochs_on_disk_decide_who_may_commit(make: Make, tmp_path: Path, db: redis.Redis) -> None:

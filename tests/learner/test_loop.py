@@ -644,6 +644,33 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     raise AssertionError(process.stderr.read())
 
 
+@pytest.mark.fault(13)
+def test_a_load_that_outlasts_the_lease_keeps_it(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
+    db: redis.Redis, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    short = settings.model_copy(update={"lease_s": 0.6})
+    free: list[bool] = []
+
+    def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*rest: Any) -> Any:
+            for _ in range(15):
+                time.sleep(0.06)
+                free.append(not db.exists(Keys(run.id).lease))
+            return call(*rest)
+
+        return slow
+
+    with tiny_learner.Player(address, run.id):
+        assert serve(run, short) == 0
+        monkeypatch.setattr(Checkpoints, "_verified", slowly(Checkpoints._verified))
+        monkeypatch.setattr(tiny_learner.TinyEngine, "load_state", slowly(tiny_learner.TinyEngine.load_state))
+        assert serve(run.model_copy(update={"steps": 10}), short) == 0
+    assert len(free) == 30 and not any(free), "no other learner could have taken it"
+    facts = manifest(run)
+    assert facts["lineage"] == [[1, 0], [2, 8]] and facts["tally"]["lease_lapsed"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.fault(7, 10)
 def test_a_learner_killed_at_any_moment_goes_on_with_the_same_command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import FilterSettings, LearnerSettings
 from learner.data.filter import GroupFilter
 from learner.delivery.consumer import StreamConsumer
-from learner.delivery.dead_letters import DeadLetterStore, EventLog
+from learner.delivery.dead_letters import CrashRecord, DeadLetterStore, EventLog
 from learner.delivery.entry import StreamEntry
 from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
@@ -118,6 +119,60 @@ def test_a_connection_that_breaks_again_and_again_makes_no_group_poisonous(
     monkeypatch.setattr(store, "redeliver", real)
     assert live(source, 1) and source._delivery.pending == {1} and source._delivery.counters.poisoned == 0
     assert db.xpending_range(KEYS.traj, "learner", "-", "+", 1)[0]["times_delivered"] == 0, "it did no harm"
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_a_batch_that_ends_the_learner_in_training_is_set_aside_by_the_fourth_start(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch, how: str,
+) -> None:  # fmt: skip
+    import learner.loop
+
+    real, batches = learner.loop.batch_for_step, []
+
+    def build(conditions: Any, groups: list[TrajectoryGroup], *rest: Any) -> Any:
+        if DEADLY in [group.seq for group in groups]:
+            batches.append(sorted(group.seq for group in groups))
+            if how == "raises":
+                raise MemoryError
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(conditions, groups, *rest)
+
+    monkeypatch.setattr(learner.loop, "batch_for_step", build)
+    with tiny_learner.Player(address, run.id):
+        for _ in range(3):
+            if how == "raises":
+                with pytest.raises(MemoryError):
+                    serve(run, settings)
+            elif (child := os.fork()) == 0:
+                serve(run, settings)
+                os._exit(1)
+            else:
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert serve(run, settings) == 0
+    found = Checkpoints(run.checkpoint_dir, 2).load()
+    assert found is not None
+    dead = {seq: (outcome, reason) for seq, outcome, reason in found.facts["ledger"]["notes"]}
+    assert DEADLY in dead and len(dead) == run.groups_per_step and set(dead.values()) == {("dead", "poison")}
+    assert found.facts["tally"]["poisoned"] == run.groups_per_step and found.facts["step"] == run.steps
+    letters = [json.loads(line) for line in (run.dir / "dead_letters.jsonl").read_text().splitlines()]
+    assert {letter["seq"] for letter in letters} == dead.keys()
+    assert all("3 times while training a batch" in letter["detail"] and letter["b"] for letter in letters)
+
+
+def test_a_step_that_is_trained_clears_what_earlier_crashes_said_of_its_entries(tmp_path: Path) -> None:
+    path = tmp_path / "training.json"
+    for crashes in (1, 2):
+        with pytest.raises(Died), CrashRecord(path).training([b"1-1", b"2-1"]):
+            raise Died
+        assert CrashRecord(path).of(b"1-1") == crashes == CrashRecord(path).of(b"2-1")
+    with CrashRecord(path).training([b"1-1"]):
+        pass
+    assert (CrashRecord(path).of(b"1-1"), CrashRecord(path).of(b"2-1")) == (0, 2)
+    for damaged in ("", "[]", '{"training": 3, "crashes": {}}', '{"training": [], "crashes": {"1-1": "x"}}'):
+        path.write_text(damaged)
+        assert CrashRecord(path).of(b"1-1") == 0
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, Question, WeightUpdate
 from protocol.settings import RunSettings
-from tests.support.tiny_learner import Crash, Player, surviving
+from tests.support.tiny_learner import Crash, Player, TinyEngine, surviving
 
 Serve = Callable[..., int]
 
@@ -148,6 +148,37 @@ def validation_ends(*_: object) -> None:
     while any(thread.name == "validation" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_the_best_is_never_a_checkpoint_that_could_not_be_written(
+    run: RunSettings,
+    validated: LearnerSettings,
+    serve: Serve,
+    address: dict[str, Any],
+    rollouts: type[Rollouts],
+    db: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rollouts.right = staticmethod(lambda version: {"1.2": 1.0, "1.0": 0.0}.get(version, 0.5))
+    save, recorded = TinyEngine.save_state, list[list[str]]()
+
+    def fails_late(self: TinyEngine, directory: Path) -> None:
+        if self.updates == 2:
+            validation_ends()  # it is asked while this is written
+            time.sleep(0.3)
+            recorded.append([r["name"] for r in ValidationFiles(run.dir).records()])
+            raise OSError(28, "No space left on device")
+        save(self, directory)
+
+    monkeypatch.setattr(TinyEngine, "save_state", fails_late)
+    with Player(address, run.id):
+        assert serve(run, validated, before=lambda step: time.sleep(0.2)) == 0
+    assert recorded == [["initial"]], "it is not recorded under a name that may never exist"
+    records = {r["name"]: r["checkpoint"] for r in ValidationFiles(run.dir).records()}
+    assert records["step_2.e1"] == "" and {name for name, at in records.items() if at} >= {"step_8.e1"}
+    last = decode_as(MetricsSnapshot, db.get(Keys(run.id).metrics("learner", "0")))
+    best = last.text["validation"].rpartition("(")[2].rstrip(")")
+    assert best != "step_2.e1" and (run.checkpoint_dir / best).is_dir()
 
 
 def test_training_goes_on_during_a_validation_and_one_that_is_due_meanwhile_is_reported(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import redis
@@ -103,6 +104,16 @@ def test_a_lease_of_another_lineage_is_refused_and_changes_nothing(run: redis.Re
     assert not run.exists(KEYS.lease) and run.get(KEYS.epoch) == b"1"
     assert call(run, fn.ACQUIRE, keys, "b", 0, 15000, 1, "two") == [1, 2]
     assert run.hgetall(KEYS.meta) == {b"lineage_id": b"one"}, "until the reset"
+
+
+def test_the_lease_of_a_holder_that_has_ended_is_taken_over_only_from_that_one(run: redis.Redis) -> None:
+    keys = [KEYS.lease, KEYS.epoch, KEYS.meta]
+    assert call(run, fn.ACQUIRE, keys, "a", 0, 15000, 0, "one") == [1, 1]
+    assert call(run, fn.ACQUIRE, keys, "b", 0, 15000, 0, "one", "x") == [0, 1, ANY, b"a"]
+    assert call(run, fn.ACQUIRE, keys, "b", 0, 15000, 0, "two", "a") == [2, b"one"], "the lineage is compared first"
+    assert call(run, fn.ACQUIRE, keys, "b", 0, 15000, 0, "", "a") == [1, 2], "a learner without a lineage"
+    assert call(run, fn.ACQUIRE, keys, "c", 0, 15000, 0, "one", "a") == [0, 2, ANY, b"b"]
+    assert run.hgetall(KEYS.meta) == {b"lineage_id": b"one"}
 
 
 def test_a_reset_leaves_an_empty_run_of_the_new_lineage(run: redis.Redis) -> None:
