@@ -22,7 +22,7 @@ from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine import admission
 from rollout_server.engine.admission import incarnation_key
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
-from rollout_server.engine.client import EngineCall, SglangClient, pooled_connector
+from rollout_server.engine.client import EngineCall, SglangClient
 from rollout_server.engine.continuation import TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
 from rollout_server.engine.health import EJECTION_S, LIMIT, LONGEST_RETRY_S, EngineHealth
