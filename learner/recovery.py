@@ -199,10 +199,11 @@ class SignalGuard:
         with delivery.lock:
             dead = delivery.ledger.counts[Outcome.DEAD]
             arrived = delivery.ledger.settled - dead + len(delivery.pending)
-            reasons = Counter({reason: n for (o, reason), n in delivery.reasons.items() if o is Outcome.DEAD})
         if arrived != self._arrived:
             self._arrived, self._dead_before = arrived, dead
         elif dead - self._dead_before >= self._max_dead:
+            notes = list(delivery.ledger.notes.values())
+            reasons = Counter(reason for outcome, reason in notes if outcome is Outcome.DEAD)
             raise NoSignal(
                 f"{dead - self._dead_before} questions in a row failed, and no group arrived",
                 why="failed so far: " + ", ".join(f"{n} {reason}" for reason, n in reasons.most_common(3)),
