@@ -61,22 +61,19 @@ class CheckpointWriter:
     @property
     def decided(self) -> int:
         """Return the number of groups that were decided so far; a seq that failed without a group is not counted."""
-        delivery = self.ctx.delivery
-        with delivery.lock:
-            failed = delivery.ledger.counts[Outcome.DEAD]
-            skipped = delivery.counters.skipped_steps * self.ctx.run.groups_per_step
-            return delivery.ledger.settled - failed + skipped
+        ledger, counters = self.ctx.delivery.ledger, self.ctx.delivery.counters
+        with self.ctx.delivery.lock:
+            skipped = counters.skipped_steps * self.ctx.run.groups_per_step
+            return ledger.settled - ledger.counts[Outcome.DEAD] + skipped
 
     @property
-    def overdue(self) -> bool:
-        """Return whether the current checkpoint is too old."""
-        return time.monotonic() - self._time >= self.ctx.settings.checkpoint_s
-
-    @property
-    def _due(self) -> bool:
-        writing, settings = self._writing, self.ctx.settings
+    def due(self) -> bool:
+        """Return whether a checkpoint is due: by the groups that Redis holds, or by time."""
+        ctx, writing = self.ctx, self._writing
+        if writing is None and time.monotonic() - self._time >= ctx.settings.checkpoint_s:
+            return ctx.delivery.has_uncommitted()
         since = self.decided - (self._groups if writing is None else writing.groups)
-        return since >= settings.checkpoint_every * self.ctx.run.groups_per_step
+        return since >= ctx.settings.checkpoint_every * ctx.run.groups_per_step
 
     def writing_name(self) -> str:
         """Return the name of the checkpoint that is being written, "" if there is none."""
@@ -89,14 +86,13 @@ class CheckpointWriter:
             return
         if self.retry.failures:  # the groups of few more steps have room in Redis: wait for the result
             self.checkpoint()
-        elif self._due or (self._writing is None and self.overdue):
+        elif self.due:
             self.begin()
 
     def advance(self) -> bool:
-        """While no batch arrives: as `write_if_due`, with pauses between failed ones. Return whether there is nothing
-        else to do about checkpoints."""
+        """While no batch arrives: likewise, with pauses after a failure. Return whether one is unfinished."""
         self.commit_written()
-        if self._writing is None and (self.retry.due if self.retry.failures else self._due):
+        if self._writing is None and (self.retry.due if self.retry.failures else self.due):
             self.begin()
         return self._writing is not None or self.retry.failures > 0
 

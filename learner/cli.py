@@ -27,8 +27,8 @@ from protocol.settings import RunSettings
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") -> int:
     """Run the learner and return the exit status.
 
-    0 at the end of the run or after SIGTERM, 1 if the accounting is inconsistent or the weights are not finite, 2 for
-    an error that you must fix, 75 if another learner took over.
+    0 at the end of the run or after SIGTERM, 1 if the accounting is inconsistent or no checkpoint can be written after
+    SIGTERM, 2 for an error that you must fix, 65 without a training signal, 75 if another learner took over.
     """
     parser = argparse.ArgumentParser(
         prog=prog,

@@ -198,7 +198,7 @@ class TrainingLoop:
             ctx.delivery.settle(seqs, Outcome.DEAD, "nonfinite", tokens=_sampled(entries))
         ctx.maintenance.wake.set()
         if report.reason == NO_TOKENS:
-            self._guard.skip_tokenless()
+            self._guard.skip(NO_TOKENS)
         else:
             self._count_not_finite(entries, f"skipped a batch of {len(seqs)} seqs", report)
 
@@ -216,7 +216,7 @@ class TrainingLoop:
         while not self.stopping() and not proceed.exists():
             self.recovery.repair_if_needed()
             time.sleep(POLL_S)
-        self._guard.reset()
+        self._guard.trained()
         ctx.meter.set_text(state="training", no_signal="")
         ctx.event_log.emit("signal-continue", "the learner continues")
         ctx.issuer.enabled.set()
@@ -273,9 +273,8 @@ class TrainingLoop:
         refusals = ctx.store.refusals()
         full = self._refusals is not None and refusals > self._refusals
         self._refusals = refusals
-        if (full or self.writer.overdue) and ctx.delivery.has_uncommitted():
-            if full:
-                log.warning("Redis is full and no batch arrives: writing a checkpoint to free space in Redis")
+        if full and ctx.delivery.has_uncommitted():
+            log.warning("Redis is full and no batch arrives: writing a checkpoint to free space in Redis")
             self.writer.begin()
         elif full:
             self._best_effort(self._trim_diagnostics)

@@ -376,11 +376,8 @@ def _interrupt(loop: TrainingLoop) -> None:
     """Write a checkpoint before the end, so that no step is repeated. Raises ForayError if it cannot be written."""
     try:
         if not loop.writer.persist():
-            raise ForayError(
-                f"stopped at step {loop.ctx.delivery.step}, but no checkpoint of it could be written: that of step "
-                f"{loop.writer.step} is current, and the next start repeats the steps since then. Free disk space in "
-                f"{loop.ctx.run.dir} first"
-            )
+            step, current = loop.ctx.delivery.step, loop.writer.step
+            raise ForayError(f"stopped at step {step} without a checkpoint of it: that of step {current} is current")
     except RedisUnavailable as error:
         log.warning("Redis is unavailable; trained groups will be acknowledged after the next start: %s", error)
 

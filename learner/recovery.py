@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from learner.context import LearnerContext
 from learner.delivery.state import DeliveryState
+from learner.interfaces import NO_TOKENS
 from protocol.errors import Fenced, NoSignal, StateLost
 from protocol.ledger import Outcome
 from protocol.runtime.backoff import backoff_s
@@ -153,7 +153,7 @@ def fewest_dead(run: RunSettings) -> int:
 
 
 class SignalGuard:
-    """Counts in a row what has no training signal. Every method but `trained` and `reset` may raise NoSignal.
+    """Counts in a row what has no training signal. Every method but `trained` may raise NoSignal.
 
     max_skipped  limit of batches that were skipped because a value was not finite
     kept_in      where these are kept, for the error message
@@ -162,36 +162,28 @@ class SignalGuard:
 
     def __init__(self, max_skipped: int, kept_in: Path, max_dead: int = 0) -> None:
         self._max, self._kept_in, self._max_dead = max_skipped, kept_in, max_dead
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin to count again."""
-        self.skipped = self.tokenless = 0
-        self._arrived, self._dead_before = -1, 0
+        self.trained()
 
     def trained(self) -> None:
-        """Reset the count of batches: a step was trained."""
-        self.skipped = self.tokenless = 0
+        """Begin to count again: a step was trained, or the operator continues."""
+        self.skipped = self.tokenless = self._dead_before = 0
+        self._arrived = -1
 
     def skip(self, reason: str) -> None:
-        """Count a batch that was skipped because a value was not finite."""
-        self.skipped += 1
-        if self.skipped >= self._max:
-            raise NoSignal(
-                f"{self.skipped} batches in a row were not trained in full: {reason}",
-                why="the policy has diverged, or the data is broken. No update that was not finite changed the weights",
-                todo=f"inspect the skipped batches in {self._kept_in}; lower learner.optim.lr, and start again: it "
-                "resumes from the last checkpoint, without these batches",
-            )
-
-    def skip_tokenless(self) -> None:
-        """Count a batch without a token to train."""
-        self.tokenless += 1
+        """Count a skipped batch: NO_TOKENS, or why it is not finite."""
+        self.tokenless += reason == NO_TOKENS
+        self.skipped += reason != NO_TOKENS
         if self.tokenless >= MAX_TOKENLESS:
             raise NoSignal(
                 f"{self.tokenless} batches in a row had no token to train",
-                why="every trajectory in them was invalid, or older than run.max_lag",
-                todo="see why with `foray replay RUN_DIR --show 3` and the statuses in metrics.jsonl; start again then",
+                "every trajectory in them was invalid, or older than run.max_lag",
+                "find the cause in the logs of the rollout servers, then start again",
+            )
+        if self.skipped >= self._max:
+            raise NoSignal(
+                f"{self.skipped} batches in a row were not trained in full: {reason}",
+                "the policy has diverged, or the data is broken. No update that was not finite changed the weights",
+                f"inspect them in {self._kept_in}, lower learner.optim.lr, start again: the checkpoint excludes them",
             )
 
     def observe(self, delivery: DeliveryState) -> None:
@@ -202,11 +194,11 @@ class SignalGuard:
         if arrived != self._arrived:
             self._arrived, self._dead_before = arrived, dead
         elif dead - self._dead_before >= self._max_dead:
-            notes = list(delivery.ledger.notes.values())
-            reasons = Counter(reason for outcome, reason in notes if outcome is Outcome.DEAD)
+            with delivery.lock:
+                causes = Counter(why for outcome, why in delivery.ledger.notes.values() if outcome is Outcome.DEAD)
+            reasons = [f"{n} {why}" for why, n in causes.most_common()]
             raise NoSignal(
                 f"{dead - self._dead_before} questions in a row failed, and no group arrived",
-                why="failed so far: " + ", ".join(f"{n} {reason}" for reason, n in reasons.most_common(3)),
-                todo="find the cause in the logs of the rollout servers, then start again; `foray dlq requeue` asks "
-                "them again",
+                f"failed so far: {', '.join(reasons[:3])}",
+                "find the cause in the logs of the rollout servers, then start again (`foray dlq requeue`)",
             )

@@ -35,7 +35,6 @@ from typing import Any, TypeVar
 from learner.checkpoint.signing import SIGNATURE, RunKey
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.run_meta import LINEAGE_FIELD, lineage_id_in
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.files import (
     atomic_write,
     durable_mkdir,
@@ -63,8 +62,8 @@ PLANNED = "planned.json"
 """Rank 0 may leave this list of the files that all ranks together must leave in the folder. It is removed likewise."""
 VISIBLE_S = 90.0
 """Patience for files of other ranks, in seconds: NFS caches a directory and its files for up to 60 s (acdirmax)."""
-LOOK_S = 0.05, 2.0
-"""First and longest pause between two looks for them."""
+LOOK_S = 0.1
+"""Pause between two looks for them."""
 HASHING = min(8, os.cpu_count() or 1)
 """Threads that hash files. hashlib releases the interpreter lock: about 1.8 GB/s each."""
 FileStamp = tuple[int, ...]
@@ -395,15 +394,15 @@ def _listing(part: Path) -> dict[str, dict[str, Any]]:
     """Return name -> {bytes, sha256} of every file below `part`, from the ranks' lists where they have them; remove the
     lists. Raises OSError for a file that is not here, or not as long as its rank wrote it, after VISIBLE_S.
     """
-    deadline, looks = time.monotonic() + VISIBLE_S, 0
+    deadline = time.monotonic() + VISIBLE_S
     while True:
-        lists, known, problem = _ranks_lists(part)
-        if not problem:
+        try:
+            lists, known = _lists_of_ranks(part)
             break
-        if time.monotonic() > deadline:
-            raise OSError(f"{problem}; every rank must write to the same folder")
-        looks += 1
-        time.sleep(backoff_s(looks, *LOOK_S))
+        except (OSError, ValueError) as error:  # ValueError: a list that is not complete yet, as this host sees it
+            if time.monotonic() > deadline:
+                raise OSError(f"a rank's file is not here ({error}): do all ranks share the folder?") from None
+        time.sleep(LOOK_S)
     for path in lists:
         path.unlink()
     files = [p for p in sorted(part.rglob("*")) if p.is_file()]
@@ -412,22 +411,18 @@ def _listing(part: Path) -> dict[str, dict[str, Any]]:
     return {str(p.relative_to(part)): known[p] for p in files}
 
 
-def _ranks_lists(part: Path) -> tuple[list[Path], dict[Path, dict[str, Any]], str]:
-    """Return the lists below `part`, the entries in those of the ranks, and what is missing or incomplete ("")."""
-    plans, written = sorted(part.rglob(PLANNED)), sorted(part.rglob(f"{WRITTEN}.*.json"))
+def _lists_of_ranks(part: Path) -> tuple[list[Path], dict[Path, dict[str, Any]]]:
+    """Return the lists below `part`, and the entries in them. Raises OSError if a planned or listed file is not whole,
+    ValueError if a list is not."""
+    plans, lists = list(part.rglob(PLANNED)), sorted(part.rglob(f"{WRITTEN}.*.json"))
     known: dict[Path, dict[str, Any]] = {}
-    try:
-        planned = [plan.parent / name for plan in plans for name in json.loads(plan.read_text())]
-        for path in written:
-            known |= {path.parent / name: entry for name, entry in json.loads(path.read_text()).items()}
-    except ValueError as error:  # not written to its end yet, as this host sees it
-        return [], {}, f"a rank's list in {part} cannot be read: {error}"
-    if missing := [path for path in (*planned, *known) if not path.exists()]:
-        return [], {}, f"{len(missing)} files of the ranks are not in {part}: {missing[0].name}, .."
-    for path, entry in known.items():
-        if (size := path.stat().st_size) != entry["bytes"]:
-            return [], {}, f"{path} has {size} bytes, but its rank wrote {entry['bytes']}"
-    return [*plans, *written], known, ""
+    for path in lists:
+        known |= {path.parent / name: entry for name, entry in json.loads(path.read_text()).items()}
+    planned = [plan.parent / name for plan in plans for name in json.loads(plan.read_text())]
+    for path in (*planned, *known):
+        if (size := path.stat().st_size) != (entry := known.get(path, {"bytes": size}))["bytes"]:
+            raise OSError(f"{path} has {size} bytes, but its rank wrote {entry['bytes']}")
+    return [*plans, *lists], known
 
 
 def _of_each(sizes: Mapping[Path, int], work: Callable[[Path], T], name: str, progress: Say) -> dict[Path, T]:

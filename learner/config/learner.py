@@ -193,8 +193,8 @@ class LearnerSettings(TrainerSettings):
     """Training questions: a file (JSON lines with `question` and `answers`, Search-R1's parquet, HotpotQA's, ..:
     docs/data.md), or a list of sources: [nq.parquet, hotpotqa.json], [{path: nq.parquet, weight: 2}, ..]."""
     checkpoint_every: int = Field(default=25, ge=1)
-    """Steps between checkpoints. Redis keeps the groups trained since the last one. If the next is due before the last
-    one is written, training waits."""
+    """Steps between checkpoints. Redis keeps the groups since the last one, so one is also due after this many batches'
+    worth of groups that were skipped, filtered or stale. If one is due before the last is written, training waits."""
     checkpoint_s: float = Field(default=600.0, gt=0)
     """Write a checkpoint also when the last one is this many seconds old."""
     async_checkpoints: bool = True

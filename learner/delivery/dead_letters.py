@@ -61,40 +61,37 @@ class DeadLetterStore:
 
 
 class CrashRecord:
-    """Which entries are in the step that is being trained, in the file `path`, so that a crash can be attributed.
+    """Steps in a row with a stream entry in which a learner crashed, in the file `path`.
 
-    crashes  entry id -> steps with it in which a learner crashed, since one with it was trained
+    The file counts a step before it is trained, so that it is right if the process ends in the middle. It is not
+    durable: a power cut is no crash of the learner.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.crashes: Counter[str] = Counter()
+        self._path, self._crashes = path, Counter[str]()
         try:
-            found = json.loads(path.read_text())
-            self.crashes = Counter({str(id_): int(n) for id_, n in found["crashes"].items()})
-            self.crashes.update(map(str, found["training"]))  # the process ended during this step
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if path.exists():
+                self._crashes.update({id_: int(n) for id_, n in json.loads(path.read_text()).items()})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             log.warning("ignoring the record of crashes in %s: %s", path, error)
 
     def of(self, id_: bytes) -> int:
         """Return the crashes in a row with this entry."""
-        return self.crashes[id_.decode()]
+        return self._crashes[id_.decode()]
 
     @contextmanager
     def training(self, ids: Sequence[bytes]) -> Iterator[None]:
         """Train a step with these entries inside the block. An exception counts as a crash."""
         names = [id_.decode() for id_ in ids]
-        self._write(names)
+        self._write(self._crashes + Counter(names))
         yield
         for name in names:
-            self.crashes.pop(name, None)
-        self._write([])
+            del self._crashes[name]
+        self._write(self._crashes)
 
-    def _write(self, training: list[str]) -> None:
+    def _write(self, crashes: Counter[str]) -> None:
         try:
-            atomic_write(self._path, json.dumps({"training": training, "crashes": self.crashes}), durable=False)
+            atomic_write(self._path, json.dumps(crashes), durable=False)
         except OSError as error:
             log.error("could not record the step in %s: %s", self._path, error)
 

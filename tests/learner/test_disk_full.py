@@ -226,7 +226,7 @@ def test_a_signal_on_a_full_disk_is_no_orderly_end_and_the_current_step_is_named
     monkeypatch.setattr(recovery.CheckpointRetry, "wait", watched)
     with tiny_learner.Player(address, run.id):
         if freed_after is None:
-            with pytest.raises(ForayError, match=r"stopped at step 6, but .* that of step 3 is current") as caught:
+            with pytest.raises(ForayError, match=r"step 6 without a checkpoint of it: that of step 3 is") as caught:
                 serve(run, settings, before=stop)
             assert not isinstance(caught.value, UserError), "exit code 1"
         else:

@@ -373,7 +373,7 @@ def test_a_state_without_the_files_of_the_other_rank_is_no_checkpoint(
 
     write(1)
     monkeypatch.setattr(state_files.StateFiles, "__init__", of_two)
-    with pytest.raises(checkpoint_files.CheckpointFailed, match="files of the ranks are not in"):
+    with pytest.raises(checkpoint_files.CheckpointFailed, match="a rank's file is not here"):
         write(2)
     found = checkpoints.load()
     assert found is not None and found.facts["step"] == 1

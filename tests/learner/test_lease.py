@@ -152,7 +152,7 @@ def test_a_dead_holder_of_another_lineage_does_not_let_a_learner_in(make: Make, 
     real = other._store.acquire
 
     def acquire(*rest: Any, **more: Any) -> Any:
-        if more["ended"] or more["takeover"]:  # another run has claimed this Redis since the first call
+        if more.get("ended") or more["takeover"]:  # another run has claimed this Redis since the first call
             db.hset(Keys("t1").meta, "lineage_id", "one")
         return real(*rest, **more)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from learner.checkpoint.checkpoint import LOOK_S, VISIBLE_S
 from learner.config.learner import LearnerSettings
 from protocol.errors import UserError
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.files import durable_mkdir
 from protocol.settings import RunSettings
 
@@ -38,27 +37,17 @@ def require_shared_folder(folder: Path) -> None:
 
     join_ranks()
     channel = RankChannel()
-    if channel.rank:
-        probe, problem = folder / channel.receive()[0], ""
-        deadline, looks = time.monotonic() + VISIBLE_S, 0
-        while not probe.exists() and time.monotonic() < deadline:
-            looks += 1
-            time.sleep(backoff_s(looks, *LOOK_S))
-        try:
-            mine = probe.with_name(f"{probe.name}.{channel.rank}")
-            mine.touch()
-            mine.unlink()
-        except OSError as error:
-            problem = str(error)
-        if not probe.exists():
-            problem = f"{folder} is not the folder of rank 0"
-        failures = channel.gather_errors(not problem, problem)
-    else:
-        durable_mkdir(folder)
-        probe = folder / f".probe.{secrets.token_hex(8)}"
+    durable_mkdir(folder)
+    probe = folder / (channel.receive()[0] if channel.rank else f".probe.{secrets.token_hex(8)}")
+    if not channel.rank:
         probe.touch()
         channel.send(probe.name)
-        failures = channel.gather_errors(True)
+    deadline = time.monotonic() + VISIBLE_S
+    while not probe.exists() and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    shared = probe.exists() and os.access(folder, os.W_OK)
+    failures = channel.gather_errors(shared, f"{folder} is not the folder of rank 0, or not writable")
+    if not channel.rank:
         probe.unlink()
     if failures:
         raise UserError(
