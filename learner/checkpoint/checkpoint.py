@@ -394,21 +394,25 @@ def _listing(part: Path) -> dict[str, dict[str, Any]]:
     """Return name -> {bytes, sha256} of every file below `part`, from the ranks' lists where they have them; remove the
     lists. Raises OSError for a file that is not here, or not as long as its rank wrote it, after VISIBLE_S.
     """
-    deadline = time.monotonic() + VISIBLE_S
-    while True:
-        try:
-            lists, known = _lists_of_ranks(part)
-            break
-        except (OSError, ValueError) as error:  # ValueError: a list that is not complete yet, as this host sees it
-            if time.monotonic() > deadline:
-                raise OSError(f"a rank's file is not here ({error}): do all ranks share the folder?") from None
-        time.sleep(LOOK_S)
+    lists, known = _visible_lists(part)
     for path in lists:
         path.unlink()
     files = [p for p in sorted(part.rglob("*")) if p.is_file()]
     rest = [p for p in files if p not in known]
     known |= _of_each({p: p.stat().st_size for p in rest}, written_file, f"hashing {part.name}", log.info)
     return {str(p.relative_to(part)): known[p] for p in files}
+
+
+def _visible_lists(part: Path) -> tuple[list[Path], dict[Path, dict[str, Any]]]:
+    """Return `_lists_of_ranks` as soon as this host sees everything. Raises OSError after VISIBLE_S."""
+    deadline = time.monotonic() + VISIBLE_S
+    while True:
+        try:
+            return _lists_of_ranks(part)
+        except (OSError, ValueError) as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"a rank's file is not here ({error}): do all ranks share the folder?") from None
+        time.sleep(LOOK_S)
 
 
 def _lists_of_ranks(part: Path) -> tuple[list[Path], dict[Path, dict[str, Any]]]:
