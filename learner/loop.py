@@ -107,7 +107,7 @@ class TrainingLoop:
         everything = [*groups, *(r.group for r in replayed)]
         with ctx.meter.blocked_on("compute"), ctx.crashes.training([e.id for e in entries]):
             batch = self._batch(conditions, everything).scaled(ctx.engine.algorithm)
-            self._prepare_next()
+            self._prepare_next(entries)
             report = ctx.engine.train(batch)
         if report.skipped:
             self._skip(entries, report)
@@ -144,18 +144,20 @@ class TrainingLoop:
             return ahead.call.result()
         return batch_for_step(conditions, groups, self.ctx.engine, self.ctx.run, self.ctx.settings)
 
-    def _prepare_next(self) -> None:
+    def _prepare_next(self, entries: list[StreamEntry]) -> None:
         """Build the next batch in the background while this one trains, if its groups are there.
 
         It is built for the conditions of its own step. If they or its groups turn out to be others (a skipped step, a
-        new epoch, groups dropped as stale), it is not used.
+        new epoch, groups dropped as stale), it is not used. After a crash with one of these `entries` or the next ones,
+        each batch is built within its own step, so that the next crash shows which batch it is.
         """
         ctx = self.ctx
         if ctx.settings.replay_mix.share:  # this step's groups may be mixed into the next batch
             return
-        messages = (entry.message for entry in ctx.consumer.peek(ctx.run.groups_per_step))
-        groups = [message for message in messages if isinstance(message, TrajectoryGroup)]
-        if groups:
+        following = ctx.consumer.peek(ctx.run.groups_per_step)
+        groups = [entry.message for entry in following if isinstance(entry.message, TrajectoryGroup)]
+        if groups and not any(ctx.crashes.of(entry.id) for entry in (*entries, *following)):
+            ctx.crashes.prepare([entry.id for entry in following])
             conditions = replace(self._conditions(groups, []), now_step=self.policy_step + 1)
             build = partial(batch_for_step, conditions, groups, ctx.engine, ctx.run, ctx.settings)
             self._ahead = BatchAhead(conditions, groups, BackgroundCall("batch", build))

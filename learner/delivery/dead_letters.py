@@ -68,7 +68,7 @@ class CrashRecord:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._crashes = path, Counter[str]()
+        self._path, self._crashes, self._now = path, Counter[str](), list[str]()
         try:
             if path.exists():
                 self._crashes.update({id_: int(n) for id_, n in json.loads(path.read_text()).items()})
@@ -82,16 +82,19 @@ class CrashRecord:
     @contextmanager
     def training(self, ids: Sequence[bytes]) -> Iterator[None]:
         """Train a step with these entries inside the block. An exception counts as a crash."""
-        names = [id_.decode() for id_ in ids]
-        self._write(self._crashes + Counter(names))
+        self._now.clear()
+        self.prepare(ids)
         yield
-        for name in names:
+        for name in map(bytes.decode, ids):
             del self._crashes[name]
-        self._write(self._crashes)
+            self._now.remove(name)
+        self.prepare(())
 
-    def _write(self, crashes: Counter[str]) -> None:
+    def prepare(self, ids: Sequence[bytes]) -> None:
+        """Count these entries, too, until they are trained: their batch is built beside the step in progress."""
+        self._now += map(bytes.decode, ids)
         try:
-            atomic_write(self._path, json.dumps(crashes), durable=False)
+            atomic_write(self._path, json.dumps(self._crashes + Counter(self._now)), durable=False)
         except OSError as error:
             log.error("could not record the step in %s: %s", self._path, error)
 
