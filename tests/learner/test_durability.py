@@ -33,7 +33,7 @@ from protocol.versions import PolicyVersion
 from tests.support import tiny_learner
 from tests.support.messages import make_group
 
-BEST_EFFORT = {"metrics.jsonl", "dead_letters.jsonl", "skipped", "tiny.jsonl"}
+BEST_EFFORT = {"metrics.jsonl", "training.json", "dead_letters.jsonl", "skipped", "tiny.jsonl"}
 """What no promise is built on."""
 
 
@@ -60,7 +60,7 @@ class Device:
     def _watching(self, move: Callable[..., None]) -> Callable[..., None]:
         def moved(source: Any, target: Any, **more: Any) -> None:
             inside = [p for p in (Path(source), *Path(source).rglob("*")) if not self._kept(p)]
-            if self._base in Path(source).parents:
+            if self._base in Path(source).parents and Path(target).name not in BEST_EFFORT:
                 gone = [str(p.relative_to(self._base)) for p in inside]
                 if Path(target).name == "CURRENT":
                     gone += self.lost(Path(target).parent / Path(source).read_text().strip())

@@ -70,7 +70,8 @@ def test_a_policy_that_is_always_right_does_not_stand_still(
     with tiny_learner.Player(address, run.id, spoil=only(lambda seq: False)), caplog.at_level(logging.WARNING):
         assert serve(run.model_copy(update={"steps": 3}), settings) == 0
     assert [len(batch) for batch in tiny_learner.surviving(run.dir).values()] == [4, 4, 4]
-    assert ledger(run).filtered.total() == 3 * 2 * 4, "two batches' worth were filtered before each step"
+    # the reader may have read a further batch while the filter paused for the first one
+    assert ledger(run).filtered.total() in (2 * 2 * 4, 3 * 2 * 4), "two batches' worth were filtered before a step"
     assert caplog.text.count("filtering pauses until the next step") == 1
 
 
