@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 from protocol.errors import UserError
@@ -20,6 +22,9 @@ from rollout_server.rewards.composite import CompositeReward, RewardPart
 from rollout_server.rewards.resources import RewardResources
 from rollout_server.tools import build_tool
 from rollout_server.tools.base import NoTool, Tool
+
+NEAR_CHARS = 128
+"""Texts whose lengths differ by more than this differ in their number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +77,14 @@ class Environment:
             return self._framed(
                 self.template.failed if failed else self.template.empty, limit, self.tokenizer.encode_trusted
             )
-        return self._framed(
-            passages_text(self.template, passages, limit, self.tags), limit, self.tokenizer.encode_untrusted
-        )
+        return self._framed(passages_text(self.template, passages, limit, self.tags), limit, self._start_of(limit))
 
     def text_observation(self, text: str, limit: int) -> list[int]:
         """Return the ids of a tool's text, at most `limit`. Escaped and cut like passages."""
-        return self._framed(
-            escape_tags(text[: limit * MAX_CHARS_PER_TOKEN], self.tags), limit, self.tokenizer.encode_untrusted
-        )
+        return self._framed(escape_tags(text[: limit * MAX_CHARS_PER_TOKEN], self.tags), limit, self._start_of(limit))
+
+    def _start_of(self, limit: int) -> Callable[[str], list[int]]:
+        return partial(self.tokenizer.encode_untrusted, count=limit)
 
     def tool_failed(self, limit: int) -> list[int]:
         """Return the ids of the observation after a failure of a tool, at most `limit`."""
@@ -116,16 +120,23 @@ class Environment:
         """Return the maximum number of calls of a tool per trajectory; None: no limit."""
         return next((given.max_calls for given in self.settings.tools if given.type == tool), None)
 
-    def visible_passages(self, passages: Sequence[Passage], limit: int, used: int) -> Sequence[Passage]:
-        """Return the passages visible in `observation(passages, limit)` of `used` ids. The last may be cut."""
-        if used < limit:
+    def visible_passages(self, passages: Sequence[Passage], limit: int, ids: Sequence[int]) -> Sequence[Passage]:
+        """Return the passages visible in `ids`, which are `observation(passages, limit)`. The last may be cut.
+
+        Only passages that end about where the text of `ids` ends are encoded again.
+        """
+        if len(ids) < limit:
             return passages
-        space = limit - len(self.before) - len(self.after)
-        for number in range(1, len(passages)):
+        space, shown = limit - len(self.before) - len(self.after), self.observation_text(ids)
+
+        def fill(number: int) -> bool:
             text = passages_text(self.template, passages[:number], limit, self.tags)
-            if len(self.tokenizer.encode_untrusted(text)) >= space:
-                return passages[:number]
-        return passages
+            common = min(len(text), len(shown)) - NEAR_CHARS
+            if abs(len(text) - len(shown)) > NEAR_CHARS and common > 0 and text[:common] == shown[:common]:
+                return len(text) > len(shown)
+            return len(self.tokenizer.encode_untrusted(text, space)) >= space
+
+        return passages[: 1 + bisect_left(range(1, len(passages)), True, key=fill)]
 
     def without_documents(self) -> Environment:
         """Return this environment with tools that return no documents, for use with a disabled search."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import Tokenizer
 
+FIRST_CHARS = 6
+"""Characters per token with which a long text is cut first; English has 4 to 5."""
+MARGIN = 8
+"""Last tokens of a cut text that are dropped: a token at the cut might be another one in the whole text."""
+BORDER_CHARS = 256
+"""A text is cut at a border between two words in its last characters: tokens do not span it."""
+_BORDER = re.compile(r"[^\W_](?= [^\W_])")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _NOW = "strftime_now"
 Message = Mapping[str, Any]
@@ -91,8 +99,21 @@ class TrajectoryTokenizer:
         """Return the ids of a trusted text. Tags are encoded as control tokens, if they are."""
         return list(self._whole.encode(text, add_special_tokens=False).ids)
 
-    def encode_untrusted(self, text: str) -> list[int]:
-        """Return the ids of an untrusted text, never a control id."""
+    def encode_untrusted(self, text: str, count: int | None = None) -> list[int]:
+        """Return the ids of an untrusted text, never a control id.
+
+        count  stop early: more than `count` of its first ids are enough. Costs O(count) instead of O(len(text)), unless
+               the tokens are very long, or there is no border between two words to cut the text at
+        """
+        chars = len(text) if count is None else FIRST_CHARS * (count + MARGIN)
+        while count is not None and chars < len(text):
+            cuts = [border.end() for border in _BORDER.finditer(text, max(0, chars - BORDER_CHARS), chars)]
+            if cuts and len(ids := self._words(text[: cuts[-1]])) > count + MARGIN:
+                return ids[:-MARGIN]
+            chars *= 2
+        return self._words(text)
+
+    def _words(self, text: str) -> list[int]:
         ids = self._untrusted.encode(text, add_special_tokens=False).ids
         return [i for i in ids if i not in self.control_ids]
 

@@ -207,7 +207,7 @@ class _Rollout:
 
     def _show(self, passages: Sequence[Passage], limit: int, ids: Sequence[int]) -> None:
         """Record in the last turn which passages the observation `ids` shows, and its text. Rewards read both."""
-        shown = self.environment.visible_passages(passages, limit, len(ids))
+        shown = self.environment.visible_passages(passages, limit, ids)
         self.turns[-1] = replace(
             self.turns[-1],
             observation=self.environment.observation_text(ids) if shown else "",

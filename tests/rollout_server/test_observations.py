@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks import observation_tokens as observations
 from benchmarks.observation_tokens import ORIGINALS, compare
 from protocol.search import Passage
+from rollout_server.environment.actions import passages_text
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.environment.environment import Environment, build_environment
 from tests.support.environments import CHAT, make_environment
@@ -93,10 +98,135 @@ def test_what_is_cut_is_encoded_once(case: tuple[Environment, Any], monkeypatch:
     encoded: list[int] = []
     encode = environment.tokenizer.encode_untrusted
     monkeypatch.setattr(
-        environment.tokenizer, "encode_untrusted", lambda text: encoded.append(len(text)) or encode(text)
+        environment.tokenizer,
+        "encode_untrusted",
+        lambda text, **more: encoded.append(len(text)) or encode(text, **more),
     )
     assert len(environment.observation([Passage(contents="Reservation. " * 1000)], 60)) == 60
     assert len(encoded) == 1
+
+
+def without_words(tokenizers: Any) -> Any:
+    """BPE without a pre-tokenizer, spaces replaced (Llama 2), with tokens across spaces (SuperBPE)."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False, unk_token="?"))
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+    )
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["?"], show_progress=False)
+    made.train_from_iterator([*CORPUS, *WORST], trainer)
+    return made
+
+
+def unigram(tokenizers: Any) -> Any:
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    made.normalizer, made.pre_tokenizer = tokenizers.normalizers.NFKC(), tokenizers.pre_tokenizers.Metaspace()
+    trainer = tokenizers.trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=["?"], unk_token="?", show_progress=False
+    )
+    made.train_from_iterator([*CORPUS, *WORST], trainer)
+    return made
+
+
+def word_pieces(tokenizers: Any) -> Any:
+    """As BERT: a word of more than 100 characters is one unknown token."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="?"))
+    made.normalizer, made.pre_tokenizer = tokenizers.normalizers.NFC(), tokenizers.pre_tokenizers.WhitespaceSplit()
+    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=300, special_tokens=["?"], show_progress=False)
+    made.train_from_iterator([*CORPUS, *WORST], trainer)
+    return made
+
+
+WORST = [
+    "a" * 40,
+    "x " * 20,
+    "日本語の文章、",
+    "e\u0301 o\u0302\u0323",
+    "    \n\n\t ",
+    "1,2,3,4 ",
+    "=" * 90,
+    "<search> q </search>",
+]
+PIECES = [*CORPUS[:3], *WORST, "word ", "b", " ", "\n", "The house of 1815 ", "\u00a0", "it's "]
+
+
+def encoded_whole(environment: Environment) -> Environment:
+    """The environment, with texts encoded whole, as before."""
+    tokenizer = copy.copy(environment.tokenizer)
+    tokenizer.encode_untrusted = lambda text, count=None: tokenizer._words(text)
+    return dataclasses.replace(environment, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module", params=["qwen", "bytes", "words", without_words, unigram, word_pieces])
+def any_tokenizer(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Environment, Environment]:
+    import tokenizers
+
+    directory = tmp_path_factory.mktemp("any")
+    if request.param == "qwen":
+        made = build_environment(EnvironmentSettings(max_context=8192), model)
+    elif isinstance(request.param, str):
+        made = make_environment(directory, request.param, max_context=8192)
+    else:
+        request.param(tokenizers).save(str(directory / "tokenizer.json"))
+        made = build_environment(EnvironmentSettings(max_context=8192), directory)
+    return made, encoded_whole(made)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 60)), max_size=8), min_size=1, max_size=5),
+    st.integers(0, 120),
+)
+def test_a_text_that_is_cut_first_has_the_ids_of_the_whole_one(
+    any_tokenizer: tuple[Environment, Environment], parts: list[list[tuple[str, int]]], room: int
+) -> None:
+    environment, whole = any_tokenizer
+    texts = ["".join(piece * times for piece, times in passage) for passage in parts]
+    passages, limit = [Passage(contents=text) for text in texts], environment.min_observation_tokens + room
+    ids = environment.observation(passages, limit)
+    assert ids == whole.observation(passages, limit)
+    assert environment.text_observation(texts[0], limit) == whole.text_observation(texts[0], limit)
+    space = limit - len(environment.before) - len(environment.after)
+    seen = [
+        n
+        for n in range(1, len(passages))
+        if len(whole.tokenizer.encode_untrusted(passages_text(whole.template, passages[:n], limit))) >= space
+    ]
+    shown = seen[0] if seen and len(ids) >= limit else len(passages)
+    assert len(environment.visible_passages(passages, limit, ids)) == shown
+
+
+@pytest.mark.parametrize(
+    "text", ["z" * 130 + " x x", "The reservation of 7. ", "日本語の文章、", "x " * 20 + "a" * 40, *WORST]
+)
+def test_every_start_of_an_encoding_is_one_of_the_whole(
+    any_tokenizer: tuple[Environment, Environment], text: str
+) -> None:
+    tokenizer = any_tokenizer[0].tokenizer
+    whole = tokenizer.encode_untrusted(text * 30)
+    for count in range(64):
+        start = tokenizer.encode_untrusted(text * 30, count)
+        assert start == whole[: len(start)] and (len(start) > count or start == whole)
+
+
+@pytest.mark.parametrize("length", [3_000, 24_000])
+def test_the_characters_that_are_encoded_do_not_grow_with_the_passages(
+    model: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    environment = build_environment(EnvironmentSettings(max_context=8192), model)
+    encoded, words = 0, environment.tokenizer._words
+
+    def counted(text: str) -> list[int]:
+        nonlocal encoded
+        encoded += len(text)
+        return words(text)
+
+    monkeypatch.setattr(environment.tokenizer, "_words", counted)
+    passages = [Passage(contents=("The reservation of a house. " * 1000)[:length]) for _ in range(3)]
+    ids = environment.observation(passages, 200)
+    assert len(environment.visible_passages(passages, 200, ids)) == 1
+    assert encoded <= 16 * 200
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 5])
