@@ -228,6 +228,11 @@ class RolloutServer:
             return "retriever"
         return "backlog" if self._router.backpressure() else ""
 
+    def _places(self) -> int | None:
+        """Return the number of requests that training engines accept from this server; None: no limit."""
+        limits = [self._router.inflight.limit(engine) for engine in self._router.candidates(pinned=False)]
+        return None if None in limits else sum(limit or 0 for limit in limits)
+
     def _can_progress(self) -> bool:
         """Return whether a group in flight can finish."""
         return bool(self._router.candidates(pinned=False)) and not self._search.outage
@@ -296,6 +301,7 @@ class RolloutServer:
             self._stats,
             policy=lambda: {"run": self._run.id, "lineage_id": self._compatibility.lineage_id, "model": model},
             wait_s=self._settings.engine_wait_s,
+            places=self._places,
         )
         router, decode = self._router, self._environment.tokenizer.decode
         feed = LiveFeed(self._live, router.turn_so_far, router.count_so_far, decode)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -27,7 +26,7 @@ from protocol.runtime.http.auth import Access, Role
 from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
 from protocol.runtime.loop_clock import loop_timeout
 from protocol.runtime.redis.errors import RedisUnavailable
-from rollout_server.api.episodes import Episodes, EpisodesRequest, FleetUnknown, summarise
+from rollout_server.api.episodes import Episodes, EpisodesRequest, EpisodesSummary, FleetUnknown, summarise
 from rollout_server.api.evaluation_pin import PinLost
 from rollout_server.api.live import LiveFeed
 from rollout_server.api.openapi import openapi
@@ -194,7 +193,7 @@ async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequ
     """Stream each finished episode as a `data:` line of JSON, then `event: summary`, or `event: error` when the
     pinned version was lost. Disconnect a client that reads nothing for READ_S: its pin would delay training.
     """
-    finished: list[dict[str, Any]] = []
+    summary = EpisodesSummary()
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
     async def send(event: str) -> None:
@@ -209,13 +208,13 @@ async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequ
             async for episode in running:
                 if not response.prepared:
                     await response.prepare(request)
-                finished.append(episode)
+                summary.add(episode)
                 await send(f"data: {json.dumps(episode)}\n\n")
         except PinLost as error:
             if not response.prepared:
                 raise
             await send(f"event: error\ndata: {json.dumps({'error': str(error)})}\n\n")
         else:
-            await send(f"event: summary\ndata: {json.dumps(summarise(finished))}\n\n")
+            await send(f"event: summary\ndata: {json.dumps(summary.values())}\n\n")
     await response.write_eof()
     return response

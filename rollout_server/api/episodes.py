@@ -1,13 +1,14 @@
 """`POST /v1/episodes`: run episodes on the running engines, for evaluation, chat and the demo.
 
-These episodes have no seq and never reach the ledger or the learner.
+These episodes have no seq and never reach the ledger or the learner. A request holds O(concurrency) episodes, besides
+those that its caller keeps.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, nullcontext
 from typing import Annotated, Any
 
@@ -70,7 +71,8 @@ class EpisodesRequest(BaseModel):
     """With `pin`: the policy version to use, e.g. "1.25"; engines load it, and none after it. "": the one that most
     engines have."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Maximum number of episodes in flight."""
+    """Maximum number of episodes in flight. Without `pin` and during training, all requests together run at most half
+    as many as the training engines accept from this server (at least one each), so that training goes on."""
     stream: bool = False
     """True: reply with server-sent events, one for each finished episode."""
 
@@ -96,6 +98,7 @@ class Episodes:
     policy  fields that describe the policy in each episode, besides its version: run, lineage_id, digest of the
             initial model
     wait_s  timeout for the first engine table from Redis
+    places  returns the number of requests that training engines accept from this server, None for no limit
     """
 
     def __init__(
@@ -109,12 +112,15 @@ class Episodes:
         *,
         policy: Callable[[], dict[str, str]],
         wait_s: float,
+        places: Callable[[], int | None],
     ) -> None:
-        self._policy, self._wait_s = policy, wait_s
+        self._policy, self._wait_s, self._places = policy, wait_s, places
         self._environment, self._generate, self._search = environment, generate, search
         self._fleet, self._pin, self._stats = fleet, pin, stats
         self._closed_book = environment.without_documents()
         self._requests = 0
+        self._unpinned = 0
+        """Episodes in flight of requests without `pin`."""
         stats.gauges["evaluations"] = lambda: self._requests
 
     async def run(self, request: EpisodesRequest) -> AsyncGenerator[dict[str, Any], None]:
@@ -145,35 +151,48 @@ class Episodes:
         self, request: EpisodesRequest, lost: asyncio.Future[None] | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Run the episodes. Raise the error of `lost` when it fails: the version can no longer be held."""
-        places = asyncio.Semaphore(request.concurrency)
+        waiting = ((question, index) for question in request.questions for index in range(request.n))
+        running: set[asyncio.Task[dict[str, Any]]] = set()
         ended: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
-        tasks = [
-            asyncio.create_task(self._one(request, question, index, places), name=f"episode-{question.id}-{index}")
-            for question in (asked.as_message() for asked in request.questions)
-            for index in range(request.n)
-        ]
-        for future in (*tasks, *([lost] if lost is not None else ())):
-            future.add_done_callback(ended.put_nowait)
+        if lost is not None:
+            lost.add_done_callback(ended.put_nowait)
         try:
-            for _ in tasks:
-                yield (await ended.get()).result()
+            while True:
+                while self._may_start(request, len(running)) and (one := next(waiting, None)):
+                    question = one[0].as_message()
+                    task = asyncio.create_task(
+                        self._one(request, question, one[1]), name=f"episode-{question.id}-{one[1]}"
+                    )
+                    running.add(task)
+                    task.add_done_callback(ended.put_nowait)
+                    self._unpinned += not request.pin
+                if not running:
+                    return
+                done = await ended.get()
+                self._unpinned -= not request.pin
+                running.discard(done)
+                yield done.result()
         finally:
             if lost is not None:
                 lost.remove_done_callback(ended.put_nowait)
-            for task in tasks:
+            self._unpinned -= len(running) * (not request.pin)
+            for task in running:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*running, return_exceptions=True)
 
-    async def _one(
-        self, request: EpisodesRequest, question: Question, index: int, places: asyncio.Semaphore
-    ) -> dict[str, Any]:
-        async with places:
+    def _may_start(self, request: EpisodesRequest, running: int) -> bool:
+        if not running or running >= request.concurrency:
+            return not running
+        places = None if request.pin or self._fleet.table.target is None else self._places()
+        return places is None or self._unpinned < places // 2
+
+    async def _one(self, request: EpisodesRequest, question: Question, index: int) -> dict[str, Any]:
+        result = await self._play(request, question)
+        for _ in range(REPEATS):
+            if not request.pin or self._pin.confirms(_versions(result)):
+                break
+            self._stats.counts["episodes_repeated"] += 1
             result = await self._play(request, question)
-            for _ in range(REPEATS):
-                if not request.pin or self._pin.confirms(_versions(result)):
-                    break
-                self._stats.counts["episodes_repeated"] += 1
-                result = await self._play(request, question)
         return self._describe(question, index, result)
 
     async def _play(self, request: EpisodesRequest, question: Question) -> EpisodeResult:
@@ -237,18 +256,45 @@ def _versions(result: EpisodeResult) -> list[str]:
     return list(dict.fromkeys(label for segment in result.trajectory.segments for label in _labels(segment)))
 
 
-def summarise(episodes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return means over the valid episodes; `failed` counts the others.
+class EpisodesSummary:
+    """Means over the valid episodes, without keeping them; `failed` counts the others.
 
     `em` is None when the settings do not compute exact match. `versions` counts the episodes of each version.
     """
-    valid = [e for e in episodes if Status(e["status"]).is_valid]
-    scored = [e["rewards"]["em"] for e in valid if "em" in e["rewards"]]
-    return {
-        "em": sum(scored) / len(scored) if scored else None,
-        "count": len(episodes),
-        "failed": len(episodes) - len(valid),
-        "versions": dict(Counter(e["version"] for e in valid)),
-        "searches_mean": sum(e["searches"] for e in valid) / len(valid) if valid else 0.0,
-        "tokens_generated": sum(e["tokens_generated"] for e in episodes),
-    }
+
+    def __init__(self) -> None:
+        self._count = self._valid = self._scored = self._searches = self._tokens = 0
+        self._em = 0.0
+        self._versions: Counter[str] = Counter()
+
+    def add(self, episode: dict[str, Any]) -> None:
+        """Count one episode."""
+        self._count += 1
+        self._tokens += episode["tokens_generated"]
+        if not Status(episode["status"]).is_valid:
+            return
+        self._valid += 1
+        self._versions[episode["version"]] += 1
+        self._searches += episode["searches"]
+        if "em" in episode["rewards"]:
+            self._scored += 1
+            self._em += episode["rewards"]["em"]
+
+    def values(self) -> dict[str, Any]:
+        """Return the summary of the episodes so far, as JSON values."""
+        return {
+            "em": self._em / self._scored if self._scored else None,
+            "count": self._count,
+            "failed": self._count - self._valid,
+            "versions": dict(self._versions),
+            "searches_mean": self._searches / self._valid if self._valid else 0.0,
+            "tokens_generated": self._tokens,
+        }
+
+
+def summarise(episodes: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary of `episodes`."""
+    summary = EpisodesSummary()
+    for episode in episodes:
+        summary.add(episode)
+    return summary.values()

@@ -26,6 +26,7 @@ from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.api import app
 from rollout_server.api import evaluation_pin as pin
+from rollout_server.api.episodes import Episodes
 from rollout_server.config import RolloutSettings
 from rollout_server.environment.tokenizer import load_tokenizer
 from rollout_server.node.config import AttachedEngine, NodeSettings
@@ -154,6 +155,59 @@ async def test_no_more_episodes_run_at_once_than_were_asked_for(world, tmp_path:
             assert (await response.json())["count"] == 8
         watching.cancel()
     assert most == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "training", "least", "most"),
+    [({}, True, 4, 5), ({}, False, 8, 12), ({"pin": True}, True, 8, 12), ({"concurrency": 1}, True, 2, 2)],
+)
+async def test_evaluations_without_a_pin_leave_half_of_the_places_to_training(
+    world, tmp_path: Path, more: dict[str, Any], training: bool, least: int, most: int
+) -> None:
+    async with serving(world, tmp_path, latency_s=0.05) as (post, engine):
+        world.register("e", engine.url, V3, max_running=8, incarnation="b")
+        if training:
+            world.target(V3)
+        await asyncio.sleep(0.3)  # it reads the table every 0.05 s
+        seen = 0
+
+        async def watch() -> None:
+            nonlocal seen
+            while True:
+                seen = max(seen, engine._in_flight)
+                await asyncio.sleep(0.005)
+
+        watching = asyncio.create_task(watch())
+        asked = {"questions": QUESTIONS[:1], "n": 8, "concurrency": 6} | more
+        bodies = await asyncio.gather(_json(post(asked)), _json(post(asked)))
+        watching.cancel()
+    assert [body["count"] for body in bodies] == [8, 8]
+    assert least <= seen <= most, "half of 8, and at least one each; later turns may exceed an engine's limit by half"
+
+
+@pytest.mark.parametrize("count", [20, 80])
+async def test_a_streamed_evaluation_holds_no_episode_that_was_sent(
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    alive, most, describe = 0, 0, Episodes._describe
+
+    class Tracked(dict[str, Any]):
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    def tracked(self: Episodes, *args: Any) -> Any:
+        nonlocal alive, most
+        alive += 1
+        most = max(most, alive)
+        return Tracked(describe(self, *args))
+
+    monkeypatch.setattr(Episodes, "_describe", tracked)
+    asked = {"questions": QUESTIONS[:1], "n": count, "concurrency": 4, "stream": True}
+    async with serving(world, tmp_path) as (post, _), post(asked) as response:
+        text = await response.text()
+    assert text.count("data: ") == count + 1 and json.loads(text.rpartition("data: ")[2])["count"] == count
+    assert most <= 2 * 4 + 2, "those in flight, and those that ended and are being sent"
 
 
 async def test_the_pin_is_held_and_renewed_for_the_time_of_the_request(

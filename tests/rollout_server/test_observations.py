@@ -173,7 +173,7 @@ def any_tokenizer(
     return made, encoded_whole(made)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 60)), max_size=8), min_size=1, max_size=5),
     st.integers(0, 120),
