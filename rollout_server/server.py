@@ -129,8 +129,8 @@ class RolloutServer:
         session: aiohttp.ClientSession,
     ) -> None:
         self._run, self._settings, self._environment, self._stats = run, settings, environment, stats
-        self._redis, self._search, self._live = redis, search, LiveGroups()
-        self._compatibility = RunCompatibility(run, max_lag=run.max_lag)
+        self._redis, self._search, consumer = redis, search, f"{stats.id}-{secrets.token_hex(4)}"
+        self._live, self._compatibility = LiveGroups(), RunCompatibility(run, max_lag=run.max_lag)
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
         connect: Callable[[EngineInfo], EngineClient] = partial(
@@ -155,13 +155,8 @@ class RolloutServer:
             tokenizer=environment.tokenizer.fingerprint,
             counts=stats.counts,
         )
-        consumer = f"{stats.id}-{secrets.token_hex(4)}"
         self._publisher = GroupPublisher(
-            redis,
-            stats,
-            consumer=consumer,
-            spool_groups=settings.spool_groups,
-            spool_bytes=settings.spool_mb << 20,
+            redis, stats, consumer=consumer, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20
         )
         self._leases = LeasePool(
             redis,

@@ -26,7 +26,7 @@ from protocol.runtime.http.auth import Access, Role
 from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
 from protocol.runtime.loop_clock import loop_timeout
 from protocol.runtime.redis.errors import RedisUnavailable
-from rollout_server.api.episodes import Episodes, EpisodesRequest, EpisodesSummary, FleetUnknown, summarise
+from rollout_server.api.episodes import Episodes, EpisodesRequest, EpisodesSummary, FleetUnknown
 from rollout_server.api.evaluation_pin import PinLost
 from rollout_server.api.live import LiveFeed
 from rollout_server.api.openapi import openapi
@@ -186,7 +186,7 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": str(error)}, status=503)
     order = {question.id: i for i, question in enumerate(wanted.questions)}
     finished.sort(key=lambda e: (order[e["question_id"]], e["index"]))
-    return web.json_response({"episodes": finished} | summarise(finished))
+    return web.json_response({"episodes": finished} | EpisodesSummary(finished).values())
 
 
 async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequest) -> web.StreamResponse:

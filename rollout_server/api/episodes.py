@@ -160,10 +160,8 @@ class Episodes:
             while True:
                 while self._may_start(request, len(running)) and (one := next(waiting, None)):
                     question = one[0].as_message()
-                    task = asyncio.create_task(
-                        self._one(request, question, one[1]), name=f"episode-{question.id}-{one[1]}"
-                    )
-                    running.add(task)
+                    name = f"episode-{question.id}-{one[1]}"
+                    running.add(task := asyncio.create_task(self._one(request, question, one[1]), name=name))
                     task.add_done_callback(ended.put_nowait)
                     self._unpinned += not request.pin
                 if not running:
@@ -262,39 +260,27 @@ class EpisodesSummary:
     `em` is None when the settings do not compute exact match. `versions` counts the episodes of each version.
     """
 
-    def __init__(self) -> None:
-        self._count = self._valid = self._scored = self._searches = self._tokens = 0
-        self._em = 0.0
-        self._versions: Counter[str] = Counter()
+    def __init__(self, episodes: Iterable[dict[str, Any]] = ()) -> None:
+        self._sums, self._versions, self._em = Counter[str](), Counter[str](), 0.0
+        for episode in episodes:
+            self.add(episode)
 
     def add(self, episode: dict[str, Any]) -> None:
         """Count one episode."""
-        self._count += 1
-        self._tokens += episode["tokens_generated"]
-        if not Status(episode["status"]).is_valid:
-            return
-        self._valid += 1
-        self._versions[episode["version"]] += 1
-        self._searches += episode["searches"]
-        if "em" in episode["rewards"]:
-            self._scored += 1
-            self._em += episode["rewards"]["em"]
+        self._sums.update(count=1, tokens=episode["tokens_generated"])
+        if Status(episode["status"]).is_valid:
+            self._sums.update(valid=1, searches=episode["searches"], scored="em" in episode["rewards"])
+            self._em += episode["rewards"].get("em", 0.0)
+            self._versions[episode["version"]] += 1
 
     def values(self) -> dict[str, Any]:
         """Return the summary of the episodes so far, as JSON values."""
+        sums = self._sums
         return {
-            "em": self._em / self._scored if self._scored else None,
-            "count": self._count,
-            "failed": self._count - self._valid,
+            "em": self._em / sums["scored"] if sums["scored"] else None,
+            "count": sums["count"],
+            "failed": sums["count"] - sums["valid"],
             "versions": dict(self._versions),
-            "searches_mean": self._searches / self._valid if self._valid else 0.0,
-            "tokens_generated": self._tokens,
+            "searches_mean": sums["searches"] / sums["valid"] if sums["valid"] else 0.0,
+            "tokens_generated": sums["tokens"],
         }
-
-
-def summarise(episodes: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the summary of `episodes`."""
-    summary = EpisodesSummary()
-    for episode in episodes:
-        summary.add(episode)
-    return summary.values()

@@ -97,26 +97,22 @@ class GroupPublisher:
             header, body = seal(message)
         tokens, failed = tokens_of(message), isinstance(message, GroupFailed)
         with self._spooling(entry, len(header) + len(body)):
-            reply = await self._send(entry, message.seq, header, body, tokens, *(self._owner if failed else ()))
+            names = [self._redis.keys.tasks, self._redis.keys.traj, self._redis.keys.tokens]
+            values = (entry, message.seq, header, body, tokens, *(self._owner if failed else ()))
+            reply = await self._send(f"publishing seq {message.seq}", PUBLISH, names, *values)
         if reply == b"DUP":
             self._stats.counts["duplicates"] += 1
             return False
         self._stats.counts["groups_failed" if failed else "groups_published"] += 1
         return True
 
-    async def _send(self, entry: str, seq: int, header: bytes, body: bytes, tokens: int, *owner: str) -> bytes:
-        keys = self._redis.keys
-        backoff = Backoff(f"publishing seq {seq}", self._stats.waits)
-        names = [keys.tasks, keys.traj, keys.tokens]
-        reply: bytes = await retry_until_available(
-            backoff, lambda: self._transfer(PUBLISH, names, entry, seq, header, body, tokens, *owner)
-        )
-        return reply
+    async def _send(self, doing: str, function: str, names: list[str], *values: str | bytes | int) -> bytes:
+        async def transfer() -> bytes:
+            async with self._transfers:
+                reply: bytes = await self._redis.call(function, names, *values)
+            return reply
 
-    async def _transfer(self, function: str, keys: list[str], *args: str | bytes | int) -> bytes:
-        async with self._transfers:
-            reply: bytes = await self._redis.call(function, keys, *args)
-        return reply
+        return await retry_until_available(Backoff(doing, self._stats.waits), transfer)
 
     async def replace(self, entry: str, task: Task, tokens: int = 0) -> bool:
         """Replace the task at `entry` with `task`. Return False if another server has settled or leased that entry.
@@ -124,13 +120,10 @@ class GroupPublisher:
         With the next attempt number this is a retry. With the same number it releases the task: another server can
         lease it at once instead of after the lease timeout. `tokens` is the number of tokens sampled and discarded.
         """
-        backoff = Backoff(f"replacing the task of seq {task.seq}", self._stats.waits)
-        keys, body = [self._redis.keys.tasks, self._redis.keys.tokens], encode(task)
+        names, body = [self._redis.keys.tasks, self._redis.keys.tokens], encode(task)
         with self._spooling(entry, len(body)):
-            reply = await retry_until_available(
-                backoff, lambda: self._transfer(RETRY, keys, entry, task.seq, body, tokens, *self._owner)
-            )
-        return bool(reply != b"DUP")
+            values = (entry, task.seq, body, tokens, *self._owner)
+            return await self._send(f"replacing the task of seq {task.seq}", RETRY, names, *values) != b"DUP"
 
     @contextmanager
     def _spooling(self, entry: str, size: int) -> Iterator[None]:

@@ -17,7 +17,7 @@ from deploy.launcher.run_dir import write_record
 from protocol.errors import ForayError, UserError
 from protocol.runtime import episodes as module
 from protocol.runtime.episodes import RECONNECTS, Dropped, EvalScore, answered, evaluate
-from rollout_server.api.episodes import EpisodesRequest, summarise
+from rollout_server.api.episodes import EpisodesRequest, EpisodesSummary
 from tests.support.messages import make_question
 
 
@@ -122,7 +122,7 @@ def test_a_mean_is_over_the_episodes_that_have_the_reward_as_on_the_server() -> 
     ]
     mixed[0]["tokens_generated"] = 1
     assert EvalScore(mixed).means == {"em": 1.0, "f1": 0.25}
-    assert summarise(mixed)["em"] == 1.0
+    assert EpisodesSummary(mixed).values()["em"] == 1.0
 
 
 def test_a_prompt_that_is_too_long_is_final_and_says_nothing_of_the_policy() -> None:
