@@ -41,14 +41,14 @@ MUTANTS = (
     Mutant(
         "published although the task is not ours",
         LUA,
-        "if not leased(k[1], a[1]) then return 'DUP' end\n  local id = call('XADD', k[2]",
+        "if not leased(k[1], a[1], a[6]) then return 'DUP' end\n  local id = call('XADD', k[2]",
         "local id = call('XADD', k[2]",
         FUNCTIONS,
     ),
     Mutant(
         "acknowledged before the group is added",
         LUA,
-        "if not leased(k[1], a[1]) then return 'DUP' end\n  local id = call('XADD', k[2]",
+        "if not leased(k[1], a[1], a[6]) then return 'DUP' end\n  local id = call('XADD', k[2]",
         "if call('XACK', k[1], 'rollout', a[1]) == 0 then return 'DUP' end\n  local id = call('XADD', k[2]",
         FUNCTIONS,
     ),
