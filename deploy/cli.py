@@ -24,6 +24,7 @@ from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import redact, remember_environment
 from protocol.runtime.lifecycle import Terminated, terminating
 from protocol.runtime.log import LOG_LEVEL_VARIABLE, LOG_LEVELS
+from protocol.runtime.net import allow_many_files
 from protocol.runtime.redis.url import redacted_override
 from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, EXIT_USER
 from protocol.runtime.settings_errors import suggest
@@ -113,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     remember_environment(os.environ)
+    allow_many_files()
     try:
         return _dispatch(_without_log_level(given))
     except UserError as error:

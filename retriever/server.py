@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -43,7 +42,6 @@ async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -
 
     The log line `listening on http://HOST:PORT` and the port file appear once requests are answered.
     """
-    _allow_many_connections()
     with shutdown_on_signals() as shutdown:
         async with running(settings) as port:
             announce(log, settings.host, port, port_file)
@@ -128,10 +126,3 @@ def _embedding_batcher(
         queue_limit=queue_limit,
         metrics=service.metrics,
     )
-
-
-def _allow_many_connections() -> None:
-    """Raise the soft limit of open files to the hard one: a burst can exceed 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import sys
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from typing import Any
 
 import aiohttp
 
+from protocol.runtime.net import allow_many_files
 from protocol.search import Passage, SearchResponse
 
 
@@ -156,9 +156,7 @@ async def play(load: Load, queries: Sequence[str]) -> dict[str, Any]:
 
 def main(spec: str) -> None:
     """Play the phase and print its figures as JSON."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a burst has more connections than 1024
+    allow_many_files()
     load = Load(**json.loads(Path(spec).read_text()))
     queries = json.loads(Path(load.queries).read_text())[load.first : load.first + load.num_queries]
     print(json.dumps(asyncio.run(play(load, queries))))

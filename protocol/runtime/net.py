@@ -1,4 +1,4 @@
-"""Find free TCP ports, the process that listens on a port, and the interface on the way to a host.
+"""Find free TCP ports, the process that listens on a port, and the interface on the way to a host; file descriptors.
 
 A restarted process must listen on the same address, so its port is fixed for the whole run. Ports are chosen below the
 kernel's range for outgoing connections: one of those could take the port before it is bound.
@@ -6,10 +6,12 @@ kernel's range for outgoing connections: one of those could take the port before
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import os
 import random
+import resource
 import socket
 import struct
 import sys
@@ -18,12 +20,27 @@ from pathlib import Path
 
 from protocol.errors import UserError
 
+MOST_FILES = 1 << 16
+"""A process needs no more descriptors: it has about as many ports."""
 LOWEST, DEFAULT_HIGHEST = 15000, 32767
 _SIOCGIFADDR = 0x8915
 """Linux' request for the address of an interface, see netdevice(7)."""
 _TAKEN: set[int] = set()
 _DRAW = random.SystemRandom()
 """Not the shared generator: processes with the same seed would choose the same ports."""
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit of open files to the hard one, at most MOST_FILES: a burst can exceed 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def lacks_files(error: OSError) -> bool:
+    """Return whether a connection failed because this process or host has no free descriptor: no fault of the peer."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

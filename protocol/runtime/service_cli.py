@@ -11,6 +11,7 @@ from pathlib import Path
 from protocol.errors import NoSignal, UserError
 from protocol.runtime.config import SettingsTree, not_an_override, read_tree
 from protocol.runtime.log import LOG_FORMAT, start_logging
+from protocol.runtime.net import allow_many_files
 
 EXIT_FAILED, EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED = 1, 2, 65, 75
 """Exit codes: the run failed; the user must act; nothing can be learned from it; another learner took over."""
@@ -23,7 +24,7 @@ Serve = Callable[[Namespace, SettingsTree], int | None]
 def run_service(
     parser: ArgumentParser, argv: Sequence[str] | None, serve: Serve, *, log_format: str = LOG_FORMAT, prefix: str = ""
 ) -> int:
-    """Parse `argv`, set up logging, load the settings and call `serve`. Return the exit code.
+    """Parse `argv`, set up logging and descriptors, load the settings and call `serve`. Return the exit code.
 
     parser  has the arguments of `add_config_arguments`
     serve   called with the arguments and the settings; returns the exit code, None for 0
@@ -31,6 +32,7 @@ def run_service(
     """
     args = parser.parse_intermixed_args(argv)
     start_logging(os.environ, log_format)
+    allow_many_files()
     return exit_code(lambda: serve(args, read_tree(*config_and_overrides(args))), prefix)
 
 

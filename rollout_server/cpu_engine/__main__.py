@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from protocol.runtime.net import allow_many_files
 from protocol.runtime.service_cli import exit_code
 from rollout_server.cpu_engine.config import EngineSettings, parse, read_keys
 from rollout_server.cpu_engine.model.config import read_model_config
@@ -12,6 +13,7 @@ from rollout_server.cpu_engine.model.config import read_model_config
 def main() -> int:
     """Return the exit code: 0 after a clean stop, 2 for a user error."""
     settings = parse()
+    allow_many_files()
     return exit_code(lambda: _serve(settings))
 
 

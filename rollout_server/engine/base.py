@@ -61,7 +61,8 @@ class GenerateRequest:
     seed: int | None = None
 
 
-FaultOf = Literal["engine", "request", "network", "fleet"]
+TOO_MANY_FILES = "too_many_files"
+FaultOf = Literal["engine", "request", "network", "fleet", "server"]
 
 FAULTS: Mapping[str, FaultOf] = MappingProxyType(
     {
@@ -75,6 +76,7 @@ FAULTS: Mapping[str, FaultOf] = MappingProxyType(
         "refused": "request",  # 400, 413, 422: every engine would reject it
         "aborted": "fleet",  # aborted by the engine: it drains, updates its weights, or its queue is full
         "withdrawn": "fleet",  # the engine table removed the engine during the call
+        TOO_MANY_FILES: "server",  # this process has no free file descriptor for the connection
         "no_engine": "fleet",  # no engine was usable within the wait timeout
     }
 )

@@ -20,7 +20,8 @@ import aiohttp
 
 from protocol.runtime.http.body import AnswerTooLarge, read_bounded, read_start
 from protocol.runtime.loop_clock import LoopTimer, loop_timeout
-from rollout_server.engine.base import Completion, EngineError, GenerateRequest
+from protocol.runtime.net import lacks_files
+from rollout_server.engine.base import TOO_MANY_FILES, Completion, EngineError, GenerateRequest
 from rollout_server.engine.continuation import TurnAssembler
 from rollout_server.engine.decoding import LONGEST_LINE, ReceivedTokens, StreamDecoder, cause_of_status
 
@@ -195,7 +196,7 @@ class EngineHttp:
                     raise EngineError(cause, self.name, f"{path}: {response.status} {await read_start(response, 500)}")
                 return await _content(response) if parse else None
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
-            raise EngineError("unreachable", self.name, f"{path}: {error}") from None
+            raise EngineError(_cause_of_refusal(error), self.name, f"{path}: {error}") from None
         except TimeoutError:
             raise EngineError("timeout", self.name, f"{path}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -210,6 +211,10 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
     raw = await read_bounded(response, LARGEST_ANSWER)
     # flush_cache, pause, abort and metrics answer with plain text or an empty body
     return json.loads(raw) if response.content_type == "application/json" else raw.decode(errors="replace")
+
+
+def _cause_of_refusal(error: OSError) -> str:
+    return TOO_MANY_FILES if lacks_files(error) else "unreachable"
 
 
 def json_object(reply: Any, name: str) -> dict[str, Any]:
@@ -267,7 +272,7 @@ class SglangClient:
         except EngineError as error:
             failure = error
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
-            failure = EngineError("unreachable", self.name, str(error))
+            failure = EngineError(_cause_of_refusal(error), self.name, str(error))
         except (aiohttp.ClientError, OSError) as error:
             cause = "cut" if received.chunks else "unreachable"
             failure = EngineError(cause, self.name, f"{type(error).__name__}: {error}"[:500])

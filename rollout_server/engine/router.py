@@ -29,7 +29,7 @@ from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.tracing import span
 from rollout_server.dispatch.fleet import Fleet, FleetTable, same_tokenizer
 from rollout_server.engine.admission import InflightTracker, RequestQueue, Shortage, incarnation_key
-from rollout_server.engine.base import FAULTS, Completion, EngineError, GenerateRequest
+from rollout_server.engine.base import FAULTS, TOO_MANY_FILES, Completion, EngineError, GenerateRequest
 from rollout_server.engine.client import EngineCall
 from rollout_server.engine.continuation import StopChecker, TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
@@ -45,8 +45,10 @@ UNUSABLE = frozenset({NodeState.SUSPECT, NodeState.QUARANTINED, NodeState.GONE})
 """States of an engine that sends no more tokens: its turns continue at another engine at once."""
 SILENT = frozenset({NodeState.LOADING, NodeState.SYNCING})
 """States in which an engine may pause its turns."""
-FREE_RETRIES = frozenset({"unreachable", "cut", "aborted", "withdrawn"})
+FREE_RETRIES = frozenset({"unreachable", "cut", "aborted", "withdrawn", TOO_MANY_FILES})
 """Causes that do not count as an attempt of the turn: the engine is gone, and it or another will be available."""
+FILES_PAUSE_S = 1.0
+"""Pause of a turn after this process had no file descriptor for it."""
 HUNG = "no data on any request"
 """Detail of the error of calls that end because another one has timed out: that one is the engine's strike."""
 
@@ -158,6 +160,9 @@ class Router:
             if attempts >= self._limits.attempts or time.monotonic() > give_up_at:
                 raise error or EngineError("bad_output", engine.id, "its weights changed during every attempt")
             self.counts["failovers"] += 1
+            if error is not None and error.cause == TOO_MANY_FILES:
+                await asyncio.sleep(FILES_PAUSE_S)
+                continue
             failures[engine.id] = failures.get(engine.id, 0) + 1
 
     def candidates(self, *, pinned: bool) -> list[EngineInfo]:
@@ -339,7 +344,7 @@ class Router:
         )
         if cause in ("unreachable", "cut", "aborted"):
             self.health.unreachable(key, str(error))
-        elif cause != "withdrawn" and error.detail != HUNG:
+        elif cause not in ("withdrawn", TOO_MANY_FILES) and error.detail != HUNG:
             self.health.strike(key, str(error))
         if cause in ("stalled", "timeout") and error.detail != HUNG and key not in self._suspects:
             self._abort_hung(engine, cause)

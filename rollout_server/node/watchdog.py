@@ -15,7 +15,7 @@ from typing import Any
 from protocol.messages import NodeState
 from protocol.runtime.loop_clock import LoopClock
 from rollout_server.engine.admin import EngineAdmin
-from rollout_server.engine.base import EngineError
+from rollout_server.engine.base import TOO_MANY_FILES, EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
 from rollout_server.node.status import EngineStatus
@@ -54,7 +54,7 @@ class Watchdog:
             # one that waits for a complete version may be paused until then, and a paused SGLang reports unhealthy
             silent = swapping or (self._status.state is NodeState.QUARANTINED and self._status.needs_broadcast)
             error = await (self._responds(timeout_s) if silent else self._probe(timeout_s))
-            if error is None or swapping != self._swap_lock.locked():
+            if error is None or error.cause == TOO_MANY_FILES or swapping != self._swap_lock.locked():
                 silent_s, refused = 0.0, 0
                 continue
             silent_s += settings.probe_s + min(timeout_s, now() - began)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rollout_server.search.base import KNOWN, NO_SUCH_PATH, OVERLOADED, TIMEOUT, CauseLabels, SearchError
+from rollout_server.search.base import KNOWN, NO_FILES, NO_SUCH_PATH, OVERLOADED, TIMEOUT, CauseLabels, SearchError
 from rollout_server.search.limiter import GradientLimit
 from rollout_server.search.replica import HealthCheck, HealthVerdict, Replica, probe, read_fingerprint
 from rollout_server.search.transport import SearchTransport
@@ -242,7 +242,7 @@ class ReplicaBalancer:
             cause = await self._probe(replica, HealthCheck.READY)
         finally:
             replica.probing = False
-        if cause and replica.healthy:
+        if cause not in ("", NO_FILES) and replica.healthy:
             replica.eject(cause, HealthCheck.READY)
             self._on_ejected(replica)
 

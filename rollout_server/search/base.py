@@ -3,6 +3,7 @@
 | cause | what happened |
 |---|---|
 | `unreachable` | no connection, or it was lost before the answer was complete |
+| `too_many_files` | this process has no free file descriptor for the connection |
 | `timeout` | no answer within the timeout of the attempt; for a search: within its deadline |
 | `overloaded` | 429 or 503 |
 | `http_NNN` | a status other than 200 |
@@ -28,7 +29,8 @@ from protocol.settings import Settings
 
 UNAVAILABLE, CLOSED, TIMEOUT, UNREACHABLE, OVERLOADED = "unavailable", "closed", "timeout", "unreachable", "overloaded"
 NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE = "not_json", "bad_shape", "wrong_count", "too_large"
-KNOWN = (UNREACHABLE, TIMEOUT, OVERLOADED, NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE, UNAVAILABLE, CLOSED)
+NO_FILES = "too_many_files"
+KNOWN = (UNREACHABLE, NO_FILES, TIMEOUT, OVERLOADED, NOT_JSON, BAD_SHAPE, WRONG_COUNT, TOO_LARGE, UNAVAILABLE, CLOSED)
 """Causes whose counters exist from the start, as 0. `http_NNN` and `failed_WORD` are added on first use."""
 NO_SUCH_PATH = frozenset({"http_404", "http_405", "http_501"})
 """Causes that mean that the server has no such path: a wrong address or dialect and not an outage, unless a proxy

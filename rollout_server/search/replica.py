@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.body import parse_json
-from rollout_server.search.base import NO_SUCH_PATH, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
+from rollout_server.search.base import NO_FILES, NO_SUCH_PATH, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.limiter import GradientLimit
 from rollout_server.search.transport import SearchTransport
 
@@ -72,7 +72,7 @@ class Replica:
 
     def failed(self, error: SearchError) -> HealthVerdict:
         """Record a failed attempt. Return DOUBTFUL if it should be probed, DOWN if it was ejected."""
-        if not self.healthy:
+        if not self.healthy or error.cause == NO_FILES:
             return HealthVerdict.FINE
         self._recent.append(False)
         self._strikes += error.cause != OVERLOADED

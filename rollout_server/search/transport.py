@@ -25,9 +25,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.http.body import AnswerTooLarge, bounded_session, parse_json, read_bounded
 from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.net import lacks_files
 from protocol.search import Passage
 from rollout_server.search.base import (
     BAD_SHAPE,
+    NO_FILES,
     NOT_JSON,
     TIMEOUT,
     TOO_LARGE,
@@ -123,6 +125,8 @@ class HttpConnections:
         except AnswerTooLarge as error:
             raise SearchError(TOO_LARGE, retryable=False) from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if lacks_files(error):
+                raise SearchError(NO_FILES, served=False) from error
             refused = not isinstance(error, aiohttp.ConnectionTimeoutError)
             raise SearchError(UNREACHABLE, served=False, refused=refused) from error
         except TimeoutError as error:

@@ -22,7 +22,7 @@ from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.body import parse_json
 from protocol.runtime.loop_clock import LoopClock, loop_timeout
 from protocol.search import Passage
-from rollout_server.search.base import NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
+from rollout_server.search.base import NO_FILES, NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
 from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
 
@@ -30,7 +30,7 @@ MAX_ID_CHARS = 1024
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 GARBAGE = "garbage"
 """The answer is not a document, or a different one."""
-RETRIED = frozenset({UNREACHABLE, TIMEOUT, OVERLOADED, "http_408", "http_500", "http_502", "http_504"})
+RETRIED = frozenset({UNREACHABLE, NO_FILES, TIMEOUT, OVERLOADED, "http_408", "http_500", "http_502", "http_504"})
 UNKNOWN = ToolResult("There is no document with this id.", mistake="unknown_id")
 
 

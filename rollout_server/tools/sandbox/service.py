@@ -15,14 +15,14 @@ from protocol.errors import UserError
 from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.body import parse_json
 from protocol.runtime.loop_clock import loop_timeout
-from rollout_server.search.base import OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
+from rollout_server.search.base import NO_FILES, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
 from rollout_server.tools.sandbox.base import ProgramResult, SandboxError, SandboxLimits, ServiceSettings
 
 MAX_BYTES = 16 << 20
 """Maximum size of an answer: the service keeps 1 MiB of each stream, which JSON may expand sixfold."""
-RETRIED = frozenset({UNREACHABLE, OVERLOADED, "http_500", "http_502", "http_504"})
 BACKOFF_S, MAX_BACKOFF_S = 0.4, 10.0
+RETRIED = frozenset({UNREACHABLE, NO_FILES, OVERLOADED, "http_500", "http_502", "http_504"})
 
 
 class CommandRunResult(BaseModel):
