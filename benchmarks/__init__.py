@@ -11,6 +11,7 @@ from benchmarks.packing import PackingBench
 from benchmarks.retriever.gpu import RetrieverGpuBench
 from benchmarks.retriever.settings import RetrieverBench
 from benchmarks.rollout.bench import RolloutBench
+from benchmarks.rollout.scale import RolloutScaleBench
 from benchmarks.small_lm import SmallLmBench
 from benchmarks.transfer import TransferBench
 from benchmarks.transport.settings import TransportBench
@@ -25,6 +26,7 @@ BENCHMARKS: dict[str, type[BenchSettings]] = {
     "retriever": RetrieverBench,
     "retriever_gpu": RetrieverGpuBench,
     "rollout": RolloutBench,
+    "rollout_scale": RolloutScaleBench,
     "small_lm": SmallLmBench,
     "transfer": TransferBench,
     "transport": TransportBench,
