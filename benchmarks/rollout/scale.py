@@ -117,22 +117,24 @@ class RolloutScaleBench(BenchSettings):
         )
 
     def _death(self, folder: Path, ids: Sequence[int], dies: bool) -> dict[str, float]:
-        with _engines(folder, ids, self.pace_s, PROMPT) as first, _engines(folder, ids, self.pace_s, PROMPT) as second:
+        hold = {"hold": self.tokens + REST // 2} if dies else {}
+        both = {"pace_s": self.pace_s, "prompt": PROMPT}
+        with _engines(folder, ids, **both, **hold) as first, _engines(folder, ids, **both) as second:
             spec = {"first": first[0], "second": second[0], "pid": first[1] if dies else 0}
             return _router("death", folder, spec | {"turns": self.turns, "tokens": self.tokens, "prompt": PROMPT})
 
     def _steady(self, folder: Path, ids: Sequence[int], engines: int) -> dict[str, float]:
-        with _engines(folder, ids, self.turn_s / 64, None) as (url, _):
+        with _engines(folder, ids, pace_s=self.turn_s / 64, prompt=None) as (url, _):
             spec = {"url": url, "engines": engines, "trajectories": self.trajectories}
             return _router("steady", folder, spec | {"turn_s": self.turn_s, "seconds": self.seconds})
 
 
 @contextmanager
-def _engines(folder: Path, ids: Sequence[int], pace_s: float, prompt: int | None) -> Iterator[tuple[str, int]]:
+def _engines(folder: Path, ids: Sequence[int], **facts: Any) -> Iterator[tuple[str, int]]:
     """Run the process of `scale_engines`; yields its URL and process id."""
     port = free_port()
     spec = folder / f"engines-{port}.json"
-    spec.write_text(json.dumps({"ids": list(ids), "pace_s": pace_s, "prompt": prompt}))
+    spec.write_text(json.dumps({"ids": list(ids), **facts}))
     argv = [sys.executable, "-m", "benchmarks.rollout.scale_engines", str(spec), str(port)]
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=os.environ.copy()) as process:
         try:

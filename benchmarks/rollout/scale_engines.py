@@ -3,7 +3,8 @@
     python -m benchmarks.rollout.scale_engines SPEC.json PORT
 
 `POST /NAME/generate` streams SGLang's incremental chunks at a fixed pace. SPEC: `ids` of a turn, `pace_s` a token,
-`prompt` tokens before a turn, so that a continued one gets the rest; null: every request starts a turn.
+`prompt` tokens before a turn, so that a continued one gets the rest; null: every request starts a turn. With `hold` a
+stream gets no more than so many tokens.
 
     loop       consumes    produces              waits for           unblocked by
     generate   a request   its turn, in chunks   the next chunk      the clock; a client that leaves
@@ -39,6 +40,8 @@ def app(spec: dict[str, Any]) -> web.Application:
         begun = loop.time()
         while sent < len(ids):
             upto = min(len(ids), sent + interval)
+            if upto > spec.get("hold", len(ids)):
+                await asyncio.Event().wait()
             await asyncio.sleep(begun + upto * spec["pace_s"] - loop.time())
             stopped = {"type": "stop", "matched": None} if len(ids) < params["max_new_tokens"] else {"type": "length"}
             meta = {

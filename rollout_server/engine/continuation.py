@@ -48,8 +48,10 @@ class StopSearch:
     def _restart(self) -> None:
         self._seen, self._tail = 0, ""
         """Number of tokens searched, and their last visible characters."""
-        self._first = self._over = 0
-        """Length of the first prefix with a stop string, and of the one that ends in an eos id; 0: none yet."""
+        self._stopped: tuple[int, str] | None = None
+        """Length of the first prefix with a stop string, and that string."""
+        self._over = 0
+        """Length of the prefix that ends in an eos id; 0: none yet."""
 
     def find(self, ids: Sequence[int]) -> tuple[int, str | int] | None:
         """Return (number of tokens up to and including the end, the stop string or token id); None: no end yet.
@@ -61,14 +63,12 @@ class StopSearch:
         if not self._over and not self._checker.eos_ids.isdisjoint(ids[self._seen :]):
             self._over = next(k for k, i in enumerate(ids, 1) if i in self._checker.eos_ids)
         ids = ids[: self._over or len(ids)]
-        if self._stops and not self._first:
+        if self._stops and self._stopped is None:
             self._search(ids)
         self._seen = len(ids)
         # with byte fallback an incomplete character hides the ones before it: what is hidden now does not end the turn
-        if self._first and self._stop_in(ids) is not None:
-            stop = self._stop_in(ids[: self._first])
-            assert stop is not None
-            return self._first, stop
+        if self._stopped and (self._stopped[0] == len(ids) or self._stop_in(ids) is not None):
+            return self._stopped
         return (self._over, ids[-1]) if self._over else None
 
     def _search(self, ids: Sequence[int]) -> None:
@@ -77,8 +77,8 @@ class StopSearch:
         if any(mark in whole for mark in self._marks):
             for k, piece in enumerate(pieces, self._seen + 1):
                 text = self._tail + piece
-                if any(mark in text for mark in self._marks) and self._stop_in(ids[:k]) is not None:
-                    self._first = k
+                if any(mark in text for mark in self._marks) and (stop := self._stop_in(ids[:k])) is not None:
+                    self._stopped = k, stop
                     return
                 self._tail = text[-most:]
         self._tail = whole[-most:]

@@ -288,3 +288,16 @@ def test_a_small_run_under_faults(broken: bool, capsys: pytest.CaptureFixture[st
         assert report["value"] <= 0.5 * max(oracle / plays[name]["seconds"] for name in ("random", "least_loaded"))
     else:
         assert plays["foray"]["engines_a_trajectory"] < plays["random"]["engines_a_trajectory"]
+
+
+@pytest.mark.slow
+def test_a_small_run_at_two_scales_has_the_standstill_at_a_death_and_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "rollout_scale", "--quick", "--turns", "4", "--tokens", "80", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["baseline"]["name"] == "no death" and 0 < report["gap_cpu_s"] <= report["longest_gap_s"] * 2
+    assert [target["figure"] for target in report["targets"]] == ["allowed_over_gap", "steady_cpu_ratio"]
+    for engines in ("2", "16"):
+        assert report["steady"][engines]["in_flight"] == 64 and report["steady"][engines]["failovers"] == 0
+        assert report["steady"][engines]["cpu_ms_per_turn"] > 0
