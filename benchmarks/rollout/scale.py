@@ -89,7 +89,7 @@ class RolloutScaleBench(BenchSettings):
             stop = tokenizer.encode_trusted("</search>")
             thought = tokenizer.encode_trusted("The film was made in 1984 > its author </ is not known. " * self.tokens)
             ids = [*thought[: self.tokens + REST - len(stop)], *stop]
-            deaths, lives = [], []
+            deaths, lives = list[dict[str, float]](), list[dict[str, float]]()
             for number in range(self.rounds):
                 for rows, dies in ((lives, False), (deaths, True)):
                     rows.append(self._death(folder, ids, dies))
