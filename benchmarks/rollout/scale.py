@@ -138,7 +138,7 @@ def _engines(folder: Path, ids: Sequence[int], **facts: Any) -> Iterator[tuple[s
     argv = [sys.executable, "-m", "benchmarks.rollout.scale_engines", str(spec), str(port)]
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=os.environ.copy()) as process:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 180
             while is_free("127.0.0.1", port):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise ForayError("the simulated engines did not start")
