@@ -218,12 +218,14 @@ def _protocol(
 
 def _info(url: str) -> dict[str, Any] | None:
     """Return what a retriever says about its index, None if it says nothing (a server of others)."""
-    from protocol.runtime.http.client import ask
+    from http.client import HTTPException
+
+    from protocol.runtime.http.client import ask, read_json
 
     try:
         with ask(f"{url.rstrip('/')}/info", "viewer", "node", timeout_s=10.0) as response:
-            found = json.load(response)
-    except (OSError, ValueError):
+            found = read_json(response)
+    except (OSError, HTTPException, ValueError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -18,6 +18,8 @@ from deploy.launcher.run_dir import read_record
 from protocol.errors import UserError
 from protocol.runtime.http import sse
 from protocol.runtime.http.auth import Access
+from protocol.runtime.http.body import AnswerTooLarge, bounded_session, read_bounded
+from protocol.runtime.http.client import LARGEST_ANSWER
 
 ANSWER_S = 3.0
 """Time for a server to answer."""
@@ -36,7 +38,8 @@ class LiveProxy:
 
     async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
         """Hold the connections while the application runs."""
-        async with aiohttp.ClientSession(headers=self._headers) as self._session:
+        silence = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S)
+        async with bounded_session(connect_s=ANSWER_S, headers=self._headers, timeout=silence) as self._session:
             yield
 
     async def listing(self, _: web.Request) -> web.Response:
@@ -50,14 +53,13 @@ class LiveProxy:
         try:
             async with asyncio.timeout(ANSWER_S), self._get(f"{url}/v1/live", {}) as answer:
                 answer.raise_for_status()
-                return {"url": url, "error": "", "groups": (await answer.json())["groups"]}
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+                return {"url": url, "error": "", "groups": (await _json(answer))["groups"]}
+        except (aiohttp.ClientError, AnswerTooLarge, TimeoutError, ValueError, KeyError, TypeError) as error:
             return {"url": url, "error": str(error) or type(error).__name__, "groups": []}
 
     def _get(self, url: str, query: Mapping[str, int]) -> Any:
         assert self._session is not None
-        silence = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S, sock_read=SILENCE_S)
-        return self._session.get(url, params=query, timeout=silence, allow_redirects=False)
+        return self._session.get(url, params=query, allow_redirects=False)
 
     async def watch(self, request: web.Request, server: int, seq: int, place: int) -> web.StreamResponse:
         """Pass on the events of one trajectory until it ends or the page leaves; `gone` if it is not in flight there.
@@ -78,10 +80,17 @@ class LiveProxy:
             raise UserError(f"{urls[server]} does not answer", why=str(error)) from None
 
 
+async def _json(answer: aiohttp.ClientResponse) -> Any:
+    try:
+        return json.loads(await read_bounded(answer, LARGEST_ANSWER))
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
 async def _said(answer: aiohttp.ClientResponse) -> str:
     try:
-        return str((await answer.json())["error"])
-    except (aiohttp.ClientError, ValueError, KeyError, TypeError):
+        return str((await _json(answer))["error"])
+    except (aiohttp.ClientError, AnswerTooLarge, ValueError, KeyError, TypeError):
         return f"HTTP status {answer.status}"
 
 

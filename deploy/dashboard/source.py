@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from http.client import HTTPException
 from typing import Any
 
 from deploy.dashboard.conversation import GroupView
@@ -27,7 +27,7 @@ from protocol import events
 from protocol.codec import number_of
 from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
-from protocol.runtime.http.client import ask
+from protocol.runtime.http.client import ask, read_json
 from protocol.versions import PolicyVersion, is_orphan
 
 log = logging.getLogger(__name__)
@@ -194,8 +194,8 @@ class RunData:
             began = time.monotonic()
             try:
                 with ask(f"{url}/info", "viewer", "operator", "node", timeout_s=ANSWER_S) as answer:
-                    return {"url": url, "error": "", "info": json.load(answer), "seconds": time.monotonic() - began}
-            except (OSError, ValueError) as error:
+                    return {"url": url, "error": "", "info": read_json(answer), "seconds": time.monotonic() - began}
+            except (OSError, HTTPException, ValueError) as error:
                 return {"url": url, "error": str(error), "info": {}, "seconds": None}
 
         with ThreadPoolExecutor(max(1, min(8, len(urls)))) as pool:

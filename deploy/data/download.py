@@ -25,12 +25,13 @@ from typing import IO, cast
 
 from protocol.errors import ForayError, UserError
 from protocol.runtime.backoff import backoff_s
+from protocol.runtime.http.client import read_json
 from protocol.runtime.progress import Progress, amount
 
 ATTEMPTS = 6
 """Connections in a row that may fail without a byte."""
 TIMEOUT_S, PAUSE_S = 60.0, 1.0
-CHUNK = 1 << 20
+CHUNK, LARGEST_LISTING = 1 << 20, 64 << 20
 HUB = "https://huggingface.co"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -73,7 +74,7 @@ def hub_listing(repo: str) -> list[str]:
     url = f"{endpoint()}/api/{repo}/revision/main"
     try:
         with _open(urllib.request.Request(url), _login()) as response:
-            found = json.loads(response.read())
+            found = read_json(response, LARGEST_LISTING)
         return [str(file["rfilename"]) for file in found["siblings"]]
     except (OSError, ValueError, KeyError, TypeError, HTTPException) as error:
         raise _unreachable(url, error) from None

@@ -284,16 +284,17 @@ def endpoint_settings(url: str, model: str, api: Literal["chat", "completions"],
 
 def only_model(url: str, timeout_s: float = 10.0) -> str:
     """Return the name of the model that an endpoint serves. Raises UserError if it serves none or several."""
-    import json
-    import urllib.error
-    import urllib.request
+    from http.client import HTTPException
+
+    from protocol.runtime.http.client import ask, read_json
 
     key = os.environ.get(API_KEY, "")
-    request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            names = [str(card["id"]) for card in json.load(response)["data"]]
-    except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
+        with ask(
+            f"{url}/models", timeout_s=timeout_s, also={"Authorization": f"Bearer {key}"} if key else {}
+        ) as response:
+            names = [str(card["id"]) for card in read_json(response)["data"]]
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"cannot list the models of {url}", why=str(error)[:200], todo="correct the URL, or give --model NAME"
         ) from None

@@ -8,10 +8,10 @@ bottleneck.
 from __future__ import annotations
 
 import re
-import urllib.error
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 
 from deploy.monitor.snapshot import RunSnapshot
 from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_balance
@@ -227,7 +227,7 @@ def read_searches(urls: Iterable[str], *, timeout_s: float = 0.5) -> dict[str, f
         try:
             with ask(f"{url}/metrics", "viewer", "node", "operator", timeout_s=timeout_s) as response:
                 text = response.read(1 << 20).decode(errors="replace")
-        except (urllib.error.URLError, OSError):
+        except (OSError, HTTPException):
             continue
         for line in text.splitlines():
             found = _METRIC.match(line)

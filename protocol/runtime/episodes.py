@@ -19,7 +19,7 @@ from protocol.errors import ForayError, UserError
 from protocol.messages import Question
 from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.auth import variable
-from protocol.runtime.http.client import ask
+from protocol.runtime.http.client import LARGEST_ANSWER, ask
 
 Episode = dict[str, Any]
 RECONNECTS = 5
@@ -186,8 +186,10 @@ def _stream(url: str, questions: Sequence[Question], how: dict[str, Any], timeou
 def _events(response: http.client.HTTPResponse, asked: Set[str], url: str) -> Iterator[Episode]:
     """Yield the episodes of server-sent events. Raises ForayError for `event: error`, Dropped without a summary."""
     kind = ""
-    for line in response:
-        name, _, value = line.decode().rstrip("\n").partition(": ")
+    while line := response.readline(LARGEST_ANSWER + 1):
+        if len(line) > LARGEST_ANSWER:
+            raise ForayError(f"{url} sent an event of more than {LARGEST_ANSWER} bytes")
+        name, _, value = line.decode(errors="replace").rstrip("\n").partition(": ")
         if name == "event":
             kind = value
         elif name == "data" and kind == "summary":
@@ -205,6 +207,6 @@ def _episode(data: str, asked: Set[str], url: str, *, error: bool) -> Episode:
             raise ForayError(f"the evaluation ended early: {event['error']}")
         if event["question_id"] in asked and isinstance(event["index"], int):
             return dict(event)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise ForayError(f"{url} sent what is no episode of these questions: {data[:80]!r}")

@@ -121,6 +121,24 @@ async def test_a_client_that_missed_too_much_reloads(run_dir: Path, monkeypatch:
             assert (await events(stream, 1))[0]["event"] == "reload"
 
 
+async def test_a_client_that_missed_one_event_reloads(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(events_module, "KEPT", 2)
+    async with dashboard(run_dir) as url, aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(30)) as session:
+
+        async def first(last_id: str = "") -> dict[str, str]:
+            async with session.get("/events", headers={"Last-Event-ID": last_id} if last_id else {}) as stream:
+                return (await events(stream, 1))[0]
+
+        async with session.get("/events") as stream:
+            while (await events(stream, 1))[0]["event"] != "index":
+                pass  # the last event of a run at rest
+        boot, _, count = (await first())["id"].partition("-")
+        kept = [f"{boot}-{int(count) - missed}" for missed in range(3)]
+        assert [(await first(last_id))["event"] for last_id in kept] == ["hello"] * 3
+        assert (await first(f"{boot}-{int(count) - 3}"))["event"] == "reload", "one of its three is no longer kept"
+
+
 async def test_a_silent_run_sends_heartbeats(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "HEARTBEAT_S", 0.05)
     patient = aiohttp.ClientTimeout(30)
