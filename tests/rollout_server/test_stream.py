@@ -171,3 +171,21 @@ def test_the_first_chunk_under_another_label_than_was_known_is_in_doubt() -> Non
     said = chunks(IDS, 4)
     assert read(raw(said[:2]), label="1.4").spans() == ()
     assert read(raw(said), label="1.4").spans() == ((PolicyVersion(1, 5), 0, len(IDS)),), "the end says it"
+
+
+def test_tokens_before_a_chunk_of_another_version_that_adds_none_keep_their_version() -> None:
+    said = chunks(IDS[:4], 4, incremental=True)[0]
+    for step in range(30):  # the order of a set of labels depends on their hashes
+        first = said | {"meta_info": said["meta_info"] | {"weight_version": f"1.{step}"}}
+        rest = {"weight_version": f"1.{step + 1}", "output_token_logprobs": [], "completion_tokens": 1}
+        received = read(raw([first, {"output_ids": [], "meta_info": said["meta_info"] | rest}]), label=f"1.{step}")
+        assert received.ids == IDS[:1] and received.spans() == ((PolicyVersion(1, step), 0, 1),)
+
+
+def test_an_engine_that_sends_a_new_label_with_every_chunk_costs_no_memory() -> None:
+    said = chunks(IDS[:4], 4, incremental=True)[0]
+    meta = said["meta_info"] | {"output_token_logprobs": [], "completion_tokens": 0}
+    received = ReceivedTokens("e", 8)
+    for number in range(100):
+        received.take({"output_ids": [], "meta_info": meta | {"weight_version": f"{number}" * 1000}})
+    assert len(received._labels) == 2
