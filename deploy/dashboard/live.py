@@ -18,7 +18,7 @@ from deploy.launcher.run_dir import read_record
 from protocol.errors import UserError
 from protocol.runtime.http import sse
 from protocol.runtime.http.auth import Access
-from protocol.runtime.http.body import AnswerTooLarge, bounded_session, read_bounded
+from protocol.runtime.http.body import AnswerTooLarge, bounded_session, parse_json, read_bounded
 from protocol.runtime.http.client import LARGEST_ANSWER
 
 ANSWER_S = 3.0
@@ -53,7 +53,8 @@ class LiveProxy:
         try:
             async with asyncio.timeout(ANSWER_S), self._get(f"{url}/v1/live", {}) as answer:
                 answer.raise_for_status()
-                return {"url": url, "error": "", "groups": (await _json(answer))["groups"]}
+                said = parse_json(await read_bounded(answer, LARGEST_ANSWER))
+                return {"url": url, "error": "", "groups": said["groups"]}
         except (aiohttp.ClientError, AnswerTooLarge, TimeoutError, ValueError, KeyError, TypeError) as error:
             return {"url": url, "error": str(error) or type(error).__name__, "groups": []}
 
@@ -80,16 +81,9 @@ class LiveProxy:
             raise UserError(f"{urls[server]} does not answer", why=str(error)) from None
 
 
-async def _json(answer: aiohttp.ClientResponse) -> Any:
-    try:
-        return json.loads(await read_bounded(answer, LARGEST_ANSWER))
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
-
-
 async def _said(answer: aiohttp.ClientResponse) -> str:
     try:
-        return str((await _json(answer))["error"])
+        return str(parse_json(await read_bounded(answer, LARGEST_ANSWER))["error"])
     except (aiohttp.ClientError, AnswerTooLarge, ValueError, KeyError, TypeError):
         return f"HTTP status {answer.status}"
 

@@ -288,11 +288,8 @@ def only_model(url: str, timeout_s: float = 10.0) -> str:
 
     from protocol.runtime.http.client import ask, read_json
 
-    key = os.environ.get(API_KEY, "")
     try:
-        with ask(
-            f"{url}/models", timeout_s=timeout_s, also={"Authorization": f"Bearer {key}"} if key else {}
-        ) as response:
+        with ask(f"{url}/models", timeout_s=timeout_s, token=os.environ.get(API_KEY, "")) as response:
             names = [str(card["id"]) for card in read_json(response)["data"]]
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise UserError(

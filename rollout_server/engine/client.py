@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from protocol.runtime.http.body import AnswerTooLarge, read_bounded, read_start
+from protocol.runtime.http.body import AnswerTooLarge, parse_json, read_bounded, read_start
 from protocol.runtime.loop_clock import LoopTimer, loop_timeout
 from protocol.runtime.net import lacks_files
 from rollout_server.engine.base import TOO_MANY_FILES, Completion, EngineError, GenerateRequest
@@ -37,8 +37,6 @@ STREAM_INTERVAL = 8
 """Tokens per chunk: the maximum that is lost when an engine fails."""
 LARGEST_ANSWER = LONGEST_LINE
 """Maximum bytes of an answer that is not a stream."""
-UNLIMITED = aiohttp.ClientTimeout(total=None)
-"""aiohttp's limits count the time in which this process stood still. `bounded_session` and `loop_timeout` do not."""
 
 
 def _never() -> bool:
@@ -188,7 +186,7 @@ class EngineHttp:
             async with (
                 loop_timeout(timeout_s),
                 self.session.request(
-                    method, self.url + path, json=body, headers=headers, timeout=UNLIMITED, allow_redirects=False
+                    method, self.url + path, json=body, headers=headers, allow_redirects=False
                 ) as response,
             ):
                 if response.status >= 400:
@@ -201,16 +199,14 @@ class EngineHttp:
             raise EngineError("timeout", self.name, f"{path}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError("unreachable", self.name, f"{path}: {type(error).__name__}: {error}") from None
-        except AnswerTooLarge as error:
-            raise EngineError("bad_output", self.name, f"{path}: {error}") from None
-        except (ValueError, RecursionError) as error:
-            raise EngineError("bad_output", self.name, f"{path}: not JSON: {str(error)[:200]}") from None
+        except (AnswerTooLarge, ValueError) as error:
+            raise EngineError("bad_output", self.name, f"{path}: unusable answer: {str(error)[:200]}") from None
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:
     raw = await read_bounded(response, LARGEST_ANSWER)
     # flush_cache, pause, abort and metrics answer with plain text or an empty body
-    return json.loads(raw) if response.content_type == "application/json" else raw.decode(errors="replace")
+    return parse_json(raw) if response.content_type == "application/json" else raw.decode(errors="replace")
 
 
 def _cause_of_refusal(error: OSError) -> str:
@@ -282,7 +278,7 @@ class SglangClient:
     async def _exchange(self, body: str, call: EngineCall) -> None:
         headers = self._http.open_headers | {"Content-Type": "application/json"}
         async with self._http.session.post(
-            self._http.url + "/generate", data=body, headers=headers, timeout=UNLIMITED, allow_redirects=False
+            self._http.url + "/generate", data=body, headers=headers, allow_redirects=False
         ) as response:
             if response.status >= 400:
                 said = await read_start(response, 500)
@@ -322,11 +318,9 @@ class SglangClient:
     async def _read_whole(self, response: aiohttp.ClientResponse, received: ReceivedTokens) -> None:
         """Read the answer of an engine that does not stream."""
         try:
-            received.take(json.loads(await read_bounded(response, LARGEST_ANSWER)))
-        except AnswerTooLarge as error:
-            raise EngineError("bad_output", self.name, str(error)) from None
-        except (ValueError, RecursionError) as error:
-            raise EngineError("bad_output", self.name, f"not JSON: {str(error)[:200]}") from None
+            received.take(parse_json(await read_bounded(response, LARGEST_ANSWER)))
+        except (AnswerTooLarge, ValueError) as error:
+            raise EngineError("bad_output", self.name, f"unusable answer: {str(error)[:200]}") from None
         if not received.finish_reason:
             raise EngineError("bad_output", self.name, "the answer has no finish reason")
 

@@ -24,9 +24,7 @@ class AnswerTooLarge(ForayError):
     """The answer exceeds its limit, or is compressed although Foray asks for plain bytes."""
 
 
-def bounded_session(
-    *, connect_s: float = CONNECT_S, limit: int = 0, keepalive_s: float = KEEP_ALIVE_S, **options: Any
-) -> aiohttp.ClientSession:
+def bounded_session(*, connect_s: float = CONNECT_S, limit: int = 0, **options: Any) -> aiohttp.ClientSession:
     """Return a session that never decompresses an answer, and limits nothing but the time to connect.
 
     Read its answers with `read_bounded` or `response.content` only: `response.read()` has no bound.
@@ -40,7 +38,7 @@ def bounded_session(
 
     headers = {**UNCOMPRESSED, **options.pop("headers", {})}
     options = {"timeout": aiohttp.ClientTimeout(total=None), **options}
-    connector = LoopConnector(connect_s, limit=limit, keepalive_timeout=keepalive_s)
+    connector = LoopConnector(connect_s, limit=limit, keepalive_timeout=KEEP_ALIVE_S)
     return aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False, **options)
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import urllib.request
-from collections.abc import Mapping
 from email.message import Message
 from http.client import HTTPResponse
-from types import MappingProxyType
 from typing import IO, Any, cast
 
 from protocol.runtime.http.auth import Role, read_access
+from protocol.runtime.http.body import parse_json
 
 LARGEST_ANSWER = 16 << 20
 """Maximum bytes of an answer."""
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class _StayHere(urllib.request.HTTPRedirectHandler):
@@ -28,15 +25,13 @@ class _StayHere(urllib.request.HTTPRedirectHandler):
 _opener = urllib.request.build_opener(_StayHere)
 
 
-def ask(
-    url: str, *roles: Role, body: bytes | None = None, timeout_s: float, also: Mapping[str, str] = NO_HEADERS
-) -> HTTPResponse:
+def ask(url: str, *roles: Role, body: bytes | None = None, timeout_s: float, token: str = "") -> HTTPResponse:
     """Return the response of `url`, which the caller closes. POST JSON if there is a `body`, else GET.
 
     roles  send the token of the first role that this process has one for (`protocol.runtime.http.auth`)
-    also   further headers
+    token  send this token of another service instead
     """
-    headers = read_access(os.environ).headers(*roles) | dict(also)
+    headers = {"Authorization": f"Bearer {token}"} if token else read_access(os.environ).headers(*roles)
     headers |= {"Content-Type": "application/json"} if body else {}
     return cast(HTTPResponse, _opener.open(urllib.request.Request(url, data=body, headers=headers), timeout=timeout_s))
 
@@ -46,7 +41,4 @@ def read_json(response: HTTPResponse, max_bytes: int = LARGEST_ANSWER) -> Any:
     raw = response.read(max_bytes + 1)
     if len(raw) > max_bytes:
         raise ValueError(f"the answer exceeds {max_bytes} bytes")
-    try:
-        return json.loads(raw)
-    except RecursionError:
-        raise ValueError("the answer is nested too deeply") from None
+    return parse_json(raw)
