@@ -62,7 +62,10 @@ COMMANDS = ("learner", "rollout_server", "rollout_server.node", "rollout_server.
 DOUBLE_CLASSES: set[str] = set()
 """Class names that stand in two modules for two things. May only shrink."""
 
-LONELY = {"deploy.doctor.access": "the doctor has one file a kind of check"}
+LONELY = {
+    "deploy.doctor.access": "the doctor has one file a kind of check",
+    "protocol.runtime.http.connector": "a subclass of aiohttp's: commands that open no session do not import aiohttp",
+}
 """Modules under 60 lines with one importer, beside them, that stay apart -> why."""
 
 UNUSED = {

@@ -22,7 +22,7 @@ class LoopConnector(aiohttp.TCPConnector):
         self._connect_s = connect_s
 
     async def _create_connection(
-        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+        self, request: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> ResponseHandler:
         async with loop_timeout(self._connect_s):
-            return await super()._create_connection(req, traces, timeout)
+            return await super()._create_connection(request, traces, timeout)
