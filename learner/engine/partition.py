@@ -11,8 +11,9 @@ and add zeros to the values, which turns -0.0 into 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Partition:
     parameters  name -> parameter, for all optimised parameters, in the module's order
     shapes      name -> shape of the whole parameter
     pieces      name -> its pieces on this rank, absent if there are none
+    ranges      of every rank: name -> (start, count) of its piece
     groups      flat tensors of this rank with the names of their parameters
     whole       every rank holds every parameter whole (stage 0)
     """
@@ -60,18 +62,19 @@ class Partition:
     parameters: dict[str, torch.nn.Parameter]
     shapes: dict[str, torch.Size]
     pieces: dict[str, Piece]
+    ranges: list[dict[str, tuple[int, int]]]
     groups: list[tuple[torch.Tensor, list[str]]]
     whole: bool
 
 
 def partition_of(module: torch.nn.Module, optimizer: Any, stage: int) -> Partition:
-    """Read the partition from DeepSpeed's wrapped `optimizer` (at stage 0 the plain one)."""
+    """Read the partition from DeepSpeed's wrapped `optimizer` (at stage 0 the plain one); collective."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
     names = {id(p): name for name, p in parameters.items()}
     if stage == 0:
         pieces = {name: Piece(p, 0, 0, p.numel()) for name, p in parameters.items()}
-        return Partition(parameters, shapes, pieces, [(p, [name]) for name, p in parameters.items()], whole=True)
+        return Partition(parameters, shapes, pieces, [], [(p, [name]) for name, p in parameters.items()], whole=True)
     if stage == 3:
         flats, members = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
         pieces = dict(_scattered(parameters, optimizer))
@@ -81,7 +84,9 @@ def partition_of(module: torch.nn.Module, optimizer: Any, stage: int) -> Partiti
         members, flats = low, [group["params"][0] for group in optimizer.optimizer.param_groups]
         pieces = dict(_mapped(parameters, flats))
     groups = [(flat, [names[id(p)] for p in ps]) for flat, ps in zip(flats, members, strict=True)]
-    return Partition(parameters, shapes, pieces, groups, whole=False)
+    ranges: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranges, {name: (piece.start, piece.count) for name, piece in pieces.items()})
+    return Partition(parameters, shapes, pieces, ranges, groups, whole=False)
 
 
 def _mapped(parameters: dict[str, torch.nn.Parameter], flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, Piece]]:
@@ -151,32 +156,38 @@ def gathered(
     partition: Partition,
     kept: Mapping[int, torch.Tensor],
     device: torch.device,
-    wanted: Callable[[str], bool] = lambda name: True,
+    owner: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole float32 tensor, to be copied before the next) of the `wanted` parameters; collective.
+    """Yield (name, whole float32 tensor, to be copied before the next) of every parameter; collective.
+
+    With an `owner` for each name, a rank gets only its own: of P bytes each of R ranks then sends and receives
+    O(P / R), otherwise O(P).
 
     kept    id of a flat master tensor -> requested state, of the same shape
     device  device for communication between ranks
     """
-    if partition.whole or torch.distributed.get_world_size() == 1:
-        for name, whole in partition.pieces.items():
-            if wanted(name):
-                yield name, whole.of(kept[id(whole.flat)]).reshape(partition.shapes[name])
+    rank = torch.distributed.get_rank()
+
+    def wanted(names: Iterable[str], by: int) -> list[str]:
+        return [name for name in names if owner is None or owner[name] == by]
+
+    if partition.whole or len(partition.ranges) == 1:
+        for name in wanted(partition.pieces, rank):
+            whole = partition.pieces[name]
+            yield name, whole.of(kept[id(whole.flat)]).reshape(partition.shapes[name])
         return
     for names in byte_chunks({name: shape.numel() * 4 for name, shape in partition.shapes.items()}):
-        places, end = {}, 0
-        for name in names:
-            places[name] = end
-            end += partition.shapes[name].numel()
-        # As integers: each element is set on one rank and zero elsewhere, so the sum keeps its bits, -0.0 too.
-        buffer = torch.zeros(end, dtype=torch.int32, device=device)
-        for name in names:
-            piece = partition.pieces.get(name)
-            if piece is not None:
-                place = buffer.narrow(0, places[name] + piece.start, piece.count)
-                place.copy_(piece.of(kept[id(piece.flat)]).view(torch.int32))
-        torch.distributed.all_reduce(buffer)
-        for name in names:
-            if wanted(name):
-                shape = partition.shapes[name]
-                yield name, buffer.narrow(0, places[name], shape.numel()).view(torch.float32).reshape(shape)
+        own, mine = wanted(names, rank), partition.ranges[rank]
+        sent = [[name for name in wanted(names, by) if name in mine] for by in range(len(partition.ranges))]
+        received = [[(name, *ranges[name]) for name in own if name in ranges] for ranges in partition.ranges]
+        sizes = [sum(count for _, _, count in part) for part in received]
+        buffer = torch.empty(sum(sizes), device=device)
+        pieces = [partition.pieces[name] for name in chain(*sent)]
+        given = [torch.empty(0, device=device), *(piece.of(kept[id(piece.flat)]).to(device) for piece in pieces)]
+        counts = [sum(mine[name][1] for name in part) for part in sent]
+        torch.distributed.all_to_all_single(buffer, torch.cat(given), sizes, counts)
+        wholes = {name: torch.empty(partition.shapes[name].numel(), device=device) for name in own}
+        arrived = iter(torch.split(buffer, [count for part in received for _, _, count in part]))
+        for name, start, count in chain(*received):
+            wholes[name][start : start + count] = next(arrived)
+        yield from ((name, whole.reshape(partition.shapes[name])) for name, whole in wholes.items())

@@ -131,10 +131,10 @@ class StateFiles:
         self, key: str, file_of: Mapping[str, str], room: dict[str, torch.Tensor] | None
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         kept = {id(flat): self.optimizer.kept(flat, key) for flat, _ in self.partition.groups}
-        mine = f"{key}.{self.rank:05}."
+        owner = {name: int(file.split(".")[1]) for name, file in file_of.items()}
         held: dict[str, torch.Tensor] = {}
         file = ""
-        for name, tensor in gathered(self.partition, kept, self.device, lambda n: file_of[n].startswith(mine)):
+        for name, tensor in gathered(self.partition, kept, self.device, owner):
             if held and file_of[name] != file:
                 yield file, held
                 held = {}

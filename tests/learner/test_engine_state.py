@@ -149,6 +149,29 @@ def bytes_read() -> Iterator[dict[str, int]]:
         state_files.safe_open = real
 
 
+@contextmanager
+def bytes_sent() -> Iterator[list[int]]:
+    """Bytes of the tensors that this rank gives to collectives, but for a flag or two."""
+    found: list[int] = []
+    real = {name: getattr(torch.distributed, name) for name in ("all_reduce", "all_to_all_single")}
+
+    def counted(name: str) -> Any:
+        def call(buffer: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            given = rest[0] if name == "all_to_all_single" else buffer
+            found.append(given.numel() * given.element_size() if given.numel() > 2 else 0)
+            return real[name](buffer, *rest, **more)
+
+        return call
+
+    for name in real:
+        setattr(torch.distributed, name, counted(name))
+    try:
+        yield found
+    finally:
+        for name, function in real.items():
+            setattr(torch.distributed, name, function)
+
+
 # ---- roles, each run by every rank of a group of processes
 
 
@@ -181,13 +204,15 @@ def role_two(folder: Path) -> None:
 
 
 def role_read(folder: Path) -> None:
-    """What each rank reads of a state, at stages 2 and 3."""
+    """What each rank sends to save a state, and reads of it, at stages 2 and 3."""
     for stage in (2, 3):
         engine = start(stage, "bfloat16")
-        engine.save_state(folder / f"z{stage}")
+        with bytes_sent() as sent:
+            engine.save_state(folder / f"z{stage}")
         torch.distributed.barrier()
         with bytes_read() as found:
             engine.load_state(folder / f"z{stage}")
+        found["sent"] = sum(sent)
         (folder / f"read.{stage}.{engine.world_size}.{engine.rank}").write_text(json.dumps(found))
         engine.close()
 
@@ -320,13 +345,14 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_at_resume_a_rank_reads_what_it_keeps(tmp_path: Path, zygote: Zygote, ranks: int) -> None:
+def test_a_rank_sends_what_it_keeps_and_reads_it_at_resume(tmp_path: Path, zygote: Zygote, ranks: int) -> None:
     zygote.run_ranks(__file__, ["read", str(tmp_path)], tmp_path, ranks)
     whole = sum(p.numel() * 4 for p in Net().parameters() if p.requires_grad)
     rows = 7 * 7 * 4
     """A rank's first and last row, of at most 7 numbers each, in each of at most 7 parameters."""
     for stage in (2, 3):
         found = [json.loads((tmp_path / f"read.{stage}.{ranks}.{rank}").read_text()) for rank in range(ranks)]
+        assert max(read["sent"] for read in found) <= 3 * (whole / ranks + rows), "master weights and two moments"
         for key in ("exp_avg", "exp_avg_sq", "master"):
             if (key, stage) == ("master", 2):
                 assert {read[key] for read in found} == {whole}, "each rank has the whole model in its forward pass"
