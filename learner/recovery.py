@@ -15,8 +15,8 @@ from learner.delivery.state import DeliveryState
 from learner.interfaces import NO_TOKENS
 from protocol.errors import Fenced, NoSignal, StateLost
 from protocol.ledger import Outcome
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.runtime.timing import backoff_s
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import IO, cast
 
 from protocol.errors import ForayError, UserError
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.client import read_json
 from protocol.runtime.progress import Progress, amount
+from protocol.runtime.timing import backoff_s
 
 ATTEMPTS = 6
 """Connections in a row that may fail without a byte."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, Sampling
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.auth import engine_key, read_access
+from protocol.runtime.timing import backoff_s
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.environment.tokenizer import TrajectoryTokenizer
 from rollout_server.rewards.base import RewardError

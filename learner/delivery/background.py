@@ -21,8 +21,8 @@ from learner.delivery.store import RunStore
 from learner.observability.metrics import Meter
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.redis.errors import BestEffort, RedisFull, RedisUnavailable
+from protocol.runtime.timing import backoff_s
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import torch
 from learner.weights.base import EngineLink
 from learner.weights.buckets import Named, PackedBucket, layout
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.runtime.timing import backoff_s
 from protocol.runtime.torch_safety import torch_versions
 from protocol.versions import PolicyVersion
 

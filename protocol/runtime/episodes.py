@@ -17,9 +17,9 @@ from typing import Any
 
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.auth import variable
 from protocol.runtime.http.client import LARGEST_ANSWER, ask
+from protocol.runtime.timing import backoff_s
 
 Episode = dict[str, Any]
 RECONNECTS = 5

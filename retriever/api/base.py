@@ -19,7 +19,7 @@ import numpy.typing as npt
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import loop_timeout
 from retriever.backends.base import Backend, Kind, QueryFailure, QueryResult
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from protocol.errors import UserError
-from protocol.runtime.backoff import backoff_s
+from protocol.runtime.timing import backoff_s
 from retriever.encoder.base import EncoderUnavailable, Vectors, check_finite
 from retriever.encoder.config import OpenAIEncoderSettings
 

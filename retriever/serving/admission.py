@@ -11,7 +11,7 @@ import math
 from collections import deque
 
 from protocol.errors import ForayError
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import loop_timeout
 from retriever.metrics import Metrics
 
 MAX_RETRY_AFTER_S = 30

@@ -24,8 +24,8 @@ from pydantic import ValidationError
 
 from protocol.runtime.http.auth import Access, Role
 from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
-from protocol.runtime.loop_clock import loop_timeout
 from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.runtime.timing import loop_timeout
 from rollout_server.api.episodes import Episodes, EpisodesRequest, EpisodesSummary, FleetUnknown
 from rollout_server.api.evaluation_pin import PinLost
 from rollout_server.api.live import LiveFeed

@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 
 from protocol.runtime.http.body import AnswerTooLarge, parse_json, read_bounded, read_start
-from protocol.runtime.loop_clock import LoopTimer, loop_timeout
 from protocol.runtime.net import lacks_files
+from protocol.runtime.timing import LoopTimer, loop_timeout
 from rollout_server.engine.base import TOO_MANY_FILES, Completion, EngineError, GenerateRequest
 from rollout_server.engine.continuation import TurnAssembler
 from rollout_server.engine.decoding import LONGEST_LINE, ReceivedTokens, StreamDecoder, cause_of_status

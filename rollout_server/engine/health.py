@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protocol.runtime.backoff import backoff_s
+from protocol.runtime.timing import backoff_s
 
 log = logging.getLogger(__name__)
 

@@ -26,12 +26,11 @@ import aiohttp
 
 from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.auth import read_access
-from protocol.runtime.loop_clock import LoopClock
 from protocol.runtime.redis.aio import Backoff, retry_until_available
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import parse_redis_url
+from protocol.runtime.timing import LoopClock, backoff_s
 from protocol.runtime.torch_safety import interface_variables
 from protocol.settings import RunSettings
 from rollout_server.engine.admin import EngineAdmin

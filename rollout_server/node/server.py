@@ -18,11 +18,11 @@ from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.http.body import bounded_session
 from protocol.runtime.http.server import EVERY_INTERFACE, http_url, reachable_url
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
-from protocol.runtime.loop_clock import ticking
 from protocol.runtime.net import free_port
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import parse_redis_url
+from protocol.runtime.timing import ticking
 from protocol.settings import RunSettings
 from rollout_server.dispatch.fleet import RunCompatibility
 from rollout_server.environment.tokenizer import load_tokenizer

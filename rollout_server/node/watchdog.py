@@ -13,7 +13,7 @@ import logging
 from typing import Any
 
 from protocol.messages import NodeState
-from protocol.runtime.loop_clock import LoopClock
+from protocol.runtime.timing import LoopClock
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import TOO_MANY_FILES, EngineError
 from rollout_server.metrics import Stats

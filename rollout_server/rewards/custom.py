@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from protocol.errors import UserError
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import loop_timeout
 from rollout_server.rewards.base import RewardError, RewardInput, RewardSettingsBase
 
 

@@ -17,9 +17,8 @@ from typing import Any, Generic, TypeVar
 from pydantic import Field
 
 from protocol.errors import UserError
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.body import AnswerTooLarge, read_bounded
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import backoff_s, loop_timeout
 from rollout_server.rewards.base import RewardError, RewardSettingsBase
 from rollout_server.rewards.resources import RewardResources
 

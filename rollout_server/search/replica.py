@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import deque
 from enum import StrEnum
 
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.body import parse_json
+from protocol.runtime.timing import backoff_s
 from rollout_server.search.base import NO_FILES, NO_SUCH_PATH, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.limiter import GradientLimit
 from rollout_server.search.transport import SearchTransport

@@ -6,8 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from protocol.runtime.backoff import backoff_s
-from protocol.runtime.loop_clock import LoopClock, loop_timeout, ticking
+from protocol.runtime.timing import LoopClock, backoff_s, loop_timeout, ticking
 from protocol.search import Passage
 from rollout_server.search.balancer import NoHealthyReplica, ReplicaBalancer
 from rollout_server.search.base import TIMEOUT, UNAVAILABLE, SearchError

@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.http.body import AnswerTooLarge, bounded_session, parse_json, read_bounded
-from protocol.runtime.loop_clock import loop_timeout
 from protocol.runtime.net import lacks_files
+from protocol.runtime.timing import loop_timeout
 from protocol.search import Passage
 from rollout_server.search.base import (
     BAD_SHAPE,

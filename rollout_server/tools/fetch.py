@@ -18,9 +18,8 @@ from urllib.parse import quote
 from pydantic import Field, field_validator
 
 from protocol.errors import UserError
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.body import parse_json
-from protocol.runtime.loop_clock import LoopClock, loop_timeout
+from protocol.runtime.timing import LoopClock, backoff_s, loop_timeout
 from protocol.search import Passage
 from rollout_server.search.base import NO_FILES, NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections

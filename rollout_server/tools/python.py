@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import loop_timeout
 from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
 from rollout_server.tools.sandbox import SandboxSettings, build_sandbox
 from rollout_server.tools.sandbox.base import BubblewrapSettings, ProgramResult, Sandbox, SandboxError, SandboxLimits

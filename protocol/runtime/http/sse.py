@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from aiohttp import web
 
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import loop_timeout
 
 HEADERS: Mapping[str, str] = MappingProxyType(
     {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}

@@ -19,11 +19,11 @@ from redis import exceptions
 
 from protocol.errors import ForayError, StateLost, UserError
 from protocol.keys import Keys
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.client import close_async, connect_async
 from protocol.runtime.redis.errors import RedisFull, RedisRefused, RedisUnavailable, translate_errors
 from protocol.runtime.redis.server import SETTING
+from protocol.runtime.timing import backoff_s
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

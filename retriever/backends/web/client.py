@@ -23,8 +23,7 @@ import aiohttp
 from yarl import URL
 
 from protocol.errors import UserError
-from protocol.runtime.backoff import backoff_s
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import backoff_s, loop_timeout
 from retriever.backends.web.config import OnlineBase
 from retriever.backends.web.provider import Provider, ProviderRequest, WebSearchError
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 from yarl import URL
 
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import loop_timeout
 from retriever.backends.web.config import PageSettings
 from retriever.backends.web.provider import ProviderRequest, WebSearchError
 from retriever.backends.web.recordings import Recordings

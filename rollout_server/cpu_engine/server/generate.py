@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import loop_timeout
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer
 from rollout_server.cpu_engine.scheduler.engine import Engine
 from rollout_server.cpu_engine.scheduler.request import Request

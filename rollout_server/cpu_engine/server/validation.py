@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import loop_timeout
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer
 from rollout_server.cpu_engine.scheduler.request import SamplingParams
 

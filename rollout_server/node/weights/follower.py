@@ -18,10 +18,10 @@ from pathlib import Path
 
 from protocol.errors import ForayError
 from protocol.messages import INITIAL, NEEDS_BROADCAST, NEEDS_FILES, NodeState, WeightUpdate
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.files import model_digest
 from protocol.runtime.redis.aio import Backoff
 from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.runtime.timing import backoff_s
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats

@@ -30,7 +30,7 @@ from pathlib import Path
 from socket import create_server
 
 from protocol.errors import UserError
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import loop_timeout
 from rollout_server.tools.sandbox.base import ProgramResult, SandboxBase, SandboxError, SandboxLimits
 from rollout_server.tools.sandbox.program import READY
 

@@ -12,9 +12,8 @@ from typing import Literal
 from pydantic import BaseModel
 
 from protocol.errors import UserError
-from protocol.runtime.backoff import backoff_s
 from protocol.runtime.http.body import parse_json
-from protocol.runtime.loop_clock import loop_timeout
+from protocol.runtime.timing import backoff_s, loop_timeout
 from rollout_server.search.base import NO_FILES, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
 from rollout_server.tools.sandbox.base import ProgramResult, SandboxError, SandboxLimits, ServiceSettings

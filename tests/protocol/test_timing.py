@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from protocol.runtime.backoff import backoff_s
-from protocol.runtime.loop_clock import GRACE_S, LoopClock, LoopTimer, loop_timeout
+from protocol.runtime.timing import GRACE_S, LoopClock, LoopTimer, backoff_s, loop_timeout
 
 
 def block(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Time limits that do not count the time in which this process stood still.
+"""Pauses between retries, and time limits that do not count the time in which this process stood still.
 
 A suspended process, a blocked event loop or a stopped machine finds its timers due before it has read what waits in its
 sockets. A limit on the silence of a peer must not blame the peer for that: `LoopClock` stands still with its loop, and
@@ -146,3 +146,11 @@ async def loop_timeout(seconds: float) -> AsyncIterator[LoopTimer]:
             yield timer
         finally:
             timer.cancel()
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Return the pause after `failures` failures in a row, in seconds: first_s, doubling up to longest_s.
+
+    Bounded for any number of failures: `2**failures` itself overflows a float at 1,024.
+    """
+    return min(longest_s, first_s * 2.0 ** min(max(0, failures - 1), 64))
