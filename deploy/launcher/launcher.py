@@ -83,6 +83,7 @@ class Launcher:
         self._stop_signal: int | None = None
         self._started = time.time()
         self._state = "starting"
+        self._error = ""
         self._steps = StepTail(config.run.dir / "metrics.jsonl")
         self._validations = StepTail(config.run.dir / "validation.jsonl")
 

@@ -105,22 +105,22 @@ MUTANTS = (
     ),
     Mutant(
         "acknowledged before the checkpoint",
-        "learner/loop.py",
-        "        state = ctx.delivery.to_state() | ctx.audit.to_state()\n",
-        "        state = ctx.delivery.to_state() | ctx.audit.to_state()\n"
+        "learner/checkpointing.py",
+        "        groups, state = self.decided, ctx.delivery.to_state() | ctx.audit.to_state()\n",
+        "        groups, state = self.decided, ctx.delivery.to_state() | ctx.audit.to_state()\n"
         "        ctx.store.ack(ctx.delivery.mark_durable(state))\n",
         ("learner/test_loop.py", "learner/test_checkpoint.py", "learner/test_resume.py", "learner/test_durability.py"),
     ),
     Mutant(
         "a checkpoint acknowledges steps after its snapshot",
-        "learner/loop.py",
+        "learner/checkpointing.py",
         "ctx.delivery.mark_durable(writing.state)",
         "ctx.delivery.mark_durable(ctx.delivery.to_state())",
         ("learner/test_async_checkpoint.py",),
     ),
     Mutant(
         "a checkpoint is committed before it is written",
-        "learner/loop.py",
+        "learner/checkpointing.py",
         "                writing.result()\n                confirm",
         "                confirm",
         ("learner/test_async_checkpoint.py",),
@@ -149,8 +149,8 @@ MUTANTS = (
     Mutant(
         "an entry may kill once more",
         "learner/delivery/consumer.py",
-        ">= DELIVERIES:",
-        "> DELIVERIES:",
+        "- self._tries[id_] >= DELIVERIES:",
+        "- self._tries[id_] > DELIVERIES:",
         ("learner/test_poison.py",),
     ),
     Mutant(
