@@ -16,6 +16,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ def app(spec: dict[str, Any]) -> web.Application:
             chunk = {"text": "", "output_ids": ids[sent:upto], "meta_info": meta}
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             sent = upto
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        with suppress(ConnectionResetError):  # a client that stops needs no end
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
         return response
 
     routes = web.Application(client_max_size=64 << 20)
