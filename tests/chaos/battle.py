@@ -30,9 +30,6 @@ class Injected:
     healed: bool = False
     evidence: str = ""
     done_at: float = 0.0
-    began: float = 0.0
-    ended: float = 0.0
-    """Monotonic; `ended` 0 until it is healed."""
 
     @property
     def kind(self) -> str:
@@ -71,14 +68,9 @@ class Battle:
     def _try(self, item: Planned) -> bool:
         fault = KINDS[item.kind](self.ring, item.target, item.seconds, random.Random(item.salt))
         busy = {held for other in self.injected if not other.healed for held in other.fault.held}
-        alone = any(other.fault.exclusive for other in self.injected if not other.healed)
-        if alone or fault.held & busy or not fault.inject():
+        if fault.held & busy or not fault.inject():
             return False
-        until = self.ring.now + item.seconds
-        done = Injected(item, fault, until, done_at=self.ring.now, began=time.monotonic())
-        if fault.exclusive:
-            for other in self.injected:
-                other.until += 0.0 if other.healed else item.seconds
+        done = Injected(item, fault, self.ring.now + item.seconds, done_at=self.ring.now)
         self.injected.append(done)
         lasting = f", {item.seconds:.1f} s" if item.seconds else ""
         self.say(f"{self.ring.now:7.2f} s  {item.kind} {item.target}{lasting}")
@@ -93,7 +85,6 @@ class Battle:
             if not item.healed and (now >= item.until or item.fault.over or force):
                 item.fault.heal()
                 item.healed, item.until = True, min(now, item.until) if not force else now
-                item.ended = time.monotonic()
             item.evidence = item.evidence or item.fault.happened()
 
     # --- the record ---

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 from attacks import KINDS
-from recoveries import COUNTERS, LEARNER_COUNTERS, LETTERS, LOGS
+from recoveries import COUNTERS, LEARNER_COUNTERS, LOGS
 from schedule import make_schedule
 
 
@@ -30,5 +30,5 @@ def test_kinds_are_drawn_by_their_weights() -> None:
 
 
 def test_every_path_that_a_fault_must_take_is_one_that_is_counted() -> None:
-    counted = {*LOGS, *COUNTERS.values(), *LEARNER_COUNTERS.values(), *LETTERS.values(), "restarted"}
+    counted = {*LOGS, *COUNTERS.values(), *LEARNER_COUNTERS.values(), "restarted"}
     assert {path for kind in KINDS.values() for path in kind.recovery} <= counted
