@@ -119,11 +119,18 @@ class LearnerLease:
             return True
 
     def replaced(self) -> Fenced | None:
-        """Return the error of a replaced learner if another one has begun; without Redis, the epoch files decide."""
+        """Return the error of a replaced learner if another one has begun; without Redis, the epoch files decide.
+
+        None if they cannot be read (no file descriptor, a failing disk): the error that ends this learner is reported.
+        """
         try:
-            other = self.superseded_by()
-        except (RedisUnavailable, StateLost):
-            other = self._successor()
+            try:
+                other = self.superseded_by()
+            except (RedisUnavailable, StateLost):
+                other = self._successor()
+        except OSError as error:
+            log.warning("cannot check whether another learner took over: %s", error)
+            return None
         return None if other is None else self.fenced_by(other)
 
     def fenced_by(self, other: LeaseHolder) -> Fenced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -212,3 +213,21 @@ def test_a_lapsed_lease_has_no_holder(make: Make, db: redis.Redis) -> None:
     with pytest.raises(Fenced):
         lease.renew()
     assert lease.superseded_by() is None and lease.acquire(lease.epoch) == 2
+
+
+def test_without_a_file_descriptor_the_end_of_a_learner_is_not_hidden_by_another_error(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = make()
+    lease.acquire(0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open("/dev/null", os.O_RDONLY)
+        assert lease.replaced() is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "cannot check whether another learner took over" in caplog.text
