@@ -59,7 +59,7 @@ class Clock:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.moves = 0
+        self.moves, self.most_moves = 0, MOST_MOVES
         self.movers: list[Mover] = []
         self.current: Process | None = None
         self.fiber: Fiber | None = None
@@ -135,8 +135,8 @@ class Clock:
         ready = [m for m in self.movers if m.process.stopped_until <= now and m.ready(now)]
         if ready:
             self.moves += 1
-            if self.moves > MOST_MOVES:
-                raise Stuck(f"{MOST_MOVES} moves and no end, at {now:.1f} s")
+            if self.moves > self.most_moves:
+                raise Stuck(f"{self.most_moves} moves and no end, at {now:.1f} s")
             (ready[0] if len(ready) == 1 else self.rng.choice(ready)).move()
             return True
         moments = [max(m.wake_at(), m.process.stopped_until) for m in self.movers]

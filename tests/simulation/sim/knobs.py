@@ -31,12 +31,16 @@ KINDS = (
 )
 
 
+AWAY_AT_S = 3.0
+
+
 @dataclass
 class Knobs:
     """One schedule. Seconds are virtual.
 
     memory  0, or the number of groups that a Redis with a limit can hold without blocking rollouts: at least one batch
     faults  kind -> how many, at random moments of the first `storm_s` seconds
+    away_s  from second AWAY_AT_S on, Redis refuses every connection for so long; 0: it does not
     """
 
     steps: int = 5
@@ -60,6 +64,7 @@ class Knobs:
     same_host: bool = False
     memory: int = 0
     storm_s: float = 12.0
+    away_s: float = 0.0
     trouble: Trouble = field(default_factory=Trouble)
     faults: dict[str, int] = field(default_factory=dict)
 

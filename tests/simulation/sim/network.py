@@ -22,12 +22,13 @@ Travel = Generator[float, None, Any]
 
 @dataclass
 class Trouble:
-    """Probabilities per command during faults."""
+    """Probabilities per command during faults. `hangs`: that a connection is not refused, but times out."""
 
     lost_request: float = 0.0
     lost_reply: float = 0.0
     late: float = 0.0
     slow: float = 0.0
+    hangs: float = 0.3
 
 
 class Network:
@@ -38,6 +39,8 @@ class Network:
         self.faults: Counter[str] = Counter()
         self.down_until = self.stopped_until = -math.inf
         self.cut_until: dict[str, float] = {}
+        self.refused: Counter[str] = Counter()
+        """Commands of each process that found Redis away."""
 
     def travel(self, process: Process, execute: Callable[[], Any], timeout: float) -> Travel:
         """Yields seconds to wait; returns the reply. Raises redis-py's errors."""
@@ -48,7 +51,8 @@ class Network:
         elif rng.random() < 0.6:
             yield rng.uniform(0.0002, 0.004)
         if clock.now < self.down_until or clock.now < self.cut_until.get(process.name, -math.inf):
-            yield 0.05 if rng.random() < 0.7 else timeout
+            self.refused[process.name] += 1
+            yield 0.05 if rng.random() < 1 - trouble.hangs else timeout
             raise exceptions.ConnectionError("Connection refused")
         if clock.now < self.stopped_until:
             # Redis is stopped: the command waits in its socket, and is executed when it resumes

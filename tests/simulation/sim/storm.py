@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sim.invariants import STRANGE
+from sim.knobs import AWAY_AT_S
 from sim.processes import Learner, Rollouts
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Storm:
         for kind, count in sorted(self.w.knobs.faults.items()):
             for _ in range(count):
                 self.w.clock.at(self.w.rng.uniform(0.1, self.w.knobs.storm_s), self._doer(kind))
+        if self.w.knobs.away_s:
+            self.w.clock.at(AWAY_AT_S, lambda: self.redis_away(self.w.knobs.away_s) and None)
 
     def _doer(self, kind: str) -> Callable[[], None]:
         def act() -> None:

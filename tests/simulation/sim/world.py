@@ -43,6 +43,8 @@ PATIENCE_S = 300.0
 """Virtual seconds after the storm in which the run must end."""
 EXPECTED = ("is held by", "cannot reach Redis", "could not be written", "were not trained")
 """Refusals that may end a learner; the supervisor restarts it."""
+MOVES_PER_S = 60
+"""More moves, for each second of a long absence of Redis."""
 SMALL_KEYS, TASK, GROUP = 3000, 200, 2000
 """Bytes, a little more than they are here."""
 WAITABLE = ("RedisUnavailable", "StateLost")
@@ -60,6 +62,8 @@ class Result:
     checks: Counter[str]
     endings: Counter[str]
     lines: list[str]
+    refused: Counter[str]
+    """Process -> commands that found Redis away."""
 
 
 @lru_cache(maxsize=512)
@@ -79,6 +83,7 @@ class World:
     def __init__(self, seed: int, knobs: Knobs | None = None) -> None:
         self.seed, self.knobs = seed, knobs or draw(seed)
         self.clock = Clock(seed)
+        self.clock.most_moves += int(self.knobs.away_s * MOVES_PER_S)
         self.rng = random.Random(f"world {seed}")
         self.redis_ahead = 0.0
         self.redis = SimRedis(lambda: 1.6e12 + (self.clock.now + self.redis_ahead) * 1000)
@@ -312,6 +317,7 @@ class World:
             self.invariants.checks,
             self.endings,
             list(self.clock.lines),
+            self.network.refused,
         )
 
     def _state(self) -> str:
