@@ -17,6 +17,8 @@ from schedule import Planned
 Say = Callable[[str], None]
 LATE_S = 4.0
 """Seconds after which a fault is skipped that cannot be injected (its target is down, or in another fault)."""
+LAST_S = 40.0
+"""Seconds after the end of the schedule at which faults that still last are ended."""
 TICK_S = 0.02
 
 
@@ -30,6 +32,9 @@ class Injected:
     healed: bool = False
     evidence: str = ""
     done_at: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
+    """Monotonic; `ended` 0 until it is healed."""
 
     @property
     def kind(self) -> str:
@@ -55,10 +60,10 @@ class Battle:
             for item in [p for p in waiting if p.at <= now]:
                 if self._try(item):
                     waiting.remove(item)
-                elif now > item.at + self.late_s:
+                elif now > item.at + max(self.late_s, KINDS[item.kind].late_s):
                     waiting.remove(item)
                     self.left_out.append(item)
-            self._look(force=now >= seconds + max(20.0, self.late_s))
+            self._look(force=now >= seconds + max(LAST_S, self.late_s) and not waiting)
             time.sleep(TICK_S)
 
     def settle(self, seconds: float) -> None:
@@ -68,9 +73,15 @@ class Battle:
     def _try(self, item: Planned) -> bool:
         fault = KINDS[item.kind](self.ring, item.target, item.seconds, random.Random(item.salt))
         busy = {held for other in self.injected if not other.healed for held in other.fault.held}
-        if fault.held & busy or not fault.inject():
+        alone = any(other.fault.exclusive for other in self.injected if not other.healed)
+        if alone or fault.held & busy or not fault.inject():
             return False
-        done = Injected(item, fault, self.ring.now + item.seconds, done_at=self.ring.now)
+        until = self.ring.now + item.seconds
+        done = Injected(item, fault, until, done_at=self.ring.now, began=time.monotonic())
+        if fault.exclusive:
+            self.ring.prolong(item.seconds)
+            for other in self.injected:
+                other.until += 0.0 if other.healed else item.seconds
         self.injected.append(done)
         lasting = f", {item.seconds:.1f} s" if item.seconds else ""
         self.say(f"{self.ring.now:7.2f} s  {item.kind} {item.target}{lasting}")
@@ -85,6 +96,7 @@ class Battle:
             if not item.healed and (now >= item.until or item.fault.over or force):
                 item.fault.heal()
                 item.healed, item.until = True, min(now, item.until) if not force else now
+                item.ended = time.monotonic()
             item.evidence = item.evidence or item.fault.happened()
 
     # --- the record ---

@@ -10,15 +10,18 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from hooks import HOOKS
+
 EVERYTHING = ("ack_on_receive", "no_ledger", "no_reconciler", "plain_publish")
 TWICE_EVERY = 20
 """One in this many publications is made twice."""
 
 
 def install(wrong: Sequence[str]) -> None:
-    """Patch this process with the named bugs."""
+    """Patch this process with the named bugs and hooks (hooks.py)."""
     for name in wrong:
         {
+            **HOOKS,
             "ack_on_receive": ack_on_receive,
             "no_ledger": no_ledger,
             "no_reconciler": no_reconciler,

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,24 @@ from attacks import KINDS
 from battle import LATE_S, Battle, Say
 from checker import Verdict, check
 from control import EVERYTHING
+from faults_host import NoSpace
+from faults_standstill import BlockedLoop, Standstill, Suspended
 from recoveries import MADE_ROOM, Observer, from_logs
 from ring import MAXMEMORY_MB, ROOM, Ring, open_ring
 from schedule import Planned, make_schedule, render
+from wholeness import Ejections, Recovery, ejections
 
 LAST_STEPS = 8
 """Steps of the learner that ends the run."""
 HOLES_S, END_S = 150.0, 120.0
 """Timeouts of recovery and of the end of the run, for a busy machine."""
 BEGIN_S = 150.0
+WHOLE_S = 45.0
+"""Time for every process to make progress after the last fault; an engine stays ejected for 30 s."""
 LOOSE = re.compile(r".*(?:was never retrieved|was never awaited|Unclosed ).*")
 """Warnings of asyncio about forgotten tasks and exceptions."""
+ACCEPT = "socket.accept() out of system resource"
+"""A server without a free file descriptor."""
 
 
 @dataclass
@@ -63,6 +71,12 @@ class Result:
     """Commands that Redis refused for lack of memory."""
     failures: list[str] = field(default_factory=list)
     """Of the run or of the harness, beside the checker's."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Planned faults that were left out, because their targets were down or in another fault."""
+    whole_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Kind of fault -> its number, median and longest time until the ring was whole again, in seconds."""
+    standstills: list[Recovery] = field(default_factory=list)
+    ejected: Ejections = field(default_factory=Ejections)
 
     @property
     def ok(self) -> bool:
@@ -72,9 +86,23 @@ class Result:
 
     def render(self) -> str:
         """For people."""
-        lines = [f"{'fault':<22}{'done':>6}{'witnessed':>11}"]
-        lines += [f"{kind:<22}{n:>6}{self.witnessed[kind]:>11}" for kind, n in sorted(self.done.items())]
-        lines += [f"{'all':<22}{sum(self.done.values()):>6}{sum(self.witnessed.values()):>11}", ""]
+        lines = [
+            f"{'':<22}{'':>6}{'':>11}{'':>10}   seconds until whole again",
+            f"{'fault':<22}{'done':>6}{'witnessed':>11}{'left out':>10}{'median':>10}{'longest':>9}{'of':>5}",
+        ]
+        for kind, n in sorted(self.done.items()):
+            times = self.whole_s.get(kind, {})
+            shown = f"{times.get('median', '-'):>10}{times.get('longest', '-'):>9}{times.get('undisturbed', 0):>5}"
+            lines.append(f"{kind:<22}{n:>6}{self.witnessed[kind]:>11}{self.skipped[kind]:>10}{shown}")
+        totals = (sum(self.done.values()), sum(self.witnessed.values()), self.left_out)
+        lines += [f"{'all':<22}{totals[0]:>6}{totals[1]:>11}{totals[2]:>10}", ""]
+        lines += [f"{'standstill':<30}{'lasted s':>10}{'whole again after s':>22}"] if self.standstills else []
+        lines += [
+            f"{f'{r.kind} {r.target}':<40}{r.lasted:>10.1f}{'-' if r.seconds is None else f'{r.seconds:.1f}':>12}"
+            + (" in another fault" if r.disturbed else "")
+            for r in sorted(self.standstills, key=lambda r: (r.kind, r.target, r.lasted))
+        ]
+        lines += ["", *(f"{what:<40}{n:>8}" for what, n in self.losses().items()), ""]
         lines += [f"{'path of recovery':<40}{'taken':>8}"]
         lines += [f"{path:<40}{n:>8}" for path, n in sorted(self.recoveries.items()) if n]
         lines += ["", self.verdict.render(), ""]
@@ -94,11 +122,20 @@ class Result:
         )
         return "\n".join(lines)
 
+    def losses(self) -> dict[str, int]:
+        """What faults must not cost, and what they may."""
+        return {
+            "engines ejected though healthy": len(self.ejected.healthy),
+            "engines ejected that a fault had hit": self.ejected.faulty,
+            "groups lost": len(self.verdict.missing),
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         # not asdict: of a Counter it makes a Counter of pairs
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return plain | {"ok": self.ok, "verdict": asdict(self.verdict) | {"ok": self.verdict.ok}}
+        plain |= {"ejected": vars(self.ejected), "standstills": [asdict(r) for r in self.standstills]}
+        return plain | self.losses() | {"ok": self.ok, "verdict": asdict(self.verdict) | {"ok": self.verdict.ok}}
 
 
 def fight(
@@ -138,7 +175,10 @@ def _fight(
 ) -> Result:
     wrong = EVERYTHING if control else ()
     holes_s = 8.0 if control else HOLES_S
-    with open_ring(directory, model, persistence=persistence, wrong=wrong, maxmemory_mb=maxmemory_mb) as ring:
+    small = any(item.kind == NoSpace.name for item in planned)
+    with open_ring(
+        directory, model, persistence=persistence, wrong=wrong, maxmemory_mb=maxmemory_mb, small_disk=small
+    ) as ring:
         ring.began = time.time()
         ring.start_all()
         first = 25 if control else 1
@@ -149,11 +189,13 @@ def _fight(
         failures: list[str] = []
         with Observer(ring) as observer:
             battle = Battle(ring, say, late_s=late_s)
+            observer.wholeness.injected = battle.injected
             battle.run(planned, seconds)
             healed = ring.now
             say(f"{healed:7.2f} s  the last fault is over: {sum(battle.done.values())} of them")
             battle.settle(10)
             failures += recover(ring, observer, holes_s, say)
+            ring.until(lambda: control or not observer.wholeness.pending, WHOLE_S)
             recovered_s = ring.now - healed
             failures += end_run(ring, say, restart=not control)
         paths = from_logs(ring) + observer.counts
@@ -164,11 +206,19 @@ def _fight(
         failures += tracebacks(ring)
         if maxmemory_mb < MAXMEMORY_MB and not paths[MADE_ROOM]:
             failures.append("the memory limit was never reached, or no learner made room")
+        ejected = ejections([(life.log.name, life.text) for life in ring.lives("rollout")], battle.injected)
+        failures += [] if control else [f"a healthy engine: {what}" for what in ejected.healthy]
+        whole = observer.wholeness
+        standing = [r for r in whole.recoveries if r.kind in (Standstill.name, Suspended.name, BlockedLoop.name)]
         verdict = check(ring.run_dir, issued=observer.issued, spoiled=ring.spoiled)
         return Result(
             *(seed, seconds, persistence, control, verdict),
             *(battle.done, battle.witnessed, len(battle.left_out), paths, recovered_s),
             *(maxmemory_mb, observer.refused, failures),
+            skipped=Counter(item.kind for item in battle.left_out),
+            whole_s=whole.by_kind(),
+            standstills=standing,
+            ejected=ejected,
         )
 
 
@@ -220,7 +270,10 @@ def tracebacks(ring: Ring) -> list[str]:
     for path in sorted(ring.logs.glob("*.log")):
         if path.name.startswith("redis"):
             continue
-        for part in path.read_text(errors="replace").split("Traceback (most recent call last):")[1:]:
+        parts = path.read_text(errors="replace").split("Traceback (most recent call last):")
+        for before, part in pairwise(parts):
+            if ACCEPT in before[-300:]:
+                continue  # asyncio reports it and tries again
             lines = [line for line in part.splitlines() if line and not line.startswith((" ", "\t"))]
             found[f"{path.name.partition('.')[0]}: {lines[0][:200] if lines else 'a traceback without an end'}"] += 1
         for match in LOOSE.finditer(path.read_text(errors="replace")):
@@ -283,7 +336,11 @@ def main() -> int:
         print(line, file=out, flush=True)
 
     seconds = args.minutes * 60
-    planned = make_schedule(args.seed, seconds, kinds=args.kinds)
+    for name, why in {name: KINDS[name].lacking() for name in args.kinds}.items():
+        if why:
+            say(f"{name}: left out: {why}")
+    kinds = [name for name in args.kinds if not KINDS[name].lacking()]
+    planned = make_schedule(args.seed, seconds, kinds=kinds)
     say(f"seed {args.seed}, {len(planned)} faults planned in {seconds:.0f} s:\n{render(planned)}")
     if args.schedule:
         return 0

@@ -6,6 +6,7 @@ heal      undo it, if it does not end by itself
 happened  evidence from outside the driver that it happened: an exit status, a state in /proc, a counter of the proxy
           or of Redis, a line in a log; "" while there is none. A kind that is never witnessed fails the harness.
 recovery  paths (recoveries.py), at least one of which must be taken after such a fault was witnessed
+lacking   what this machine lacks for it; "" if nothing. Such a kind is left out, with a line that says so
 """
 
 from __future__ import annotations
@@ -35,11 +36,26 @@ class Fault(ABC):
     recovery: ClassVar[Sequence[str]] = ()
     patience_s: ClassVar[float] = 20.0
     """Time after its end for the evidence to appear, in seconds."""
+    lengths: ClassVar[Sequence[float]] = ()
+    """Durations instead of `lasts`: each with each target once, in an order of the seed's own, then again."""
+    late_s: ClassVar[float] = 0.0
+    """Minimum time for which it waits for its target, in seconds (battle.py)."""
+    exclusive: ClassVar[bool] = False
+    """No other fault is injected meanwhile, and the time does not count for those that last."""
 
     @property
     def held(self) -> frozenset[str]:
         """Targets that no other fault may use meanwhile."""
         return frozenset({self.target})
+
+    @property
+    def sick(self) -> frozenset[str]:
+        """Engines that are not healthy meanwhile."""
+        return frozenset(name for name in self.held if name.startswith("engine"))
+
+    @classmethod
+    def lacking(cls) -> str:
+        return ""
 
     @abstractmethod
     def inject(self) -> bool: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import signal
 import socket
 import threading
 import time
@@ -31,6 +32,7 @@ class CorruptGroup(Fault):
     targets = ("garbage", "no seq", "flipped", "cut short")
     recovery = ("dead letters",)
     lasts = (5.0, 5.0)
+    patience_s = 90.0  # its reader may be in a long standstill
     entry = b""
 
     @property
@@ -81,6 +83,7 @@ class CorruptTask(Fault):
     targets = ("with a seq", "no seq")
     recovery = ("dead letters",)
     lasts = (5.0, 5.0)
+    patience_s = 90.0  # its reader may be in a long standstill
     entry = b""
 
     @property
@@ -204,3 +207,35 @@ class PublishTwice(Fault):
 
     def happened(self) -> str:
         return "answered DUP" if b"DUP" in self.reply else ""
+
+
+class Burst(Fault):
+    """A rollout server publishes its last group 300 times at once (hooks.py), as after a wait for Redis."""
+
+    name = "publish burst"
+    weight = 1.5
+    targets = ("rollout-1", "rollout-2")
+    lasts = (10.0, 10.0)
+    recovery = ("duplicate publications refused",)
+    count = 300
+    words = "groups published at once"
+
+    @property
+    def held(self) -> frozenset[str]:
+        return frozenset({f"burst {self.target}"})
+
+    def inject(self) -> bool:
+        ward = self.ring.wards[self.target]
+        if not ward.alive or not self.ring.links.last_publish(self.target):
+            return False
+        self.life, self.before = ward.life, ward.life.text.count(self.words)
+        (self.ring.hooks / f"{self.target}.burst").write_text(str(self.count))
+        return self.life.send(signal.SIGUSR2)
+
+    @property
+    def over(self) -> bool:
+        return bool(self.happened())
+
+    def happened(self) -> str:
+        lines = [line for line in self.life.text.splitlines() if self.words in line]
+        return lines[-1] if len(lines) > self.before else ""

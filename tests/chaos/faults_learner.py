@@ -55,6 +55,10 @@ class _Rival(Fault):
     recovery = ("fenced",)
     lasts = (12.0, 12.0)
 
+    @property
+    def held(self) -> frozenset[str]:
+        return frozenset({self.target, "rival"})
+
     def launch(self, *arguments: str) -> Life | None:
         """Start it in the ward of the learner, whose present process is supervised until it ends."""
         ward = self.ring.wards["learner"]
@@ -83,12 +87,16 @@ class SecondLearner(_Rival):
         ward = self.ring.wards["learner"]
         if not ward.alive or "begins at step" not in ward.life.text:
             return False
+        self.start()
+        return True
+
+    def start(self) -> None:
+        """Start the second one, beside the ward."""
         self.log = self.ring.logs / f"second.{len(list(self.ring.logs.glob('second.*'))) + 1:04d}.log"
         self.ring.excuse("learner", self.name, self.seconds + 20)
         self.pid = self.ring.launch("second", "learner", self.log)
         self.handle = os.pidfd_open(self.pid)
         self.status: int | None = None
-        return True
 
     def tick(self) -> None:
         self.status = self.ring.zygote.ended(self.pid)

@@ -1,4 +1,4 @@
-"""Faults of processes: SIGKILL, SIGSTOP for longer than the leases, SIGTERM."""
+"""Faults of processes: SIGKILL, SIGSTOP for about as long as the leases, SIGTERM."""
 
 from __future__ import annotations
 
@@ -109,6 +109,8 @@ class Term(_OfProcess):
         return self.life.send(signal.SIGTERM)
 
     def tick(self) -> None:
+        if self.ring.standing & {"redis", "machine", self.target}:
+            self.at = self.ring.now
         if self.life.status is None and self.ring.now > self.at + HANG_S - 2:
             self.ring.finding(f"{self.target} does not end {HANG_S - 2:.0f} s after SIGTERM", self.life.log)
             self.life.send(signal.SIGKILL)

@@ -28,7 +28,7 @@ class Life:
 
     def send(self, number: signal.Signals) -> bool:
         """Send a signal to this process; False if it has ended."""
-        if self.status is not None:
+        if self.status is not None or self.handle < 0:
             return False
         try:
             signal.pidfd_send_signal(self.handle, number)
@@ -87,7 +87,11 @@ class Ward:
 
     def adopt(self, pid: int, log: Path) -> Life:
         """Replace the present process by a running one; supervise the old one until it ends."""
-        life = Life(self.name, len(self.lives) + 1, pid, os.pidfd_open(pid), log, time.time())
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            handle = -1  # it has ended already
+        life = Life(self.name, len(self.lives) + 1, pid, handle, log, time.time())
         self.lives.append(life)
         return life
 

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ring import Ring
+from wholeness import Wholeness
 
 from protocol.codec import decode_as
 from protocol.errors import ProtocolError
@@ -38,6 +39,10 @@ LOGS: dict[str, tuple[Said, ...]] = {
     "second learner refused": (Said("second", r"is held by "),),
     "disk refused a checkpoint": (Said("learner", r"checkpoint of step \d+ remains current"),),
     "disk refused weights or journal": (Said("learner", r"^(?:error: )?cannot write (?:the weights|step)"),),
+    "disk refused a start": (
+        Said("learner", r"^(?:error: )?.*(?:cannot be written|could not be written|No space left)"),
+    ),
+    "descriptors used up": (Said("", r"Too many open files"),),
     "dead letters": (Said("learner", r"is unusable"), Said("rollout", r"cannot read task")),
     "Redis away and back": (
         Said("rollout", r"recovered after \d+ failures"),
@@ -59,6 +64,8 @@ COUNTERS = {
     "search_retries": "searches retried",
 }
 """Counters of rollout servers -> paths."""
+LETTERS = {"poison": "batch set aside"}
+"""Reasons of dead letters -> paths."""
 LEARNER_COUNTERS = {"duplicates": "duplicate groups refused", "redelivered": "groups read again"}
 
 
@@ -73,6 +80,9 @@ def from_logs(ring: Ring) -> Counter[str]:
                     for match in re.finditer(said.words, text, re.MULTILINE):
                         found[name] += int(match[1]) if match.groups() and match[1] else 1
     found["lease taken again"] = max(0, found["lease taken again"] - found["fenced"])  # it retries, and finds another
+    letters = ring.run_dir / "dead_letters.jsonl"
+    text = letters.read_text() if letters.exists() else ""
+    found.update({path: text.count(f'"reason": "{reason}') for reason, path in LETTERS.items()})
     found["restarted"] = sum(max(0, len(ward.lives) - 1) for ward in ring.wards.values())
     return found
 
@@ -90,6 +100,10 @@ class Observer:
     """Commands that Redis refused for lack of memory, in all of its lives."""
     _refused: int = 0
     _before: dict[tuple[str, str], float] = field(default_factory=dict)
+    _published: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.wholeness = Wholeness(self.ring)
 
     def __enter__(self) -> Observer:
         self._over = threading.Event()
@@ -108,6 +122,7 @@ class Observer:
                 kind = name.partition("-")[0]
                 if kind in ("rollout", "learner"):
                     self._read(name, "rollout" if kind == "rollout" else "learner")
+            self.wholeness.look(self._published)
 
     def _read(self, name: str, kind: str) -> None:
         key = self.ring.keys.metrics(kind, name if kind == "rollout" else "0")
@@ -118,6 +133,8 @@ class Observer:
             values = decode_as(MetricsSnapshot, raw).values
         except ProtocolError:
             return
+        if kind == "rollout":
+            self._published[name] = values.get("groups_published", 0.0)
         for counter, path in (COUNTERS if kind == "rollout" else LEARNER_COUNTERS).items():
             now, before = float(values.get(counter, 0)), self._before.get((name, counter), 0.0)
             # less than before: another life, which started at 0 (or with its checkpoint's count)

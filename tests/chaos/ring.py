@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from disk import SmallDisk
+from hooks import FOLDER, NAME, OF
 from processes import Life, Ward, die_with_parent
 from proxy import FAIR, Links
 
@@ -47,6 +49,11 @@ SCARCE = ("learner.checkpoint_every=1000", "learner.checkpoint_s=60")
 ROOM = 1 << 20
 """Bytes that other data in a Redis with little memory leave to the run, including Redis' overhead."""
 RESTART_S = {"learner": 0.5, "redis": 0.5}
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+"""Debian's `libfaketime`: a wall clock of its own for one process."""
+FAKED = {"FAKETIME_CACHE_DURATION": "1", "FAKETIME_DISABLE_SHM": "1", "NO_FAKE_STAT": "1"} | dict.fromkeys(
+    ("FAKETIME_DONT_FAKE_MONOTONIC", "DONT_FAKE_MONOTONIC"), "1"
+)
 
 
 @dataclass
@@ -72,8 +79,13 @@ class Ring:
     wards: dict[str, Ward] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     began: float = field(default_factory=time.time)
-    excuses: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """process -> until when an end of it with an exit status of its own is explained, and by which fault"""
+    excuses: dict[str, list[tuple[float, str, float]]] = field(default_factory=dict)
+    """process -> until when an end of it with an exit status of its own is explained, by which fault, and since when
+    the life must have begun"""
+    standing: set[str] = field(default_factory=set)
+    """Targets that a long standstill holds; "machine": all."""
+    clocks: dict[str, Path] = field(default_factory=dict)
+    """Process -> file with the offset of its wall clock, from its next start on."""
     learner_overrides: tuple[str, ...] = ()
     lose_redis: bool = False
     """Its files are removed before it is started the next time."""
@@ -84,6 +96,8 @@ class Ring:
 
     def __post_init__(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
+        self.hooks.mkdir(exist_ok=True)
+        self.disk = SmallDisk(self.run_dir)
         self.server = find_server()
         self.redis_port = free_port()
         self._redis: dict[int, subprocess.Popen[bytes]] = {}
@@ -97,6 +111,10 @@ class Ring:
     @property
     def logs(self) -> Path:
         return self.directory / "logs"
+
+    @property
+    def hooks(self) -> Path:
+        return self.directory / "hooks"
 
     @property
     def now(self) -> float:
@@ -144,9 +162,15 @@ class Ring:
         link = self.links.links.get(name)
         port = link.port if link else self.redis_port
         env = {"FORAY_REDIS_URL": f"redis://127.0.0.1:{port}/0", "PYTHONUNBUFFERED": "1"}
+        env |= {FOLDER: str(self.hooks), NAME: name} | self._clock_of(name)
         more = self.learner_overrides if module == "learner" else ()
         argv = ["--config", str(self.run_dir / "demo.yaml"), *overrides, *more]
-        return self.zygote.start(module, argv, log, env, self.directory, self.wrong)
+        return self.zygote.start(module, argv, log, env, self.directory, (*self.wrong, *OF.get(module, ())))
+
+    def _clock_of(self, name: str) -> dict[str, str]:
+        """Environment of a process whose wall clock jumps; {} for the others."""
+        offset = self.clocks.get(name)
+        return {} if offset is None else FAKED | {"LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(offset)}
 
     def start_all(self) -> None:
         """Starts every process, Redis first."""
@@ -164,7 +188,13 @@ class Ring:
         argv += [] if self.persistence else ["--appendonly", "no"]
         with self.wards["redis"].next_log().open("ab") as log:
             child = subprocess.Popen(
-                argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent, cwd=folder
+                argv,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=die_with_parent,
+                cwd=folder,
+                env=os.environ | self._clock_of("redis"),
             )
         self._redis[child.pid] = child
         return child.pid
@@ -174,6 +204,8 @@ class Ring:
 
     def supervise(self) -> None:
         """Detect processes that have ended, and restart them. Call it often."""
+        if "machine" in self.standing:
+            return  # nothing starts on a suspended machine
         if self.maxmemory_mb < MAXMEMORY_MB and time.monotonic() > self._neighbour_due:
             self._neighbour_due = time.monotonic() + 1.0
             self.ask(self._settle_neighbour)
@@ -192,13 +224,20 @@ class Ring:
         """Whether a fault is behind the end of `life`."""
         if life.doomed:
             return True
-        until, why = self.excuses.get(life.name, (0.0, ""))
-        life.doomed = why if life.ended <= until else ""
+        for until, why, since in reversed(self.excuses.get(life.name, ())):
+            if life.ended <= until and life.began >= since:
+                life.doomed = why
         return bool(life.doomed)
 
-    def excuse(self, name: str, why: str, seconds: float) -> None:
-        """Expect an end of `name` for this time."""
-        self.excuses[name] = (time.time() + seconds, why)
+    def excuse(self, name: str, why: str, seconds: float, *, starts_only: bool = False) -> None:
+        """Expect an end of `name` for this time. starts_only: of a life that begins in it."""
+        now = time.time()
+        self.excuses.setdefault(name, []).append((now + seconds, why, now - 5.0 if starts_only else 0.0))
+
+    def prolong(self, seconds: float) -> None:
+        """Move the end of every excuse, because all processes stand still meanwhile."""
+        for name, given in self.excuses.items():
+            self.excuses[name] = [(until + seconds, why, since) for until, why, since in given]
 
     def finding(self, what: str, log: Path | None = None) -> None:
         """Record an unexpected event."""
@@ -207,6 +246,10 @@ class Ring:
     def tree(self, life: Life) -> list[int]:
         """The process and, of a node, its guard and engine."""
         return [life.pid, *(descendants(life.pid) if life.name.startswith("engine") else ())]
+
+    def everything(self) -> list[int]:
+        """Every process of the ring, Redis too."""
+        return [*descendants(self.zygote.pid), *(pid for pid, child in self._redis.items() if child.poll() is None)]
 
     def lives(self, kind: str) -> Iterator[Life]:
         """Every life of every process whose name begins with `kind`."""
@@ -266,12 +309,13 @@ class Ring:
                 ward.look()
             time.sleep(0.02)
         for child in self._redis.values():
-            child.kill()
+            child.kill()  # also ends a stopped process
             child.wait(10)
         for ward in self.wards.values():
             for life in ward.lives:
                 life.close()
         self.db.close()
+        self.disk.close()
 
 
 def send(pid: int, number: signal.Signals) -> None:
@@ -293,13 +337,16 @@ def open_ring(
     wrong: Sequence[str] = (),
     overrides: Sequence[str] = (),
     maxmemory_mb: int = MAXMEMORY_MB,
+    small_disk: bool = False,
 ) -> Iterator[Ring]:
-    """A ring that is prepared and not started; ends everything that was."""
+    """A ring that is prepared and not started; ends everything that was. small_disk: the run directory can be full."""
     directory.mkdir(parents=True, exist_ok=True)
     with Zygote(directory / "zygote.log") as zygote, Links() as links:
         ring = Ring(directory, zygote, links, Keys("demo"), persistence, tuple(wrong), maxmemory_mb)
         try:
             ring.prepare(model, *(SCARCE if maxmemory_mb < MAXMEMORY_MB else ()), *overrides)
+            if small_disk:
+                ring.disk.open()
             ring.add_all(engines, rollouts)
             yield ring
         finally:

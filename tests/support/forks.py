@@ -85,6 +85,11 @@ class Zygote:
                 raise RuntimeError("the zygote does not answer")
             return self._answers.pop(ask)
 
+    @property
+    def pid(self) -> int:
+        """The zygote itself, the parent of all."""
+        return self._process.pid
+
     def ended(self, pid: int) -> int | None:
         """The exit status of a process, None while it lives."""
         with self._news:

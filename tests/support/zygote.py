@@ -2,9 +2,9 @@
 
 Run as a program by forks.py. Reads lines of JSON from stdin, `{"ask": n, "module": "learner", "argv": [...], "log":
 path, "env": {...}, "wrong": [...]}`, and answers `{"ask": n, "pid": p}`; says `{"pid": p, "status": s}` when a child
-has ended (negative: by that signal). `wrong` names the faults of the control that are built into that child
-(tests/chaos/control.py). A `module` that ends in .py is the path of a
-program.
+has ended (negative: by that signal). `wrong` names the faults of the control and the hooks that are built into that
+child (tests/chaos/control.py). A `module` that ends in .py is the path of a program. With LD_PRELOAD in `env` the child
+executes Python again, because a library cannot be preloaded into a running process.
 
 A child runs the product's own `main(argv)`, or the program, in a session of its own, and dies with the zygote, which
 dies with the driver: no process is left behind. What it shares with a real start is everything but the imports.
@@ -75,6 +75,9 @@ def become(order: dict[str, Any], parent: int) -> None:
         os.chdir(order["cwd"])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        if "LD_PRELOAD" in order["env"]:
+            order["main"] = MAIN[order["module"]]
+            os.execv(sys.executable, [sys.executable, f"{order['control']}/hooks.py", json.dumps(order)])
         if order["wrong"]:
             sys.path.append(order["control"])
             importlib.import_module("control").install(order["wrong"])

@@ -1,0 +1,102 @@
+"""Ejections of engines are judged by the faults of that moment; recoveries are measured from the end of a fault."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from attacks import KINDS
+from battle import Injected
+from schedule import Planned
+from wholeness import GRACE_S, Wholeness, ejections
+
+from protocol.codec import encode
+from protocol.keys import Keys
+from protocol.messages import EngineInfo, NodeState
+
+
+def injected(kind: str, target: str, began: float, ended: float) -> Injected:
+    planned = Planned(0.0, kind, target, ended - began, 1)
+    fault = KINDS[kind](SimpleNamespace(), target, planned.seconds, random.Random(1))  # type: ignore[arg-type]
+    return Injected(planned, fault, 0.0, healed=True, began=began, ended=ended)
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "engine", "healthy"),
+    [
+        ("standstill", "engine-2 engine", "engine-2", False),
+        ("standstill", "engine-2 engine", "engine-1", True),
+        ("standstill", "engine-1 node", "engine-1", True),
+        ("standstill", "rollout-1", "engine-1", True),
+        ("suspended machine", "machine", "engine-1", True),
+        ("no descriptors", "rollout-1", "engine-1", True),
+        ("kill", "engine-1", "engine-1", False),
+    ],
+)
+def test_an_ejection_is_excused_only_by_a_fault_of_that_engine(
+    kind: str, target: str, engine: str, healthy: bool
+) -> None:
+    fault = injected(kind, target, 100.0, 120.0)
+    log = "\n".join(f"chaos: {at} ejected {engine}/ab12: ('stalled',)" for at in (110.0, 120.0 + GRACE_S / 2))
+    found = ejections([("rollout-1.0001.log", log)], [fault])
+    assert (len(found.healthy), found.faulty) == ((2, 0) if healthy else (0, 2))
+    assert found.by_kind == ({kind: 2} if healthy else {})
+    late = f"chaos: {120.0 + GRACE_S + 1} ejected {engine}/ab12: ('stalled',)"
+    assert len(ejections([("rollout-1.0001.log", late)], [fault]).healthy) == 1
+
+
+class FakeRing:
+    """Processes that run, and engines that are READY."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self.keys = folder, Keys("demo")
+        self.wards = {name: SimpleNamespace(alive=True) for name in ("redis", "learner", "rollout-1", "engine-1")}
+        self.state = NodeState.READY
+
+    def ask(self, _: Callable[[Any], Any]) -> bytes:
+        return encode(EngineInfo(id="engine-1", url="http://e", state=self.state))
+
+    def step(self) -> None:
+        with (self.run_dir / "metrics.jsonl").open("a") as file:
+            file.write("{}\n")
+
+
+def test_the_ring_is_whole_when_every_part_has_made_progress(tmp_path: Path) -> None:
+    ring = FakeRing(tmp_path)
+    now = time.monotonic()
+    whole = Wholeness(ring, [injected("kill", "rollout-1", now - 3, now - 2)])  # type: ignore[arg-type]
+    ring.step()
+    whole.look({"rollout-1": 1.0})
+    assert whole.by_kind()["kill"]["undisturbed"] == 1 and not whole.pending
+
+    ended = time.monotonic() + 0.01
+    later = injected("kill", "rollout-1", ended - 1, ended)
+    whole = Wholeness(ring, [later])  # type: ignore[arg-type]
+    whole.look({"rollout-1": 1.0})
+    time.sleep(0.02)
+    for part in ("nothing", "step", "engine", "process"):
+        ring.state = NodeState.SYNCING if part == "engine" else NodeState.READY
+        ring.wards["rollout-1"].alive = part != "process"
+        if part == "step":
+            ring.step()
+        whole.look({"rollout-1": 1.0 if part in ("nothing", "step") else 2.0})
+        assert whole.pending, part
+    ring.wards["rollout-1"].alive = True
+    whole.look({"rollout-1": 2.0})
+    assert not whole.pending and whole.recoveries[0].seconds
+
+
+def test_what_another_fault_holds_is_not_asked_for(tmp_path: Path) -> None:
+    ring = FakeRing(tmp_path)
+    ended = time.monotonic()
+    other = injected("standstill", "learner", ended - 1, 0.0)
+    other.healed = False
+    whole = Wholeness(ring, [injected("kill", "rollout-1", ended - 1, ended), other])  # type: ignore[arg-type]
+    whole.look({})
+    assert whole.recoveries[0].seconds is not None and whole.recoveries[0].disturbed
+    assert whole.by_kind()["kill"]["undisturbed"] == 0 and whole.pending, "the other one lasts"
