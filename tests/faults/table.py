@@ -151,4 +151,50 @@ ROWS: dict[int, Row] = {
         "dead letter: foreign_run",
     ),
     52: Row("R upgraded before L", "both can read messages of another minor version", "-"),
+    53: Row(
+        "any process suspended for 5, 20 or 90 s",
+        "its leases are taken over; when it goes on, no healthy engine is ejected and no group is lost",
+        "reclaimed, failovers, event: epoch",
+    ),
+    54: Row(
+        "R's event loop stands still for seconds",
+        "the time is not blamed on engines or retrievers; lost leases are noticed before anything is settled",
+        "event_loop_lag_s",
+    ),
+    55: Row(
+        "the machine suspended, with Q and engines",
+        "as 53: nobody was silent, and all leases are renewed",
+        "event: epoch",
+    ),
+    56: Row("the wall clock of one process jumps", "intervals and leases are measured by monotonic clocks", "-"),
+    57: Row(
+        "a process has no free file descriptor",
+        "R and S wait and retry, no healthy engine is ejected; L stops with the reason",
+        "log: Too many open files",
+    ),
+    58: Row("Q away for 45 minutes", "every loop retries with bounded pauses; the same processes go on", "wait redis"),
+    59: Row(
+        "E out of reach for hours while its node reports READY",
+        "it is tried once per pause of at most 10 s; the turn continues at another engine",
+        "engine_errors, strikes",
+    ),
+    60: Row(
+        "the disk full at any write of L",
+        "L goes on or stops with the reason, and resumes without loss",
+        "exit code, message",
+    ),
+    61: Row(
+        "a second L while the first verifies its checkpoint for longer than its lease",
+        "the first renews its lease; the second is refused",
+        "exit code 2",
+    ),
+    62: Row(
+        "ranks of L without a shared run directory", "refused at the start; no such checkpoint is committed", "message"
+    ),
+    63: Row(
+        "a batch whose training ends L",
+        "after three starts its groups become dead letters, and the run goes on",
+        "dead letter: poison",
+    ),
+    64: Row("300 groups published at once", "all arrive, once; leases are renewed meanwhile", "duplicates"),
 }
