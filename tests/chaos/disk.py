@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-SIZE = 192 << 20
-"""Bytes, for a run of a tiny model with its checkpoints, weights and journal."""
-PIECE = 1 << 20
+SIZE = 384 << 20
+"""Bytes, for twenty minutes of a tiny model with its checkpoints, weights and journal."""
+PIECE = 4 << 20
 
 
 @dataclass
