@@ -56,7 +56,7 @@ class FakeRing:
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.keys = folder, Keys("demo")
         self.wards = {name: SimpleNamespace(alive=True) for name in ("redis", "learner", "rollout-1", "engine-1")}
-        self.state = NodeState.READY
+        self.state, self.standing = NodeState.READY, set[str]()
 
     def ask(self, _: Callable[[Any], Any]) -> bytes:
         return encode(EngineInfo(id="engine-1", url="http://e", state=self.state))
@@ -97,6 +97,10 @@ def test_what_another_fault_holds_is_not_asked_for(tmp_path: Path) -> None:
     other = injected("standstill", "learner", ended - 1, 0.0)
     other.healed = False
     whole = Wholeness(ring, [injected("kill", "rollout-1", ended - 1, ended), other])  # type: ignore[arg-type]
+    ring.standing = {"redis"}
+    whole.look({})
+    assert whole.recoveries[0].seconds is None, "nothing can be seen"
+    ring.standing = {"learner"}
     whole.look({})
     assert whole.recoveries[0].seconds is not None and whole.recoveries[0].disturbed
     assert whole.by_kind()["kill"]["undisturbed"] == 0 and whole.pending, "the other one lasts"

@@ -24,7 +24,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import EngineInfo, NodeState
 
 BLIND = frozenset({"redis", "machine"})
-"""While another fault holds one of them, nothing can be seen."""
+"""While one of them stands still, nothing can be seen."""
 EJECTED = re.compile(r"^chaos: ([\d.]+) ejected ([\w-]+)/\S+ (.*)", re.M)
 GRACE_S = 25.0
 """Time after the end of a fault of an engine in which it may still be ejected: it starts, or its last requests end."""
@@ -71,7 +71,7 @@ class Wholeness:
         if not waiting:
             return
         busy = {held.removeprefix("link ") for item in faults if not item.healed for held in item.fault.held}
-        if busy & BLIND:
+        if self.ring.standing & BLIND:
             for recovery in waiting:
                 recovery.ended, recovery.disturbed = now, True
             return
