@@ -147,7 +147,7 @@ class DeepSpeedEngine:
         self._engine, *_ = self._deepspeed.initialize(
             model=module.train(), optimizer=self._optimizer, config=config, dist_init_required=False
         )
-        self._partition = partition_of(self._engine.module, self._engine.optimizer, self.stage)
+        self._partition = partition_of(self._engine.module, self._engine.optimizer, self.stage, self.device)
         self._averages = False
         self._room: dict[str, torch.Tensor] = {}
         """Main memory of snapshots."""

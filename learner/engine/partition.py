@@ -67,8 +67,11 @@ class Partition:
     whole: bool
 
 
-def partition_of(module: torch.nn.Module, optimizer: Any, stage: int) -> Partition:
-    """Read the partition from DeepSpeed's wrapped `optimizer` (at stage 0 the plain one); collective."""
+def partition_of(module: torch.nn.Module, optimizer: Any, stage: int, device: torch.device) -> Partition:
+    """Read the partition from DeepSpeed's wrapped `optimizer` (at stage 0 the plain one); collective.
+
+    device  for communication between ranks
+    """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
     names = {id(p): name for name, p in parameters.items()}
@@ -84,9 +87,20 @@ def partition_of(module: torch.nn.Module, optimizer: Any, stage: int) -> Partiti
         members, flats = low, [group["params"][0] for group in optimizer.optimizer.param_groups]
         pieces = dict(_mapped(parameters, flats))
     groups = [(flat, [names[id(p)] for p in ps]) for flat, ps in zip(flats, members, strict=True)]
-    ranges: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranges, {name: (piece.start, piece.count) for name, piece in pieces.items()})
+    ranges = _ranges_of_all(list(parameters), pieces, device)
     return Partition(parameters, shapes, pieces, ranges, groups, whole=False)
+
+
+def _ranges_of_all(
+    names: list[str], pieces: Mapping[str, Piece], device: torch.device
+) -> list[dict[str, tuple[int, int]]]:
+    """Return name -> (start, count) of the pieces of every rank; collective. `names`: in the order of all ranks."""
+    own = [(pieces[name].start, pieces[name].count) if name in pieces else (0, 0) for name in names]
+    tensor = torch.tensor(own, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, tensor)
+    rows = (zip(names, ranges.tolist(), strict=True) for ranges in everyone)
+    return [{name: (start, count) for name, (start, count) in row if count} for row in rows]
 
 
 def _mapped(parameters: dict[str, torch.nn.Parameter], flats: Sequence[torch.Tensor]) -> Iterator[tuple[str, Piece]]:

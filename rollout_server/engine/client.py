@@ -123,8 +123,11 @@ class EngineCall:
     ) -> None:
         self._open = False
         self._timer.cancel()
+        scope = self._scope
+        # the timer refers to this call, and the scope to the task: its result would stay until a garbage collection
+        del self._timer, self._scope
         try:
-            await self._scope.__aexit__(kind, error, trace)
+            await scope.__aexit__(kind, error, trace)
         except TimeoutError:
             if self._why is None:
                 raise

@@ -143,6 +143,7 @@ def written_by_the_other_rank(directory: Path) -> None:
     (directory / "ranks" / "written.00004.json").write_text(json.dumps(entry))
 
 
+@pytest.mark.fault(62)
 def test_files_of_ranks_without_the_shared_folder_commit_nothing_and_remove_nothing(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

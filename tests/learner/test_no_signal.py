@@ -21,6 +21,7 @@ from protocol.codec import decode_as
 from protocol.errors import NoSignal
 from protocol.header import seal
 from protocol.keys import Keys
+from protocol.ledger import Ledger
 from protocol.messages import MetricsSnapshot, Task
 from protocol.runtime.service_cli import EXIT_NO_SIGNAL
 from protocol.settings import RunSettings
@@ -33,11 +34,16 @@ Serve = Callable[..., int]
 DEAD = {"fails": set(range(1, 5000))}
 
 
-def notes(run: RunSettings) -> list[tuple[str, str]]:
-    """(outcome, reason) of every seq that was not trained, in the checkpoint."""
+def ledger(run: RunSettings) -> Ledger:
+    """The ledger in the checkpoint."""
     found = Checkpoints(run.checkpoint_dir, 2).load()
     assert found is not None
-    return [(outcome, reason) for _, outcome, reason in found.facts["ledger"]["notes"]]
+    return Ledger.from_state(found.facts["ledger"])
+
+
+def notes(run: RunSettings) -> list[tuple[str, str]]:
+    """(outcome, reason) of every dead or stale seq in the checkpoint."""
+    return list(ledger(run).notes.values())
 
 
 def last_event(db: redis.Redis) -> dict[str, str]:
@@ -75,7 +81,7 @@ def test_redis_holds_no_more_than_that_though_every_group_is_filtered_or_stale(
     filtered |= {"filter": {"metric": "reward", "patience": 16}}
     with tiny_learner.Player(address, run.id, spoil=spoil):
         assert serve(run.model_copy(update={"steps": 1}), LearnerSettings.model_validate(filtered)) == 0
-    assert len(notes(run)) >= 16 * 4 - 4
+    assert ledger(run).filtered.total() >= 16 * 4 - 4
     assert most[0] <= 48, "without a checkpoint before the next batch it is 64"
 
 

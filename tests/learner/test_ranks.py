@@ -345,6 +345,7 @@ def role_folders(folder: Path) -> None:
     (folder / f"left{rank}").write_text(str(len([*folder.glob("*/.probe*")])))
 
 
+@pytest.mark.fault(62)
 def test_ranks_without_a_shared_folder_are_refused_at_the_start(tmp_path: Path, zygote: Zygote) -> None:
     zygote.run_ranks(__file__, ["folders", str(tmp_path)], tmp_path, 2)
     for rank in (0, 1):
