@@ -21,7 +21,7 @@ ENGINE_VENV := .venv-engine
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
-.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang test-peers test-ui mutants reliability figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
+.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang test-peers test-ui mutants mutants-sample reliability figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -103,6 +103,12 @@ test-ui: setup $(UI_STAMP)
 # Known bugs, built into a copy of the checkout one by one: the fast tests must detect each. ARGS="word" selects some.
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(ARGS)
+
+# Random mutants of learner, rollout_server and protocol, judged by the fast tests that execute their lines (10 s each, after
+# one run of the fast tests under coverage.py). SEED chooses them, ARGS="--count 100" how many. Resumable.
+mutants-sample: setup
+	@$(BIN)/python -c 'import pytest_cov' 2>/dev/null || $(BIN)/python -m pip install --quiet coverage pytest-cov
+	$(BIN)/python tests/mutants/sample.py --seed $(SEED) $(ARGS)
 
 # Run every test of the fault table, and write the results to docs/reliability.md.
 reliability: setup

@@ -61,17 +61,17 @@ def judge(mutant: Mutant, checkout: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
         return f"CANNOT BE BUILT IN: its line stands {text.count(mutant.old)} times in the file"
-    _write(path, text.replace(mutant.old, mutant.new))
+    write(path, text.replace(mutant.old, mutant.new))
     try:
         code, first = run_tests(checkout, mutant.tests)
     finally:
-        _write(path, text)
+        write(path, text)
     if code == 1:
         return f"killed by {first}"
     return "SURVIVED" if code == 0 else f"NO VERDICT, pytest ended with {code}: {first}"
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     """Write with a new mtime each time: Python reuses a .pyc whose mtime (in seconds) and size match."""
     path.write_text(text, encoding="utf-8")
     when = next(TIMES)
