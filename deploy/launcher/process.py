@@ -23,6 +23,8 @@ from protocol.runtime.service_cli import EXIT_NO_SIGNAL, NOT_RESTARTED
 
 PR_SET_PDEATHSIG = 1
 TAIL_LINES = 25
+_RANK_0 = re.compile(r"rank +: 0 \(local_rank: 0\)\n +exitcode +: (-?\d+) ")
+"""In torchrun's report of failed ranks. torchrun itself always exits with 1."""
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (INFO )?")
 
 
@@ -70,7 +72,8 @@ class ManagedProcess:
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """Return the exit code (the negative signal number if a signal killed it), None while it runs.
+        """Return the exit code (the negative signal number if a signal killed it), None while it runs; of several ranks
+        that of rank 0.
 
         Processes left in the group of an ended process (the engine of a killed node) are killed before it is reaped:
         until then no other process can have its id, or the id of its group.
@@ -79,7 +82,9 @@ class ManagedProcess:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
             self._signal_group(signal.SIGKILL)
-        return self._popen.poll()
+        code = self._popen.poll()
+        found = _RANK_0.search(self.tail(1000)) if code == 1 and "torch.distributed.run" in self.spec.argv else None
+        return int(found[1]) if found else code
 
     def terminate(self) -> None:
         """Send SIGTERM to this process only: it stops its own children."""
