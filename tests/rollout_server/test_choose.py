@@ -106,6 +106,7 @@ def test_it_shrinks_at_most_once_a_heartbeat_and_only_when_the_last_time_has_had
     beats.limit.in_flight = 44
     assert beats.beat() == 31
     beats.limit.in_flight = 0
+    assert beats.beat(PERIOD_S / 2) == 31, "the period begins anew with each change"
     for _ in range(10):
         beats.beat()
     assert beats.limit.size == 4, "the floor"
@@ -126,6 +127,33 @@ def test_a_retraction_is_a_reason_to_shrink_once() -> None:
     assert beats.beat() == 64, "those before its time are not its own"
     assert beats.beat(retractions=6) == 44
     assert beats.beat() == 44
+
+
+def test_a_limit_that_was_reached_before_it_shrank_grows_only_when_it_is_reached_again() -> None:
+    beats = Heartbeats()
+    beats.fill()
+    assert beats.beat(waiting=9) == 44
+    beats.limit.in_flight = 0
+    assert beats.beat(waiting=0) == 44
+    beats.fill()
+    assert beats.beat() == 48
+
+
+@pytest.mark.parametrize(("waiting", "size"), [(0, 68), (4, 68), (5, 64), (8, 64), (9, 44)])
+def test_a_full_window_grows_while_at_most_its_headroom_waits(waiting: int, size: int) -> None:
+    beats = Heartbeats()
+    beats.fill()
+    assert beats.beat(waiting=waiting) == size
+    beats.limit.in_flight = 0
+    assert beats.beat(waiting=0) == size, "it was not reached since"
+
+
+def test_one_later_turn_beyond_the_window_counts_too() -> None:
+    beats = Heartbeats()
+    beats.fill()
+    assert beats.limit.has_capacity(returning=True)
+    beats.limit.in_flight += 1
+    assert beats.beat(retractions=1) == 44
 
 
 def test_an_engine_that_does_not_say_what_it_runs_is_given_much() -> None:

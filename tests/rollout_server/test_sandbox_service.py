@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from rollout_server.tools import build_tool
 from rollout_server.tools.python import Python, PythonSettings
 from rollout_server.tools.sandbox import build_sandbox
 from rollout_server.tools.sandbox.base import ProgramResult, Sandbox, SandboxError, SandboxLimits, ServiceSettings
+from rollout_server.tools.sandbox.service import BACKOFF_S
 
 try:
     from sandbox_fusion import models
@@ -45,6 +47,8 @@ class FakeService:
     def __init__(self) -> None:
         self.answers: list[Any] = [answer(stdout="42\n")]
         self.requests: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        self.headers: dict[str, str] = {}
         self.app = web.Application()
         self.app.router.add_post("/run_code", self.run_code)
 
@@ -54,11 +58,12 @@ class FakeService:
             assert set(body) - {"memory_limit_MB"} <= set(models.RunCodeRequest.__fields__)
             models.RunCodeRequest(**body)
         self.requests.append(body)
+        self.times.append(time.monotonic())
         found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(found, float):
             await asyncio.sleep(found)
         if isinstance(found, int):
-            return web.Response(status=found)
+            return web.Response(status=found, headers=self.headers)
         return web.Response(text=found) if isinstance(found, str) else web.json_response(found)
 
 
@@ -138,6 +143,15 @@ async def test_an_overloaded_service_is_asked_again(service: tuple[FakeService, 
     service[0].answers = [503, 502, answer(stdout="42\n")]
     assert (await sandbox.run("x")).stdout == b"42\n"
     assert len(service[0].requests) == 3
+    first, second, third = service[0].times
+    assert second - first >= BACKOFF_S / 2 and third - second >= BACKOFF_S, "half of each pause is random"
+
+
+async def test_retry_after_of_the_service_is_kept(service: tuple[FakeService, str], sandbox: Sandbox) -> None:
+    service[0].answers, service[0].headers = [503, answer()], {"Retry-After": "1"}
+    await sandbox.run("x")
+    first, second = service[0].times
+    assert second - first >= 1.0 > BACKOFF_S
 
 
 async def test_the_tool_runs_its_programs_there(service: tuple[FakeService, str]) -> None:

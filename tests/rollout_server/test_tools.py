@@ -274,6 +274,10 @@ async def test_tools_and_searches_share_the_turns_and_each_tool_has_its_own_limi
     refused = trajectory.segments[4]
     assert (refused.tool, refused.query, refused.error) == ("fetch", "2", "")
     assert "No more than 1 calls of fetch" in text_of(environment, trajectory, 4)
+    environment, fetch, _ = with_tools(tmp_path, lambda _: ToolResult("x"), max_turns=5, fetch={"max_calls": 3})
+    turns = [f"<fetch>{n}</fetch>" for n in range(4)] + ["<answer>a</answer>"]
+    trajectory, _ = await play(environment, turns)
+    assert fetch.asked == ["0", "1", "2"] and "No more than 3" in text_of(environment, trajectory, 8)
 
 
 async def test_a_mistake_of_the_policy_is_an_observation_and_the_trajectory_goes_on(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ async def test_the_least_busy_of_the_healthy_is_asked(pair: tuple[FakeRetriever,
 )
 @pytest.mark.fault(36)
 async def test_a_replica_that_fails_costs_no_search_is_ejected_and_readmitted(
-    pair: tuple[FakeRetriever, FakeRetriever], fault: Fault
+    pair: tuple[FakeRetriever, FakeRetriever], fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
     sick, well = pair
     sick.script = lambda query: fault
@@ -75,6 +75,9 @@ async def test_a_replica_that_fails_costs_no_search_is_ejected_and_readmitted(
         for turn in range(4):
             assert await client.errors(10, f"turn {turn}") == {""}
         assert client.gauge("retrievers_healthy") == 1 and client.search.outage == ""
+        said = {r.getMessage().partition(": ")[0] for r in caplog.records if r.getMessage().startswith("ejecting")}
+        assert said == {f"ejecting retriever {sick.url}"}
+        assert client.counts["retriever_ejections"] > 0 and client.counts["search_outages"] == 0
         before = len(sick.asked)
         assert await client.errors(20, "later") == {""}
         assert len(sick.asked) - before <= 3, "probes only"
@@ -227,6 +230,7 @@ async def test_a_wrong_address_is_reported_and_again_at_intervals(
 
         await eventually(lambda: len(said()) >= 3, "it is said again")
         assert all("POST /retrieve" in text and "rollout.search.urls" in text for text in said())
+        assert not any("ejecting" in r.getMessage() for r in caplog.records), "the error says more"
         retriever.script = lambda query: None  # a proxy, and its server is back
         assert {r.error for r in await asyncio.gather(*searches)} == {""}
         assert client.search.outage == ""
