@@ -9,6 +9,7 @@ import pty
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,120 @@ def test_counts_may_come_from_several_threads() -> None:
         assert "of 4,000 episodes" in task.text()
 
 
+@pytest.mark.parametrize(
+    ("interval_s", "counts", "wait_s", "rate"),
+    [
+        (0.125, (0, 1000, 2000), 0.75, "2,667"),  # within SAMPLE_EVERY_S: one change of 0.25 s, and 0.75 s since
+        (0.25, (0, 1000, 2000), 0.5, "2,667"),  # two changes of 0.25 s
+        (11.0, (0, 1000, 1010, 1020, 1030), 0.0, "23"),  # WINDOW_CHANGES are kept for as long as they take
+        (7.5, (0, 1000, 1010, 1020, 1030, 1040), 0.0, "28"),
+        (7.6, (0, 1000, 1010, 1020, 1030, 1040), 0.0, "1"),  # more than WINDOW_S
+        (0.05, (0, 5), 0.0, "100"),
+        (1.0, (0, 1), 0.0, "1"),
+    ],
+)
+def test_a_rate_is_of_the_last_changes(interval_s: float, counts: tuple[int, ...], wait_s: float, rate: str) -> None:
+    clock = Clock()
+    clock.now = 0.0
+    with made([], clock).task("vectors", None, "passages") as task:
+        for number, count in enumerate(counts):
+            clock.now = number * interval_s
+            task(count)
+        clock.now += wait_s
+        assert task.text().split(", ", 1)[1].startswith(f"{rate} passages/s, ")
+
+
+def test_a_share_may_grow_without_a_unit() -> None:
+    clock = Clock()
+    with made([], clock).task("merge", 4, "passes") as task:
+        task(1, 0.25)
+        clock.now += 5.0
+        task(1, 0.5)
+        assert task.text() == "1 of 4 passes, 50%, 0 passes/s, about 10 s left"
+
+
+@pytest.mark.parametrize(("total", "done", "share"), [(0, 0, "100%"), (1, 0, "0%"), (1, 1, "100%"), (2, 3, "100%")])
+def test_the_share_of_a_total_is_at_most_all(total: int, done: int, share: str) -> None:
+    with made([], Clock()).task("copy", total, "files") as task:
+        task(done)
+        assert task.text() == f"{done} of {total} files, {share}, 0 s so far"
+
+
+def test_a_task_as_long_as_the_interval_tells_its_duration() -> None:
+    said, clock = list[str](), Clock()
+    with made(said, clock).task("scan", unit="rows") as task:
+        task(0)
+        clock.now += 3.0
+        task.update(6)
+    assert said == ["scan: 6 rows in 3.0 s, 2 rows/s"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_are_there_while_any_task_is_in_progress_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    progress = Progress.on(terminal)
+    hidden, visible = "\x1b[?25l", "\x1b[?25h"
+    with progress.task("outer", 10, "steps") as outer:
+        with progress.task("inner", 10, "steps") as inner:
+            assert outer.drawn and inner.drawn
+        assert outer.drawn and not inner.drawn
+        assert (terminal.getvalue().count(hidden), terminal.getvalue().count(visible)) == (1, 0)
+    assert not outer.drawn and terminal.getvalue().count(visible) == 1
+    before = terminal.getvalue()
+    progress("a plain [line]")
+    assert terminal.getvalue() == before + "a plain [line]\n"
+    with progress.task("later"):
+        assert terminal.getvalue().count(hidden) == 2
+    assert terminal.getvalue().count(visible) == 2
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+    with Progress.on(terminal).task("work") as task:
+        assert not task.drawn
+    assert terminal.getvalue() == ""
+
+
+def test_several_tasks_share_one_silence() -> None:
+    said, clock = list[str](), Clock()
+    progress = made(said, clock)
+    clock.now += 2.9
+    progress.beat(lambda: "too early")
+    progress.beat(lambda: "now", every_s=2.0)
+    clock.now += 3.0
+    progress.beat(lambda: "later", every_s=3.1)
+    progress.beat(lambda: "again")
+    assert said == ["now", "again"]
+
+
+def test_work_beside_a_look_returns_its_result_or_raises() -> None:
+    said, looked = list[str](), list[int]()
+    begun = threading.Event()
+
+    def work(task: Any) -> str:
+        begun.wait(10)
+        task.update(3)
+        return "done"
+
+    def look() -> None:
+        looked.append(1)
+        begun.set()
+
+    assert Progress(said.append).beside(work, look, "scan", 3, "rows") == "done" and looked and said == []
+    with pytest.raises(ZeroDivisionError):
+        Progress(said.append).beside(lambda task: 1 / 0, look, "scan")
+    begun.clear()
+    with pytest.raises(KeyError):
+        Progress(said.append).beside(work, lambda: {}["x"], "scan")
+    begun.set()
+
+
 SCRIPT = """
 import json, sys
 from protocol.runtime.progress import Progress
@@ -173,12 +288,19 @@ def test_a_terminal_gets_a_bar_and_stdout_nothing(terminal: bool, rich: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (4.26, "4.3 s"), (99, "99 s"), (425, "7 min 05 s"), (12_000, "3 h 20 min")]
+    ("seconds", "text"),
+    [
+        *((0, "0 s"), (4.26, "4.3 s"), (10, "10 s"), (99, "99 s"), (100, "1 min 40 s"), (425, "7 min 05 s")),
+        *((5999, "99 min 59 s"), (6000, "1 h 40 min"), (12_000, "3 h 20 min")),
+    ],
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize(("size", "text"), [(500, "0 kB"), (1.6e5, "160 kB"), (3.5e7, "35 MB"), (1.24e9, "1.24 GB")])
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(500, "0 kB"), (1.6e5, "160 kB"), (1e7, "10 MB"), (3.5e7, "35 MB"), (1e9, "1.00 GB"), (1.24e9, "1.24 GB")],
+)
 def test_sizes_are_for_people(size: float, text: str) -> None:
     assert amount(size) == text

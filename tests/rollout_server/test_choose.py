@@ -66,6 +66,22 @@ def test_several_servers_see_each_other_by_what_the_engine_reports() -> None:
     inflight.remove(loaded, 300)
     inflight.update([idle])
     assert inflight.in_flight == 0 and inflight.load(loaded) == 0, "an incarnation that is gone is forgotten"
+    inflight.update([engine(id="a", running=3)])
+    assert inflight.load(loaded) == 3, "of unknown length"
+
+
+def test_the_state_of_an_incarnation_lasts_while_it_is_present_or_has_requests() -> None:
+    now = [0.0]
+    inflight = InflightTracker(adaptive=True, clock=lambda: now[0])
+    here, gone = engine(id="a", max_running=64), engine(id="b")
+    inflight.add(gone, 100)
+    inflight.update([here])
+    now[0] += PERIOD_S
+    inflight.update([engine(id="a", max_running=64, waiting=9)])
+    assert inflight.limit(here) == 44 and (inflight.in_flight, inflight.tokens(gone)) == (1, 100)
+    now[0] += PERIOD_S
+    inflight.update([here])
+    assert inflight.limit(here) == 44, "idle, not forgotten"
 
 
 class Heartbeats:
@@ -146,6 +162,21 @@ def test_a_full_window_grows_while_at_most_its_headroom_waits(waiting: int, size
     assert beats.beat(waiting=waiting) == size
     beats.limit.in_flight = 0
     assert beats.beat(waiting=0) == size, "it was not reached since"
+
+
+@pytest.mark.parametrize(
+    ("max_running", "ceiling", "floor"), [(1, 3, 1), (16, 18, 1), (47, 49, 2), (48, 51, 3), (64, 68, 4)]
+)
+def test_headroom_and_floor_are_a_sixteenth_but_never_nothing(max_running: int, ceiling: int, floor: int) -> None:
+    beats = Heartbeats(max_running=max_running)
+    for _ in range(3):
+        beats.fill()
+        beats.beat()
+    assert beats.limit.size == ceiling
+    beats.limit.in_flight = 0
+    for _ in range(20):
+        beats.beat(waiting=1000)
+    assert beats.limit.size == floor
 
 
 def test_one_later_turn_beyond_the_window_counts_too() -> None:

@@ -183,7 +183,9 @@ async def test_an_engine_that_is_not_there_is_unreachable() -> None:
     assert caught.value.cause == "unreachable"
 
 
-@pytest.mark.parametrize(("status", "cause"), [(400, "refused"), (499, "refused"), (500, "http_500"), (503, "http_500")])
+@pytest.mark.parametrize(
+    ("status", "cause"), [(400, "refused"), (499, "refused"), (500, "http_500"), (503, "http_500")]
+)
 async def test_a_control_call_that_is_answered_by_a_failure_has_its_cause(status: int, cause: str) -> None:
     async with FakeServer() as engine, aiohttp.ClientSession() as session:
         engine.faults["/pause_generation"] = Fault(status=status)

@@ -11,8 +11,9 @@ import pytest
 
 from protocol.errors import UserError
 from rollout_server.tools import build_tool
+from rollout_server.tools import python as python_tool
 from rollout_server.tools.base import Tool
-from rollout_server.tools.python import Python, PythonSettings, describe, program_of
+from rollout_server.tools.python import MAX_SOURCE_CHARS, Python, PythonSettings, describe, program_of
 from rollout_server.tools.sandbox.base import ProgramResult, SandboxError
 from rollout_server.tools.sandbox.bubblewrap import Bubblewrap
 from tests.support.sandboxes import require_bubblewrap
@@ -54,6 +55,8 @@ def test_the_program_is_what_a_model_means(argument: str, program: str) -> None:
         (ProgramResult(b"x" * 9999, b"", 143, output_exceeded=True), "x" * 4000 + "\nThe program was stopped: it wrote more than 4000 characters.", "too_much_output"),  # noqa: E501
         (ProgramResult(b"", b"", 152), "The program was stopped after 5 seconds of processor time.", "too_slow"),
         (ProgramResult(b"", b"", 139), "The program was killed by signal 11.", "killed"),
+        (ProgramResult(b"", b"", 128), "The program printed nothing.", "raised"),
+        (ProgramResult(b"", b"", 129), "The program was killed by signal 1.", "killed"),
         (ProgramResult(b"\xff\xfe", b"", 0), "\ufffd\ufffd", ""),
         (ProgramResult(b"", b"x" * 5000 + b"end", 1), "x" * 997 + "end", "raised"),
     ],
@@ -95,6 +98,26 @@ async def test_what_a_program_does_wrong_is_its_policys_mistake(
     result = await python(program)
     assert (result.mistake, result.error) == (mistake, "")
     assert said in result.text and "/" not in result.text, "no path of this machine is shown"
+
+
+async def test_the_length_of_a_program_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    class Echo:
+        async def run(self, source: str) -> ProgramResult:
+            ran.append(source)
+            return ProgramResult(b"1", b"", 0)
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(python_tool, "sandbox_for", lambda settings: Echo())
+    tool = Python(SETTINGS)
+    assert (await tool("x" * MAX_SOURCE_CHARS)).text == "1" and ran == ["x" * MAX_SOURCE_CHARS + "\n"]
+    refused = await tool("x" * (MAX_SOURCE_CHARS + 1))
+    assert (refused.mistake, refused.error) == ("too_long", "") and str(MAX_SOURCE_CHARS) in refused.text
+    assert len(ran) == 1
+    await tool.close()
 
 
 async def test_no_more_programs_run_at_once_than_are_allowed_and_the_others_wait() -> None:
