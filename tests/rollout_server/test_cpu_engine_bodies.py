@@ -162,6 +162,8 @@ def test_no_temperature_is_greedy_and_no_top_k_is_all(given: dict[str, Any], tem
         {"stream_interval": 0},
         {"spaces_between_special_tokens": 1},
         {"frequency_penalty": 0.1},
+        {"presence_penalty": 1},
+        {"repetition_penalty": 2},
         {"json_schema": {"type": "object"}},
         {"tempratur": 1},
     ],
@@ -174,7 +176,8 @@ def test_a_wrong_parameter_is_named(params: dict[str, Any]) -> None:
 def test_parameters_at_their_limits() -> None:
     params = sampled(
         max_new_tokens=4, min_new_tokens=4, top_p=1e-12, min_p=1, stop=["x" * 1000, *["", "y"] * 31, "z"],
-        stop_token_ids=[0, 299], sampling_seed=-(1 << 63), stream_interval=1, frequency_penalty=0, json_schema={},
+        stop_token_ids=[0, 299], sampling_seed=-(1 << 63), stream_interval=1, json_schema={},
+        frequency_penalty=0, presence_penalty=0, repetition_penalty=1,
     )  # fmt: skip
     assert len(params.stop) == 33 and params.stop_token_ids == {0, 299} and params.sampling_seed == -(1 << 63)
     assert (params.min_new_tokens, params.top_p, params.min_p, params.stream_interval) == (4, 1e-12, 1.0, 1)

@@ -270,6 +270,28 @@ async def test_adapters_are_loaded_named_and_unloaded_over_http(base: Path, tmp_
         await asyncio.to_thread(engine.stop)
 
 
+async def by_model_name(client: TestClient[Any, Any], base: Path, adapters: dict[str, Path]) -> None:
+    """OpenAI's routes name an adapter as the model."""
+    sampling = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    for name, policy in {"a": adapters["a"], f"{base.name}:b": adapters["b"], base.name: None}.items():
+        async with client.post("/v1/completions", json={"model": name, "prompt": PROMPT, **sampling}) as answer:
+            assert answer.status == 200, await answer.text()
+            columns = (await answer.json())["choices"][0]["logprobs"]
+        with torch.inference_mode():
+            logits = merged(base, policy)(torch.tensor([PROMPT])).logits[0, -1]
+        best = torch.log_softmax(logits, -1).max(-1)
+        assert columns["tokens"][0] == f"w{int(best.indices)}"
+        assert columns["token_logprobs"][0] == pytest.approx(float(best.values), abs=2e-4)
+    async with client.post("/v1/completions", json={"model": "c", "prompt": PROMPT}) as answer:
+        assert answer.status == 404
+    cards = {card["id"]: card for card in (await (await client.get("/v1/models")).json())["data"]}
+    assert {name: (card["root"], card["parent"]) for name, card in cards.items()} == {
+        base.name: (str(base), None),
+        **{name: (str(path), base.name) for name, path in adapters.items()},
+    }
+    assert await (await client.get("/v1/models/a")).json() == cards["a"]
+
+
 async def adapters_over_http(client: TestClient[Any, Any], base: Path, tmp_path: Path) -> None:
     one, two = write_adapter(tmp_path / "one", base, 1), write_adapter(tmp_path / "two", base, 2)
 
@@ -301,6 +323,7 @@ async def adapters_over_http(client: TestClient[Any, Any], base: Path, tmp_path:
     await call("/load_lora_adapter", 200, lora_name="b", lora_path=str(two))
     for answer, policy in zip(await generate(["a", None, "b"]), (one, None, two), strict=True):
         matches(answer, policy)
+    await by_model_name(client, base, {"a": one, "b": two})
     long = asyncio.create_task(generate("a", tokens=600))
     await asyncio.sleep(0.1)
     await call("/unload_lora_adapter", 200, lora_name="a")

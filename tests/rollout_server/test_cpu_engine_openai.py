@@ -221,6 +221,24 @@ async def test_models_name_what_a_request_may_name(client: Client, model: Path) 
     assert (await client.get("/v1/models/polcy")).status == 404
 
 
+async def test_texts_and_ids_are_converted_one_by_one_or_in_lists(client: Client) -> None:
+    one, two = await ids_of(client, "where"), await ids_of(client, "is")
+    whole = await post(client, "/tokenize", prompt="where")
+    assert whole == {"tokens": one, "count": len(one), "max_model_len": 512}
+    lists = await post(client, "/v1/tokenize", prompt=["where", "is"])
+    assert (lists["tokens"], lists["count"]) == ([one, two], [len(one), len(two)])
+    assert (await post(client, "/tokenize", prompt=["is"]))["tokens"] == [two]
+    assert (await post(client, "/detokenize", tokens=one))["text"] == "where"
+    assert (await post(client, "/v1/detokenize", tokens=[one, two]))["text"] == ["where", "is"]
+    assert (await post(client, "/detokenize"))["text"] == (await post(client, "/detokenize", tokens=[]))["text"] == ""
+    assert (await post(client, "/detokenize", tokens=[0, *one]))["text"] == "where"
+    assert (await post(client, "/detokenize", tokens=[0, *one], skip_special_tokens=False))["text"] == "<eos>where"
+    for wrong in ({}, {"prompt": "a", "messages": [{"role": "user"}]}, {"prompt": 3}, {"prompt": ["a", 3]}):
+        await post(client, "/tokenize", 400, **wrong)
+    for bad in ([1 << 20], [[0], []], [[0], 3], ["a"]):
+        await post(client, "/detokenize", 400, tokens=bad)
+
+
 @pytest.mark.parametrize(
     ("path", "wrong", "says"),
     [

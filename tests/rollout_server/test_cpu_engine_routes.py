@@ -102,6 +102,73 @@ async def test_memory_of_running_requests_is_not_released(client: Client) -> Non
         await post(client, "/continue_generation")
 
 
+async def test_the_load_in_figures_idle_running_and_paused(model: Path) -> None:
+    async def values(client: Client) -> dict[str, float]:
+        lines = (await (await client.get("/metrics")).text()).splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("sglang:")]
+        return {name.partition("{")[0].removeprefix("sglang:"): float(value) for name, value in pairs}
+
+    async def load(client: Client) -> dict[str, Any]:
+        return dict(await (await client.get("/v1/loads")).json())
+
+    async with serving(model, max_running=1, max_total_tokens=512) as client:
+        idle, still = await values(client), await load(client)
+        zero = ("num_running_reqs", "num_queue_reqs", "num_paused_reqs", "num_used_tokens", "token_usage")
+        assert [idle[name] for name in zero] == [0.0] * 5 and idle["max_total_num_tokens"] == 512
+        assert idle["kv_available_tokens"] == 512 and idle["num_requests_total"] == idle["gen_throughput"] == 0
+        assert (still["num_total_reqs"], still["utilization"], still["dp_rank"]) == (0, 0, 0)
+        body = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+        asked = [asyncio.create_task(post(client, "/generate", **body)) for _ in range(3)]
+        while (await load(client))["num_waiting_reqs"] < 2:
+            pass
+        await post(client, "/pause_generation", mode="in_place")
+        held, busy = await values(client), await load(client)
+        assert [held[name] for name in zero[:3]] == [1.0, 2.0, 3.0]
+        used = held["num_used_tokens"]
+        assert len(IDS) < used == busy["num_used_tokens"] and held["token_usage"] == used / 512
+        assert held["kv_used_tokens"] + held["kv_available_tokens"] == 512
+        assert (busy["num_running_reqs"], busy["num_waiting_reqs"], busy["num_total_reqs"]) == (1, 2, 3)
+        assert (busy["utilization"], busy["max_running_requests"]) == (1.0, 1)
+        assert (await client.post("/abort_request", json={"abort_all": True})).status == 200
+        await post(client, "/continue_generation")
+        await asyncio.gather(*asked)
+        done = await values(client)
+        assert [done[name] for name in zero] == [0.0] * 5
+        assert (done["num_requests_total"], done["num_aborted_requests_total"], done["gen_throughput"]) == (3, 3, 0)
+        assert done["prompt_tokens_total"] == len(IDS) and done["step_errors_total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/pause_generation", {"mode": "stop"}, "abort, retract, in_place"),
+        ("/release_memory_occupation", {"tags": ["kv_cache", "disk"]}, "disk"),
+        ("/abort_request", {"rid": 3}, "rid must be of type str"),
+        ("/abort_request", {"abort_all": "yes"}, "abort_all must be of type bool"),
+    ],
+)
+async def test_a_wrong_control_call_is_refused(client: Client, path: str, body: dict[str, Any], says: str) -> None:
+    assert says in (await post(client, path, 400, **body))["message"]
+
+
+async def test_control_calls_need_no_body_but_accept_no_other_one(client: Client) -> None:
+    for path in ("/continue_generation", "/abort_request", "/flush_cache", "/resume_memory_occupation"):
+        assert (await client.post(path)).status == 200
+    for path in ("/continue_generation", "/abort_request", "/pause_generation"):
+        assert (await client.post(path, json=[1])).status == 400
+        assert (await client.post(path, data="{", headers={"Content-Type": "application/json"})).status == 400
+
+
+async def test_a_paused_engine_is_alive_and_not_ready(client: Client) -> None:
+    assert [(await client.get(path)).status for path in ("/health", "/health_generate", "/ready")] == [200] * 3
+    await post(client, "/pause_generation", mode="retract")
+    assert [(await client.get(path)).status for path in ("/health", "/health_generate", "/ready")] == [200, 503, 503]
+    assert (await (await client.get("/model_info")).json())["paused"] == "retract"
+    await post(client, "/continue_generation")
+    assert [(await client.get(path)).status for path in ("/health", "/health_generate", "/ready")] == [200] * 3
+    assert (await (await client.get("/server_info")).json())["internal_states"][0]["num_running_reqs"] == 0
+
+
 async def test_a_comparison_finds_what_an_update_did_not_bring_back(client: Client, model: Path) -> None:
     assert "snapshot" in (await post(client, "/weights_checker", 400, action="compare"))["message"]
     for action in ("snapshot", "compare", "reset_tensors"):
