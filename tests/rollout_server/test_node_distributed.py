@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from protocol.codec import decode_as, encode
-from protocol.messages import NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
+from protocol.messages import MetricsSnapshot, NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
 from protocol.runtime.http.auth import Access, member_token
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
@@ -140,6 +140,11 @@ async def ring(
             await asyncio.wait_for(serving, 10)
 
 
+def counts(world: Any) -> dict[str, float]:
+    raw = world.sync.get(world.keys.metrics("node", "e"))
+    return dict(decode_as(MetricsSnapshot, raw).values) if raw else {}
+
+
 def has_state(world: Any, state: NodeState, version: PolicyVersion) -> Callable[[], bool]:
     def true() -> bool:
         info = world.registered("e")
@@ -179,6 +184,8 @@ async def test_the_calls_of_a_view_and_their_order(world, tmp_path: Path, mode: 
         assert engine.bodies[LABEL] == [{"new_version": "1.1", "abort_all_requests": False}]
         info = world.registered("e")
         assert info.updates == 2 and info.pause_s >= answer.pause_s
+        await eventually(lambda: counts(world).get("updates") == 2.0, "both updates are counted")
+        assert counts(world)["updates_distributed"] == 1.0
         # the next view of the same group: no second joining
         engine.calls.clear()
         learner.say("prepare", number=2, step=2, buckets=BUCKETS, flattened=False)

@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from protocol.messages import EngineInfo, NodeState, WeightUpdate
+from protocol.messages import INITIAL, EngineInfo, NodeState, WeightUpdate
+from protocol.runtime.files import model_digest
 from protocol.versions import PolicyVersion
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
 from rollout_server.node.config import NodeSettings
 from rollout_server.node.registry import TargetView
-from rollout_server.node.status import EngineStatus
+from rollout_server.node.status import NO_VERSION, EngineStatus
 from rollout_server.node.weights import follower
 from rollout_server.node.weights.follower import WeightFollower
 from tests.support.waiting import eventually
@@ -30,6 +31,9 @@ class Announcements:
     async def target_view(self) -> TargetView:
         self.reads += 1
         return TargetView(self.update, None, 0.0)
+
+    async def held_back(self, role: object, version: PolicyVersion) -> bool:
+        return False
 
 
 class Silent:
@@ -55,6 +59,44 @@ async def test_files_that_stay_absent_for_hours_are_looked_for_again_and_again(m
     follow = asyncio.create_task(node.follow(cast(Any, Silent())))
     await eventually(lambda: announced.reads > 1100 or follow.done(), "2**1024, which is no float", 20)
     assert not follow.done(), follow.exception()
+    follow.cancel()
+    await asyncio.gather(follow, return_exceptions=True)
+
+
+class Labelled:
+    """An engine that a node has just launched, and that takes labels."""
+
+    name = "e"
+
+    def __init__(self) -> None:
+        self.held, self.labels = NO_VERSION, list[str]()
+
+    async def version(self) -> PolicyVersion:
+        return self.held
+
+    async def label(self, label: str) -> None:
+        self.labels.append(label)
+        self.held = PolicyVersion.parse(label) or NO_VERSION
+
+
+async def test_a_version_that_was_labelled_is_followed_by_the_next_one_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("RETRY_S", "LONGEST_RETRY_S"):
+        monkeypatch.setattr(follower, name, 600.0)
+    (tmp_path / "model.safetensors").write_bytes(bytes(16))
+    announced = Announcements(epoch=1)
+    digest = INITIAL + model_digest(tmp_path)
+    announced.update = announced.update.model_copy(update={"digest": digest, "step": 0})
+    status = EngineStatus(EngineInfo(id="e", url="", state=NodeState.READY))
+    settings, engine = NodeSettings(id="e", poll_s=0.01), Labelled()
+    node = WeightFollower(status, cast(Any, announced), settings, Stats("node", "e"), tmp_path)
+    node.unlabelled = True
+    follow = asyncio.create_task(node.follow(cast(Any, engine)))
+    await eventually(lambda: status.version == PolicyVersion(1, 0), "labelled")
+    assert (status.state, engine.labels) == (NodeState.READY, ["1.0"])
+    reads = announced.reads
+    await eventually(lambda: announced.reads > reads, "it looks for the next one")
     follow.cancel()
     await asyncio.gather(follow, return_exceptions=True)
 

@@ -52,6 +52,10 @@ with (here / "launched").open("a") as file:
 running, ended = [0], asyncio.Event()
 
 async def health(request):
+    with (here / "probes").open("a") as file:
+        file.write("probe\\n")
+    if (here / "loading").exists():
+        return web.Response(status=503)
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(ours, b"x")
     await loop.sock_recv(ours, 1)
@@ -171,6 +175,23 @@ async def test_what_the_engine_says_of_itself_is_registered(world, tmp_path: Pat
         there = info(world)
     assert (there.kind, there.ranks, there.max_tokens, there.max_running) == ("sglang", 2, 4096, 24)
     assert there.transports == ("disk", "distributed", "adapter")
+
+
+async def test_an_engine_that_loads_its_weights_is_asked_ten_times_a_second(world, tmp_path: Path) -> None:
+    world.publish_weights(tmp_path / "weights", V1)
+    (tmp_path / "loading").touch()
+    probes = tmp_path / "probes"
+    async with node(world, tmp_path, launched(tmp_path)):
+        await eventually(probes.exists, "it is asked", 20)
+        began, before = time.monotonic(), len(probes.read_text().splitlines())
+        await eventually(lambda: info(world).detail == f"launching with {V1.label}", "what it does is registered")
+        assert has_state(world, NodeState.SYNCING, V1)()
+        await asyncio.sleep(0.5)
+        asked, took_s = len(probes.read_text().splitlines()) - before, time.monotonic() - began
+        assert asked <= 1 + took_s / 0.1
+        (tmp_path / "loading").unlink()
+        await eventually(has_state(world, NodeState.READY, V1), "READY")
+        assert info(world).detail == "" and launches(tmp_path) == ["1.0"]
 
 
 @pytest.mark.fault(19)
