@@ -288,6 +288,29 @@ def test_alternatives_of_one_call_are_limited(
         generate(**body)
 
 
+def test_the_limit_of_alternatives_is_that_of_memory() -> None:
+    limits = Limits(vocab=1 << 23, context=1 << 23, cache=1 << 23)
+    body = {"return_logprob": True, "top_logprobs_num": 1 << 21}
+    generate(limits, **body, sampling_params={"max_new_tokens": 2})
+    with pytest.raises(BadRequest, match=f"more than {1 << 22}"):
+        generate(limits, **body, sampling_params={"max_new_tokens": 3})
+
+
+@pytest.mark.parametrize("body", [[], None, "x", 3])
+def test_a_body_is_an_object(body: Any) -> None:
+    for parse in (
+        lambda: validation.parse(body, TOKENIZER, LIMITS),
+        lambda: openai_bodies.completion(body, str, TOKENIZER, LIMITS),
+    ):
+        with pytest.raises(BadRequest, match="must be a JSON object"):
+            parse()
+
+
+def test_logprobs_without_a_number_of_alternatives_have_none() -> None:
+    (call,) = generate(return_logprob=True).calls
+    assert (call.return_logprob, call.top_logprobs, call.logprob_start) == (True, 0, -1)
+
+
 @pytest.mark.parametrize(
     ("body", "tokens"),
     [

@@ -11,7 +11,11 @@ import pytest
 
 from protocol.codec import decode
 from protocol.messages import GroupFailed, MetricsSnapshot, Owner, Status, TrajectoryGroup
+from protocol.runtime import tracing_export
+from protocol.runtime.tracing import Tracer
+from protocol.runtime.tracing_export import EndedSpan, SpanQueue
 from protocol.versions import PolicyVersion
+from rollout_server import server
 from tests.support import rollout_process
 from tests.support.fake_engine import Fault
 from tests.support.messages import make_task
@@ -232,3 +236,18 @@ async def test_without_redis_it_says_what_to_do(tmp_path: Path) -> None:
     errors = (await asyncio.to_thread(process.communicate))[1].decode()
     assert process.returncode == 2
     assert "no Redis is configured" in errors and "run.redis_url=" in errors and "Traceback" not in errors
+
+
+async def test_the_spans_of_the_last_groups_are_exported_before_it_ends(
+    world, model: Path, tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing_export, "WAIT_S", 1.0)  # the exporter waits for more spans
+    exported: list[EndedSpan] = []
+    sink = SpanQueue(lambda spans: exported.extend(spans) or True)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(server, "build_tracer", lambda run, *_: Tracer(sink, run=run.id))
+    world.target(V5)
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model):
+        world.register("e", engine.url, V5)
+        world.issue(make_task(1))
+        await eventually(world.published, "the group is published")
+    assert exported and sink.exported == len(exported) and sink.dropped == 0
