@@ -300,6 +300,34 @@ def test_two_criteria_must_both_hold_as_in_verls_chains() -> None:
     assert all(alone), "each of the three rejects what the others keep"
 
 
+def whole_batch_kept_by(name: str, bound: float) -> Callable[[list[Token]], set[Token]]:
+    """The tokens that stay by `rejection.veto` and `rejection.off_policy` (slime's OPSM)."""
+
+    def keep(batch: list[Token]) -> set[Token]:
+        stay: set[Token] = set()
+        for one in trajectories(batch):
+            drift = -sum(disagreement(t, "k1", "behaviour") for t in one) / len(one)
+            worst = min(disagreement(t, "ratio", "behaviour") for t in one)
+            stay |= {t for t in one if (worst >= bound if name == "veto" else t.gain >= 0 or drift <= bound)}
+        return stay
+
+    return keep
+
+
+@pytest.mark.parametrize(("name", "bound"), [("veto", 0.45), ("off_policy", 0.02)])
+def test_what_judges_a_trajectory_rejects_beside_the_criteria_for_tokens(name: str, bound: float) -> None:
+    settings = BASE | {"rejection": {"level": "token", "low": 0.6, "high": 2.0, name: bound}}
+    each = [kept_by("ratio", "token", 2.0, "behaviour", low=0.6), whole_batch_kept_by(name, bound)]
+    alone = [0, 0]
+    for seed in range(6):
+        check(settings, clipped_where(lambda batch: each[0](batch) & each[1](batch)), seed)
+        x = tokens(seed)
+        batch = [Token(x, i, x.logprobs[i]) for i in x.mask.nonzero()[:, 0].tolist()]
+        one, two = (keep(batch) for keep in each)
+        alone = [alone[0] + len(two - one), alone[1] + len(one - two)]
+    assert all(alone), "each rejects what the other keeps"
+
+
 def test_criteria_that_make_no_sense_are_refused() -> None:
     for rejection, words in (
         ({"level": "mean"}, "geometric"),

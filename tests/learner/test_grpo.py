@@ -167,6 +167,57 @@ def test_without_advantages_there_is_no_gradient():
     assert x.logprobs.grad.tolist() == [0.0] * 12
 
 
+def test_the_metrics_leave_masked_tokens_out_and_go_by_outcome_and_lag():
+    """Ratios 1, 1.5 (clipped above), 0.5 (below), 1, 4 (clipped dually, and rejected), and a token that is masked."""
+    nan = math.nan
+    ratios = torch.tensor([1.0, 1.5, 0.5, 1.0, 4.0, nan], dtype=torch.float64)
+    behaviour = torch.tensor([-2.0, -2.0, -2.0, -2.0, -2.0, nan], dtype=torch.float64)
+    x = inputs(
+        6,
+        behaviour=behaviour,
+        old=behaviour,
+        logprobs=behaviour + ratios.log(),
+        entropy=torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, nan], dtype=torch.float64),
+        advantages=torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0, nan], dtype=torch.float64),
+        mask=torch.tensor([True, True, True, True, True, False]),
+        lags=torch.tensor([0, 1, 2, 3, 7, 0]),
+        outcome=torch.tensor([1.0, 0.5, 0.0, -1.0, 0.0, nan], dtype=torch.float64),
+        reference=None,
+    )
+    out = build_algorithm(GrpoSettings(rejection={"level": "token", "low": 0.3, "high": 3.5})).loss(x)
+    logs = (behaviour + ratios.log()).tolist()
+    assert {name: value.item() for name, value in out.sums.items()} == pytest.approx(
+        {
+            "clip_fraction": 2,
+            "clip_low": 1,
+            "clip_high": 1,
+            "clip_dual": 1,
+            "ratio_mean": 8,
+            "ratio_square": 1 + 2.25 + 0.25 + 1 + 16,
+            "entropy": 1.5,
+            "kl_behaviour": sum(r - math.log(r) - 1 for r in (1.5, 0.5, 4.0)),
+            "logprob_gap": math.log(1.5) + math.log(2) + math.log(4),
+            "rejected": 1,
+            "weight_mean": 4,
+        }
+    )
+    assert {name: value.item() for name, value in out.maxima.items()} == pytest.approx(
+        {"ratio_max": 4, "logprob_gap_max": math.log(4)}
+    )
+    found = {name: (total.item(), count.item()) for name, (total, count) in out.ratios.items()}
+    assert found.keys() == {"logprob_right", "logprob_wrong", *(f"loss_lag_{age}" for age in range(4))}
+    assert found["logprob_right"] == pytest.approx((logs[0] + logs[1], 2))
+    assert found["logprob_wrong"] == pytest.approx((logs[2] + logs[3] + logs[4], 3))
+    losses = [found[f"loss_lag_{age}"] for age in range(4)]
+    assert losses == [pytest.approx(pair) for pair in ((-1, 1), (-1.28, 1), (0.8, 1), (-1, 2))], "lag 7 counts as 3"
+
+
+def test_a_micro_batch_without_tokens_has_metrics_of_zero():
+    out = build_algorithm(GrpoSettings()).loss(inputs(0))
+    assert {value.item() for value in (*out.sums.values(), *out.maxima.values())} == {0}
+    assert {(total.item(), count.item()) for total, count in out.ratios.values()} == {(0, 0)}
+
+
 def test_the_metrics_are_sums_over_tokens():
     behaviour = torch.log(torch.tensor([0.5, 0.5], dtype=torch.float64))
     logprobs = torch.log(torch.tensor([0.75, 0.25], dtype=torch.float64))
