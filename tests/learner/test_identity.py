@@ -204,6 +204,22 @@ def test_a_lost_file_is_made_again_from_the_checkpoint_and_a_spoilt_one_is_refus
     assert was in refused.value.todo
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_only_a_checkpoint_without_a_lineage_id_is_said_to_be_without(
+    run: RunSettings, caplog: pytest.LogCaptureFixture, older: bool
+) -> None:
+    caplog.set_level(logging.INFO, "learner.delivery.identity")
+    first = ensure_lineage_id(run)
+    assert len(first) == 32 and not caplog.records, "there is no checkpoint"
+    facts = {} if older else {LINEAGE_FIELD: first}
+    checkpoints = Checkpoints(run.checkpoint_dir, 2, key=run_key(run.dir, {}))
+    checkpoints.write(facts, step=1, epoch=1, lineage=[], save=lambda path: None, confirm=lambda: None)
+    assert ensure_lineage_id(run) == first
+    said = [r.getMessage() for r in caplog.records if r.name == "learner.delivery.identity"]
+    wanted = f"the checkpoint is from a version without lineage ids; assigning it to lineage {first[:8]}"
+    assert said == ([wanted] if older else [])
+
+
 def test_a_count_beyond_what_this_directory_can_have_issued_stops_the_start(
     begun: RunSettings,
     settings: LearnerSettings,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import redis
 
 from learner.data.questions import QuestionSet, fingerprint
 from learner.data.sampler import Sampler
+from learner.delivery import issue_limit
 from learner.delivery.dead_letters import EventLog
 from learner.delivery.issue_limit import IssueReservation
 from learner.delivery.issuer import TaskIssuer
@@ -103,14 +106,38 @@ def test_a_learner_that_lost_the_lease_cannot_issue(issuer: TaskIssuer, store: R
         issuer.tick()
 
 
-def test_tasks_wait_until_the_reservation_is_on_disk(issuer: TaskIssuer, run: RunSettings) -> None:
+def test_tasks_wait_until_the_reservation_is_on_disk(
+    issuer: TaskIssuer,
+    db: redis.Redis,
+    run: RunSettings,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A start would otherwise find more issued in Redis than its directory knows of, and refuse it."""
+    monkeypatch.setattr(issue_limit, "AHEAD", 0)
     epochs, away = run.checkpoint_dir / "epochs", run.checkpoint_dir / "away"
     epochs.rename(away)
-    assert issuer.tick() == 0
+    for _ in range(3):
+        assert issuer.tick() == 0 and not tasks(db)
+    assert caplog.text.count("issuing tasks is paused until the disk can be written") == 1
     away.rename(epochs)
     assert issuer.tick() == 12
-    assert IssueReservation(epochs).highest() >= 12
+    assert IssueReservation(epochs).highest() == 12
+    epochs.rename(away)
+    issuer._delivery.commit_step([1, 2, 3, 4], sampled=0, trained=0)
+    assert issuer.tick() == 0 and len(tasks(db)) == 12
+    assert caplog.text.count("issuing tasks is paused") == 2, "once for each time"
+
+
+def test_reservations_are_written_rarely(tmp_path: Path) -> None:
+    reserved = IssueReservation(tmp_path)
+    reserved.reserve(5, 1)
+    assert IssueReservation(tmp_path).highest() == 5 + issue_limit.AHEAD
+    (tmp_path / "e1.issued").unlink()
+    reserved.reserve(5 + issue_limit.AHEAD, 1)
+    assert not list(tmp_path.iterdir()), "it was reserved"
+    reserved.reserve(6 + issue_limit.AHEAD, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["e2.issued"]
 
 
 def test_an_impossible_count_in_redis_is_ignored(issuer: TaskIssuer, db: redis.Redis) -> None:
