@@ -149,8 +149,8 @@ def test_reinforce_pp_discounts_rewards_and_gives_its_baseline_to_the_last_token
 ) -> None:
     """Rewards 1, 0.2 + 0.2 and 0.4: by `group` they are centred to 0.5, -0.3 and -0.2. One token is a dummy."""
     algorithm = algorithm_of(type="reinforce_pp", baseline=baseline, gamma=0.5, whiten=False, kl={"coefficient": 0.0})
-    rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.2, 0.2, 0.4], dtype=torch.float64)
-    centred = torch.tensor([0.5, 0.5, 0.5, 0.0, -0.3, -0.3, -0.2], dtype=torch.float64)
+    rewards = torch.tensor([0.0, 0.0, 1.0, 7.0, 0.2, 0.2, 0.4], dtype=torch.float64)
+    centred = torch.tensor([0.5, 0.5, 0.5, 3.0, -0.3, -0.3, -0.2], dtype=torch.float64)
     mask, number = torch.tensor([True] * 3 + [False] + [True] * 3), torch.tensor([4, 4, 4, -1, 1, 1, 9])
     scores = TokenScores(rewards, centred, rewards, None, None, None, mask, number, torch.zeros_like(number))
     (found,), _ = algorithm.compute_advantages([scores], lambda vector: vector)
