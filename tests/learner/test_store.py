@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from learner.delivery.lease import LearnerLease
-from learner.delivery.store import CHUNK, CHUNK_BYTES, LeaseHolder, RunStore
+from learner.delivery.store import CHUNK, LeaseHolder, RunStore
 from protocol.codec import encode
 from protocol.errors import Fenced, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
@@ -34,14 +34,14 @@ def calls(db: redis.Redis) -> int:
     return int(found)
 
 
-HALF = CHUNK_BYTES // 2
+HALF = 1 << 15
 
 
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [
         ([], 0),
-        ([5 * CHUNK_BYTES], 1),
+        ([10 * HALF], 1),
         ([HALF, HALF], 1),
         ([HALF, HALF + 1], 2),
         ([HALF, HALF, 1, HALF, HALF - 1], 2),
