@@ -26,10 +26,11 @@ from protocol.runtime.net import free_port
 
 
 class Recorder:
-    """`torch.cuda`, where every event is reached at once. `calls`: what was asked for, in order."""
+    """`torch.cuda`, where every event is reached at its `looks`-th query. `calls`: what was asked for, in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.looks = 1
         self._threads = threading.local()
         self.streams = 0
         recorder = self
@@ -43,14 +44,15 @@ class Recorder:
                 recorder.calls.append(f"{self.name} waits for {event.at}")
 
         class Event:
-            at = ""
+            at, seen = "", 0
 
             def record(self) -> None:
                 self.at = recorder.current
                 recorder.calls.append(f"event on {self.at}")
 
             def query(self) -> bool:
-                return True
+                self.seen += 1
+                return self.seen >= recorder.looks
 
         self.Stream, self.Event = Stream, Event
 
@@ -110,8 +112,9 @@ def test_a_broadcast_waits_for_its_tensors_on_a_stream_of_its_own(
     group = NcclGroup(Rendezvous("g", "127.0.0.1", free_port(), 1, "gloo", 20.0, 20.0))
     assert asked == [(dict(cuda.UNWATCHED), cuda.NO_TIMEOUT)], "no watchdog ends the process"
     group._device = torch.device("cpu")
+    gpu.looks = 2
     sent = group.start(torch.ones(3), group.mark())
-    assert sent()
+    assert not sent() and sent()
     assert gpu.calls == [
         "device cuda:3", "event on default", "side 1 waits for default", "kept for side 1", "event on side 1",
     ]  # fmt: skip
@@ -142,6 +145,49 @@ def test_a_bucket_of_any_size_reaches_main_memory_over_two_buffers(
     assert [len(buffer) for buffer in staged._pinned] == [64, 64]
     assert gpu.calls.count("side 1 waits for default") == gpu.calls.count("kept for side 1") == 3
     assert gpu.calls.count("event on side 1") == 3 * -(-size // 64)
+    staged.close()
+
+
+def test_a_bucket_waits_for_the_buffers_of_the_one_before_it(gpu: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that the GPU has not completed is still in its buffer when the next bucket comes."""
+    monkeypatch.setattr(cuda, "PIECE", 64)
+    gpu.looks = 30
+    staged = CudaStaging()
+    staged.room()
+    flats = [torch.full((64,), number, dtype=torch.uint8) for number in range(4)]
+    copies = [staged.copy(flat) for flat in flats]
+    assert all(torch.equal(copy.result(20), flat) for copy, flat in zip(copies, flats, strict=True))
+    staged.close()
+
+
+@pytest.mark.parametrize(("size", "at_once"), [(300, 2), (301, 1), (600, 1), (1000, 1), (200, 3), (201, 2)])
+def test_as_many_buckets_wait_on_the_gpu_as_there_is_room_for(
+    gpu: Recorder, size: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for 600 bytes; a larger bucket waits alone."""
+    go, waiting = threading.Semaphore(0), [0]
+    real = CudaStaging._copy
+
+    def held(self: CudaStaging, *given: Any) -> torch.Tensor:
+        go.acquire()
+        waiting[0] -= 1
+        return real(self, *given)
+
+    monkeypatch.setattr(CudaStaging, "_copy", held)
+    staged = CudaStaging()
+    assert staged.room() == 600
+    for _ in range(at_once):
+        waiting[0] += 1
+        staged.copy(torch.zeros(size, dtype=torch.uint8))
+    late = threading.Thread(target=staged.copy, args=(torch.zeros(size, dtype=torch.uint8),))
+    late.start()
+    late.join(0.05)
+    assert late.is_alive(), "there is no room"
+    go.release()
+    late.join(20)
+    assert not late.is_alive() and waiting[0] == at_once - 1
+    for _ in range(at_once):
+        go.release()
     staged.close()
 
 
