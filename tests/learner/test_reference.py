@@ -12,7 +12,8 @@ import transformers
 from learner.config.model import DeepSpeedSettings, LoraSettings, ModelSettings, OptimSettings, ReferenceSettings
 from learner.engine import DeepSpeedEngine
 from learner.model.loading import load_policy
-from learner.trainer.reference import Reference, build_reference
+from learner.trainer import reference as module_under_test
+from learner.trainer.reference import Reference, build_reference, share_frozen
 from protocol.errors import UserError
 
 
@@ -237,6 +238,92 @@ def test_an_average_of_adapters_shares_the_frozen_weights(directory):
     policy = dict(run.engine.module.named_parameters())
     shared = {name for name in own if own[name].data_ptr() == policy[name].data_ptr()}
     assert shared == {name for name in own if ".lora_" not in name}
+
+
+class Moved(torch.nn.Linear):
+    """A module that notes where it is moved."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.moves: list[str] = []
+
+    def to(self, device):
+        self.moves.append(str(device))
+        return self
+
+
+class Engine:
+    """The parts of a policy's engine that say where a reference lives; its `frozen` weights can be shared."""
+
+    updates, device = 0, "the device"
+
+    def __init__(self, stage: int, world_size: int, frozen: tuple[str, ...] = ()) -> None:
+        self.stage, self.world_size, self.averages = stage, world_size, 0
+        self.module = torch.nn.Linear(2, 2)
+        for name in frozen:
+            self.module.get_parameter(name).requires_grad_(False)
+
+    def start_ema(self) -> None:
+        self.averages += 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "frozen", "offload", "moves"),
+    [
+        (0, 1, (), False, ["the device", "the device"]),
+        (0, 1, (), True, ["the device", "cpu"]),
+        (3, 1, (), True, ["the device", "cpu"]),
+        (2, 2, (), True, ["the device", "cpu"]),
+        (3, 2, (), True, ["sharded", "the device", "the device"]),
+        (3, 2, ("weight",), False, ["sharded", "the device", "the device"]),
+        (2, 2, ("weight",), True, ["the device", "the device"]),
+        (0, 1, ("weight", "bias"), True, ["the device", "the device"]),
+    ],
+)
+def test_only_a_whole_copy_leaves_the_device_between_batches(stage, ranks, frozen, offload, moves, monkeypatch):
+    """Not the shares of ranks, which are small, and not the policy's own frozen weights."""
+    monkeypatch.setattr(module_under_test, "shard", lambda module, device: module.moves.append("sharded"))
+    module, engine = Moved(), Engine(stage, ranks, frozen)
+    reference = Reference(ReferenceSettings(kind="ema", offload=offload), module, engine)
+    reference.onload()
+    reference.offload()
+    assert module.moves == moves and engine.averages == 1
+    shared = {
+        name for name, p in module.named_parameters() if p.data_ptr() == engine.module.get_parameter(name).data_ptr()
+    }
+    assert shared == (set() if "sharded" in moves else set(frozen))
+
+
+def test_a_reference_that_is_the_policy_without_adapters_is_never_sharded_or_moved(monkeypatch):
+    monkeypatch.setattr(module_under_test, "shard", lambda *_: pytest.fail("there is no module"))
+    engine = Engine(3, 2)
+    reference = Reference(ReferenceSettings(kind="frozen", offload=True), None, engine)
+    reference.onload()
+    reference.offload()
+    reference.after_update(99)
+    reference.reload()
+    assert engine.averages == 0
+
+
+def other_name(own: torch.nn.Module) -> None:
+    own.other, own.weight = own.weight, None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_name,
+        lambda own: setattr(own, "weight", torch.nn.Parameter(torch.zeros(3, 2))),
+        lambda own: own.bfloat16(),
+    ],
+)
+def test_frozen_weights_of_another_name_shape_or_dtype_are_not_shared(change):
+    policy, own = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    policy.requires_grad_(False)
+    change(own)
+    before = {name: p.data_ptr() for name, p in own.named_parameters()}
+    assert share_frozen(own, policy) is False
+    assert before == {name: p.data_ptr() for name, p in own.named_parameters()}
 
 
 def test_a_reference_in_another_dtype(directory):

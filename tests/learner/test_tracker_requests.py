@@ -14,6 +14,7 @@ import pytest
 from learner.config.trackers import MlflowSettings, TrackioSettings, WandbSettings
 from learner.observability.trackers import build_tracker
 from learner.observability.trackers.base import COLUMNS, RunInfo, StepDetail, histogram_of
+from protocol.errors import UserError
 
 ROWS = [[1, seq, "q", "a", "a", 1.0, "answered", 2, 1, 0, "text"] for seq in (1, 2, 3)]
 DETAIL = StepDetail({0: 6, 2: 2}, lambda count: ROWS[:count])
@@ -88,7 +89,8 @@ def facts_of(directory: Path, count: int = 250) -> RunInfo:
 
 def test_mlflow_gets_every_parameter_and_number_in_requests_that_it_accepts(mlflow: Mlflow, tmp_path: Path) -> None:
     tracker = build_tracker(MlflowSettings(tracking_uri="http://h:5000", experiment="e"))
-    tracker.open(facts_of(tmp_path / "new"))
+    tracker.open(facts_of(tmp_path / "runs" / "new"))
+    assert (tmp_path / "runs" / "new").is_dir()
     (run,) = mlflow.runs
     assert run.params == [*((f"p{number}", str(number)) for number in range(250)), ("long", "x" * 500)]
     assert mlflow.batches == [(100, 0), (100, 0), (51, 0)]
@@ -103,6 +105,16 @@ def test_mlflow_gets_every_parameter_and_number_in_requests_that_it_accepts(mlfl
     assert (run.name, run.info.status) == ("run-7", "RUNNING")
     tracker.close()
     assert run.info.status == "FINISHED"
+
+
+def test_mlflow_needs_what_a_local_database_needs_only_without_a_server(
+    mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "alembic", None)
+    with pytest.raises(UserError) as refused:
+        build_tracker(MlflowSettings())
+    assert "pip install mlflow" in refused.value.todo
+    build_tracker(MlflowSettings(tracking_uri="http://h:5000"))
 
 
 def test_mlflow_shows_shares_of_lags_and_a_table_if_rows_are_wanted(mlflow: Mlflow, tmp_path: Path) -> None:
@@ -176,13 +188,13 @@ def test_wandb_continues_the_run_of_this_id_and_keeps_steps_as_a_metric(
     recorded: Recorded, tmp_path: Path, entity: str, sent: str | None
 ) -> None:
     tracker = build_tracker(WandbSettings(project="p", entity=entity, mode="offline"))
-    facts = facts_of(tmp_path / "new", 1)
+    facts = facts_of(tmp_path / "runs" / "new", 1)
     tracker.open(facts)
     settings = recorded.given.pop("settings")
     assert settings == {"console": "off", "silent": True, "init_timeout": 20.0}
     assert recorded.given == {
         "project": "p", "entity": sent, "id": "run-7", "name": "run-7", "resume": "allow", "mode": "offline",
-        "dir": str(tmp_path / "new"), "config": dict(facts.config),
+        "dir": str(tmp_path / "runs" / "new"), "config": dict(facts.config),
     }  # fmt: skip
     assert recorded.defined == [(("step",), {}), (("*",), {"step_metric": "step"})] and facts.directory.is_dir()
     tracker.log(3, {"loss": 0.5})
