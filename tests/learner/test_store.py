@@ -15,6 +15,7 @@ from protocol.errors import Fenced, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, WeightUpdate, WeightView
 from protocol.settings import RunSettings
+from tests.support.waiting import wait_until
 
 KEYS = Keys("t1")
 
@@ -123,6 +124,15 @@ def test_the_holder_is_named_with_the_age_of_its_lease(store: RunStore, db: redi
     assert store.holder() is None and not store.renew(1000)
 
 
+def test_only_the_lease_of_a_holder_that_has_ended_is_taken_over(store: RunStore, db: redis.Redis) -> None:
+    for ended in ("", "another"):
+        assert isinstance(store.acquire("you", 0, 60_000, takeover=False, ended=ended), LeaseHolder)
+    assert store.acquire("you", 5, 60_000, takeover=False, ended="me") == 6
+    assert store.acquire("him", 0, 60_000, takeover=False, ended="you", lineage_id="1" * 32) == 7
+    assert store.meta()[b"lineage_id"] == b"1" * 32
+    assert store.acquire("her", 0, 60_000, takeover=False, ended="him", lineage_id="2" * 32) is None
+
+
 def test_the_redis_of_another_run_is_refused_by_its_lineage(store: RunStore, db: redis.Redis, run: RunSettings) -> None:
     db.hset(KEYS.meta, "lineage_id", "1" * 32)
     store.release()
@@ -198,6 +208,32 @@ def test_a_task_is_where_it_is_until_it_is_acknowledged(store: RunStore, db: red
     assert abs(store.snapshot().ahead_s) < 60
     db.xadd(KEYS.traj, {"seq": 2}, id=f"{int(store.now() * 1000) + 500_000}-0")
     assert 400 < store.snapshot().ahead_s <= 501
+
+
+def test_connections_end_with_the_store_and_when_redis_is_silent(run: RunSettings, db: redis.Redis) -> None:
+    before = db.info("clients")["connected_clients"]
+    made = RunStore(run.redis_url, run.id)
+    made.prepare()
+    assert made.read(1) == []
+    assert db.info("clients")["connected_clients"] == before + 2
+    for client in (made._db, made._reader):
+        assert 1 < client.connection_pool.connection_kwargs["socket_timeout"] < 60
+    made.close()
+    wait_until(lambda: db.info("clients")["connected_clients"] == before, "both connections are closed")
+
+
+@pytest.mark.parametrize(
+    ("denied", "policy"), [((), "noeviction"), (("info",), "noeviction"), (("info", "config|get"), "")]
+)
+def test_the_eviction_policy_is_asked_for_as_far_as_the_account_may(
+    run: RunSettings, db: redis.Redis, redis_socket: str, denied: tuple[str, ...], policy: str
+) -> None:
+    rules = " ".join(f"-{name}" for name in denied)
+    db.execute_command("ACL", "SETUSER", "limited", "on", ">secret", "~*", "+@all", *rules.split())
+    made = RunStore(f"unix://limited:secret@{redis_socket}", run.id)
+    assert made.eviction_policy() == policy
+    made.close()
+    db.execute_command("ACL", "DELUSER", "limited")
 
 
 def test_time_is_that_of_redis(store: RunStore, db: redis.Redis) -> None:
