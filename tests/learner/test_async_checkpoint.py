@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,20 @@ def install(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_learner_killed_during_a_checkpoint_trains_each_seq_once(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], fault: str
+    run: RunSettings,
+    settings: LearnerSettings,
+    serve: Serve,
+    address: dict[str, Any],
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    acknowledged: Counter[bytes] = Counter()
+    ack = RunStore.ack
+
+    def note(store: RunStore, ids: list[bytes]) -> int:
+        acknowledged.update(ids)
+        return ack(store, ids)
+
     child = os.fork()
     if child == 0:
         install(fault)
@@ -76,7 +89,9 @@ def test_a_learner_killed_during_a_checkpoint_trains_each_seq_once(
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         found = Checkpoints(run.checkpoint_dir, 2).load()
         assert (found.facts["step"] if found else 0) == (3 if fault == "acknowledge" else 0)
+        monkeypatch.setattr(RunStore, "ack", note)
         assert serve(run, settings) == 0
+    assert len(acknowledged) == 32 and set(acknowledged.values()) == {1}, "also what the killed learner had trained"
     facts = assert_exactly_once(run)
     assert facts["lineage"] == ([[1, 0], [2, 3]] if fault == "acknowledge" else [[2, 0]])
     assert not list(run.checkpoint_dir.glob(".step_*")), "what the killed learner was writing is removed"

@@ -207,6 +207,9 @@ def test_wandb_continues_the_run_of_this_id_and_keeps_steps_as_a_metric(
     ]  # fmt: skip
     tracker.close()
     assert recorded.finished == 1
+    resumed = build_tracker(WandbSettings(project="p"))
+    resumed.open(facts)
+    assert (recorded.given["id"], recorded.given["resume"], recorded.given["mode"]) == ("run-7", "allow", "online")
 
 
 def test_trackio_continues_the_record_of_this_name(recorded: Recorded, tmp_path: Path) -> None:
