@@ -181,6 +181,11 @@ class _Finder(ast.NodeVisitor):
         if node.value is not None and not (self._functions == 0 and isinstance(node.value, ast.Constant)):
             self.visit(node.value)
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Leave decorators alone: `frozen` and `slots` of a dataclass change no result."""
+        for statement in node.body:
+            self.visit(statement)
+
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         for default in [*node.args.defaults, *(d for d in node.args.kw_defaults if d is not None)]:
             self.visit(default)
