@@ -91,8 +91,8 @@ def measure(cache: Path, workers: int) -> None:
     env = os.environ | {"COVERAGE_FILE": str(cache / "coverage"), "PYTHONPATH": str(ROOT)}
     with open(cache / "coverage.log", "w") as log:
         done = subprocess.run([*command, *(f"--cov={p}" for p in PACKAGES)], cwd=ROOT, env=env, stdout=log, check=False)
-    if done.returncode:
-        raise SystemExit(f"the fast tests fail without a mutant: {cache / 'coverage.log'}")
+    if done.returncode not in (0, 1):  # 1: a test failed; it judges no mutant, because it fails without one too
+        raise SystemExit(f"the fast tests did not run: {cache / 'coverage.log'}")
 
 
 def load(cache: Path) -> Coverage:
