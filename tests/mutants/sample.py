@@ -89,7 +89,7 @@ def measure(cache: Path, workers: int) -> None:
     command = [sys.executable, "-m", "pytest", "-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder", "-q"]
     command += ["-m", "not slow", "--cov-context=test", "--cov-report=", "--durations=0", "-p", "no:cacheprovider"]
     env = os.environ | {"COVERAGE_FILE": str(cache / "coverage"), "PYTHONPATH": str(ROOT)}
-    with open(cache / "coverage.log", "w") as log:
+    with open(cache / "durations.log", "w") as log:
         done = subprocess.run([*command, *(f"--cov={p}" for p in PACKAGES)], cwd=ROOT, env=env, stdout=log, check=False)
     if done.returncode not in (0, 1):  # 1: a test failed; it judges no mutant, because it fails without one too
         raise SystemExit(f"the fast tests did not run: {cache / 'coverage.log'}")
@@ -109,7 +109,7 @@ def load(cache: Path) -> Coverage:
             lines[line] = {c.rpartition("|")[0] for c in contexts if c}
             for test in lines[line]:
                 result.breadth[test] += 1
-    for line in (cache / "coverage.log").read_text().splitlines():
+    for line in (cache / "durations.log").read_text().splitlines():
         if found := re.match(r"([\d.]+)s (?:call|setup) +(tests/.*)", line):
             result.seconds[found[2]] = result.seconds.get(found[2], 0.0) + float(found[1])
     return result
