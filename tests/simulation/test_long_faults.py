@@ -117,5 +117,6 @@ def test_an_engine_that_is_unreachable_for_hours_costs_no_turn_while_another_one
         server.heartbeat()
         clock.run(server.main.done, HOURS * 3600 + 600)
         server.main.result()
+        server.loop.close()
     assert server.refused > 1024, "it was tried again and again"
     assert set(server.ended) == {"stop"} and server.ended["stop"] > server.refused, server.ended
