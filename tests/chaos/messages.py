@@ -145,7 +145,7 @@ def nan_step(stage: Stage) -> None:
     stage.player()
     trains = stage.learner("learner.checkpoint_every=2", verdict=verdict)
     code = trains.wait()
-    stage.tell(LEARN, last_words(trains.text), code, 2)
+    stage.tell(LEARN, last_words(trains.text), code, 65)
     kept = sorted(p.name for p in (stage.run_dir / "skipped").iterdir())
     goes_on_from = (stage.run_dir / "checkpoints" / "CURRENT").read_text()
     command = "ls runs/demo/skipped; cat runs/demo/checkpoints/CURRENT     # the evidence; what a start goes on from"

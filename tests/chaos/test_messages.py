@@ -88,10 +88,10 @@ def test_steps_that_are_not_finite_are_skipped_and_three_in_a_row_stop_the_learn
         r"skipped the batch of seqs .*, the policy is unchanged: its loss or a gradient is not finite",
         r"^error: 3 batches in a row were not trained in full: their loss or a gradient is not finite",
         r"^  why: the policy has diverged, or the data is broken\. No update that was not finite changed the weights",
-        r"^   do: inspect the skipped batches in runs/demo/skipped",
-        r"^\[exit code 2\]",
+        r"^   do: inspect them in runs/demo/skipped",
+        r"^\[exit code 65\]",
         r"^groups-00001\.bin",
-        r"^step_4\.e1",
+        r"^step_5\.e1",
     )
 
 
