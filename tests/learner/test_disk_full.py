@@ -211,9 +211,8 @@ def test_a_signal_on_a_full_disk_is_no_orderly_end_and_the_current_step_is_named
     disk: Callable[[Path], Disk], monkeypatch: pytest.MonkeyPatch, heavy_states: None, freed_after: int | None,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(recovery, "RETRY_CHECKPOINT_S", 0.2)
-    settings = settings.model_copy(
-        update={"async_checkpoints": False}
-    )  # that of step 3 is whole before the disk is full
+    # the checkpoint of step 3 is whole before the disk is full
+    settings = settings.model_copy(update={"async_checkpoints": False})
     full, wait = disk(run.checkpoint_dir), recovery.CheckpointRetry.wait
 
     def stop(updates: int) -> None:
