@@ -307,6 +307,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_says_the_command_that_continues_it(run_files: Path, number: signal.Signals) -> None:
     config = configured(run_files, "second")

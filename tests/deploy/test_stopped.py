@@ -56,6 +56,7 @@ def go_on(said: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 @NUMBERS
 def test_an_index_that_is_built(tmp_path: Path, number: signal.Signals, code: int) -> None:
     out, journal = tmp_path / "an index", tmp_path / ".an index.building" / "journal.json"
@@ -133,6 +134,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 @NUMBERS
 def test_an_evaluation_of_an_endpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """The endpoint answers three questions and then nothing until it may."""
