@@ -30,7 +30,7 @@ class StepReport:
     metrics         means over the tokens of the last epoch's updates, maxima, and statistics of the batch
     tokens_trained  tokens with a share in the loss of an applied update
     seconds         wall time
-    minibatches     the first so many were trained; None: all
+    minibatches     number of minibatches trained, from the first; None: all
     """
 
     loss: float

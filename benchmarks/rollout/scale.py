@@ -1,6 +1,6 @@
 """`foray bench rollout_scale`: how long the rollout server's event loop stands still, and what a turn costs it.
 
-The router with its real client, stop search and HTTP connections is in a process of its own, simulated engines are in
+The router with its real client, stop search and HTTP connections is in a separate process, simulated engines are in
 others and stream over loopback sockets (`scale_engines`).
 
 1. An engine dies under 64 turns of 2,000 tokens, and another one continues them to their stop string. Measured from the

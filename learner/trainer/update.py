@@ -76,7 +76,7 @@ class UpdateResult:
     """Result of the updates of a batch so far.
 
     update       the last one
-    minibatches  the first so many were in an applied update
+    minibatches  number of minibatches, from the first, in an applied update
     tokens       collects the values of trained tokens
     """
 

@@ -137,7 +137,7 @@ class LoopTimer:
 
 @asynccontextmanager
 async def loop_timeout(seconds: float) -> AsyncIterator[LoopTimer]:
-    """Like `asyncio.timeout`, but measured by `LoopClock`; yields the timer, to arm it anew. Raises TimeoutError."""
+    """Like `asyncio.timeout`, but by `LoopClock`; yields the timer, which can be re-armed. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as scope:
         timer = LoopTimer(lambda: scope.reschedule(loop.time()))

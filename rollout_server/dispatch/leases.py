@@ -214,7 +214,7 @@ class LeasePool:
         async with self._redis.commands(tasks) as commands:
             expired: Any = await commands.xpending_range(tasks, TASK_GROUP, "-", "+", free, idle=self._idle_ms)
             mine: Any = await commands.xpending_range(tasks, TASK_GROUP, "-", "+", own, consumername=self._consumer)
-        # a reply that was lost delivered tasks that nobody runs: it does not count as another delivery
+        # a reply that was lost delivered tasks that do not run: it does not count as another delivery
         orphans = [seen for seen in mine if seen["message_id"].decode() not in self.in_flight]
         found: list[Delivery] = []
         for seen in (*orphans, *(seen for seen in expired if seen["consumer"] != ours))[:free]:
