@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from learner.weights.process_group import GroupSender
 
 Fault = Literal["none", "killed", "hangs"]
-GROUP = "transfer"
-WAIT_S = 60.0
+WAIT_S = 30.0
 """Maximum seconds for the receiver to start and join."""
 _RECEIVE = "import json, sys; from benchmarks.transfer import receive; receive(json.loads(sys.argv[1]))"
 GRACE_S = 10.0
@@ -83,7 +82,7 @@ class TransferBench(BenchSettings):
             unit="GB/s",
             baseline={"name": "a copy from buffer to buffer", "gb_per_s": copied},
             ratio=sent["gb_per_s"] / copied,
-            details={"joined_s": sent["joined_s"], "faults": faults},
+            details={"joined_s": sent["joined_s"], "closed_s": sent["closed_s"], "faults": faults},
         )
 
     def _run(self, fault: Fault) -> dict[str, Any]:
@@ -91,10 +90,10 @@ class TransferBench(BenchSettings):
         from learner.weights.process_group import GroupSender, Rendezvous
 
         rendezvous = Rendezvous(
-            GROUP, "127.0.0.1", free_port(), 2, self.backend, WAIT_S, self.stall_s, stall_s=self.stall_s
+            f"transfer {fault}", "127.0.0.1", free_port(), 2, self.backend, WAIT_S, self.stall_s, stall_s=self.stall_s
         )
         bucket, proof = self._buffer(self.bucket_mb << 20), self._buffer(1)
-        with self._receiver(rendezvous.port, fault):
+        with self._receiver(rendezvous.port, rendezvous.name, fault):
             began = time.monotonic()
             sender = GroupSender(rendezvous, proof)
             try:
@@ -102,11 +101,15 @@ class TransferBench(BenchSettings):
                 joined = time.monotonic() - began
                 seconds, noticed, error = self._send(sender, bucket)
             finally:
+                closing = time.monotonic()
                 sender.close()
+                sender.join()  # before the receiver ends: closing must not need it
+                closed = time.monotonic() - closing
         in_time = noticed <= self.stall_s + GRACE_S
         return {
             "gb_per_s": self.buckets * bucket.numel() / seconds / 1e9 if not error else 0.0,
             "joined_s": joined,
+            "closed_s": closed,
             "noticed_s": noticed,
             "error": error,
             "survived": int(bool(error) and in_time and self._computes()),
@@ -150,9 +153,10 @@ class TransferBench(BenchSettings):
         return max(rates)
 
     @contextmanager
-    def _receiver(self, port: int, fault: Fault) -> Iterator[None]:
+    def _receiver(self, port: int, group: str, fault: Fault) -> Iterator[None]:
         count = self.buckets if fault == "none" else self.buckets // 2
-        spec = {"port": port, "backend": self.backend, "bytes": self.bucket_mb << 20, "buckets": count, "fault": fault}
+        spec = {"port": port, "group": group, "backend": self.backend, "fault": fault}
+        spec |= {"bytes": self.bucket_mb << 20, "buckets": count}
         child = subprocess.Popen(
             [sys.executable, "-c", _RECEIVE, json.dumps(spec)],
             env=os.environ | {"NCCL_HOSTID": "receiver"},
@@ -178,8 +182,9 @@ def receive(spec: dict[str, Any]) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=WAIT_S)
     store = TCPStore("127.0.0.1", spec["port"], 2, False, timeout, wait_for_workers=False)
+    name, backend = spec["group"], Backend(spec["backend"])
     group, _ = _new_process_group_helper(
-        2, 1, [], Backend(spec["backend"]), PrefixStore(GROUP, store), group_name=GroupName(GROUP), timeout=timeout
+        2, 1, [], backend, PrefixStore(name, store), group_name=GroupName(name), timeout=timeout
     )
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     sizes = [1] if spec["backend"] == "nccl" else []  # the proof

@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks.base import BenchResult, Say
 from benchmarks.learner.settings import TRL_VARIABLE, LearnerBench
 from benchmarks.learner.workload import LearnerWorkload
+from deploy.doctor.gpus import without_cuda
 from protocol.errors import ForayError, UserError
 
 UNFUSED_MIB = 1 << 20
@@ -123,8 +124,16 @@ def _no_trl(settings: LearnerBench) -> str:
 
 
 def play(settings: LearnerBench, contenders: Sequence[Contender], say: Say) -> list[dict[str, dict[str, float]]]:
-    """Return name -> figures for 1 + rounds rounds; the first is the warm-up."""
-    rows = []
+    """Return name -> figures for 1 + rounds rounds; the first is the warm-up.
+
+    On a GPU, which has no room for all, one contender runs all its rounds before the next starts.
+    """
+    rows: list[dict[str, dict[str, float]]] = []
+    if len(contenders) > 1 and not without_cuda():
+        alone = [play(settings, [contender], say) for contender in contenders]
+        return [
+            {kind: figures for row in round_ for kind, figures in row.items()} for round_ in zip(*alone, strict=True)
+        ]
     with ExitStack() as stack:
         for contender in contenders:
             stack.enter_context(

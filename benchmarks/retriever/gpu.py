@@ -1,10 +1,10 @@
 """`foray bench retriever_gpu`: exact search on one GPU, queries/s by batch size, against the limits of the GPU.
 
-Random float16 vectors of the size of Wikipedia (21 million of 768) are in GPU memory, 32 GB. A batch of queries is
-multiplied with them block by block, keeping the best k of every block. Small batches are bound by reading the matrix
-once, large batches by arithmetic. Both bounds are measured on this GPU in the same run: the bandwidth of a copy, and
-the rate of a large matrix product. Ratio: the bound over the measured time, for the largest batch; the table has the
-others.
+Random float16 vectors of the size of Wikipedia (21 million of 768) are in GPU memory, 32 GB. The scan of the index
+`torch_flat` multiplies a batch of queries with them block by block, keeping the best of every block. Small batches are
+bound by reading the matrix once, large batches by arithmetic. Both bounds are measured on this GPU in the same run: the
+bandwidth of a copy, and the rate of a large matrix product. Ratio: the bound over the measured time, for the largest
+batch; the table has the others.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class RetrieverGpuBench(BenchSettings):
 
     help: ClassVar[str] = "exact float16 search on one GPU against its bandwidth and arithmetic"
     quick: ClassVar[dict[str, Any]] = {"passages": 1_000_000, "rounds": 2}
-    modules: ClassVar[tuple[str, ...]] = ("benchmarks/retriever/gpu.py",)
+    modules: ClassVar[tuple[str, ...]] = ("benchmarks/retriever/gpu.py", "retriever/index/torch_flat.py")
 
     passages: int = Field(default=21_000_000, ge=1)
     """Vectors."""
     dim: int = Field(default=768, ge=1)
     """Dimension of a vector."""
-    topk: int = Field(default=3, ge=1)
-    """Hits per query."""
+    candidates: int = Field(default=3 + 128, ge=1)
+    """Vectors found per query: three hits and the default of `spare`."""
     batches: tuple[int, ...] = Field(default=(1, 8, 64, 512, 2560), min_length=1)
     """Batch sizes: 1,8,64."""
-    block: int = Field(default=1 << 20, ge=1)
-    """Vectors per matrix product: its scores, float16 [batch, block], are the memory of a search."""
+    temp_mb: int = Field(default=512, ge=1)
+    """Scratch memory of the scan, in MiB."""
     rounds: int = Field(default=5, ge=1)
     """Number of rounds, of which the fastest counts, after one warm-up round."""
 
@@ -54,18 +54,20 @@ class RetrieverGpuBench(BenchSettings):
         """Run the benchmark. Raises UserError without a GPU, or if its memory is too small."""
         import torch
 
-        need = self.passages * self.dim * HALF + 2 * max(self.batches) * self.block * HALF
+        from retriever.index.torch_flat import scan
+
+        need = self.passages * self.dim * HALF + (self.temp_mb << 20)
         _refuse(need)
         device = torch.device("cuda")
         bandwidth, rate = _bandwidth(device, self.rounds), _rate(device, self.rounds)
         say(f"copy {bandwidth / 1e9:.0f} GB/s, product {rate / 1e12:.0f} TFLOP/s")
         vectors = torch.empty((self.passages, self.dim), dtype=torch.float16, device=device)
-        for start in range(0, self.passages, self.block):
-            vectors[start : start + self.block].normal_()
+        for start in range(0, self.passages, 1 << 20):
+            vectors[start : start + (1 << 20)].normal_()
         rows_by_batch = []
         for batch in self.batches:
             queries = torch.randn((batch, self.dim), dtype=torch.float16, device=device)
-            seconds = _fastest(lambda: flat_search(vectors, queries, self.topk, self.block), self.rounds)  # noqa: B023
+            seconds = _fastest(lambda: scan(vectors, queries, self.candidates, self.temp_mb << 17), self.rounds)  # noqa: B023
             bound = bound_s(self.passages, self.dim, batch, bandwidth, rate)
             rows_by_batch.append(
                 {"batch": batch, "queries_per_s": batch / seconds, "ms": 1000 * seconds, "bound_ms": 1000 * bound}
@@ -95,20 +97,6 @@ def bound_s(passages: int, dim: int, batch: int, bytes_per_s: float, flop_per_s:
     return max(passages * dim * HALF / bytes_per_s, 2 * passages * dim * batch / flop_per_s)
 
 
-def flat_search(vectors: torch.Tensor, queries: torch.Tensor, k: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and rows [n, k] of the largest inner products of `queries` [n, dim], `vectors` [ntotal, dim]."""
-    import torch
-
-    best, rows = [], []
-    for start in range(0, len(vectors), block):
-        scores = queries @ vectors[start : start + block].T
-        found = scores.topk(min(k, scores.shape[1]), dim=1)
-        best.append(found.values)
-        rows.append(found.indices + start)
-    merged = torch.cat(best, dim=1).topk(k, dim=1)
-    return merged.values, torch.cat(rows, dim=1).gather(1, merged.indices)
-
-
 def _refuse(need: int) -> None:
     import torch
 
@@ -120,7 +108,7 @@ def _refuse(need: int) -> None:
     if need > free:
         raise UserError(
             f"the benchmark needs {need / 1e9:.0f} GB of GPU memory, {free / 1e9:.0f} GB are free",
-            todo="use fewer --passages, smaller --batches or a smaller --block",
+            todo="use fewer --passages, or a smaller --temp-mb",
         )
 
 

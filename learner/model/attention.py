@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -178,6 +179,11 @@ def _attend_varlen(
 
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [R * L, heads, D]
     longest = max(width for row in spans.widths for width in row)
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
+    else:  # older torch has no grouped heads here
+        grouped = {}
+        k, v = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (k, v))
     found = varlen_attn(
         q,
         k,
@@ -188,7 +194,7 @@ def _attend_varlen(
         longest,
         scale=scaling,
         window_size=(-1, 0),  # causal
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     assert isinstance(found, torch.Tensor)
     return found.reshape(query.shape[0], query.shape[2], *found.shape[1:])

@@ -1,11 +1,13 @@
 """Exact search with torch: float16 or float32 vectors on GPUs, each with its share, or on the CPU.
 
 A scan by matrix products finds candidates. They are rescored in float64 from the stored vectors, as in all dense
-indexes, so the hits are those of the reference. The CUDA path has not run yet; the CPU path is the same code.
+indexes, so the hits are those of the reference. On an H100 the best of a block of products are found chunk by chunk:
+torch's topk over whole rows took four fifths of a scan.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from retriever.index.devices import GpuShard, choose_devices, plan_shards
 _HALF_ERROR = 3 * 2.0**-11
 """Bound on the error of a product of vectors whose lengths multiply to at most 1: each of query, vector and result is
 rounded to float16, with a relative error of at most 2**-11."""
+SMALLEST_CHUNK = 4
+"""Scores of a chunk below which `largest` sorts whole rows."""
 _COPY_BYTES = 256 << 20
 """float32 vectors copied to a device at a time."""
 
@@ -88,7 +92,7 @@ class TorchFlatVectors:
         scales = np.exp2(np.ceil(np.log2(np.maximum(np.abs(queries).max(axis=1, keepdims=True), 2.0**-100))))
         scaled = torch.from_numpy(np.ascontiguousarray(queries / scales, dtype=np.float32)).to(self._dtype)
         # all devices are started before the first result is waited for
-        found = [(start, _scan(vectors, scaled, count, self._scores_per_block)) for start, vectors in self._shards]
+        found = [(start, scan(vectors, scaled, count, self._scores_per_block)) for start, vectors in self._shards]
         scores = np.concatenate([best.float().cpu().numpy() for _, (best, _) in found], axis=1)
         rows = np.concatenate([at.cpu().numpy() + start for start, (_, at) in found], axis=1)
         order = np.lexsort((rows, -scores), axis=1)[:, :count]
@@ -127,7 +131,7 @@ def _copy(vectors: StoredVectors, share: GpuShard, dtype: torch.dtype, device: t
     return copied
 
 
-def _scan(vectors: torch.Tensor, queries: torch.Tensor, count: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def scan(vectors: torch.Tensor, queries: torch.Tensor, count: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scores and rows [n, c] of the largest products of queries [n, dim] with vectors [m, dim], c <= count.
 
     Not sorted over blocks. `most` bounds the number of scores in memory. The result may still be under way on a GPU.
@@ -136,10 +140,31 @@ def _scan(vectors: torch.Tensor, queries: torch.Tensor, count: int, most: int) -
     step = max(1, most // len(queries))
     scores, rows = [], []
     for start in range(0, len(vectors), step):
-        products = queries @ vectors[start : start + step].T
-        best = products.topk(min(count, products.shape[1]), dim=1)
-        scores.append(best.values)
-        rows.append(best.indices + start)
+        best, columns = largest(queries @ vectors[start : start + step].T, count)
+        scores.append(best)
+        rows.append(columns + start)
     merged = torch.cat(scores, dim=1)
-    best = merged.topk(min(count, merged.shape[1]), dim=1)
-    return best.values, torch.cat(rows, dim=1).gather(1, best.indices)
+    found = merged.topk(min(count, merged.shape[1]), dim=1)
+    return found.values, torch.cat(rows, dim=1).gather(1, found.indices)
+
+
+def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and columns [n, c] of the largest of each row of `scores` [n, m], c = min(count, m), as topk does.
+
+    The best `count` are in the `count` chunks with the largest maxima: the maxima are one pass over the scores, and
+    topk sorts m / chunk + count * chunk values instead of m, the fewest with chunk = sqrt(m / count).
+    """
+    width = scores.shape[1]
+    chunk = 1 << int(math.log2(max(1.0, width / count)) / 2)
+    whole = width // chunk
+    if chunk < SMALLEST_CHUNK or whole <= count:
+        best = scores.topk(min(count, width), dim=1)
+        return best.values, best.indices
+    chunks = scores[:, : whole * chunk].view(-1, whole, chunk)
+    kept = chunks.amax(dim=2).topk(count, dim=1).indices[:, :, None]
+    columns = (kept * chunk + torch.arange(chunk, device=scores.device)).flatten(1)
+    candidates = chunks.gather(1, kept.expand(-1, -1, chunk)).flatten(1)
+    rest = torch.arange(whole * chunk, width, device=scores.device).expand(len(scores), -1)
+    columns, candidates = torch.cat([columns, rest], 1), torch.cat([candidates, scores[:, whole * chunk :]], 1)
+    best = candidates.topk(count, dim=1)
+    return best.values, columns.gather(1, best.indices)

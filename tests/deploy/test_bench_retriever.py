@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.retriever.bench import check
-from benchmarks.retriever.gpu import bound_s, flat_search
+from benchmarks.retriever.gpu import bound_s
 from benchmarks.retriever.indexes import chosen_index, kinds, recalls
 from benchmarks.retriever.load import percentile
 from benchmarks.retriever.settings import TYPES
@@ -101,16 +100,6 @@ def test_a_small_batch_is_bound_by_memory_and_a_large_one_by_arithmetic() -> Non
     assert bound_s(passages, dim, 1, h200, tensor) == bound_s(passages, dim, 64, h200, tensor) == scan
     assert scan == pytest.approx(6.72e-3), "32.3 GB at 4.8 TB/s"
     assert bound_s(passages, dim, 2560, h200, tensor) == pytest.approx(2 * passages * dim * 2560 / tensor)
-
-
-def test_the_blockwise_search_finds_what_one_product_finds() -> None:
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn((103, 16), generator=generator)
-    queries = torch.randn((5, 16), generator=generator)
-    scores, rows = flat_search(vectors, queries, 3, block=20)  # the last block has 3 vectors
-    right = (queries @ vectors.T).topk(3, dim=1)
-    assert torch.equal(rows, right.indices)
-    np.testing.assert_allclose(scores.numpy(), right.values.numpy(), rtol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -111,10 +111,17 @@ def no_varlen_left():
     attention._VARLEN.clear()
 
 
+def before_grouped_heads(query, key, value, bounds, *longest, scale, window_size):
+    """The same in an older torch, 2.11 for one: as many heads of keys as of queries."""
+    assert query.shape == key.shape == value.shape
+    return by_sequence(query, key, value, bounds, *longest, scale=scale, window_size=window_size, enable_gqa=False)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("varlen", [by_sequence, before_grouped_heads])
 @pytest.mark.usefixtures("no_varlen_left")
-def test_all_spans_in_one_call_are_what_they_are_one_by_one(name, monkeypatch):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_sequence)
+def test_all_spans_in_one_call_are_what_they_are_one_by_one(name, varlen, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     config = tiny("llama").config
     config._attn_implementation = SPANS
     documents = documents_of(LAYOUTS[name])

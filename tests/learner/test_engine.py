@@ -54,7 +54,7 @@ def start(
 def update(engine: DeepSpeedEngine, x: torch.Tensor, cuts: int):
     """One update with the mean of the squares of all outputs, given in `cuts` micro-batches."""
     for part in x.split(math.ceil(len(x) / cuts)):
-        engine.backward(engine.forward(part).square().sum() / len(x))
+        engine.backward(engine.forward(part.to(engine.device)).square().sum() / len(x))
     return engine.step()
 
 

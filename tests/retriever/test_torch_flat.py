@@ -66,6 +66,26 @@ def test_shards_and_blocks_give_the_same_hits(monkeypatch: pytest.MonkeyPatch) -
         assert_same(index.search(queries, k), exact_search(vectors, queries, k))
 
 
+@pytest.mark.parametrize("count", [1, 3, 131])
+@pytest.mark.parametrize("width", [1, 130, 131, 2048, 10_007])
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_largest_by_chunks_are_those_of_topk(count: int, width: int, ties: bool) -> None:
+    scores = torch.randn((5, width), generator=torch.Generator().manual_seed(0))
+    scores = scores.round() if ties else scores
+    values, columns = torch_flat.largest(scores, count)
+    assert torch.equal(values, scores.topk(min(count, width), dim=1).values)
+    assert torch.equal(scores.gather(1, columns), values)
+    assert all(len(set(row)) == len(row) for row in columns.tolist())
+
+
+def test_the_scan_sorts_few_of_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda t, *a, **k: seen.append(t.shape[1]) or topk(t, *a, **k))
+    torch_flat.scan(torch.randn(40_000, 8), torch.randn(2, 8), 10, most=80_000)
+    assert sum(seen) < 40_000 / 20
+
+
 def test_a_file_of_faiss_is_served_as_it_is(tmp_path: Path) -> None:
     flat = faiss.IndexFlatIP(32)
     vectors, queries = crowded(200, 32), crowded(9, 32)

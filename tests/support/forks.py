@@ -127,7 +127,9 @@ class Zygote:
     ) -> Iterator[list[int]]:
         """The pids of `program` run as `size` ranks, with the environment of torchrun; FORAY_STORE is a file to meet
         at without a port. They are killed in the end. Their output is in `folder`/rank*.log."""
+        # on the CPU also where there is one GPU: two ranks cannot share it
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+        shared |= {"CUDA_VISIBLE_DEVICES": ""}
         shared |= {"FORAY_STORE": str(folder / f"store.{next(self._asked)}")} | dict(env or {})
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
         pids = [
