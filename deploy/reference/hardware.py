@@ -38,6 +38,25 @@ It divides the GPUs between engines and learner, chooses ZeRO stage, offload or 
 and sets timeouts by the size of the model. It refuses a preset that does not fit. **No profile has been run on its
 hardware yet:** memory is computed, not measured. On 24 GB only adapters are trained, with ten times the learning rate.
 
+## Seen on one H100
+
+Commit 5a121135 on one H100 80GB, 2026-11-27, driver 580, with what that machine had: torch 2.11.0+cu130, NCCL 2.28.9,
+transformers 5.17.0, DeepSpeed 0.19.8, no network and no SGLang. Weights are random.
+
+| what | seen |
+|---|---|
+| learner, Qwen2.5-1.5B in bfloat16, 64 trajectories, 17 micro-batches of 8,192 tokens | 10,437 trained tokens/s\
+ (31,068 read), 284 TFLOP/s, **MFU .37 of 773 TFLOP/s measured (target .4 missed)**, 53 GiB at most |
+| the same with micro-batches of 4,096 tokens, attention span by span | 8,557 trained tokens/s, MFU .31, 41 GiB |
+| where the GPU's time goes | attention 15 %, most of the rest elementwise kernels: norms, rotary embedding, \
+SwiGLU and casts are not fused |
+| `nccl` between two processes, over sockets because they share the GPU | joined in 5 to 6 s, 3.5 and 3.9 GB/s; \
+a member killed or hanging is noticed after `stall_s` (10 s), and the learner goes on |
+| flat scan of 21M x 768 float16, 131 candidates | figure `retriever_gpu`: 97 % of the bandwidth for one query, \
+10 % of the arithmetic for 2,560 |
+
+SGLang on a GPU, the demo, a run with engines on GPUs and `make gpu-check` as a whole have not been run yet.
+
 ## Placement
 
 `foray up` gives each process its own GPUs by `CUDA_VISIBLE_DEVICES`: engines first (those for evaluation after the

@@ -7,8 +7,8 @@ bytes as the model has, plus one bucket while the copy is renewed. An engine who
 the next view, or gets the announced version again while training waits for data (`send_again`).
 
 With backend `nccl` the tensors stay on the learner's GPU: as many buckets as it has room for are gathered before the
-members pause, each is sent from there, and another stream copies it to main memory meanwhile (`cuda.py`, which has not
-run on a GPU; the tests run everything else with `tests.support.lazy_group`).
+members pause, each is sent from there, and another stream copies it to main memory meanwhile (`cuda.py`; the tests run
+everything else with `tests.support.lazy_group`).
 """
 
 from __future__ import annotations

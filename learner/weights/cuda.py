@@ -1,7 +1,8 @@
 """Everything of weight publishing that needs CUDA: the NCCL group, and buckets that wait on the GPU.
 
-Kept thin, behind `WeightGroup` and `Staging`, whose other implementations run in the tests. None of this module has run
-on a GPU. What it relies on is in torch's source and documentation:
+Kept thin, behind `WeightGroup` and `Staging`, whose other implementations run in the tests. The group has run on one
+H100 (`foray bench transfer`: broadcasts, a member that is killed, one that hangs), the staging on no GPU. What they
+rely on is in torch's source and documentation:
 
 * `ProcessGroupNCCL` reads TORCH_NCCL_* in its constructor. With asynchronous error handling off, its watchdog neither
   tears down the process nor touches a group that a caller aborts.

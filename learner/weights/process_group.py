@@ -192,7 +192,8 @@ class StallTimer:
         self._expired, self._changed = expired, threading.Condition()
         self._due: float | None = None
         self._closed = self._expire = False
-        threading.Thread(target=self._run, name=f"stall {name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"stall {name}", daemon=True)
+        self._thread.start()
 
     def expect(self, seconds: float | None) -> None:
         """Expect the next call within `seconds`; None: nothing is under way."""
@@ -207,10 +208,11 @@ class StallTimer:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the thread, unless it is calling `expired`."""
+        """Stop the thread; wait for an `expired` that it is calling."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+        self._thread.join()
 
     def _run(self) -> None:
         with self._changed:

@@ -88,6 +88,24 @@ def test_the_learner_can_abort_at_any_time_without_waiting(opened: list[LazyGrou
     assert not sender.alive and opened[0].aborts == 1
 
 
+def test_a_sender_has_ended_only_when_its_abort_has(opened: list[LazyGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H100 the process ended with SIGABRT: Python unwound the timer's thread out of NCCL's abort."""
+    sender, go = joined(meeting("g")), threading.Event()
+    abort = opened[0].abort
+    monkeypatch.setattr(sender._timer, "_expired", lambda: (go.wait(20), abort()))
+    LazyGroup.stuck.set()
+    done = sender.send([TENSOR])
+    sender.abort()
+    sender.close()
+    with pytest.raises(RuntimeError):
+        done.result(10)
+    sender._thread.join(0.2)
+    assert sender.alive and not opened[0].aborts
+    go.set()
+    sender.join()
+    assert not sender.alive and opened[0].aborts == 1
+
+
 def test_what_is_expected_after_an_abort_does_not_revoke_it() -> None:
     """The thread that sends may begin a broadcast before the timer's thread has seen the abort."""
     aborts: list[int] = []
