@@ -154,7 +154,7 @@ class DistributedPublishSettings(FilesSettings):
     port: int = Field(default=0, ge=0, le=65535)
     """Rendezvous port of the ranks; 0: a free port for each new group."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """`gloo` sends from main memory over sockets; `nccl` from GPU to GPU (has run between two processes on one GPU only)."""
+    """`gloo` sends from main memory over sockets; `nccl` from GPU to GPU (has run on one GPU only)."""
     bucket_mb: int = Field(default=256, ge=1)
     """Maximum size of one broadcast, in MiB: one is sent while the next is gathered. Small models use smaller ones."""
     flattened: bool = True
