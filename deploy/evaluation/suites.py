@@ -22,9 +22,15 @@ SUITES: dict[str, dict[str, str]] = {
         "musique": "dev",
         "bamboogle": "test",
     },
-    "research": {"hotpotqa": "dev", "2wikimultihopqa": "dev", "musique": "dev", "bamboogle": "test"},
+    "research": {
+        "hotpotqa": "dev",
+        "2wikimultihopqa": "dev",
+        "musique": "dev",
+        "bamboogle": "test",
+        "strategyqa": "train",  # the test set has no answers
+    },
 }
-"""Suite -> data set -> split, as in Search-R1's `qa_search_test_merge.py` and in the ReSearch paper."""
+"""Suite -> data set -> split, as in Search-R1's `qa_search_test_merge.py`, and as in the ReSearch paper with StrategyQA."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 
 

@@ -127,7 +127,7 @@ def record(id_: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_suite_is_read_from_its_directory(tmp_path: Path) -> None:
-    places = ["hotpotqa/dev", "2wikimultihopqa_dev", "musique-dev", "bamboogle"]
+    places = ["hotpotqa/dev", "2wikimultihopqa_dev", "musique-dev", "bamboogle", "strategyqa/train"]
     for place in places:
         lines(tmp_path / f"{place}.jsonl", record("1"), record("2"))
     sets = read_suites(["research"], tmp_path, limit=1)
