@@ -30,7 +30,7 @@ SUITES: dict[str, dict[str, str]] = {
         "strategyqa": "train",  # the test set has no answers
     },
 }
-"""Suite -> data set -> split, as in Search-R1's `qa_search_test_merge.py`, and as in the ReSearch paper with StrategyQA."""
+"""Suite -> data set -> split: as in Search-R1's `qa_search_test_merge.py`, or as in ReSearch with StrategyQA."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 
 
