@@ -10,17 +10,19 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, MagicMock, Mock
 
 import pytest
 
 from learner.checkpoint import checkpoint as module
 from learner.checkpoint.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint.signing import RunKey, run_key
+from learner.checkpointing import CheckpointWriter
 from learner.config.learner import LearnerSettings
 from learner.delivery.state import DeliveryState
 from learner.main import resumed_engine
 from protocol.errors import Fenced, UserError
+from protocol.ledger import Outcome
 from protocol.runtime import files
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -474,3 +476,25 @@ def test_the_key_may_come_from_the_environment_or_from_a_file(tmp_path: Path) ->
     ):
         with pytest.raises(UserError, match=what):
             run_key(tmp_path / "run", environ)
+
+
+def writer(**checkpoints: Any) -> CheckpointWriter:
+    """The writer of a learner at step 3 of a run, over the given calls to its checkpoints."""
+    ctx = MagicMock(checkpoints=Mock(**checkpoints))
+    ctx.delivery.configure_mock(step=3, **{"has_uncommitted.return_value": False})
+    ctx.delivery.ledger.configure_mock(settled=12, counts={Outcome.DEAD: 0})
+    ctx.delivery.counters.skipped_steps, ctx.run.groups_per_step = 0, 4
+    ctx.settings.configure_mock(checkpoint_every=3, checkpoint_s=1e9)
+    return CheckpointWriter(ctx, Mock(), [])
+
+
+def test_a_state_that_its_checkpoint_contains_counts_as_written() -> None:
+    made = writer(**{"committed.return_value": True})
+    assert made.begin() is True and made.checkpoint() is True
+    made.ctx.checkpoints.begin.assert_not_called()
+
+
+def test_a_checkpoint_that_failed_is_unfinished_until_it_is_written() -> None:
+    made = writer(**{"committed.return_value": False, "begin.side_effect": CheckpointFailed("no space")})
+    assert not made.advance()
+    assert not made.begin() and made.advance()

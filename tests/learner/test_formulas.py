@@ -400,7 +400,15 @@ def test_the_bound_is_the_same_for_any_distribution_over_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("squares", "stay"),
-    [([0.0, 0.0], 2), ([1.0, 1.0, 0.5], 0), ([0.3, 0.0], 1), ([], 0), ([400.0, 0.01], 1), ([1, 0.0399], 1)],
+    [
+        ([0.0, 0.0], 2),
+        ([1.0, 1.0, 0.5], 0),
+        ([0.3, 0.0], 1),
+        ([], 0),
+        ([400.0, 0.01], 1),
+        ([1, 0.0399], 1),
+        ([0.04, 0.04], 0),
+    ],
 )
 def test_the_bound_at_its_edges(squares: list[float], stay: int) -> None:
     bound = second_moment_bound([torch.tensor(squares, dtype=torch.float64)], 0.04, lambda vector: vector)

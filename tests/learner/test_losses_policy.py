@@ -25,6 +25,7 @@ from learner.algorithms.losses import (
     sapo,
     weighted_sum,
 )
+from learner.algorithms.losses.policy import clip_gain
 
 JUNK = (math.nan, math.inf, -math.inf)
 
@@ -280,6 +281,13 @@ def test_one_token_by_hand(name, ratio, advantage, loss, gradient, clips):
     assert case.logprobs.grad.item() == pytest.approx(gradient)
     assert out.ratio.item() == pytest.approx(abs(loss) if name == "gmpo" else ratio)  # gmpo's is one after the clip
     assert (out.clipped_low.item(), out.clipped_high.item(), out.clipped_dual.item()) == clips
+
+
+def test_a_ratio_at_the_dual_clip_is_not_beyond_it():
+    ratio = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    out = clip_gain(ratio, -torch.ones_like(ratio), torch.tensor([True]), low=0.2, high=0.28, dual=3.0)
+    out.loss.sum().backward()
+    assert (out.loss.item(), ratio.grad.item(), out.clipped_dual.item()) == (3.0, 1.0, False)
 
 
 def test_sapos_gate_fades_faster_for_negative_advantages():

@@ -17,6 +17,7 @@ from learner.data.packing import holds_several
 from learner.model.architecture import EAGER_ONLY
 from learner.model.attention import block_mask
 from learner.model.loading import load_policy
+from learner.model.parity_check import differences
 from learner.model.policy import PolicyModel, hidden_states
 from protocol.errors import UserError
 from protocol.messages import Status, Trajectory, TrajectoryGroup
@@ -309,6 +310,13 @@ def test_the_check_sees_a_mask_that_leaks_in_any_dtype(dtype, tmp_path, monkeypa
     with pytest.raises(UserError, match="several trajectories in one row"):
         load_policy(tmp_path, ModelSettings(dtype=dtype))
     load_policy(tmp_path, ModelSettings(dtype=dtype), packed=False)
+
+
+def test_differences_from_equal_log_probs_are_not_scaled(monkeypatch):
+    model = policy("qwen3")
+    monkeypatch.setattr("learner.model.parity_check._by_transformers", lambda policy, texts: torch.zeros(8))
+    monkeypatch.setattr("learner.model.parity_check._in_rows", lambda policy, texts: torch.full((8,), 0.25))
+    assert differences(model, packed=False) == {"eager": 0.0, "alone": 0.25}
 
 
 @pytest.mark.parametrize("name", ["mistral", "granite", "mixtral", "qwen3_moe", "gemma2"])

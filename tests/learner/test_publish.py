@@ -24,7 +24,7 @@ from learner.config.learner import (
 )
 from learner.weights import build_publisher
 from learner.weights import disk as module
-from learner.weights.base import BadWeights, WeightPublisher
+from learner.weights.base import Announcement, BadWeights, WeightPublisher
 from protocol.errors import UserError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
 from protocol.runtime.config import section
@@ -295,3 +295,15 @@ def test_a_transport_is_chosen_by_its_name_and_files_are_the_default() -> None:
     assert (chosen.type, chosen.keep_versions) == ("distributed", 4)
     with pytest.raises(UserError, match="disk"):
         section({"learner": {"publish": {"type": "pigeon"}}}, "learner", LearnerSettings)
+
+
+def test_a_path_is_announced_only_for_the_target_and_only_once() -> None:
+    link = RecordingLink()
+    announcement = Announcement(link)
+    updates = [WeightUpdate(run="t1", epoch=1, step=step, digest="d", path="") for step in (1, 2)]
+    older, target = (update.model_copy(update={"path": "/w"}) for update in updates)
+    assert announcement.add_path(target) is False
+    announcement.set(updates[1], "ready")
+    assert announcement.add_path(older) is False
+    assert announcement.add_path(target) is True and announcement.add_path(target) is False
+    assert link == [(updates[1], "ready"), (target, "ready")]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -353,6 +354,14 @@ def test_ranks_without_a_shared_folder_are_refused_at_the_start(tmp_path: Path, 
         assert "do not share the folder" in said and f"rank 1: {tmp_path / 'own1'} is not the folder of rank 0" in said
         assert "run.dir" in said and (tmp_path / f"left{rank}").read_text() in "01"
     assert not [*tmp_path.glob("*/.probe*")]
+
+
+def test_rank_0_removes_the_file_that_all_ranks_have_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SimpleNamespace(rank=0, send=lambda name: None, gather_errors=lambda ok, text: [] if ok else [text])
+    monkeypatch.setattr("learner.engine.ranks.join_ranks", lambda: None)
+    monkeypatch.setattr("learner.trainer.distributed.channel.RankChannel", lambda: alone)
+    worker.require_shared_folder(tmp_path / "shared")
+    assert not [*(tmp_path / "shared").iterdir()]
 
 
 def without_a_port() -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 
 from learner.config.model import DeepSpeedSettings, LoraSettings, ModelSettings, OptimSettings, ReferenceSettings
 from learner.engine import DeepSpeedEngine
+from learner.engine.ranks import join_ranks
 from learner.model.loading import load_policy
 from learner.trainer import reference as module_under_test
-from learner.trainer.reference import Reference, build_reference, share_frozen
+from learner.trainer.reference import Reference, build_reference, shard, share_frozen
 from protocol.errors import UserError
 
 
@@ -333,6 +335,18 @@ def test_a_reference_in_another_dtype(directory):
     )
     assert {p.dtype for p in narrow._module.parameters()} == {torch.bfloat16}
     torch.testing.assert_close(narrow.scores(*inputs()).logprobs, run.policy(), rtol=0.1, atol=0.1)
+
+
+@torch.no_grad()
+def test_a_sharded_reference_is_read_from_its_files_and_stays_sharded_after_use(directory):
+    join_ranks()
+    whole, parts = (load_policy(directory, ModelSettings(), sharded=sharded).eval() for sharded in (False, True))
+    assert parts.stored is not None
+    shard(parts, torch.device("cpu"))
+    expected = dict(whole.named_parameters())
+    assert all(torch.equal(p.full_tensor(), expected[name]) for name, p in parts.named_parameters())
+    assert_close(parts(*inputs()).logprobs, whole(*inputs()).logprobs)
+    assert all(isinstance(p, DTensor) for p in parts.parameters())
 
 
 @pytest.mark.slow

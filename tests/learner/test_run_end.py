@@ -23,10 +23,12 @@ from learner.delivery.state import DeliveryState
 from learner.delivery.token_accounting import TokenAccounting, TokenOutcome
 from protocol import events
 from protocol.codec import SCHEMA_MAJOR, decode_as, pack, unpack
+from protocol.errors import UserError
 from protocol.header import checksum, read_header
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot, Task
 from protocol.run_meta import parse_run_meta, tokenizer_digest
+from protocol.runtime.redis.server import function_library
 from protocol.settings import RunSettings
 from tests.support import tiny_learner
 
@@ -67,6 +69,19 @@ def test_a_run_publishes_its_metadata_and_its_history(
     assert {(line["process"], line["id"]) for line in reported} == {("learner", "0")}
     assert [line["kind"] for line in reported] == ["epoch", "checkpoint", "checkpoint", "checkpoint", "done"]
     assert reported[0]["text"] == "epoch 1 begins at step 0 of 8" and "accounting is consistent" in reported[-1]["text"]
+
+
+def test_functions_of_another_foray_are_replaced_at_the_start(
+    run: RunSettings, settings: LearnerSettings, db: redis.Redis
+) -> None:
+    def stop(*_: object) -> Any:
+        raise UserError("no such model")
+
+    db.function_load(function_library() + "\n-- older", replace=True)
+    with pytest.raises(UserError, match="no such model"):
+        learner.main.serve(run, settings, make_engine=stop)
+    ((library),) = db.function_list(withcode=True)
+    assert function_library().encode() in library
 
 
 def test_token_accounting_is_exported(

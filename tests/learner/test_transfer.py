@@ -6,7 +6,7 @@ The nodes are scripted here; `test_publish_distributed.py` has the same with rea
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
@@ -167,3 +167,30 @@ def test_engines_that_cut_the_weights_differently_are_not_compared_with_each_oth
     transfer({"e/1": one, "e/2": two, "e/3": two})
     with pytest.raises(TransferFailed, match="checksums of the sglang/tp2"):
         transfer({"e/1": one, "e/2": two, "e/3": {**two, "checksum": "another"}})
+
+
+@pytest.mark.parametrize(("room", "before"), [(0, 1), (2, 2), (3, 3)])
+def test_no_more_is_gathered_before_the_pause_than_there_is_room_for(room: int, before: int) -> None:
+    bucket = layout(NAMED)
+    packed = PackedBucket(bucket, torch.cat([tensor.view(torch.uint8) for _, tensor in NAMED]))
+    view = WeightView(
+        run="t", epoch=1, step=1, number=1, phase="prepare", members=("e/1",), buckets=(bucket,) * 4,
+        rank_offsets=(1,), group="g", address="127.0.0.1", port=1, world_size=2,
+    )  # fmt: skip
+    gathered: list[int] = []
+    at_pause: list[int] = []
+
+    class Pausing(EngineLink):
+        def view(self, view: WeightView, ttl_s: float) -> None:
+            super().view(view, ttl_s)
+            if view.phase == "transfer":
+                at_pause.append(len(gathered))
+
+    def buckets() -> Iterator[PackedBucket]:
+        for number in range(4):
+            gathered.append(number)
+            yield packed
+
+    made = Transfer(cast(Any, Pausing({"e/1": {}})), cast(GroupSender, Sent()), view, None, {"e/1": ""})
+    made.run(buckets(), prepare_s=30, transfer_s=30, stall_s=30, room=room * packed.flat.numel())
+    assert (at_pause, len(gathered)) == ([before], 4)

@@ -7,8 +7,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import redis
@@ -18,7 +20,7 @@ from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import LearnerSettings
 from learner.config.validation import ValidationSettings
 from learner.validation import asking, validator
-from learner.validation.results import ValidationFiles, best_of, suite_means
+from learner.validation.results import ValidatedPolicy, ValidationFiles, best_of, suite_means
 from learner.validation.validator import load_suites
 from protocol.codec import decode_as, encode
 from protocol.errors import UserError
@@ -375,3 +377,21 @@ def test_suites_are_named_by_their_records_and_cut_to_their_limit(tmp_path: Path
     twice = ValidationSettings.model_validate({"suites": [str(both), str(both)]})
     with pytest.raises(UserError, match=r"two of learner\.eval\.suites are named 'a'"):
         load_suites(twice)
+
+
+@pytest.mark.parametrize(("eval_step", "train_step", "lost"), [(2, 5, False), (3, 2, True)])
+def test_a_version_is_lost_when_the_engines_for_evaluation_have_left_it(
+    eval_step: int, train_step: int, lost: bool, tmp_path: Path
+) -> None:
+    engines = [
+        EngineInfo(id=role, url="u", epoch=1, step=step, state=NodeState.READY, role=role, incarnation="a")
+        for role, step in (("eval", eval_step), ("rollout", train_step))
+    ]
+    link = SimpleNamespace(engines=lambda: engines)
+    policy = ValidatedPolicy("step_2.e1", 2, 1, "1.2")
+    made = asking.Asking(
+        policy, WeightUpdate(run="t1", epoch=1, step=2, digest="d", path="/w"), {}, ValidationSettings(),
+        cast(asking.RunLink, link), ValidationFiles(tmp_path), threading.Event(), lambda done, of: None,
+    )  # fmt: skip
+    with pytest.raises(asking.ValidationLost) if lost else nullcontext():
+        made._check_version()
