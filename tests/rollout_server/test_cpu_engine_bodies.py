@@ -70,6 +70,23 @@ def test_the_documented_limits_of_generate_are_those_that_are_checked(name: str,
         generate(**{name: value - 1})
 
 
+def shortest(schema: dict[str, Any]) -> Any:
+    """Return the shortest value that a schema of prompts allows."""
+    if schema["type"] == "array":
+        return [shortest(schema["items"])] * schema["minItems"]
+    return {"integer": 0, "string": "x"}[schema["type"]]
+
+
+@pytest.mark.parametrize("name", ["input_ids", "text"])
+def test_the_documented_least_numbers_of_prompts_and_tokens_are_those_that_are_checked(name: str) -> None:
+    parts = openapi.GENERATE["properties"][name]["anyOf"]
+    for value in map(shortest, parts):
+        body = {"input_ids": None, name: value}
+        generate(**body)
+        with pytest.raises(BadRequest, match=r"non-empty|text must be"):
+            generate(**body | {name: value[:-1] if isinstance(value, list) else []})
+
+
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_the_documented_limits_of_openais_bodies_are_those_that_are_checked(kind: str) -> None:
     schema, parse = (openapi.COMPLETION, completion) if kind == "completion" else (openapi.CHAT, chat)

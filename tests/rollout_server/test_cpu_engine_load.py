@@ -15,7 +15,7 @@ from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model import runner
 from rollout_server.cpu_engine.model.tokenizer import LONG_TEXT, Tokenizer
 from rollout_server.cpu_engine.scheduler import scheduler
-from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams
+from rollout_server.cpu_engine.scheduler.request import EngineCounters, Request, SamplingParams
 from rollout_server.cpu_engine.server import generate, openai_bodies
 from rollout_server.cpu_engine.server import validation as bodies
 from rollout_server.cpu_engine.server import validation as contract
@@ -218,3 +218,10 @@ def test_prompts_that_lack_little_are_not_padded_to_whole_ones() -> None:
     assert whole.token.tolist() == [*range(300), *range(345, 625)] and rests.token.tolist() == list(range(300, 345))
     assert rests.row.tolist() == [0] * 20 + [1] * 25 and rests.offset.tolist() == [*range(20), *range(25)]
     assert rests.masks[0][0, 0, 5].eq(0).tolist() == [key <= 295 for key in range(310)]
+
+
+def test_the_throughput_is_of_the_last_second_of_work() -> None:
+    counters = EngineCounters()
+    for tokens, now, throughput in ((10, 100.0, 0.0), (10, 100.5, 0.0), (20, 101.5, 20.0), (9, 200.0, 20.0)):
+        counters.count_tokens(tokens, now)
+        assert counters.throughput == throughput

@@ -184,3 +184,8 @@ async def test_what_cannot_be_had_says_why_and_the_documentation_lists_it(client
     for path, why in ABSENT.items():
         assert why in (await post(client, path, 400))["error"]["message"] and path in listed
     assert (await post(client, "/open_session", 404))["error"]["type"] == "not_found_error"
+
+
+async def test_a_session_that_was_never_begun_cannot_end(client: Client) -> None:
+    answer = await client.post("/end_weight_update", json={})
+    assert answer.status == 400 and "begin_weight_update" in await answer.text()

@@ -211,6 +211,8 @@ def test_ignore_eos_silences_stop_token_ids_but_not_stop_strings(tmp_path: Path)
 def test_text_is_cut_before_the_stop_string_and_half_a_character_is_held_back(tmp_path: Path) -> None:
     r, tokens = ended(tmp_path, stop=("</search>",))
     assert visible_text(r, len(r.output_ids), tokens) == "<search> who founded müller "
+    at_once, _ = ended(tmp_path, stop=("<",))
+    assert visible_text(at_once, len(at_once.output_ids), tokens) == ""
     r.finish = None
     seen = [visible_text(r, n, tokens) for n in range(len(r.output_ids) + 1)]
     assert all(later.startswith(earlier) and "\ufffd" not in later for earlier, later in itertools.pairwise(seen))

@@ -40,8 +40,9 @@ def test_what_is_written_is_what_is_read() -> None:
     raw = {name.encode(): value.encode() for name, value in meta.fields().items()}
     assert parse_run_meta(raw) == meta and parse_run_meta(raw | {b"colour": b"red"}).facts["colour"] == "red"
     assert parse_run_meta({}) is None, "an older learner, or none yet"
-    for spoilt in (b"", b"1", b"one.two", b"1.-1", b"1.2.3", b"9" * 30 + b".1", b"\xff"):
+    for spoilt in (b"", b"1", b"one.two", b"1.-1", b"1.2.3", b"9" * 30 + b".1", b"1." + b"9" * 19, b"\xff"):
         assert parse_run_meta({b"schema": spoilt}) is None
+    assert parse_run_meta({b"schema": b"1." + b"9" * 18}) == RunMeta((1, 10**18 - 1))
 
 
 def test_the_name_of_a_tokenizer_is_of_what_it_says_and_not_of_how_it_is_written(tmp_path: Path) -> None:

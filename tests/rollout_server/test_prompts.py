@@ -49,7 +49,8 @@ def test_search_r1_lists_passages_as_it_was_trained_with_title_line_and_all() ->
 
 def test_the_demo_template_is_made_of_the_constants_its_warm_start_reads() -> None:
     template = TEMPLATES[demo.NAME]
-    assert written(template, "where is a ?") == demo.PROMPT.format(question="where is a ?")
+    for question in ("where is a ?", "where is a"):
+        assert written(template, question) == demo.PROMPT.format(question=question)
     shown = demo.OBSERVATION.format(passages=demo.PASSAGE_SEPARATOR.join(["( Emma ) A novel."] * 2))
     before, after = template.observation_frame
     assert before + template.format_passages([PASSAGES[0]] * 2) + after == shown

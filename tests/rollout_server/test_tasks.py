@@ -156,6 +156,19 @@ async def test_what_was_delivered_to_a_connection_that_broke_is_begun_at_once(wo
         await eventually(lambda: server.begun == [1], "it is begun", 5.0)
 
 
+@pytest.mark.fault(32)
+async def test_a_lost_task_is_found_behind_those_in_flight(world) -> None:
+    server = Server(world, "a", concurrency=2)
+    world.issue(make_task(1))
+    async with server.running():
+        await eventually(lambda: server.begun == [1], "it is begun")
+        with world.sync.pipeline() as pipe:  # atomic: no blocked read of `a` gets it
+            pipe.xadd(world.keys.tasks, {"seq": 2, "b": encode(make_task(2))})
+            pipe.xreadgroup("rollout", "a", {world.keys.tasks: ">"}, count=1)
+            pipe.execute()
+        await eventually(lambda: server.begun == [1, 2], "the second is begun", 5.0)
+
+
 def blocked(world) -> list[str]:
     """Ids of the connections that wait for tasks."""
     return [one["id"] for one in world.sync.client_list() if one["cmd"] == "xreadgroup" and "b" in one["flags"]]

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rollout_server.search import balancer, replica
+from rollout_server.search.base import SearchError
 from rollout_server.search.client import HttpSearch, HttpSearchSettings
 from tests.support.fake_search import HTML, FakeRetriever, Fault
 from tests.support.waiting import eventually
@@ -175,6 +176,18 @@ async def test_a_search_that_is_cancelled_just_as_its_turn_comes_passes_it_on() 
         assert (await second).replica.url == retriever.url
 
 
+async def test_a_search_that_is_cancelled_as_the_last_retriever_is_ejected_ends_as_cancelled() -> None:
+    async with FakeRetriever() as retriever, Client(retriever, connections=1) as client:
+        balancer = client.search.balancer
+        permit = await balancer.acquire(())
+        waiting = asyncio.create_task(balancer.acquire(()))
+        await asyncio.sleep(0)
+        balancer.failed(permit, SearchError("unreachable", served=False, refused=True), 0.0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
 async def test_a_queue_longer_than_the_limit_is_backpressure() -> None:
     async with FakeRetriever() as retriever, Client(retriever, connections=2) as client:
         retriever.script = lambda query: Fault(after_s=0.05)
@@ -205,11 +218,12 @@ async def test_replicas_with_different_indexes_are_a_warning(
     assert [r.message for r in caplog.records if "serves a different index" in r.message]
 
 
-async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind() -> None:
+async def test_closing_in_the_middle_of_an_outage_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     async with FakeRetriever() as retriever:
         client = Client(retriever)
     searches = client.start(5)
     await eventually(lambda: client.search.outage, "no server listens")
+    assert not [r for r in caplog.records if r.levelno == logging.ERROR], "the address may be right"
     await client.search.close()
     assert {(await task).error for task in searches} == {"closed"}
     assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from rollout_server.search.balancer import BreakerState, CircuitBreaker
 from rollout_server.search.base import SearchError, error_named_by_server, error_of_status
 from rollout_server.search.limiter import GradientLimit
-from rollout_server.search.replica import HealthCheck, HealthVerdict, Replica
+from rollout_server.search.replica import QUERY, HealthCheck, HealthVerdict, Replica, probe
 
 
 def replica(url: str = "http://a") -> Replica:
@@ -47,6 +49,18 @@ def test_a_doubtful_failure_is_probed_once_at_a_time(cause: str) -> None:
     assert r.failed(SearchError(cause)) is HealthVerdict.DOUBTFUL
     r.probing = True
     assert r.failed(SearchError(cause)) is HealthVerdict.FINE
+
+
+async def test_a_probe_repeats_the_last_query_that_was_answered() -> None:
+    class Asked(list[str]):
+        async def search(self, url: str, query: str, timeout_s: float) -> None:
+            self.append(query)
+
+    r, asked = replica(), Asked()
+    for _ in range(2):
+        assert await probe(cast(Any, asked), r, HealthCheck.QUERY, ready_s=1, query_s=1) == ""
+        r.succeeded("emma")
+    assert asked == [QUERY, "emma"]
 
 
 def test_pauses_between_probes_grow_and_restart_after_the_next_failure() -> None:
