@@ -8,7 +8,6 @@ the page open. Ratio: closed over open.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pydantic import Field
 
 from benchmarks.asynchrony import warm_model
 from benchmarks.base import BenchResult, BenchSettings, Say, Target, cpu_seconds
+from deploy.launcher.progress import read_steps
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ class DashboardBench(BenchSettings):
         stop.set()
         if is_open:
             reader.join(30)
-        path = launcher.config.run.dir / "metrics.jsonl"
-        records = [json.loads(line) for line in path.read_text().splitlines()]
+        records = read_steps(launcher.config.run.dir / "metrics.jsonl").values()
         tokens = sum(record["tokens_trained"] for record in records if first < record["step"] <= last)
         row = {"open": is_open, "tokens": tokens} | {name: ended[name] - begun[name] for name in ended}
         say(f"steps {first + 1} to {last}, page {'open' if is_open else 'closed'}: {row}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.launcher.progress import StepTail
+from deploy.launcher.progress import WHOLE, StepTail, keep_step
 from deploy.launcher.run_dir import read_record
 from learner.validation.results import ValidationFiles
 
@@ -22,21 +22,18 @@ class StepFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
-        self._tail = StepTail(path, whole=True)
+        self._tail = StepTail(path, start=WHOLE)
         self._steps: dict[int, dict[str, float]] = {}
 
     def update(self) -> None:
         """Read what was appended. Records are kept flat: `seconds/wait` for {"seconds": {"wait": ...}}."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < self._read:  # the file of another run has taken its place
-            self._tail, self._steps = StepTail(self._path, whole=True), {}
+            self._tail, self._steps = StepTail(self._path, start=WHOLE), {}
         self._read = size
         for record in self._tail.read():
-            if isinstance(record, dict) and isinstance(step := record.get("step"), int):
-                if self._steps and step <= next(reversed(self._steps)):
-                    # a learner that resumed from an earlier checkpoint trains the later steps again
-                    self._steps = {known: flat for known, flat in self._steps.items() if known < step}
-                self._steps[step] = _flat(record)
+            if isinstance(step := record.get("step"), int):
+                keep_step(self._steps, step, _flat(record))
 
     @property
     def last(self) -> dict[str, float]:

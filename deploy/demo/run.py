@@ -25,7 +25,7 @@ import yaml
 from deploy.config import RunConfig, from_tree
 from deploy.demo.world import HARD, SHORT, Hops, Level, Lookup, World, write_jsonl
 from deploy.launcher.launcher import Launcher
-from deploy.launcher.progress import parse_record
+from deploy.launcher.progress import read_steps
 from deploy.launcher.run_dir import is_held, read_record, unique_id
 from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from protocol.errors import ForayError, UserError
@@ -179,7 +179,7 @@ def _clear(directory: Path, *, fresh: bool) -> None:
         )
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and not fresh:
-        steps = len(metrics.read_text().splitlines())
+        steps = len(read_steps(metrics))
         finished = (directory / "summary.json").exists() or read_record(directory).get("state") == "done"
         go_on = "" if finished else f"resume it with `foray up {directory / CONFIG_COPY}`; or "
         raise UserError(
@@ -315,7 +315,7 @@ def scores(
 
 def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
     """Return the run part of the summary: steps, delivery, lag, tokens."""
-    steps = [parse_record(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = list(read_steps(directory / "metrics.jsonl").values())
     ledger = read_ledger_totals(directory)
     rollouts, learner = seen.of("rollout"), seen.learner
     trained = sum(step["tokens_trained"] for step in steps)

@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 RECENT = 20
 """Number of steps for rates and the remaining time."""
-TAIL_BYTES = 256 * 1024
+TAIL_BYTES, WHOLE = 256 * 1024, 1 << 62
+"""Bytes to read from the end of the file."""
 RENAMED = {"em_mean": "reward/em", "length_mean": "response_length_mean"}
 """Former field name -> present name, for runs that an earlier version started."""
 
@@ -22,11 +23,11 @@ def parse_record(line: str | bytes) -> Any:
 
 
 class StepTail:
-    """Read records appended to `path` since the last call, at first since construction, or all of them if `whole`."""
+    """Read records appended to `path` since the last call, at first since construction, or its last `start` bytes."""
 
-    def __init__(self, path: Path, *, whole: bool = False) -> None:
+    def __init__(self, path: Path, *, start: int = 0) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() and not whole else 0
+        self._offset = max(0, path.stat().st_size - start) if path.exists() else 0
         self.last: dict[str, Any] = {}
 
     def read(self) -> Iterator[dict[str, Any]]:
@@ -44,8 +45,29 @@ class StepTail:
             except ValueError:
                 # a killed learner left half a line, and the next one appended to it
                 continue
-            self.last = record
-            yield record
+            if isinstance(record, dict):
+                self.last = record
+                yield record
+
+
+Kept = TypeVar("Kept")
+
+
+def keep_step(steps: dict[int, Kept], step: int, record: Kept) -> None:
+    """Add a step to `steps`, in the order of the file, without those that it shows to be rolled back."""
+    while steps and next(reversed(steps)) >= step:
+        # a learner that resumed from an earlier checkpoint trains the later steps again
+        steps.popitem()
+    steps[step] = record
+
+
+def read_steps(path: Path, last_bytes: int = WHOLE) -> dict[int, dict[str, Any]]:
+    """Return step -> record of a `metrics.jsonl`, ascending, without rolled-back steps and half lines; {}: no file."""
+    steps: dict[int, dict[str, Any]] = {}
+    for record in StepTail(path, start=last_bytes).read():
+        if isinstance(step := record.get("step"), int):
+            keep_step(steps, step, record)
+    return steps
 
 
 @dataclass(frozen=True)
@@ -82,24 +104,8 @@ class RunHistory:
 
 def read_history(path: Path) -> RunHistory:
     """Read the end of a `metrics.jsonl`. Return an empty history if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return RunHistory()
-    records: list[dict[str, Any]] = []
-    for line in reversed(lines):
-        try:
-            record = parse_record(line)
-        except ValueError:
-            continue
-        if not isinstance(record, dict) or len(records) == RECENT:
-            break
-        if records and record.get("epoch") != records[0].get("epoch"):
-            break
-        records.append(record)
+    records = list(read_steps(path, TAIL_BYTES).values())[-RECENT:]
     if not records:
         return RunHistory()
-    last = {name: float(value) for name, value in records[0].items() if isinstance(value, int | float)}
-    return RunHistory(last, tuple(reversed(records)))
+    last = {name: float(value) for name, value in records[-1].items() if isinstance(value, int | float)}
+    return RunHistory(last, tuple(r for r in records if r.get("epoch") == records[-1].get("epoch")))

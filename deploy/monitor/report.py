@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.commands.version import versions
-from deploy.commands.watch.curves import fields_of, read_records, read_validations
+from deploy.commands.watch.curves import fields_of, read_validations
+from deploy.launcher.progress import read_steps
 from deploy.launcher.run_dir import Located, configuration_of, read_configuration
 from deploy.monitor.replay_view import Decoder, Shown, choose
 from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals
@@ -36,7 +37,7 @@ MOST_CHARS = 20_000
 def build_report(found: Located, seen: RunSnapshot, tokens: Decoder | None) -> Report:
     """Return the report of a run. tokens: decodes trajectories; None: they are left out."""
     directory = found.directory
-    records = surviving(read_records(directory)) if (directory / "metrics.jsonl").exists() else {}
+    records = read_steps(directory / "metrics.jsonl")
     entries: Sequence[JournalEntry] = recent_groups(directory)
     wrong = problems(seen, max_lag=found.run.max_lag)
     sections = [
@@ -51,14 +52,6 @@ def build_report(found: Located, seen: RunSnapshot, tokens: Decoder | None) -> R
         Section("Environment of this report", examples=(Example("versions", tuple(_present(versions()))),)),
     ]
     return Report(f"Run {found.run.id}", tuple(sections), tuple(_facts(found, seen, records)))
-
-
-def surviving(records: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """Return step -> record; of two records of a step, the one of the higher epoch."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for record in sorted(records, key=lambda one: (one["step"], one.get("epoch", 0))):
-        found[int(record["step"])] = record
-    return found
 
 
 def recent_groups(directory: Path) -> list[JournalEntry]:

@@ -41,8 +41,6 @@ class Meter:
         self._text: dict[str, str] = {"state": "starting", "bottleneck": ""}
         self._trained: deque[tuple[float, int, int]] = deque([(self._start, 0, 0)])
         """(when, tokens, groups) of steps"""
-        self.generated_per_s: float | None = None
-        """Tokens per second of all rollout servers, as last reported; None if none reports it."""
         self._histograms: dict[str, Histogram] = {}
 
     @contextmanager
@@ -155,7 +153,10 @@ class StepLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
+        if not whole:  # a killed learner left half a line
+            self._file.write("\n")
 
     def append(self, facts: dict[str, Any]) -> None:
         """Append one line. If the disk is full, it is kept in memory and written with a later one."""

@@ -11,7 +11,8 @@ import pytest
 
 from deploy.cli import main
 from deploy.commands.watch.curves import running_means, windows
-from deploy.launcher.progress import read_history
+from deploy.dashboard.files import StepFile
+from deploy.launcher.progress import read_history, read_steps
 
 
 def write_run(directory: Path, values: list[float], *, epoch: int = 1, first: int = 1, mode: str = "w") -> Path:
@@ -50,7 +51,7 @@ def test_without_a_metric_an_overview_is_shown(tmp_path: Path, capsys: pytest.Ca
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         lines = [json.dumps({"step": s, **dict.fromkeys(fields, s / 10), "x": 1}) for s in range(1, 36)]
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join([*lines, ""]))
     assert main(["curves", str(tmp_path / "a")]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[1] == ["step", *fields] and [row[0] for row in rows[2:]] == ["10", "20", "30", "35"]
@@ -84,6 +85,23 @@ def test_of_a_step_trained_twice_the_surviving_epoch_counts(tmp_path: Path, caps
     run = write_run(tmp_path / "a", [0.0, 0.0])
     write_run(run, [1.0], epoch=2, first=2, mode="a")
     assert curves(capsys, str(run), "--every", "1") == {str(run): {"1": 0.0, "2": 1.0}}
+
+
+def test_steps_that_were_rolled_back_are_gone_everywhere_and_half_a_line_is_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "a", [0.1] * 20)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "rew\n')  # a killed learner
+    write_run(run, [0.5, 0.6], epoch=2, first=11, mode="a")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "rew')
+    assert list(curves(capsys, str(run), "--every", "1")[str(run)].items())[-2:] == [("11", 0.5), ("12", 0.6)]
+    found = read_history(run / "metrics.jsonl")
+    assert found.last["step"] == 12 and [r["step"] for r in found.recent] == [11, 12]
+    pages = StepFile(run / "metrics.jsonl")
+    pages.update()
+    assert list(read_steps(run / "metrics.jsonl")) == pages.curves(["reward/em"])["step"] == list(range(1, 13))
 
 
 def test_two_runs_are_compared_at_equal_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.launcher.progress import RENAMED, parse_record
+from deploy.launcher.progress import RENAMED, read_steps
 from learner.validation.results import ValidationFiles
 from protocol.errors import UserError
 
@@ -108,7 +108,7 @@ def baselines_of(given: Sequence[str]) -> dict[str, float]:
 
 
 def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, float]]:
-    """Return metric -> step -> value, for `metric` or the overview. If a step has two lines, the later epoch counts.
+    """Return metric -> step -> value, for `metric` or the overview.
 
     Raises UserError if there is no run or no such field.
     """
@@ -121,7 +121,6 @@ def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, floa
     if metric and lines and metric not in known:
         path, todo = directory / "metrics.jsonl", f"choose one of {', '.join(known)}"
         raise UserError(f"{path} has no field {metric!r}", todo=todo)
-    lines.sort(key=lambda line: (line["step"], line.get("epoch", 0)))
     wanted = [metric] if metric else [name for name in OVERVIEW if name in known]
     return {
         name: {int(line["step"]): float(line[name]) for line in lines if line.get(name) is not None} for name in wanted
@@ -139,12 +138,11 @@ def read_validations(directory: Path) -> dict[str, dict[int, float]]:
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
-    """Return all lines of a run, with present names. Raises UserError if there is no run."""
+    """Return the steps of a run without those that were rolled back. Raises UserError if there is no run."""
     path = directory / "metrics.jsonl"
-    try:
-        return [parse_record(line) for line in path.read_text().splitlines()]
-    except FileNotFoundError:
-        raise UserError(f"no run found in {directory}", why=f"{path} does not exist") from None
+    if not path.exists():
+        raise UserError(f"no run found in {directory}", why=f"{path} does not exist")
+    return list(read_steps(path).values())
 
 
 def fields_of(records: Sequence[dict[str, Any]]) -> list[str]:
