@@ -200,7 +200,6 @@ def build_delivery(
         MissingSeqReconciler(store, delivery, consumer, event_log),
         requests,
         redis_audit,
-        meter,
         snapshot_source(run, delivery, lease, meter, audit),
         reconcile_s=settings.reconcile_s,
     )

@@ -18,7 +18,6 @@ from learner.delivery.issuer import TaskIssuer
 from learner.delivery.lease import LearnerLease
 from learner.delivery.reconciler import MissingSeqReconciler, RequeueRequests
 from learner.delivery.store import RunStore
-from learner.observability.metrics import Meter
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot
 from protocol.runtime.redis.errors import BestEffort, RedisFull, RedisUnavailable
@@ -153,13 +152,11 @@ class MaintenanceTask:
         reconciler: MissingSeqReconciler,
         requests: RequeueRequests,
         cross: RedisAudit,
-        meter: Meter,
         snapshot: Callable[[], MetricsSnapshot],
         *,
         reconcile_s: float,
     ) -> None:
         self._store, self._issuer, self._reconciler = store, issuer, reconciler
-        self._meter = meter
         self._requests, self._cross, self.snapshot = requests, cross, snapshot
         self._reconciling, self._metrics, self._complaints = map(Interval, (reconcile_s, METRICS_S, SILENCE_S))
         self._reconciling.due()  # first due after one interval
@@ -178,14 +175,9 @@ class MaintenanceTask:
                 log.warning("issuing tasks is paused: %s", error)
         if self._metrics.due():
             self._cross.update()
-            self._best_effort(self._note_rate)
             self.report()
             if self._issuer.enabled.is_set():
                 self._best_effort(self._requests.tick)
-
-    def _note_rate(self) -> None:
-        self._meter.generated_per_s = None
-        self._meter.generated_per_s = self._store.generated_per_s()
 
     def report(self) -> None:
         """Publish the current metrics."""

@@ -59,6 +59,7 @@ class DeliveryState:
     accounting outcome of the tokens of every entry
     requests   seqs reopened on request, while Redis may still contain the request
     closed     the last step is done: nothing is reopened
+    reported_tokens  tokens that had arrived when the last step was reported
 
     An entry is acknowledged once a durable checkpoint contains the outcome of its seq and its tokens. Until then it is
     in `unacked`, and a successor counts it as new. So nothing is counted twice or missed.
@@ -78,6 +79,7 @@ class DeliveryState:
     accounting: TokenAccounting = field(default_factory=TokenAccounting)
     requeue_requests: set[int] = field(default_factory=set)
     finished: bool = False
+    reported_tokens: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def limit(self, *, max_lag: int, groups_per_step: int, steps: int) -> int:
@@ -173,6 +175,14 @@ class DeliveryState:
         with self.lock:
             return {f"groups_filtered_{reason}": n for reason, n in self.ledger.filtered.items()}
 
+    def step_counts(self, step_s: float) -> dict[str, float]:
+        """Return the counts that belong to the report of a step of `step_s` seconds. The next step starts here."""
+        with self.lock:
+            arrived, self.reported_tokens = self.accounting.generated - self.reported_tokens, self.accounting.generated
+            rate = arrived / max(step_s, 1e-9)
+            dead = self.ledger.counts[Outcome.DEAD]
+            return {"settled": self.ledger.settled, "dead": dead, "tokens_generated_per_s": rate}
+
     def in_flight(self) -> list[int]:
         """Return the seqs that are issued and not settled, ascending."""
         with self.lock:
@@ -205,6 +215,7 @@ class DeliveryState:
             self.committed = Ledger.from_state(state["ledger"])
             self.counters = RunCounters(**{k: int(v) for k, v in state["tally"].items() if k in known})
             self.accounting = TokenAccounting.from_state(state.get("tokens", {}))
+            self.reported_tokens = self.accounting.generated
             self.unacked = {id_.encode(): 0 for id_ in state.get("entries", ())}
             self.durable = set(self.unacked)
             self.due = {int(seq) for seq in state.get("due", ())}

@@ -330,12 +330,6 @@ class RunStore(AccountingStore):
         # registrations of another version of Foray may lack what they load
         return [info for raw in raws if raw is not None and (info := _decoded(EngineInfo, raw)) is not None]
 
-    def generated_per_s(self) -> float | None:
-        """Return the reported tokens per second of all rollout servers; None if none reports it."""
-        values = [info.values for info in self._rollout_snapshots()]
-        rates = [found["tokens_generated_per_s"] for found in values if "tokens_generated_per_s" in found]
-        return sum(rates) if rates else None
-
     def _rollout_snapshots(self) -> list[MetricsSnapshot]:
         with translate_errors(self.keys.processes):
             names = [

@@ -53,8 +53,10 @@ STEP: Table = {
     "groups_per_s": gauge("Groups trained per second of the step."),
     "trajectories_per_s": gauge("Trajectories of the trained groups per second of the step."),
     "tokens_generated_per_s": gauge(
-        "Tokens per second that all rollout servers receive from engines, over 10 seconds."
+        "Tokens that arrived from the rollout servers since the last step, per second of the step."
     ),
+    "settled": gauge("Seqs that are settled."),
+    "dead": gauge("Seqs settled as dead, minus those reopened: their questions failed."),
     "devices": gauge(
         "Ranks of the learner and of all engines that were registered when the step was published: its GPUs, or its "
         "processes that compute on CPUs."
@@ -136,7 +138,6 @@ RUN: Table = {
         "Seqs settled as filtered: all rewards of the group are equal, or it was left over at the end."
     ),
     "stale": gauge("Seqs settled as stale, minus those reopened."),
-    "dead": gauge("Seqs settled as dead, minus those reopened."),
     "steps": gauge("Total number of steps of the run."),
     "groups_trained": counter("Groups that were trained."),
     "tokens_trained": counter("Tokens with a gradient in the groups that were trained."),
@@ -144,7 +145,6 @@ RUN: Table = {
     "tokens_trained_per_s": gauge("Tokens with a gradient per second, over the last 30 seconds."),
     "groups_trained_per_s": gauge("Groups trained per second, over the last 30 seconds."),
     "issued": gauge("Highest seq that was issued."),
-    "settled": gauge("Seqs that are settled."),
     "watermark": gauge("Highest seq up to which all seqs are settled."),
     "in_flight": gauge("Seqs that are issued and not settled."),
     "held": gauge("Groups that have arrived and are waiting for training."),
@@ -183,7 +183,7 @@ RUN: Table = {
     ),
 }
 
-OF_STEPS = frozenset({"tokens_generated", "tokens_generated_per_s", "seconds/*", "time_s"})
+OF_STEPS = frozenset({"tokens_generated", "seconds/*", "time_s"})
 """Not in the learner's snapshots, which have totals of the run or the rollout servers' values instead."""
 LEARNER: Table = {name: row for name, row in STEP.items() if name not in OF_STEPS} | RUN
 """Metrics of a snapshot; for a name in both tables, snapshots have the run's total."""

@@ -263,13 +263,11 @@ class StepReporter:
             **more,
         }
         self._meter.set_step(values)
-        generated = self._meter.generated_per_s
         whole = values | {
             "epoch": epoch,
             "time_s": self._meter.uptime_s(),
             "tokens_trained": report.tokens_trained,
             "tokens_generated": sum(t.num_sampled for g in groups for t in g.trajectories),
-            **({} if generated is None else {"tokens_generated_per_s": generated}),
             "seqs": [group.seq for group in groups],
             "seconds": {"wait" if cause == "data" else cause: s for cause, s in by_cause.items()},
         }

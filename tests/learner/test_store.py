@@ -151,24 +151,21 @@ def test_the_redis_of_another_run_is_refused_by_its_lineage(store: RunStore, db:
     assert store.meta() == {b"a": b"b"} and store.epoch == 4
 
 
-def snapshot_of(id_: str, **values: float) -> MetricsSnapshot:
-    return MetricsSnapshot(process="rollout", id=id_, values=values, text={"url": f"http://{id_}"} if id_ else {})
+def snapshot_of(id_: str) -> MetricsSnapshot:
+    return MetricsSnapshot(process="rollout", id=id_, text={"url": f"http://{id_}"} if id_ else {})
 
 
 def test_what_processes_report_is_found_until_it_expires(store: RunStore, db: redis.Redis) -> None:
-    assert store.generated_per_s() is None and store.rollout_urls() == []
-    store.report(snapshot_of("b"))
-    assert store.generated_per_s() is None, "reported by none"
-    store.report(snapshot_of("c", tokens_generated_per_s=2.0))
-    store.report(snapshot_of("a", tokens_generated_per_s=0.5))
-    store.report(MetricsSnapshot(process="learner", id="0", values={"tokens_generated_per_s": 99.0}))
-    assert store.generated_per_s() == 2.5
+    assert store.rollout_urls() == []
+    for name in ("b", "c", "a"):
+        store.report(snapshot_of(name))
+    store.report(MetricsSnapshot(process="learner", id="0", text={"url": "http://learner"}))
     assert store.rollout_urls() == ["http://a", "http://b", "http://c"]
     assert 5000 < db.pttl(KEYS.metrics("rollout", "a")) <= 10_000
     assert 5 < db.zscore(KEYS.processes, "rollout:a") - store.now() <= 10
     db.delete(KEYS.metrics("rollout", "c"))
     db.set(KEYS.metrics("rollout", "b"), b"of another Foray")
-    assert store.generated_per_s() == 0.5 and store.rollout_urls() == ["http://a"]
+    assert store.rollout_urls() == ["http://a"]
 
 
 def test_registrations_that_cannot_be_read_are_passed_over(store: RunStore, db: redis.Redis) -> None:
