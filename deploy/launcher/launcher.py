@@ -27,6 +27,7 @@ from deploy.doctor.machine import usable
 from deploy.doctor.model import ENGINE_TOKENIZER, RUN_TOKENIZER
 from deploy.doctor.run import inputs, preflight
 from deploy.launcher.addresses import choose, dated, seen_from_here, settle
+from deploy.launcher.learning import learning_problems
 from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.launcher.process import ManagedProcess
 from deploy.launcher.progress import StepTail, read_history
@@ -85,6 +86,7 @@ class Launcher:
         self._state = "starting"
         self._error = ""
         self._steps = StepTail(config.run.dir / "metrics.jsonl")
+        self._told: set[str] = set()
         self._validations = StepTail(config.run.dir / "validation.jsonl")
 
     def __enter__(self) -> Launcher:
@@ -174,15 +176,25 @@ class Launcher:
         """Restart processes that exited and may be restarted; print new steps. Raises ProcessFailed or RunStopped."""
         before = {name: child.pid for name, child in self.supervisor.children.items()}
         self.supervisor.check()
+        newest = self._steps.last
         for record in self._steps.read():
             if self._training is not None:
                 self._training.update(record["step"])
             left = self._training.left() if self._training else ""
             self._say("  ".join(filter(None, (step_line(record, steps=self.config.run.steps), left))))
+        if self._steps.last is not newest:
+            self._say_problems()
         for record in self._validations.read():
             self._say(f"validation of {describe(record)}")
         if before != {name: child.pid for name, child in self.supervisor.children.items()}:
             self._record()
+
+    def _say_problems(self) -> None:
+        """Print what keeps the run from learning; of each kind the first."""
+        for problem in learning_problems(read_history(self.directory / "metrics.jsonl")):
+            if problem.todo not in self._told:
+                self._told.add(problem.todo)
+                self._say(f"problem: {problem.what}; {problem.todo}")
 
     def wait(self) -> None:
         """Wait until the learner has exited with code 0 (without a learner: until stopped)."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from deploy.launcher.learning import Problem as Problem
+from deploy.launcher.learning import learning_problems
 from deploy.launcher.progress import read_history
 from deploy.launcher.run_dir import Located, is_held, read_record
 from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
@@ -26,14 +28,6 @@ SPOOLING_S = 5.0
 """A group that has waited longer than this for Redis, in seconds, is a problem."""
 LATE = 3
 """A checkpoint is old if its age exceeds the expected age by this factor."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that stops or degrades the run, and what to do about it."""
-
-    what: str
-    todo: str
 
 
 @dataclass(frozen=True)
@@ -262,16 +256,17 @@ def with_record(seen: RunSnapshot, record: Mapping[str, Any], *, alive: bool = F
 
 
 def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
-    """Return the problems, the worst first; none for a healthy or finished run."""
+    """Return the problems of the machinery and then of learning, the worst first."""
     if seen.todo:
         return [Problem(seen.error, seen.todo)]
     now = state(seen)
+    learns = learning_problems(seen.history)
     if seen.stopped:
-        return of_tokens(seen)
+        return of_tokens(seen) + learns
     if now == "failed":
         todo = f"fix the error in its logs, then resume with: {seen.again or 'the command that started the run'}"
         why = f": {escape_untrusted(seen.launch_error, 300)}" if seen.launch_error else ""
-        return [*_no_signal(seen), Problem(f"the run has failed{why}", todo), *of_tokens(seen)]
+        return [*_no_signal(seen), Problem(f"the run has failed{why}", todo), *of_tokens(seen), *learns]
     if now == "stopping" or (now == "preparing" and seen.launch == "starting"):
         return []  # the launcher is starting or stopping processes, and monitors them
     if seen.error:
@@ -287,7 +282,7 @@ def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
             found.append(
                 Problem(f"the run is done, but {totals.line()}", "start the learner again: it settles the rest")
             )
-        return found + of_tokens(seen)
+        return found + of_tokens(seen) + learns
     if seen.max_memory and seen.memory > 0.9 * seen.max_memory:
         found.append(
             Problem(
@@ -310,7 +305,7 @@ def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
             found.append(Problem(f"Redis refuses {p.process} {p.id}: {refusal}", todo))
     found += _engine_problems(seen, max_lag)
     found += delivery_problems(seen)
-    return found
+    return found + learns
 
 
 def _no_signal(seen: RunSnapshot) -> list[Problem]:

@@ -1,0 +1,57 @@
+"""Problems of learning: in `status`, `up` and the report, from `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.launcher.learning import learning_problems
+from deploy.launcher.progress import RunHistory, read_history
+from deploy.monitor.snapshot import RunSnapshot
+from deploy.monitor.status import problems, to_json
+from deploy.monitor.status_page import render
+
+WELL = {"reward_mean": 0.4, "reward_std": 0.3, "searches_mean": 1.5, "status/truncated": 0.1, "entropy": 0.8}
+WELL |= {"zero_advantage_share": 0.5, "settled": 500.0, "dead": 2.0}
+
+
+def history(steps: int = 20, **changed: float) -> RunHistory:
+    recent = tuple({"step": n + 1, "epoch": 1, **WELL, **changed} for n in range(steps))
+    return RunHistory(dict(recent[-1]), recent)
+
+
+@pytest.mark.parametrize(
+    ("changed", "what", "todo"),
+    [
+        ({"reward_mean": 0.0, "reward_std": 0.0, "zero_advantage_share": 1.0}, "equal (0.000)", "The reward stays 0"),
+        ({"zero_advantage_share": 0.99}, "99% of the trajectories of the last 20 steps have no adv", "group_size"),
+        ({"status/truncated": 1.0}, "100% of the trajectories of the last 20 steps are truncated", "max_new_tokens"),
+        ({"searches_mean": 0.0}, "no trajectory of the last 20 steps has searched", "rollout.episode.template"),
+        ({"entropy": 0.001}, "entropy has collapsed", "clip_high"),
+        ({"dead": 8.0, "settled": 50.0}, "8 of 50 questions (16.0%) failed", "foray dlq list"),
+    ],
+)
+def test_a_run_that_cannot_learn_is_not_healthy(changed: dict[str, float], what: str, todo: str) -> None:
+    (problem,) = learning_problems(history(**changed))
+    assert what in problem.what and todo in problem.todo
+    for state in ("done", "stopped"):
+        seen = RunSnapshot("t", "", target_state=state, stopped=state == "stopped", history=history(**changed))
+        assert problem in problems(seen, max_lag=2) and not to_json(seen, max_lag=2)["healthy"]
+        assert f"run t: {state}, NOT healthy" in render(seen, max_lag=2)
+
+
+def test_a_run_that_learns_that_has_solved_its_questions_or_has_just_begun_is_healthy() -> None:
+    assert learning_problems(history()) == learning_problems(RunHistory()) == []
+    solved = {"reward_mean": 1.0, "reward_std": 0.0, "zero_advantage_share": 1.0, "entropy": 0.0}
+    assert learning_problems(history(**solved)) == []
+    assert learning_problems(history(9, reward_std=0.0, searches_mean=0.0)) == []
+    assert learning_problems(history(dead=2.0, settled=20.0)) == [], "two failures are no pattern"
+
+
+def test_the_fields_are_those_of_the_file(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": n, "epoch": 1} | WELL | {"searches_mean": 0.0}) + "\n" for n in range(1, 12)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    (problem,) = learning_problems(read_history(tmp_path / "metrics.jsonl"))
+    assert problem.what == "no trajectory of the last 11 steps has searched"
