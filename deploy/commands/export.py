@@ -61,6 +61,11 @@ def run(args: argparse.Namespace) -> int:
     except (KeyboardInterrupt, Terminated):
         progress(f"stopped; nothing was written; again: {args.again}")
         raise
+    if not args.adapter:
+        from learner.model.tokenizer_check import TEXTS, different_texts
+
+        if (differ := different_texts(args.out)) is not None:
+            progress(f"AutoTokenizer gives the ids of tokenizer.json for {TEXTS - differ} of {TEXTS} texts")
     print(args.out)
     return 0
 

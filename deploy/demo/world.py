@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from learner.model.tokenizer_check import USE_AS_IS
 from rollout_server.environment.prompts import demo
 
 # fmt: off
@@ -414,7 +415,7 @@ def save_tokenizer(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        **USE_AS_IS,
         "pad_token": PAD,
         "eos_token": EOS,
         "unk_token": UNKNOWN,

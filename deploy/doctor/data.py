@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
+from deploy.launcher.learning import MOST_DEAD
 from learner.config.questions import QuestionSource, question_sources
-from learner.data.questions import check_questions
+from learner.data.questions import check_questions, read_questions
 from protocol.errors import UserError
 from protocol.runtime.torch_safety import refuse_pickled
 
+LENGTHS_S = 5.0
 ROWS = 100
 """Number of questions and passages to read: a wrong format shows in the first ones."""
 MODEL_FILES = "give a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json): run.model=..."
@@ -118,6 +123,36 @@ def _questions(source: QuestionSource, check: str) -> Finding:
         return Finding.of(check, error)
     detail = f"{source.path}: the first {count} questions are readable (format {form})"
     return Finding(check, "ok", detail)
+
+
+def lengths(config: RunConfig) -> Iterator[Finding]:
+    """Encode the questions with the run's template, for at most LENGTHS_S seconds: too long ones would be lost."""
+    if not config.launch.learner or awaits_preparation(config):
+        return
+    episode, count, too_long = config.rollout.episode, 0, 0
+    room, until = episode.max_context - episode.reserve_tokens, time.monotonic() + LENGTHS_S
+    try:
+        from rollout_server.environment.environment import build_environment
+
+        prompt = build_environment(episode, config.run.model, day=config.run.date).prompt
+        for question in chain.from_iterable(map(read_questions, question_sources(config.learner.questions))):
+            count, too_long = count + 1, too_long + (len(prompt(question.text)) > room)
+            if time.monotonic() > until:
+                break
+        else:
+            until = math.inf
+    except (UserError, ImportError) as error:
+        if count >= ROWS and isinstance(error, UserError):  # before, other checks report it
+            yield Finding.of("question lengths", error)
+        return
+    which = f"the first {count}" if until < math.inf else f"{count}"
+    detail = f"{too_long} of {which} questions have a prompt of more than {room} tokens"
+    if too_long <= MOST_DEAD * count:
+        yield Finding("question lengths", "ok", detail)
+        return
+    why = "they fail as prompt_too_long and are not trained (rollout.episode.max_context - reserve_tokens)"
+    todo = "raise rollout.episode.max_context, or remove them: `foray data inspect --config` shows the lengths"
+    yield Finding("question lengths", "warn" if too_long < count else "fail", detail, todo, why)
 
 
 def _unless_prepared(config: RunConfig, path: Path | None, found: Finding) -> Finding:

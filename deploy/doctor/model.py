@@ -52,6 +52,24 @@ def tokenizer(config: RunConfig) -> Iterator[Finding]:
     yield Finding("tokenizer", "ok", f"{ours[:12]}, ids to {largest}" + (f" of {size}" if size is not None else ""))
 
 
+def auto_tokenizer(config: RunConfig) -> Iterator[Finding]:
+    """Compare transformers' AutoTokenizer with tokenizer.json of run.model. Takes seconds: not before each start."""
+    try:
+        from learner.model.tokenizer_check import TEXTS, different_texts
+
+        differ = different_texts(config.run.model)
+    except ImportError as error:
+        yield Finding("AutoTokenizer", "ok", f"not compared, because {error.name} is not installed")
+        return
+    if differ:
+        detail = f"transformers' AutoTokenizer gives other ids than tokenizer.json for {differ} of {TEXTS} texts"
+        why = "Foray uses tokenizer.json; programs that use AutoTokenizer would feed this model other tokens"
+        todo = "use exports of `foray export`, which AutoTokenizer loads as they are; for run.model nothing"
+        yield Finding("AutoTokenizer", "warn", detail, todo, why)
+    elif differ is not None:
+        yield Finding("AutoTokenizer", "ok", f"the ids of tokenizer.json for {TEXTS} texts")
+
+
 def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
     """Compare the tokenizers of the registered engines and of the run's learner with that of run.model."""
     import redis

@@ -30,7 +30,8 @@ def examine(
     found = [*machine.machine(), *machine.packages(config)]
     if config is None:
         return [*found, *redis.program()]
-    return [*found, *machine.secrets(config, path), *_before_start(config, environ, clock)]
+    found += [*machine.secrets(config, path), *_before_start(config, environ, clock)]
+    return [*found, *model.auto_tokenizer(config), *data.lengths(config)]
 
 
 def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:

@@ -25,6 +25,7 @@ from learner.engine.state import BUFFERS, FORMAT, INDEX
 from learner.model.loading import load_causal
 from learner.model.lora import ADAPTER, merge, scale_of
 from learner.model.policy import PREFIX
+from learner.model.tokenizer_check import TEXTS, make_auto_load_it
 from learner.trainer.models import POLICY
 from learner.weights.adapter import CONFIG, WEIGHTS, in_peft_names, peft_config
 from protocol.errors import UserError
@@ -107,6 +108,8 @@ def write_model(causal: Any, model: Path, dtype: str, out: Path, also: Mapping[s
         (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
         for name, text in (also or {}).items():
             (folder / name).write_text(text)
+        if differ := make_auto_load_it(folder):
+            log.warning("AutoTokenizer gives other ids than tokenizer.json for %d of %d texts", differ, TEXTS)
 
     _write_whole(out, write)
 

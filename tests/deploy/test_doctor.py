@@ -16,9 +16,11 @@ import redis
 
 from deploy.commands import doctor as command
 from deploy.config import load_config
+from deploy.demo.world import save_tokenizer
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor import machine
 from deploy.doctor.access import binds
+from deploy.doctor.data import lengths
 from deploy.doctor.finding import Finding
 from deploy.doctor.redis import memory_needed
 from deploy.doctor.run import examine
@@ -45,6 +47,18 @@ def test_missing_files_and_a_taken_port_would_stop_a_run(run_files: Path) -> Non
         found = findings(run_files, "learner.questions=/nowhere.jsonl", f"rollout.port={port}")
     assert found["learner.questions"].verdict == "fail" and "/nowhere.jsonl" in found["learner.questions"].detail
     assert found["ports"].verdict == "fail" and f"rollout.port = {port}" in found["ports"].detail
+
+
+def test_questions_that_are_too_long_for_the_context_are_counted(run_files: Path) -> None:
+    save_tokenizer(run_files / "model")
+    rows = [{"id": str(n), "question": "where " * (3 if n < 300 else 600), "answers": ["Paris"]} for n in range(400)]
+    (run_files / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = load_config(None, [f"run.model={run_files}/model", f"learner.questions={run_files}/questions.jsonl"])
+    episode = config.rollout.episode.model_copy(update={"max_context": 512, "max_obs_tokens": 64, "reserve_tokens": 16})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"episode": episode})})
+    (found,) = lengths(config)
+    assert (found.verdict, found.detail) == ("warn", "100 of 400 questions have a prompt of more than 496 tokens")
+    assert "max_context" in found.fix and "prompt_too_long" in found.why
 
 
 def test_a_sandbox_that_is_missing_is_named(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
