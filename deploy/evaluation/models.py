@@ -34,6 +34,8 @@ API_KEY = "OPENAI_API_KEY"
 OUTAGE_S, PAUSE_S, LONGEST_PAUSE_S = 300.0, 1.0, 10.0
 """How long a turn waits for engines that fail, in seconds, and the first and longest pause; the node restarts an
 engine that hangs or has ended (`engine.start_timeout_s`)."""
+MOST_USAGE = 10_000_000
+"""Most tokens of one turn that are believed."""
 TURN_S = 600.0
 """Timeout of one turn at an engine, in seconds."""
 
@@ -260,6 +262,9 @@ def read_reply(reply: Any, stop: Sequence[str]) -> Generated:
     if not isinstance(text, str):
         raise ValueError("the reply has no text")
     usage, listed = reply.get("usage") or {}, choice.get("logprobs") or {}
+    counted = [int(usage.get(f"{what}_tokens") or 0) for what in ("completion", "prompt")]
+    if not 0 <= min(counted) <= max(counted) <= MOST_USAGE:
+        raise ValueError(f"usage of {min(counted)} to {max(counted)} tokens")
     tokens = tuple(
         (str(token), float(logprob))
         for token, logprob in zip(listed.get("tokens") or (), listed.get("token_logprobs") or (), strict=True)
@@ -268,8 +273,8 @@ def read_reply(reply: Any, stop: Sequence[str]) -> Generated:
     return Generated(
         text,
         tokens,
-        int(usage.get("completion_tokens") or len(tokens)),
-        int(usage.get("prompt_tokens") or 0),
+        counted[0] or len(tokens),
+        counted[1],
         cut or choice.get("finish_reason") == "stop",
     )
 

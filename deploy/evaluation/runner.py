@@ -184,7 +184,7 @@ async def _ask_method(
             async def worker() -> None:
                 for name, question, index in places:
                     episode = Episode(model, search, sampler.sampling)
-                    found = await _play(method, question, episode)
+                    found = await _play(method, question, episode, sampler.timeout_s)
                     store.add(row_of(name, question, settings.type, index, found))
                     task.update(task.done + 1)
                     failures.note(found)
@@ -227,13 +227,16 @@ def _model(served: Served, session: Any, resources: RewardResources) -> Language
     return EngineModel(session, served.engines, tokenizer, served.config.rollout.episode.max_context)
 
 
-async def _play(method: Method, question: Question, episode: Episode) -> dict[str, Any]:
+async def _play(method: Method, question: Question, episode: Episode, timeout_s: float) -> dict[str, Any]:
     status, cause, detail, answer = Status.ANSWERED, "", "", None
     try:
-        answer = await method(question.text, episode)
+        async with asyncio.timeout(timeout_s):
+            answer = await method(question.text, episode)
         status = Status.ANSWERED if answer is not None else Status.OUT_OF_TURNS
     except EpisodeFailed as error:
         status, cause, detail = Status.FAILED, error.cause, str(error)[:500]
+    except TimeoutError:
+        status, cause, detail = Status.FAILED, "timeout", f"it took more than {timeout_s:g} s (--timeout)"
     return {
         "answer": answer,
         "status": str(status),

@@ -168,5 +168,33 @@ def test_an_unusable_reply_is_no_text(reply: Any) -> None:
         read_reply(reply, [])
 
 
+@pytest.mark.parametrize("counts", [{"completion_tokens": 10**30}, {"prompt_tokens": -5}])
+def test_a_usage_that_cannot_be_is_no_usage(counts: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="usage of"):
+        read_reply(chat("text") | {"usage": USAGE | counts}, [])
+
+
+def test_an_endpoint_that_drips_is_given_up_after_the_timeout(
+    services: tuple[str, type[Services]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = services
+    over = threading.Event()
+
+    def drip(self: Services, value: Any, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        while not over.wait(0.02):
+            self.wfile.write(b" ")
+
+    send = Services._send
+    monkeypatch.setattr(handler, "_send", lambda self, v, s=200: drip(self, v) if "choices" in v else send(self, v, s))
+    try:
+        assert evaluate(url, tmp_path, "--methods", "direct", "--limit", "1", "--timeout", "0.3") == 1
+    finally:
+        over.set()
+    (row,) = read_rows(tmp_path / "out")
+    assert (row["status"], row["cause"], row["detail"]) == ("failed", "timeout", "it took more than 0.3 s (--timeout)")
+
+
 def test_a_failure_names_its_cause() -> None:
     assert str(EpisodeFailed("endpoint", "status 400")) == "endpoint: status 400"
