@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from protocol.errors import Fenced, ForayError, UserError
-from protocol.redaction import redact, remember_environment
+from protocol.redaction import for_terminal, remember_environment
 from protocol.runtime.lifecycle import Terminated, terminating
 from protocol.runtime.log import LOG_LEVEL_VARIABLE, LOG_LEVELS
 from protocol.runtime.net import allow_many_files
@@ -121,10 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error.render(), file=sys.stderr)
         return EXIT_USER
     except Fenced as error:
-        print(redact(f"error: {error}"), file=sys.stderr)
+        print(for_terminal(f"error: {error}"), file=sys.stderr)
         return EXIT_FENCED
     except ForayError as error:
-        print(redact(f"error: {error}"), file=sys.stderr)
+        print(for_terminal(f"error: {error}"), file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -1,8 +1,7 @@
 """Text for a terminal: untrusted text and bytes escaped, lines wrapped, sparklines. Pure.
 
-A dead letter may come from any client. Control characters could move the cursor, change the title or, in some
-terminals, type commands, and marks that reverse the direction of writing disguise text. So only printable characters
-are output, and escapes are unambiguous.
+A dead letter may come from any client. So only printable characters are output (`protocol.redaction.printable`), and
+escapes of untrusted text are unambiguous.
 """
 
 from __future__ import annotations
@@ -10,24 +9,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from protocol.redaction import printable
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def escape_untrusted(text: str, most: int = 200) -> str:
     r"""Return `text` on one line, cut at `most`, with non-printable characters as \xNN, \uNNNN or \UNNNNNNNN."""
-    shown = "".join(_escaped(c) for c in text[:most])
+    shown = printable(text[:most].replace("\\", "\\\\"), keep="")
     return shown if len(text) <= most else f"{shown}... ({len(text)} characters)"
-
-
-def _escaped(character: str) -> str:
-    if character == "\\":
-        return "\\\\"
-    if character.isprintable():
-        return character
-    number = ord(character)
-    if number < 0x100:
-        return f"\\x{number:02x}"
-    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
 def hexdump(raw: bytes, most: int = 256) -> Iterator[str]:
@@ -41,7 +31,8 @@ def hexdump(raw: bytes, most: int = 256) -> Iterator[str]:
 
 
 def wrapped(line: str, width: int, indent: int) -> list[str]:
-    """Return `line` in pieces of at most `width` columns, all but the first with `indent`; 0: `line` as it is."""
+    """Return `line` in printable pieces of at most `width` columns, all but the first with `indent`; 0: one piece."""
+    line = printable(line, keep="")
     if not width or len(line) <= width:
         return [line]
     width = max(width, 20)

@@ -16,7 +16,7 @@ from pathlib import Path
 from learner.config.learner import LearnerSettings, require_groups
 from learner.trainer.distributed.worker import ranks, run_worker
 from protocol.errors import Fenced, ForayError, UserError
-from protocol.redaction import redact
+from protocol.redaction import for_terminal
 from protocol.runtime.config import SettingsTree, section
 from protocol.runtime.log import LOG_FORMAT
 from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, add_config_arguments, run_service
@@ -62,7 +62,7 @@ def _serve(args: argparse.Namespace, tree: SettingsTree, *, prefix: str) -> int:
         print(prefix + fenced(error).render(), file=sys.stderr)
         return EXIT_FENCED
     except ForayError as error:
-        print(redact(f"{prefix}error: {error}"), file=sys.stderr)
+        print(for_terminal(f"{prefix}error: {error}"), file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

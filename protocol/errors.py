@@ -12,7 +12,7 @@ ForayError
 
 from __future__ import annotations
 
-from protocol.redaction import redact
+from protocol.redaction import for_terminal
 
 
 class ForayError(Exception):
@@ -76,13 +76,13 @@ class UserError(ForayError):
         self.what, self.why, self.todo = what, why, todo
 
     def render(self) -> str:
-        """Return the message as printed: one to three lines, secrets redacted."""
+        """Return the message as printed: one to three lines, secrets redacted and control characters escaped."""
         lines = [f"error: {self.what}"]
         if self.why:
             lines.append(f"  why: {self.why}")
         if self.todo:
             lines.append(f"   do: {self.todo}")
-        return redact("\n".join(lines))
+        return for_terminal("\n".join(lines))
 
 
 class NoSignal(UserError):

@@ -1,4 +1,5 @@
-"""Redact secrets in text: logs, error messages and tracebacks pass through `redact`.
+"""Text for logs and terminals: secrets redacted, control characters escaped. Logs, error messages and tracebacks pass
+through `for_terminal`.
 
 `redact` replaces text that has the form of a secret (the password in a URL, a bearer token), and values known to be
 secret: those of environment variables with a secret's name, and those passed to `remember`.
@@ -53,6 +54,28 @@ def redact(text: str) -> str:
         text = text.replace(secret, SHOWN)
     text = _URL_PASSWORD.sub(rf"\1:{SHOWN}@", text)
     return _BEARER.sub(rf"\1{SHOWN}", _PARAMETER.sub(rf"\1{SHOWN}", text))
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    r"""Return `text` with non-printable characters, but for those in `keep`, as \xNN, \uNNNN or \UNNNNNNNN.
+
+    Control characters could move the cursor, change the title or, in some terminals, type commands, and marks that
+    reverse the direction of writing disguise text.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else _escaped(ord(c)) for c in text)
+
+
+def _escaped(number: int) -> str:
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def for_terminal(text: str) -> str:
+    """Return `text` as it may be printed or logged: redacted and printable."""
+    return printable(redact(text))
 
 
 def _passwords(value: str) -> list[str]:

@@ -91,9 +91,9 @@ def _accounts(seen: RunSnapshot) -> Iterator[str]:
 
 
 def event_lines(seen: RunSnapshot) -> list[str]:
-    """Return the last events, the oldest first: `12:31:07  rollout r1  lease-lost: another server has taken seq 7`."""
+    """Return the last events, the oldest first: `12:31:07 UTC  rollout r1  lease-lost: another took seq 7`."""
     return [
-        f"{time.strftime('%H:%M:%S', time.gmtime(event.at))}  {escape_untrusted(event.process, 32)} "
+        f"{time.strftime('%H:%M:%S UTC', time.gmtime(event.at))}  {escape_untrusted(event.process, 32)} "
         f"{escape_untrusted(event.id, 64)}  "
         f"{escape_untrusted(event.kind, 32)}: {escape_untrusted(event.text, 300)}"
         for event in seen.events

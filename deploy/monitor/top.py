@@ -17,6 +17,7 @@ from deploy.monitor.snapshot import RunSnapshot
 from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_balance
 from deploy.terminal import sparkline, wrapped
 from protocol.messages import MetricsSnapshot
+from protocol.redaction import printable
 from protocol.runtime.http.client import ask
 
 IN_WORDS = {
@@ -123,7 +124,7 @@ ALIGNED = 56
 
 def table(columns: tuple[str, ...], rows: Iterable[TableRow], width: int = 0) -> list[str]:
     """Return aligned lines: the header, then one line per row. With `width` columns in LESS go until it fits."""
-    cells = [columns, *((row.name, *row.cells) for row in rows)]
+    cells = [columns, *(tuple(printable(cell, keep="") for cell in (row.name, *row.cells)) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     kept = list(range(len(columns)))
     for name in LESS:

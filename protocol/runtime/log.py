@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TextIO
 
-from protocol.redaction import redact, remember_environment
+from protocol.redaction import for_terminal, remember_environment
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOG_LEVEL_VARIABLE = "FORAY_LOG_LEVEL"
@@ -17,10 +17,10 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class RedactingFormatter(logging.Formatter):
-    """Format log lines and tracebacks, with secrets redacted."""
+    """Format log lines and tracebacks, with secrets redacted and control characters escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return for_terminal(super().format(record))
 
 
 def start_logging(
@@ -51,4 +51,4 @@ def without_trace_of_clients(record: logging.LogRecord) -> bool:
 
 
 def _print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(for_terminal("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
