@@ -10,7 +10,7 @@ from learner.delivery.identity import foreign_run_error
 from learner.delivery.issue_limit import IssueReservation
 from learner.delivery.store import RunStore
 from protocol.errors import ForayError
-from protocol.run_meta import LINEAGE_FILE, lineage_id_in
+from protocol.runtime.files import lineage_of
 
 CHECK = "run.id"
 NEW = "new"
@@ -20,10 +20,7 @@ NEW = "new"
 def lineage(url: str, config: RunConfig) -> Iterator[Finding]:
     """Yield a failure if another run has this id, else an ok."""
     run = config.run.model_copy(update={"redis_url": url})
-    try:
-        ours = lineage_id_in((run.dir / LINEAGE_FILE).read_text()) or NEW
-    except (OSError, ValueError):
-        ours = NEW
+    ours = lineage_of(run.dir) or NEW
     store = RunStore(url, run.id)
     try:
         refusal = foreign_run_error(store, run, ours, IssueReservation(run.checkpoint_dir / "epochs"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 import uuid
 from pathlib import Path
@@ -18,6 +17,7 @@ from learner.delivery.store import LeaseHolder, RunStore
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.run_meta import another_run_error
 from protocol.runtime.files import create_once, durable_mkdir
+from protocol.runtime.lifecycle import has_ended, place, process_token
 from protocol.runtime.redis.errors import RedisUnavailable
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class LearnerLease:
 
     def __init__(self, store: RunStore, ttl_s: float, epochs_dir: Path, lineage_id: str = "") -> None:
         self._store, self._ttl_ms, self.epochs_dir = store, int(ttl_s * 1000), epochs_dir
-        self.token = f"{_place()}:{os.getpid()}:{_started(os.getpid())}:{uuid.uuid4().hex[:8]}"
+        self.token = f"{process_token()}:{uuid.uuid4().hex[:8]}"
         self.epoch, self.lineage_id = 0, lineage_id
 
     def acquire(self, floor: int, *, takeover: bool = False) -> int:
@@ -61,7 +61,7 @@ class LearnerLease:
                     return answer
                 floor = max(floor, answer)
                 continue
-            if _is_dead(answer.token):
+            if has_ended(answer.token):
                 log.warning("taking over from %s, which has ended", describe(answer))
                 ended = answer.token  # of this holder only: another one may be faster
                 continue
@@ -180,33 +180,5 @@ def _how_to_stop(holder: LeaseHolder) -> str:
     parts = holder.token.split(":")
     if len(parts) < 2 or not parts[1].isdigit():
         return "SIGTERM: it writes a checkpoint"
-    where = "" if parts[0] == _place() else f" on {parts[0].split('/')[0]}"
+    where = "" if parts[0] == place() else f" on {parts[0].split('/')[0]}"
     return f"kill {parts[1]}{where}: it writes a checkpoint first"
-
-
-def _place() -> str:
-    # Host and process namespace: a pid is meaningful only within both. Hosts may share a name, and the first namespace
-    # has the same number on every host: the id of its boot tells them apart.
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        namespace = boot = "?"
-    return f"{socket.gethostname()}/{namespace}/{boot}".replace(":", "")
-
-
-def _started(pid: int) -> str:
-    # Start time in clock ticks since boot: distinguishes a process from a later one with the same pid.
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
-
-
-def _is_dead(token: str) -> bool:
-    """Return whether the holder is a process of this machine that has ended; False if unknown."""
-    parts = token.split(":")
-    if len(parts) != 4 or parts[0] != _place() or not parts[2] or not parts[1].isdigit():
-        return False
-    return _started(int(parts[1])) != parts[2]

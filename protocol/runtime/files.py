@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from io import BufferedReader
 from pathlib import Path
 
+from protocol.run_meta import LINEAGE_FILE, lineage_id_in
+
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 20.0
@@ -27,21 +29,23 @@ _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
     """Hold an exclusive lock on `folder`. The kernel releases it if the process exits.
 
-    Raises TimeoutError (an OSError) after LOCK_TIMEOUT_S. On a file system without locks it only logs a warning.
+    Raises TimeoutError (an OSError) after `wait_s` (default: LOCK_TIMEOUT_S). On a file system without locks it only
+    logs a warning.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        wait_s = LOCK_TIMEOUT_S if wait_s is None else wait_s
+        deadline = time.monotonic() + wait_s
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has held {folder} for {LOCK_TIMEOUT_S:.0f} s") from None
+                    raise TimeoutError(f"another process has held {folder} for {wait_s:.0f} s") from None
                 time.sleep(LOCK_POLL_S)
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
@@ -170,3 +174,11 @@ def model_digest(directory: Path) -> str:
                 file.seek(place)
                 digest.update(file.read(DIGEST_BLOCK))
     return digest.hexdigest() if files else ""
+
+
+def lineage_of(run_dir: Path) -> str:
+    """Return the lineage id of a run directory; "" if it has none, or it cannot be read."""
+    try:
+        return lineage_id_in((run_dir / LINEAGE_FILE).read_text(errors="replace"))
+    except OSError:
+        return ""

@@ -1,14 +1,20 @@
-"""Shutdown: handle SIGTERM and SIGINT in a service and in the learner, and unwrap UserErrors of task groups."""
+"""Shutdown: handle SIGTERM and SIGINT in a service and in the learner, and unwrap UserErrors of task groups.
+
+And tokens of processes, HOST:PID:START: a pid alone may be another process by now, or one of another machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from protocol.errors import UserError
@@ -126,3 +132,41 @@ def unwrap_user_error() -> Iterator[None]:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
+
+
+def process_token() -> str:
+    """Return the token of this process."""
+    return f"{place()}:{os.getpid()}:{_started(os.getpid())}"
+
+
+def place() -> str:
+    """Return host and process namespace: a pid is meaningful only within both."""
+    # hosts may share a name, and the first namespace has the same number on every host: the boot id tells them apart
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        namespace = boot = "?"
+    return f"{socket.gethostname()}/{namespace}/{boot}".replace(":", "")
+
+
+def _started(pid: int) -> str:
+    # Start time in clock ticks since boot: distinguishes a process from a later one with the same pid.
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def pid_here(token: str) -> int | None:
+    """Return the pid in a token, None if the process is not known to be of this machine. It may have ended."""
+    parts = token.split(":")
+    known = len(parts) >= 3 and parts[0] == place() and parts[1].isdecimal() and bool(parts[2])
+    return int(parts[1]) if known else None
+
+
+def has_ended(token: str) -> bool:
+    """Return whether the process was one of this machine and has ended; False if unknown."""
+    pid = pid_here(token)
+    return pid is not None and _started(pid) != token.split(":")[2]

@@ -18,15 +18,14 @@ from protocol.codec import SCHEMA_MAJOR, SCHEMA_MINOR, decode_as
 from protocol.errors import ProtocolError, UserError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
 from protocol.run_meta import (
-    LINEAGE_FILE,
     RunMeta,
     another_run_error,
     incompatibility,
-    lineage_id_in,
     lineage_id_of,
     parse_run_meta,
     tokenizer_digest,
 )
+from protocol.runtime.files import lineage_of
 from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.aio import Backoff, RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
@@ -89,10 +88,7 @@ class RunCompatibility:
     def _compare(self, raw: Mapping[bytes, bytes], lineage_id: str) -> None:
         """Compare a lineage id that is new in Redis with the one of this process. Raises UserError if they differ."""
         run = self._run
-        try:
-            ours = lineage_id_in((run.dir / LINEAGE_FILE).read_text(errors="replace"))
-        except OSError:
-            ours = ""
+        ours = lineage_of(run.dir)
         if (ours or self._lineage_id or lineage_id) != lineage_id:
             whose = f"{run.dir.absolute()}, lineage {ours[:8]}" if ours else f"lineage {self._lineage_id[:8]}"
             raise _elsewhere(raw, run, whose)

@@ -132,15 +132,15 @@ def test_a_learner_that_is_faster_than_the_one_that_saw_the_dead_holder_keeps_th
     dead, faster, slower = make(0.5), make(0.5), make(0.5)
     dead.token = ended_here()
     dead.acquire(0)
-    real = lease_module._is_dead
+    real = lease_module.has_ended
 
     def slow(token: str) -> bool:
         if found := real(token):
-            monkeypatch.setattr(lease_module, "_is_dead", real)
+            monkeypatch.setattr(lease_module, "has_ended", real)
             assert faster.acquire(0) == 2, "between the two calls of the slower one"
         return found
 
-    monkeypatch.setattr(lease_module, "_is_dead", slow)
+    monkeypatch.setattr(lease_module, "has_ended", slow)
     with pytest.raises(UserError, match="is alive"):
         renewing(faster, lambda: slower.acquire(0), after=2)
     faster.renew()
@@ -163,16 +163,16 @@ def test_a_dead_holder_of_another_lineage_does_not_let_a_learner_in(make: Make, 
 
 
 def test_a_living_learner_on_a_host_of_the_same_name_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, read = lease_module._place(), Path.read_text
+    here, read = lease_module.place(), Path.read_text
 
     def elsewhere(path: Path, *rest: Any, **more: Any) -> str:
         return "another boot" if path.name == "boot_id" else read(path, *rest, **more)
 
     monkeypatch.setattr(Path, "read_text", elsewhere)  # its first namespace has the same number
-    there = lease_module._place()
+    there = lease_module.place()
     monkeypatch.undo()
     assert there != here and there.split("/")[0] == here.split("/")[0]
-    assert lease_module._is_dead(f"{here}:999999999:1:ab") and not lease_module._is_dead(f"{there}:999999999:1:ab")
+    assert lease_module.has_ended(f"{here}:999999999:1:ab") and not lease_module.has_ended(f"{there}:999999999:1:ab")
 
 
 def test_without_redis_the_epochs_on_disk_decide_who_may_commit(make: Make, tmp_path: Path, db: redis.Redis) -> None:

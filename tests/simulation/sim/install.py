@@ -133,7 +133,7 @@ def replacements() -> dict[str, Any]:
         "learner.checkpoint.checkpoint.atomic_write": _atomic_write,
         "learner.checkpoint.checkpoint.shutil": _Disk(),
         "rollout_server.dispatch.publisher.seal": lambda message: world.seal(message),
-        "learner.delivery.lease._is_dead": lambda token: world.is_dead(token),
+        "learner.delivery.lease.has_ended": lambda token: world.is_dead(token),
         "learner.delivery.reconciler.MissingSeqReconciler.tick": _reconciler_turn(MissingSeqReconciler.tick),
     }
 
