@@ -65,11 +65,15 @@ def _client(found: Located, *, may_be_gone: bool) -> Iterator[redis.Redis | None
     import redis
 
     from deploy.launcher.redis_server import connect
+    from deploy.monitor.snapshot import refuse_stranger
     from protocol.runtime.redis.url import redacted
 
     client = connect(found.redis_url)
     try:
-        yield None if may_be_gone and _is_gone(client, found) else client
+        gone = may_be_gone and _is_gone(client, found)
+        if not gone:
+            refuse_stranger(client, found.redis_url, found.run.id, found.directory)
+        yield None if gone else client
     except (redis.RedisError, OSError) as error:
         raise UserError(
             f"the Redis at {redacted(found.redis_url)} is not usable: {type(error).__name__}: {error}",

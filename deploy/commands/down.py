@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from deploy.launcher.run_dir import is_held, read_record, require, saved, wait_until_free
+from deploy.launcher.run_dir import LOCK, is_held, launcher_pid, read_record, require, saved, wait_until_free
 from protocol.errors import ForayError
 
 
@@ -24,7 +24,11 @@ def run(args: argparse.Namespace) -> int:
     directory = require(args.run_dir)
     was_running = is_held(directory)
     if was_running:
-        pid = int(read_record(directory)["pid"])
+        if (pid := launcher_pid(directory)) is None:
+            raise ForayError(
+                f"cannot tell which process runs {directory}: {directory / LOCK} names no process of this machine. "
+                "Stop it on the host where `foray up` runs"
+            )
         os.kill(pid, signal.SIGTERM)
         if not wait_until_free(directory, args.timeout):
             raise ForayError(f"the launcher (process {pid}) of {directory} did not end within {args.timeout:g} s")

@@ -1,6 +1,6 @@
 """Trajectories while they are generated: what the run's rollout servers answer to `/v1/live`, passed on.
 
-Requests go only to servers in the launcher's record, with this process's token, and only for a request of a page.
+Requests go only to servers that the running launcher recorded, with the viewer's token, for a request of a page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from deploy.launcher.run_dir import read_record
+from deploy.launcher.run_dir import live_record
 from protocol.errors import UserError
 from protocol.runtime.http import sse
 from protocol.runtime.http.auth import Access
@@ -33,7 +33,7 @@ class LiveProxy:
     """Asks the rollout servers of one run directory. `lifetime` is its cleanup context."""
 
     def __init__(self, directory: Path, access: Access) -> None:
-        self._directory, self._headers = directory, access.headers("viewer", "operator")
+        self._directory, self._headers = directory, access.headers("viewer")
         self._session: aiohttp.ClientSession | None = None
 
     async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
@@ -47,7 +47,7 @@ class LiveProxy:
         return web.json_response({"servers": await asyncio.gather(*map(self._ask, self._urls()))})
 
     def _urls(self) -> list[str]:
-        return [str(url) for url in read_record(self._directory).get("rollouts", ())]
+        return [str(url) for url in live_record(self._directory).get("rollouts", ())]
 
     async def _ask(self, url: str) -> dict[str, Any]:
         try:

@@ -17,7 +17,7 @@ from deploy.dashboard.index import TrajectoryIndex
 from deploy.dlq.dead_letters import Fates, read_letters
 from deploy.dlq.pages import as_json
 from deploy.launcher.redis_server import connect
-from deploy.launcher.run_dir import Located
+from deploy.launcher.run_dir import Located, live_record
 from deploy.monitor.replay_view import Decoder, find_tokenizer
 from deploy.monitor.snapshot import RunSnapshot, read_ledger, read_ledger_totals
 from deploy.monitor.status import conservation, look, problems, to_json
@@ -43,12 +43,18 @@ class RunData:
     """What the dashboard shows of the run `found`. Safe to use from several threads."""
 
     def __init__(self, found: Located) -> None:
-        self.found, self.directory = found, found.directory
+        self._found, self.directory = found, found.directory
         self.index = TrajectoryIndex(found.directory)
         self.steps = StepFile(found.directory / "metrics.jsonl")
         self._looks, self._looking = Looks(), threading.Lock()
         self._seen: tuple[float, RunSnapshot, list[str]] | None = None
         self._reading = threading.Lock()
+
+    @property
+    def found(self) -> Located:
+        """Return the run. A restart may have given it another Redis."""
+        self._found = self._found.refreshed()
+        return self._found
 
     def snapshot(self) -> tuple[RunSnapshot, list[str]]:
         """Return a snapshot that is at most FRESH_S old, and its wait times as sentences."""
@@ -188,12 +194,12 @@ class RunData:
 
     def retrievers(self) -> list[dict[str, Any]]:
         """Return what each retriever of the launcher's record says about itself; `error` if it does not answer."""
-        urls = [str(url) for url in self.found.record.get("retrievers", ())]
+        urls = [str(url) for url in live_record(self.directory).get("retrievers", ())]
 
         def info(url: str) -> dict[str, Any]:
             began = time.monotonic()
             try:
-                with ask(f"{url}/info", "viewer", "operator", "node", timeout_s=ANSWER_S) as answer:
+                with ask(f"{url}/info", "viewer", timeout_s=ANSWER_S) as answer:
                     return {"url": url, "error": "", "info": read_json(answer), "seconds": time.monotonic() - began}
             except (OSError, HTTPException, ValueError) as error:
                 return {"url": url, "error": str(error), "info": {}, "seconds": None}

@@ -11,9 +11,10 @@ import os
 import secrets
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from deploy.monitor.snapshot import read_ledger_totals
 from deploy.secrets.env import login_at, redis_url_for
 from protocol.errors import UserError
 from protocol.runtime.config import SettingsTree, read_tree, section, with_overrides
-from protocol.runtime.files import atomic_write
+from protocol.runtime.files import atomic_write, lineage_of
+from protocol.runtime.lifecycle import has_ended, pid_here, process_token
 from protocol.runtime.service_cli import add_config_arguments, config_and_overrides
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 
@@ -42,12 +44,31 @@ def hold(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            pid = read_record(directory).get("pid", "unknown")
             raise UserError(
-                f"a run is already active in {directory} (launcher process {pid})",
+                f"a run is already active in {directory} (launcher process {launcher_pid(directory) or 'unknown'})",
                 todo=f"stop it with `foray down {directory}`, or use another directory: run.dir=...",
             ) from None
+        lock.truncate(0)
+        lock.write(process_token())
+        lock.flush()
         yield
+
+
+def _holder(directory: Path) -> str:
+    """Return the token of the process that took the lock of `directory` last, "" if none did."""
+    try:
+        return (directory / LOCK).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def launcher_pid(directory: Path) -> int | None:
+    """Return the pid of the launcher that holds the lock of `directory`, None if it is not a process of this machine.
+
+    run.json has the pid of the last start that came that far, which may be a stranger's by now.
+    """
+    token = _holder(directory)
+    return None if has_ended(token) else pid_here(token)
 
 
 def is_held(directory: Path) -> bool:
@@ -74,8 +95,8 @@ def wait_until_free(directory: Path, timeout_s: float) -> bool:
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:
-    """Replace run.json."""
-    atomic_write(directory / RECORD, json.dumps(record, indent=2) + "\n", durable=False)
+    """Replace run.json. It names this process, for `live_record`."""
+    atomic_write(directory / RECORD, json.dumps(record | {"launcher": process_token()}, indent=2) + "\n", durable=False)
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -85,6 +106,12 @@ def read_record(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record
+
+
+def live_record(directory: Path) -> dict[str, Any]:
+    """Return run.json if the launcher that wrote it is running, else {}: other processes may have its addresses now."""
+    record = read_record(directory)
+    return record if is_held(directory) and record.get("launcher") == _holder(directory) else {}
 
 
 def latest(root: Path = Path("runs")) -> Path | None:
@@ -125,8 +152,8 @@ def read_configuration(path: Path, directory: Path) -> SettingsTree:
             return {name: walk(item) for name, item in value.items()}
         if isinstance(value, list):
             return [walk(item) for item in value]
-        if isinstance(value, str) and (value == before or value.startswith(f"{before}/")):
-            return now + value.removeprefix(before)
+        if isinstance(value, str) and (value == before or value.startswith((f"{before}/", f"unix://{before}/"))):
+            return value.replace(before, now, 1)
         return value
 
     return SettingsTree(walk(tree), tree.spelt) if before else tree
@@ -147,6 +174,12 @@ class Located:
     redis_url: str
     directory: Path
     record: dict[str, Any]
+    locate: Callable[[], Located] | None = None
+
+    def refreshed(self) -> Located:
+        """Return this run as it is located now, if it was started again."""
+        started = read_record(self.directory).get("launcher")
+        return self if self.locate is None or started == self.record.get("launcher") else self.locate()
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -162,23 +195,41 @@ def locate(args: Namespace, *, without_redis: bool = False) -> Located:
     """
     path, overrides = config_and_overrides(args)
     if path is not None and not path.is_dir() and (path.is_file() or path.suffix in (".yaml", ".yml")):
-        tree, moved = read_tree(path), None
+        tree, moved, original = read_tree(path), None, None
     else:
         moved = require(path)
         if (found := configuration_of(moved)) is None:
             raise UserError(f"{moved} contains no configuration", todo="give the file that the run was started with")
+        if (original := _original_of(found, moved)) and not without_redis:
+            raise UserError(
+                f"{moved} is a copy of the run directory {original}",
+                why="Redis has the state of that run",
+                todo=f"name {original}; `foray report` and `foray dashboard` show the files of the copy",
+            )
         tree = read_configuration(found, moved)
     tree = expand(with_overrides(tree, overrides), os.environ)
     run = section(tree, "run", RunSettings)
     directory = moved or run.dir
+    record = read_record(directory)
     url = _by_secrets(tree, directory) or run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
+    if original is not None:
+        url = ""
     if not url and not without_redis:
         raise UserError(
             f"the Redis of run {run.id} is unknown",
             why="run.redis_url is empty in its configuration (URLs with passwords are not saved)",
             todo=f"export {REDIS_URL_VARIABLE}=redis://...",
         )
-    return Located(run, url, directory, read_record(directory))
+    this = Namespace(given=[str(moved or path), *overrides], config=None)  # not the latest run of that time
+    again = partial(locate, this, without_redis=without_redis)
+    return Located(run, url, directory, record, again)
+
+
+def _original_of(configuration: Path, directory: Path) -> Path | None:
+    """Return the run directory that `directory` is a copy of; None if it is none, or the original is gone."""
+    original = Path(str((read_tree(configuration).get("run") or {}).get("dir") or directory))
+    same_run = lineage_of(original) == lineage_of(directory) != ""
+    return original if same_run and not original.samefile(directory) else None
 
 
 def _by_secrets(tree: dict[str, Any], directory: Path) -> str:

@@ -21,6 +21,8 @@ from protocol.errors import ForayError, ProtocolError, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.ledger import Ledger
 from protocol.messages import EngineInfo, Message, MetricsSnapshot, WeightUpdate
+from protocol.run_meta import another_run_error, lineage_id_of
+from protocol.runtime.files import lineage_of
 from protocol.runtime.redis.url import redacted
 from protocol.versions import PolicyVersion
 
@@ -186,6 +188,8 @@ def take_snapshot(redis_url: str, run: str, run_dir: Path | None = None, *, time
     totals = read_ledger_totals(run_dir) if run_dir is not None else None
     client = connect(redis_url, timeout_s=timeout_s)
     try:
+        if run_dir is not None:
+            refuse_stranger(client, redis_url, run, run_dir)
         return _look(client, redis_url, run, totals)
     except (redis.RedisError, OSError) as error:
         return RunSnapshot(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", totals=totals)
@@ -193,6 +197,15 @@ def take_snapshot(redis_url: str, run: str, run_dir: Path | None = None, *, time
         return RunSnapshot(run, redacted(redis_url), error=f"{error.what}: {error.why}", todo=error.todo, totals=totals)
     finally:
         client.close()
+
+
+def refuse_stranger(client: redis.Redis, url: str, run: str, run_dir: Path) -> None:
+    """Raise UserError if the Redis at `url` holds another run of this id than `run_dir`: port or id is reused."""
+    raw: Any = client.hgetall(Keys(run).meta)
+    ours = lineage_of(run_dir)
+    if ours and lineage_id_of(raw) not in ("", ours):
+        todo = "name the directory of that run; what this run left is in its files: foray report"
+        raise another_run_error(raw, run=run, redis=redacted(url), ours=f"{run_dir}, lineage {ours[:8]}", todo=todo)
 
 
 def read_ledger_totals(run_dir: Path) -> LedgerTotals | None:

@@ -226,7 +226,7 @@ def read_searches(urls: Iterable[str], *, timeout_s: float = 0.5) -> dict[str, f
     totals: dict[str, float] = {}
     for url in urls:
         try:
-            with ask(f"{url}/metrics", "viewer", "node", "operator", timeout_s=timeout_s) as response:
+            with ask(f"{url}/metrics", "viewer", timeout_s=timeout_s) as response:
                 text = response.read(1 << 20).decode(errors="replace")
         except (OSError, HTTPException):
             continue

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from rollout_server.api import live
 from rollout_server.api.app import ROUTE_ROLES
 from rollout_server.api.live import LiveFeed
 from rollout_server.rollout.live import LiveGroups
-from tests.support.dashboard_run import dashboard, events, write_run
+from tests.support.dashboard_run import dashboard, events, served_at, write_run
 from tests.support.messages import make_task
 from tests.support.waiting import eventually
 
+At = Callable[..., Path]
 VIEWER = {"Authorization": f"Bearer {secrets.token_urlsafe(32)}"}
 
 
@@ -61,10 +62,10 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "POLL_S", 0.01)
 
 
-def at(run_dir: Path, *urls: str) -> Path:
-    record = json.loads((run_dir / "run.json").read_text())
-    (run_dir / "run.json").write_text(json.dumps(record | {"rollouts": urls}))
-    return run_dir
+@pytest.fixture
+def at() -> Iterator[At]:
+    with ExitStack() as held:
+        yield lambda run_dir, *urls: held.enter_context(served_at(run_dir, *urls))
 
 
 async def read(session: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
@@ -73,7 +74,7 @@ async def read(session: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("secured", [False, True])
-async def test_a_trajectory_is_followed_from_its_first_token_to_its_end(tmp_path: Path, secured: bool) -> None:
+async def test_a_trajectory_is_followed_from_its_first_token_to_its_end(tmp_path: Path, at: At, secured: bool) -> None:
     access = Access({"viewer": VIEWER["Authorization"].removeprefix("Bearer ")}) if secured else Access()
     rollout, away = Rollout(), f"http://127.0.0.1:{free_port()}"
     task = make_task(7, group_size=2)
@@ -113,7 +114,7 @@ async def test_a_trajectory_is_followed_from_its_first_token_to_its_end(tmp_path
     ("path", "said"),
     [("1/7/0", "does not answer"), ("2/7/0", "has 2 rollout servers"), ("0/x/0", "whole")],
 )
-async def test_what_is_not_there_is_explained(tmp_path: Path, path: str, said: str) -> None:
+async def test_what_is_not_there_is_explained(tmp_path: Path, at: At, path: str, said: str) -> None:
     async with Rollout().serving(Access()) as url:
         run_dir = at(write_run(tmp_path / "run"), url, f"http://127.0.0.1:{free_port()}")
         async with dashboard(run_dir) as shown, aiohttp.ClientSession(shown) as session:
@@ -121,7 +122,7 @@ async def test_what_is_not_there_is_explained(tmp_path: Path, path: str, said: s
     assert status == 400 and said in answer["error"]
 
 
-async def test_a_trajectory_that_has_ended_is_gone(tmp_path: Path) -> None:
+async def test_a_trajectory_that_has_ended_is_gone(tmp_path: Path, at: At) -> None:
     async with Rollout().serving(Access()) as url:
         run_dir = at(write_run(tmp_path / "run"), url)
         async with (
@@ -133,7 +134,7 @@ async def test_a_trajectory_that_has_ended_is_gone(tmp_path: Path) -> None:
             assert gone["event"] == "gone" and "not in flight" in json.loads(gone["data"])
 
 
-async def test_a_page_that_leaves_is_no_longer_a_watcher_of_the_server(tmp_path: Path) -> None:
+async def test_a_page_that_leaves_is_no_longer_a_watcher_of_the_server(tmp_path: Path, at: At) -> None:
     rollout = Rollout()
     with rollout.groups.running(make_task(7, group_size=1)) as group:
         async with rollout.serving(Access()) as url:
@@ -145,3 +146,28 @@ async def test_a_page_that_leaves_is_no_longer_a_watcher_of_the_server(tmp_path:
                 # both sides notice when the next text is sent
                 rollout.turns[group.trajectories[0].session] = [1]
                 await eventually(lambda: not rollout.feed.watchers, "the watcher is gone")
+
+
+async def test_only_the_viewers_token_goes_out_and_only_to_servers_of_a_running_launcher(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def listing(request: web.Request) -> web.Response:
+        asked.append(request.headers.get("Authorization", ""))
+        return web.json_response({"groups": []})
+
+    tokens = {role: secrets.token_urlsafe(32) for role in ("viewer", "operator")}
+    app = web.Application()
+    app.router.add_get("/v1/live", listing)
+    operator = {"Authorization": f"Bearer {tokens['operator']}"}
+    async with listening(app, "127.0.0.1", 0, access=Access(), setting="", todo="") as server:
+        run_dir = write_run(tmp_path / "run")
+        for sent, found in ((tokens, [f"Bearer {tokens['viewer']}"]), ({"operator": tokens["operator"]}, [""])):
+            async with (
+                dashboard(run_dir, Access(sent)) as shown,
+                aiohttp.ClientSession(shown, headers=operator) as session,
+            ):
+                with served_at(run_dir, server.url):
+                    assert (await read(session, "/api/live"))[0] == 200 and asked == found
+                assert await read(session, "/api/live") == (200, {"servers": []}), "its port may be another run's now"
+                assert asked == found
+            asked.clear()

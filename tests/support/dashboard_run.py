@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from deploy.dashboard.app import build_app
 from deploy.dashboard.source import RunData
-from deploy.launcher.run_dir import Located, read_configuration
+from deploy.launcher.run_dir import Located, hold, read_configuration, read_record, write_record
 from learner.checkpoint.journal import GroupJournal
 from protocol.header import seal
 from protocol.messages import Owner, Question, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
@@ -28,6 +28,14 @@ WORDS = (
     *("<information>", "</information>", "<answer>", "</answer>", "Doc", "1(Title:", "2(Title:", "Jane)", "Emily)"),
     *(EVIL, EVIL_IMAGE, "novel", "maybe"),
 )
+
+
+@contextmanager
+def served_at(run_dir: Path, *urls: str) -> Iterator[Path]:
+    """Be the launcher of the run directory, with rollout servers at `urls`, inside the block."""
+    with hold(run_dir):
+        write_record(run_dir, read_record(run_dir) | {"rollouts": urls})
+        yield run_dir
 
 
 def write_model(directory: Path) -> Path:

@@ -56,14 +56,15 @@ def _print(texts: Iterator[str], once: bool) -> None:
 
 def _looks(found: Located, interval: float) -> Iterator[Look]:
     """Yield one look at the run per refresh, until its launcher has ended."""
-    from deploy.launcher.run_dir import read_record
+    from deploy.launcher.run_dir import live_record
     from deploy.monitor.status import look
     from deploy.monitor.top import Looks, read_searches
 
     looks = Looks()
     while True:
+        found = found.refreshed()
         seen = look(found)
-        urls = read_record(found.directory).get("retrievers", [])
+        urls = live_record(found.directory).get("retrievers", [])
         yield seen, looks.before(seen), read_searches(urls)
         if seen.is_over:
             return
