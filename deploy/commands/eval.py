@@ -122,7 +122,7 @@ def _separate_overrides(args: argparse.Namespace) -> None:
 def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argparse.Namespace) -> int:
     from deploy.evaluation.methods import POLICY, parse_methods
     from deploy.evaluation.runner import AskOptions
-    from deploy.evaluation.store import open_store
+    from deploy.evaluation.store import open_store, sole_writer
     from deploy.evaluation.targets import Needs, ServingOptions, serving
     from deploy.launcher.launcher import RunStopped
     from deploy.launcher.process import ProcessFailed
@@ -142,7 +142,7 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
 
     say = Progress.on(sys.stderr, stamp=lambda: time.strftime("%H:%M:%S "))
     try:
-        with serving(target, needs, options, directory, say) as served:
+        with sole_writer(directory), serving(target, needs, options, directory, say) as served:
             protocol = _protocol(served, methods, sets, sampler, judge)
             store = open_store(directory, protocol, resume=args.resume)
             try:

@@ -122,6 +122,14 @@ def _ask_policy(
     by_id = {str(number): pair for number, pair in enumerate(remaining)}
 
     def each(episode: dict[str, Any]) -> None:
+        for name in ("run", "lineage_id"):
+            wanted, found = served.subject.get(name), episode.get(name)
+            if wanted and found and wanted != found:
+                raise UserError(
+                    f"{served.rollout_url} serves another run than {served.subject['where']}",
+                    why=f"its {name} is {found}, that of the run {wanted}",
+                    todo="restart the run, or evaluate one of its checkpoints",
+                )
         data_set, question = by_id[episode["question_id"]]
         store.add(row_of(data_set, question, POLICY, int(episode["index"]), _policy_episode(episode)))
         task.update(task.done + 1)

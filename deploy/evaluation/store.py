@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from deploy.evaluation.protocol import FORMAT, Protocol, differences
 from protocol.errors import UserError
-from protocol.runtime.files import atomic_write
+from protocol.runtime.files import atomic_write, folder_lock
 
 PROTOCOL, EPISODES = "protocol.json", "episodes.jsonl"
 POLICY = ("run", "lineage_id", "model")
@@ -125,6 +126,22 @@ class ResultStore:
     def _write_all(self) -> None:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows.values())
         atomic_write(self.directory / EPISODES, "".join(lines), durable=False)
+
+
+@contextmanager
+def sole_writer(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory of results, created if necessary. Raises UserError while another process does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        try:
+            held.enter_context(folder_lock(directory, wait_s=0.0))
+        except TimeoutError:
+            raise UserError(
+                f"another process evaluates into {directory}",
+                why="the episodes of one would be lost",
+                todo="wait for it and continue with --resume, or give another --out",
+            ) from None
+        yield
 
 
 def already_there(directory: Path) -> UserError:

@@ -27,6 +27,7 @@ from deploy.launcher.run_dir import (
     RESOLVED,
     configuration_of,
     is_held,
+    live_record,
     locate,
     read_configuration,
     read_record,
@@ -36,8 +37,7 @@ from deploy.monitor.snapshot import take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.config import SettingsTree, read_tree, with_overrides
-from protocol.runtime.files import atomic_write, model_digest
-from protocol.runtime.http.client import ask
+from protocol.runtime.files import atomic_write, lineage_of, model_digest
 from protocol.runtime.net import free_port
 from protocol.runtime.progress import Progress, Say, TaskProgress
 from rollout_server.environment.config import EnvironmentSettings
@@ -46,8 +46,6 @@ from rollout_server.search.client import HttpSearchSettings
 T = TypeVar("T")
 Kind = Literal["run", "server", "checkpoint", "model", "endpoint"]
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
-_ANSWER_S = 3.0
-"""Timeout of a question to a service whether it is there, in seconds."""
 STATE = Path("state", "policy", "state.json")
 """The policy in a checkpoint (`learner.model.export`)."""
 
@@ -151,7 +149,7 @@ def find_target(where: str) -> Target:
     if (path / "config.json").is_file():
         return Target("model", where)
     if path.is_dir() and (read_record(path) or configuration_of(path)):
-        return Target("run" if _runs(path) else "checkpoint", where)
+        return Target("run" if is_held(path) else "checkpoint", where)
     if not path.exists() and _HUB.fullmatch(where):
         return Target("model", _downloaded(where))
     raise UserError(
@@ -181,19 +179,6 @@ def serving(target: Target, needs: Needs, options: ServingOptions, directory: Pa
                 yield served
 
 
-def _runs(directory: Path) -> bool:
-    """Return whether the run is in progress: its launcher is, or a rollout server that it recorded answers."""
-    if is_held(directory):
-        return True
-    for url in read_record(directory).get("rollouts") or []:
-        try:
-            ask(f"{url}/health", timeout_s=_ANSWER_S).close()
-        except OSError:
-            continue
-        return True
-    return False
-
-
 def _downloaded(name: str) -> str:
     try:
         from huggingface_hub import snapshot_download
@@ -220,11 +205,12 @@ def _policy_only(what: str) -> UserError:
 
 def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) -> Served:
     directory = target.path
-    record = read_record(directory)
+    record = live_record(directory)
     urls = record.get("rollouts") or []
     if not urls:
         raise UserError(
-            f"no rollout server is recorded in {directory}", todo="give the server's URL, which is in its log"
+            f"the run in {directory} has no rollout server" + ("" if record else " yet: its launcher is starting"),
+            todo="wait until it runs, or give the URL of a server, which is in its log, or a checkpoint",
         )
     if needs.methods and record.get("trains", True):
         raise _policy_only("a run that trains")
@@ -238,7 +224,7 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
     if options.retriever:
         raise UserError("--retriever cannot be used with a run in progress", todo="leave it out: the run has its own")
     return Served(
-        {"kind": "run", "where": target.where},
+        {"kind": "run", "where": target.where, "run": record.get("id"), "lineage_id": lineage_of(directory)},
         monitoring(lambda: None, say),
         str(urls[0]),
         engines,
@@ -263,7 +249,13 @@ def _started(target: Target, needs: Needs, options: ServingOptions, directory: P
     tree = _tree(target, options, say)
     if target.kind == "checkpoint":
         state, model = _exported(target.path, options, directory, say)
-        subject = {"kind": target.kind, "where": target.where, "checkpoint": state.parents[1].name}
+        lineage = lineage_of(state.parents[3])
+        subject = {
+            "kind": target.kind,
+            "where": target.where,
+            "checkpoint": state.parents[1].name,
+            "lineage_id": lineage,
+        }
     else:
         model = target.path
         subject = {"kind": target.kind, "where": target.where}
@@ -306,7 +298,9 @@ def _exported(where: Path, options: ServingOptions, directory: Path, say: Say) -
             todo="give the run's configuration with --config FILE, and in it its present directory as run.model",
         )
     state = find_state(where, say)
-    model = directory / f"model-{state.parents[1].name}"
+    # a step is a number within one run: `directory` may hold the model of another one
+    made_from = hashlib.sha256(f"{model_digest(state)} {model_digest(initial)}".encode()).hexdigest()
+    model = directory / f"model-{state.parents[1].name}-{made_from[:8]}"
     if not model.exists():
         say(f"exporting {state.parents[1]} to {model}")
         model.parent.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
-from deploy.evaluation.targets import STATE, Needs, ServingOptions, find_target, serving_config
-from deploy.launcher.run_dir import write_record
+from deploy.evaluation import targets
+from deploy.evaluation.targets import STATE, Needs, ServingOptions, find_target, serving, serving_config
+from deploy.launcher.run_dir import RECORD, hold, write_record
 from protocol.errors import UserError
 from protocol.runtime.config import SettingsTree, read_tree
 from rollout_server.search.base import NoSearchSettings
@@ -19,12 +23,19 @@ def test_a_target_is_known_by_its_files_or_its_url(tmp_path: Path, run_files: Pa
     checkpoint = tmp_path / "step_4.e1"
     (checkpoint / STATE).parent.mkdir(parents=True)
     (checkpoint / STATE).write_text("{}")
-    stopped = tmp_path / "stopped"
+    stopped, copied, running = tmp_path / "stopped", tmp_path / "copied", tmp_path / "running"
     stopped.mkdir()
-    write_record(stopped, {"rollouts": ["http://127.0.0.1:1"]})
+    with socket.create_server(("127.0.0.1", 0)) as another:
+        write_record(stopped, {"rollouts": [f"http://127.0.0.1:{another.getsockname()[1]}"]})
+        with hold(running):
+            write_record(running, {"rollouts": ["http://127.0.0.1:1"]})
+            shutil.copytree(running, copied)
+            assert find_target(str(running)).kind == "run"
+        assert find_target(str(stopped)).kind == "checkpoint", "another run has its port"
     kinds = {
         str(checkpoint): "checkpoint",
-        str(stopped): "checkpoint",
+        str(running): "checkpoint",
+        str(copied): "checkpoint",
         str(run_files / "model"): "model",
         "http://host:1/": "server",
         "https://host/v1/": "endpoint",
@@ -96,3 +107,42 @@ def test_only_what_the_methods_need_is_started(tmp_path: Path) -> None:
     assert made(EVERYTHING, options) == (1, 0)
     config = serving_config(tree(), tmp_path, tmp_path / "s", EVERYTHING, options)
     assert config.rollout.search.model_dump()["urls"] == ("http://host:8000",)
+
+
+def test_the_addresses_of_an_earlier_start_are_not_asked(tmp_path: Path) -> None:
+    write_record(tmp_path, {"rollouts": ["http://127.0.0.1:1"]})
+    record = json.loads((tmp_path / RECORD).read_text())
+    (tmp_path / RECORD).write_text(json.dumps(record | {"launcher": "host:1:1"}))
+    needs = Needs(policy=True, methods=False, search=False)
+    with (
+        hold(tmp_path),
+        pytest.raises(UserError, match="no rollout server yet: its launcher is starting"),
+        serving(find_target(str(tmp_path)), needs, ServingOptions(), tmp_path / "out", print),
+    ):
+        pass
+
+
+def test_an_exported_model_is_reused_for_the_same_weights_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_files: Path
+) -> None:
+    from learner.model import export
+
+    made: list[Path] = []
+
+    def export_model(state: Path, initial: Path, settings: object, out: Path, **_: object) -> None:
+        made.append(out)
+        out.mkdir()
+
+    monkeypatch.setattr(export, "export_model", export_model)
+    monkeypatch.setattr(targets, "model_settings", lambda *_: (run_files / "model", None))
+    for run in ("a", "b"):
+        state = tmp_path / run / "checkpoints" / "step_4.e1" / STATE
+        state.parent.mkdir(parents=True)
+        state.write_text("{}")
+        (state.parent / "master.00000.000.safetensors").write_bytes(run.encode())
+    found = [
+        targets._exported(tmp_path / run / "checkpoints" / "step_4.e1", ServingOptions(), tmp_path / "out", print)[1]
+        for run in ("a", "b", "a")
+    ]
+    assert found == [made[0], made[1], made[0]] and len(set(made)) == len(made) == 2
+    assert all(model.name.startswith("model-step_4.e1-") for model in found)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from deploy.cli import main as foray
-from deploy.evaluation.store import EPISODES, read_rows
-from deploy.launcher.run_dir import write_record
+from deploy.evaluation.store import EPISODES, read_rows, sole_writer
+from deploy.launcher.run_dir import hold, write_record
 from protocol.errors import ForayError, UserError
+from protocol.run_meta import LINEAGE_FILE
 from protocol.runtime import episodes as module
 from protocol.runtime.episodes import RECONNECTS, Dropped, EvalScore, answered, evaluate
 from rollout_server.api.episodes import EpisodesRequest, EpisodesSummary
@@ -177,11 +178,12 @@ def test_a_missing_server_is_a_user_error() -> None:
 
 def command_run(url: str, tmp_path: Path, *more: str) -> int:
     """`foray eval` of a run directory whose rollout server is at `url`."""
-    write_record(tmp_path, {"rollouts": [url]})
     lines = [json.dumps({"id": q.id, "question": q.text, "answers": q.answers}) for q in QUESTIONS]
     (tmp_path / "asked.jsonl").write_text("\n".join(lines))
     given = ["--suite", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out"), *more]
-    return foray(["eval", str(tmp_path), *given])
+    with hold(tmp_path):
+        write_record(tmp_path, {"id": "r", "rollouts": [url]})
+        return foray(["eval", str(tmp_path), *given])
 
 
 def stored(tmp_path: Path) -> list[dict[str, Any]]:
@@ -236,7 +238,7 @@ def test_failed_episodes_are_asked_again(server: tuple[str, type[Answers]], tmp_
     assert [len(asked.questions) for asked in server[1].asked] == [3, 3] and len(stored(tmp_path)) == 6
 
 
-@pytest.mark.parametrize(("name", "value"), [("run", "another"), ("model", "n"), ("lineage_id", "1")])
+@pytest.mark.parametrize(("name", "value"), [("model", "n"), ("lineage_id", "1")])
 def test_resume_refuses_the_answers_of_another_policy(
     server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: str
 ) -> None:
@@ -246,6 +248,27 @@ def test_resume_refuses_the_answers_of_another_policy(
     server[1].policy = server[1].policy | {name: value}
     assert command_run(server[0], tmp_path, "--resume") == 2
     assert f"another policy: {name} " in capsys.readouterr().err and stored(tmp_path) == before
+
+
+@pytest.mark.parametrize("field", ["run", "lineage_id"])
+def test_the_answers_of_another_run_at_the_runs_port_are_refused(
+    server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    (tmp_path / LINEAGE_FILE).write_text("a" * 32)
+    server[1].policy = server[1].policy | {"lineage_id": "a" * 32} | {field: "b" * 32}
+    assert command_run(server[0], tmp_path, "--limit", "1") == 2
+    said = capsys.readouterr().err
+    assert f"{server[0]} serves another run than {tmp_path}" in said and f"its {field} is bbb" in said
+    assert stored(tmp_path) == []
+
+
+def test_a_second_evaluation_into_one_directory_is_refused(
+    server: tuple[str, type[Answers]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sole_writer(tmp_path / "out"):
+        assert command_run(server[0], tmp_path) == 2
+    assert "another process evaluates into" in capsys.readouterr().err and not server[1].asked
+    assert command_run(server[0], tmp_path) == 0
 
 
 def test_results_are_not_overwritten_and_are_reported_again_without_a_server(
