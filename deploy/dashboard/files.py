@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.launcher.progress import WHOLE, StepTail, keep_step
-from deploy.launcher.run_dir import read_record
 from learner.validation.results import ValidationFiles
+from protocol.runtime.files import lineage_of
 
 MOST_POINTS = 1500
 """Points of a curve that are sent; more steps are averaged in bins."""
@@ -72,20 +72,20 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Return the results of `foray eval` in the folder `evaluations` of the run directory, beside it or here, whose
     protocol names this run; the newest last.
     """
-    run = str(read_record(run_dir).get("id", ""))
-    found = []
+    lineage, found = lineage_of(run_dir), []
     for root in dict.fromkeys(p.resolve() for p in (run_dir, run_dir.parent, run_dir.parent.parent, Path())):
         for folder in sorted((root / "evaluations").glob("*/")):
             try:
                 result, protocol = (json.loads((folder / name).read_text(encoding="utf-8")) for name in RESULTS)
-                subject = json.dumps(protocol["subject"])
+                subject = dict(protocol["subject"])
+                place = (root / str(subject.get("where"))).resolve()  # `where` is relative to the folder of --out
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            if root == run_dir.resolve() or (run and run in subject) or str(run_dir.resolve()) in subject:
+            named = subject.get("lineage_id", "")
+            ours = named == lineage if named and lineage else place.is_relative_to(run_dir.resolve())
+            if root == run_dir.resolve() or ours:
                 written = (folder / RESULTS[0]).stat().st_mtime
-                found.append(
-                    {"name": folder.name, "written": written, "result": result, "subject": protocol["subject"]}
-                )
+                found.append({"name": folder.name, "written": written, "result": result, "subject": subject})
     return sorted(found, key=lambda one: float(one["written"]))
 
 

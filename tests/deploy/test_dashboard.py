@@ -22,6 +22,7 @@ from deploy.dashboard.source import RunData
 from learner.checkpoint.journal import data_files, index_of, locations
 from learner.data.token_values import FOLDER, TokenValues, TrajectorySource
 from protocol.errors import UserError
+from protocol.run_meta import LINEAGE_FILE
 from protocol.versions import PolicyVersion
 from tests.support.dashboard_run import (
     EVIL,
@@ -330,13 +331,19 @@ def test_steps_are_read_as_they_come_and_replaced_after_a_crash(tmp_path: Path) 
 
 
 def test_evaluations_of_this_run_are_found(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, run in (("mine", "test"), ("other", "another")):
+    mine, theirs = "a" * 32, "b" * 32
+    (run_dir / LINEAGE_FILE).write_text(mine)
+    where = {"mine": run_dir.name, "elsewhere": "moved/away", "copy": run_dir.name, "longer": run_dir.name + "b/model"}
+    lineages = {"elsewhere": mine, "copy": theirs}
+    for name, place in (where | {"other": "step_5", "url": "http://127.0.0.1:1"}).items():
         folder = run_dir.parent / "evaluations" / name
         folder.mkdir(parents=True)
-        (folder / "protocol.json").write_text(json.dumps({"subject": {"run": run}}))
+        (folder / "protocol.json").write_text(
+            json.dumps({"subject": {"kind": "run", "where": place, "lineage_id": lineages.get(name, "")}})
+        )
         (folder / "result.json").write_text(json.dumps({"scores": []}))
     monkeypatch.chdir(run_dir)
-    assert [one["name"] for one in read_evaluations(run_dir)] == ["mine"]
+    assert sorted(one["name"] for one in read_evaluations(run_dir)) == ["elsewhere", "mine"]
 
 
 @pytest.mark.slow
