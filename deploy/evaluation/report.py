@@ -23,8 +23,8 @@ MOST_CHARS = 6000
 """Characters of a transcript in an example."""
 NAMES = {"em": "EM", "f1": "F1", "cover_em": "cover EM", "yes_no": "yes/no", "judge": "judge"}
 INTERVALS = (
-    f"In brackets: {LEVEL:.0%} interval, bootstrap over questions, {RESAMPLES} resamples; then the number of questions "
-    "that have the score, if not all do."
+    f"In brackets: {LEVEL:.0%} interval, bootstrap over questions, {RESAMPLES} resamples (Wilson's if every question "
+    "has 0 or every one has 1); then the number of questions that have the score, if not all do."
 )
 TESTS = (
     "Difference of the second minus the first on the same questions; interval: paired bootstrap; p: two-sided "
@@ -126,11 +126,12 @@ def _scores(summary: Summary) -> ReportTable:
     ]
     rows += [
         (
-            f"{method}, mean of {len({c.data_set for c in summary.cells if c.method == method})} data sets",
+            f"{method}, mean of {count} data set{'s' if count != 1 else ''}",
             "",
-            *(_measured(found.get(m)) for m in shown),
+            *(_measured(found.get(m), max(estimate.n for estimate in found.values())) for m in shown),
         )
         for method, found in summary.averages.items()
+        if (count := sum(bool(c.metrics) for c in summary.cells if c.method == method))
     ]
     return ReportTable(("method, data set", "questions", *(NAMES[metric] for metric in shown)), tuple(rows))
 

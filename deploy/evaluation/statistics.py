@@ -3,6 +3,8 @@
 The unit is the question: several episodes of one question are averaged first, because they are not independent.
 
     interval  percentile bootstrap: Efron and Tibshirani, An Introduction to the Bootstrap (1993), section 13.3
+              If every question has 0, or every one 1, all resamples are equal. Then: score interval of Wilson, Probable
+              Inference, the Law of Succession, and Statistical Inference (JASA 1927), of which one end is 0 or 1
     paired difference between two systems on the same questions:
       interval  percentile bootstrap over questions, as in Koehn, Statistical Significance Tests for Machine Translation
                 Evaluation (EMNLP 2004)
@@ -17,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 RESAMPLES = 10_000
 LEVEL = 0.95
+_Z2 = NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
 _TIE = 1e-12
 """Differences of sums below this, relative to the largest sum, are rounding."""
 
@@ -61,6 +65,10 @@ def interval(samples: Mapping[str, Values], *, seed: int = 0, resamples: int = R
     means = _bootstrap(list(filled.values()), np.random.default_rng(seed), resamples)
     low, high = _tails(means)
     mean = float(np.mean([values.mean() for values in filled.values()]))
+    if mean in (0.0, 1.0) and low == high:
+        # the mean over data sets has the variance of n questions in one
+        n = len(filled) ** 2 / sum(1 / len(values) for values in filled.values())
+        low, high = (0.0, _Z2 / (n + _Z2)) if mean == 0.0 else (n / (n + _Z2), 1.0)
     return Estimate(mean, low, high, sum(map(len, filled.values())))
 
 

@@ -144,6 +144,16 @@ def test_the_mean_over_data_sets_weighs_each_the_same() -> None:
     assert summarise(rows).averages["policy"]["em"].mean == 0.5
 
 
+@pytest.mark.parametrize(("failed", "label"), [((), "2 data sets"), (("hotpotqa",), "1 data set")])
+def test_a_mean_counts_the_data_sets_that_have_a_value(failed: tuple[str, ...], label: str) -> None:
+    rows = [
+        make_row(1, right=True, data_set=name, **({"status": "failed"} if name in failed else {}))
+        for name in ("nq", "hotpotqa")
+    ]
+    report = document_of("r", make_protocol(), rows, summarise(rows))
+    assert f"policy, mean of {label} " in to_text(report)
+
+
 def test_several_versions_are_called_a_mixture() -> None:
     assert summarise([make_row(1, right=True), make_row(2, right=True, version="1.1")]).mixed
     assert summarise([make_row(1, right=True, version="1.0+1.1")]).mixed
@@ -287,7 +297,7 @@ def test_a_search_of_a_method_is_shown_once_and_a_score_of_some_questions_says_o
     ]
     rows = [make_row(1, right=False, golds=("yes",), segments=segments), make_row(2, right=False)]
     document = document_of("r", make_protocol(), rows, summarise(rows))
-    assert re.search(r"policy, nq +2 .* 0\.000 \[0\.000, 0\.000\] of 1$", to_text(document), re.MULTILINE)
+    assert re.search(r"policy, nq +2 .* 0\.000 \[0\.000, 0\.793\] of 1$", to_text(document), re.MULTILINE)
     page = to_html(document)
     assert "search: who?\nfound: A; B<" in page and page.count("long text") == 1
 

@@ -37,6 +37,17 @@ def test_several_data_sets_are_resampled_each_by_itself_and_weigh_the_same() -> 
     assert (found.low, found.high) == (pytest.approx(low, abs=0.02), pytest.approx(high, abs=0.02))
 
 
+@pytest.mark.parametrize(("n", "low"), [(15, 0.796), (100, 0.963)])
+def test_an_interval_of_equal_answers_is_wilsons(n: int, low: float) -> None:
+    right, wrong = interval({"a": [1.0] * n}), interval({"a": [0.0] * n})
+    assert (right.mean, right.high, wrong.mean, wrong.low) == (1.0, 1.0, 0.0, 0.0)
+    assert right.low == pytest.approx(low, abs=5e-4) and wrong.high == pytest.approx(1 - right.low)
+    both = interval({"a": [1.0] * n, "b": [1.0] * n})
+    assert both.low == pytest.approx(interval({"a": [1.0] * 2 * n}).low) and both.high == 1.0
+    half = interval({"a": [0.5] * n})
+    assert half.low == half.high == 0.5, "no share of right answers"
+
+
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(3)
     samples = (rng.random(80) < 0.4 for _ in range(300))
