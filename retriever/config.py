@@ -64,7 +64,8 @@ class RetrieverSettings(Settings):
     build_limit_mb: float = Field(default=64.0, ge=0)
     """Build a missing index at start if the corpus is at most this large, in MiB; otherwise refuse to start."""
     verify_corpus: bool = True
-    """Compare the corpus's SHA-256 with the manifest at start; false, e.g. for tens of GB: compare only the size."""
+    """Compare the corpus's SHA-256, and that of the file it was converted from, with the manifest at start; false, e.g.
+    for tens of GB: compare only the sizes."""
     max_body_mb: float = Field(default=16.0, gt=0)
     """Maximum request body, in MiB; larger ones get 413. All requests together may hold four such bodies in memory,
     each until its response is sent."""

@@ -218,7 +218,7 @@ def open_searcher(settings: RetrieverSettings) -> Searcher:
         _build_if_small(settings)
     manifest = read_manifest(directory)
     chosen = settings.given_index or settings_of(directory)
-    corpus = corpus_of(directory, settings.given_corpus)
+    corpus = corpus_of(directory, settings.given_corpus, verify=settings.verify_corpus)
     check_manifest(manifest, directory, index_identity(chosen), corpus, verify_corpus=settings.verify_corpus)
     index = open_index(chosen, directory, threads=settings.threads)
     passages = Corpus(corpus, directory)

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from protocol.errors import UserError
 from protocol.runtime.files import sha256_file
+from protocol.runtime.records import record_files
 from retriever.corpus.corpus import CorpusScan, open_corpus
+from retriever.corpus.formats.base import PASSAGES
 from retriever.corpus.formats.synthetic import corpus_spec
 from retriever.index import index_identity
 from retriever.index.config import IndexSettings
@@ -41,7 +43,7 @@ class Manifest(BaseModel):
     corpus_bytes: int
     corpus_sha256: str
     source: dict[str, Any]
-    """Origin of the corpus: {"spec", "format", "words"}."""
+    """Origin of the corpus: {"spec", "format", "words"}, and `input_facts` of a converted one."""
     fields: tuple[str, ...] | None = None
     """Further fields of passages besides `id` and `contents`. None: unknown (an index of an older version)."""
     files: dict[str, int]
@@ -92,11 +94,18 @@ def make_manifest(
     )
 
 
-def corpus_of(directory: Path, configured: Path | None) -> Path:
+def input_facts(paths: Sequence[Path], *, whole: bool = True) -> dict[str, Any]:
+    """Return size and, if `whole`, SHA-256 of the files that a corpus is converted from."""
+    size = {"bytes": sum(path.stat().st_size for path in paths)}
+    return size | ({"sha256": hashlib.sha256("".join(map(sha256_file, paths)).encode()).hexdigest()} if whole else {})
+
+
+def corpus_of(directory: Path, configured: Path | None, *, verify: bool = False) -> Path:
     """Return the corpus file of a built index: the configured one, else the manifest's.
 
     If the index was built from a converted copy of the configured corpus, this is the copy in the index directory.
-    Raises UserError if the file does not exist.
+    Raises UserError if the file does not exist, or if the configured corpus has changed since: its size is compared,
+    with `verify` its SHA-256 too.
     """
     manifest = read_manifest(directory)
     if configured is not None and corpus_spec(configured) != manifest.source.get("spec"):
@@ -108,7 +117,25 @@ def corpus_of(directory: Path, configured: Path | None) -> Path:
             why=f"no file {corpus}",
             todo="set retriever.corpus (or --corpus) to its current path",
         )
+    if configured is not None and "sha256" in manifest.source and configured.absolute() != corpus.absolute():
+        files = record_files(configured, PASSAGES)
+        if not all(path.is_file() for path in files):
+            return corpus  # removed after the conversion, which needs it no longer
+        now = input_facts(files, whole=verify)
+        if any(manifest.source.get(name) != value for name, value in now.items()):
+            raise UserError(
+                f"{configured} has changed since {directory} was built from it",
+                why=f"its size was {manifest.source.get('bytes')} and is now {now['bytes']}, or its content changed",
+                todo=f"rebuild: {_rebuild(manifest, directory, configured)}",
+            )
     return corpus
+
+
+def _rebuild(manifest: Manifest, directory: Path, corpus: Path) -> str:
+    source = manifest.source
+    words = f" --words {source['words']}" if source.get("words") else ""
+    origin = source.get("spec", corpus)
+    return f"foray index build --corpus {origin}{words} --out {directory} --index {manifest.type} --overwrite"
 
 
 def settings_of(directory: Path, changes: Mapping[str, Any] | None = None) -> IndexSettings:
@@ -160,8 +187,7 @@ def check_manifest(
 ) -> None:
     """Raise UserError unless the index was built from this corpus with these settings and this format, and is
     complete."""
-    origin = manifest.source.get("spec", corpus)
-    again = f"foray index build --corpus {origin} --out {directory} --index {index['type']} --overwrite"
+    again = _rebuild(manifest, directory, corpus)
     if manifest.format != FORMAT:
         raise UserError(f"{directory} has index format {manifest.format}, this version reads {FORMAT}", todo=again)
     if manifest.index != index:

@@ -26,7 +26,7 @@ from protocol.errors import UserError
 from protocol.runtime.files import sha256_file
 from protocol.runtime.progress import Progress, TaskProgress
 from retriever.corpus.corpus import SCAN_FILES, CorpusScan, open_offsets, read_texts, scan_corpus
-from retriever.corpus.manifest import MANIFEST, Manifest, make_manifest, read_manifest
+from retriever.corpus.manifest import MANIFEST, Manifest, input_facts, make_manifest, read_manifest
 from retriever.encoder import build_encoder, encoder_identity
 from retriever.encoder.base import Encoder, Vectors
 from retriever.encoder.config import EncoderSettings
@@ -97,12 +97,17 @@ def _made_meanwhile(workdir: BuildDirectory, given: CorpusInput, index: IndexSet
     index."""
     workdir.discard()
     found = read_manifest(workdir.out)
-    same = found.index == index_identity(index) and found.source == given.describe()
+    same = found.index == index_identity(index) and found.source == _source(given)
     if same and given.in_place:
         same = found.corpus_bytes == given.size and found.corpus_sha256 == sha256_file(given.paths[0])
     if not same:
         raise _exists(workdir.out)
     return found
+
+
+def _source(given: CorpusInput) -> dict[str, Any]:
+    """Return the origin for the manifest. A file that is indexed in place is described there itself."""
+    return given.describe() | (input_facts(given.paths) if given.paths and not given.in_place else {})
 
 
 class _Build:
@@ -124,8 +129,8 @@ class _Build:
                     write_index(self._index, source, self._directory)
                 self._workdir.sync()
                 journal.built(index_identity(self._index))
-            if self._given.in_place and self._given.stamp() != journal.input:
-                raise UserError(f"{self._corpus} changed while it was indexed", todo="run the build again")
+            if self._given.stamp() != journal.input:
+                raise UserError(f"{self._given.spec} changed while it was indexed", todo="run the build again")
             manifest = self._manifest(scan)
         except BaseException as error:
             if journal.vector_files:
@@ -188,7 +193,7 @@ class _Build:
             index=self._index,
             scan=scan,
             corpus=str(self._corpus) if self._given.in_place else CORPUS,
-            source=self._given.describe(),
+            source=_source(self._given),
             files=[name for name in files_in(self._directory) if name not in (JOURNAL, MANIFEST)],
         )
         (self._directory / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")

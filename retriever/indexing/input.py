@@ -49,7 +49,7 @@ class CorpusInput:
         return sum(path.stat().st_size for path in self.paths)
 
     def describe(self) -> dict[str, Any]:
-        """Return the origin for the manifest."""
+        """Return how the corpus was specified."""
         return {"spec": self.spec, "format": self.format, "words": self.words}
 
     def stamp(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def verify_index(
     changes  settings of the index that differ from the build, e.g. {"encoder": {"device": "cpu"}}
     """
     manifest, settings = read_manifest(directory), settings_of(directory, changes)
-    path = corpus_of(directory, corpus)
+    path = corpus_of(directory, corpus, verify=not quick)
     check_manifest(manifest, directory, index_identity(settings), path, verify_corpus=not quick)
     done = [f"{len(manifest.files)} files have the right sizes, the corpus the right {'size' if quick else 'SHA-256'}"]
     if not quick:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from protocol.errors import UserError
+from protocol.runtime.progress import Progress
 from retriever.backends.index import open_searcher
 from retriever.config import RetrieverSettings
 from retriever.corpus.manifest import MANIFEST, corpus_of, read_manifest, settings_of
 from retriever.index.config import Bm25Settings, MemoryIndexSettings
+from retriever.indexing import build
 from retriever.indexing.build import build_index
+from retriever.indexing.verify import verify_index
 
 
 def quiet(_line: str) -> None:
@@ -51,6 +54,52 @@ def test_a_service_over_a_corpus_of_another_format_converts_it(tmp_path: Path) -
     for _ in range(2):  # builds, and opens what was built
         searcher = open_searcher(RetrieverSettings(corpus=table))
         assert b'\\"Bell\\"\\nBell rang' in searcher.search(["rang"], 1)[0].documents[0]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_converted_corpus_that_has_changed_is_not_served_stale(tmp_path: Path, folder: bool) -> None:
+    table = tmp_path / "passages" / "a.tsv"
+    table.parent.mkdir()
+    table.write_text("id\ttext\ttitle\n1\tAda wrote a program\tAda\n2\tBell rang\tBell\n")
+    corpus, index, before = table.parent if folder else table, tmp_path / "index", table.read_text()
+    build_index(corpus, index, Bm25Settings(), progress=quiet)
+    settings = RetrieverSettings(corpus=corpus, index_dir=index)
+    sizes_only = settings.model_copy(update={"verify_corpus": False})
+    for change, noticed_by in (
+        (before.replace("rang", "sang"), [settings]),
+        (before + "3\tCuri found radium\tCuri\n", [settings, sizes_only]),
+    ):
+        table.write_text(change)
+        for chosen in noticed_by:
+            with pytest.raises(UserError, match=f"{corpus} has changed since {index} was built") as refused:
+                open_searcher(chosen)
+        with pytest.raises(UserError, match="has changed"):
+            verify_index(index, Progress.of(quiet), corpus=corpus)
+    assert f"foray index build --corpus {corpus} --out {index} --index bm25" in refused.value.todo
+    with pytest.raises(UserError, match="already exists"):
+        build_index(corpus, index, Bm25Settings(), progress=quiet)
+    table.write_text(before)
+    assert open_searcher(settings).search(["rang"], 1)[0].documents
+    table.unlink()
+    if not folder:
+        assert open_searcher(settings).search(["rang"], 1)[0].documents, "the copy is complete"
+
+
+def test_an_input_that_changes_while_it_is_converted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "a.tsv"
+    table.write_text("id\ttext\ttitle\n1\tAda wrote a program\tAda\n")
+    write = build.write_index
+
+    def changed(*given: Any) -> None:
+        write(*given)
+        with table.open("a") as file:
+            file.write("2\tBell rang\tBell\n")
+
+    monkeypatch.setattr(build, "write_index", changed)
+    with pytest.raises(UserError, match="changed while it was indexed"):
+        build_index(table, tmp_path / "index", Bm25Settings(), progress=quiet)
 
 
 def test_a_corpus_that_was_converted_may_also_be_named_by_its_origin(converted: Path, tmp_path: Path) -> None:
