@@ -75,20 +75,19 @@ async def test_the_weight_version_has_a_route(client: Client, path: str) -> None
     assert await (await client.get(path)).json() == {"weight_version": "7"}
 
 
-async def test_released_memory_holds_requests_back_until_it_is_resumed(client: Client, model: Path) -> None:
+async def test_generation_is_refused_until_all_released_memory_is_resumed(client: Client, model: Path) -> None:
     sampling = {"max_new_tokens": 5, "temperature": 0}
     before = await post(client, "/generate", input_ids=IDS, sampling_params=sampling)
     assert await post(client, "/release_memory_occupation") is None
     info = await (await client.get("/v1/loads")).json()
     assert info["num_kept_tokens"] == 0 and (await client.get("/ready")).status == 503
-    waiting = asyncio.create_task(post(client, "/generate", input_ids=IDS, sampling_params=sampling))
-    while not (await (await client.get("/v1/loads")).json())["num_waiting_reqs"]:
-        pass
     await post(client, "/resume_memory_occupation", tags=["weights"])
-    await post(client, "/update_weights_from_disk", model_path=str(model))  # not held up by the request that waits
-    assert not waiting.done()
-    await post(client, "/resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
-    after = await waiting
+    await post(client, "/update_weights_from_disk", model_path=str(model))
+    await post(client, "/resume_memory_occupation", tags=["kv_cache"])
+    for path, body in (("/generate", {"input_ids": IDS}), ("/v1/completions", {"model": model.name, "prompt": "a"})):
+        assert "memory is released (cuda_graph)" in (await post(client, path, 503, **body))["message"]
+    await post(client, "/resume_memory_occupation", tags=["cuda_graph"])
+    after = await post(client, "/generate", input_ids=IDS, sampling_params=sampling)
     assert after["output_ids"] == before["output_ids"] and after["meta_info"]["cached_tokens"] == 0
     assert "disk" in (await post(client, "/release_memory_occupation", 400, tags=["disk"]))["message"]
 

@@ -53,7 +53,7 @@ class Engine:
         self.scheduler, self.model_path = scheduler, model_path
         self.paused: PauseMode | None = None
         self.released: frozenset[str] = frozenset()
-        """Tags of released memory: no request runs until it is resumed."""
+        """Tags of released memory: no request runs until all are resumed."""
         self._snapshot: dict[str, str] = {}
         self._threads = threads
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -140,7 +140,7 @@ class AdminRoutes:
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
 
     async def release_memory(self, http: web.Request) -> web.Response:
-        """Free the KV cache; requests wait until it is resumed.
+        """Free the KV cache; requests get 503 until all memory is resumed.
 
         Deviation: 400 while requests run (SGLang exits), and the weights stay.
         """

@@ -132,7 +132,13 @@ class Generation:
 
     @contextmanager
     def running(self, parsed: Parsed) -> Iterator[tuple[list[Request], Inbox]]:
-        """Run the requests of a body. Yields them and the inbox of their progress; aborts unfinished ones at exit."""
+        """Run the requests of a body. Yields them and the inbox of their progress; aborts unfinished ones at exit.
+
+        While memory is released they get 503 instead of waiting: it is resumed by tags, and a caller may forget one.
+        """
+        if released := self._engine.released:
+            still = f"memory is released ({', '.join(sorted(released))}): POST /resume_memory_occupation"
+            raise web.HTTPServiceUnavailable(reason=still)
         inbox = Inbox()
         requests = self._requests(parsed.calls, parsed.stream, inbox)
         names = {r.rid for r in requests}
