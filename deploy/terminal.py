@@ -6,8 +6,9 @@ escapes of untrusted text are unambiguous.
 
 from __future__ import annotations
 
+import argparse
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from protocol.redaction import printable
 
@@ -18,6 +19,20 @@ def escape_untrusted(text: str, most: int = 200) -> str:
     r"""Return `text` on one line, cut at `most`, with non-printable characters as \xNN, \uNNNN or \UNNNNNNNN."""
     shown = printable(text[:most].replace("\\", "\\\\"), keep="")
     return shown if len(text) <= most else f"{shown}... ({len(text)} characters)"
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the `type` of an argument of argparse: an integer that is not smaller than `least`."""
+
+    def read(text: str) -> int:
+        try:
+            if (number := int(text)) >= least:
+                return number
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+
+    return read
 
 
 def hexdump(raw: bytes, most: int = 256) -> Iterator[str]:

@@ -19,11 +19,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from deploy.terminal import at_least
 from protocol.errors import UserError
+from protocol.runtime.config import override
 from protocol.runtime.progress import Progress
+from protocol.runtime.records import RowCount
+
+if TYPE_CHECKING:
+    from protocol.messages import Question
 
 _FILE = "a file of questions, or a folder that `datasets` saved"
 
@@ -58,7 +66,7 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=f"{_FILE}, or of passages")
         parser.add_argument("--config", type=Path, help="measure prompts with the template, model and limits of a run")
         parser.add_argument("--corpus", action="store_true", help="read the passages of the file, not its questions")
-        parser.add_argument("--examples", type=int, default=3, help="records to show (default: 3)")
+        parser.add_argument("--examples", type=at_least(0), default=3, help="records to show (default: 3)")
     if action == "convert":
         parser.add_argument("file", type=Path, metavar="FILE", help=_FILE)
         parser.add_argument("out", type=Path, metavar="OUT", help="JSON lines to write")
@@ -73,7 +81,7 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
     if action == "split":
         parser.add_argument("parts", nargs="+", metavar="NAME=SHARE", help="share, number of questions, or `rest`")
     if action in ("merge", "sample"):
-        parser.add_argument("--rows", type=int, help="number of questions to write")
+        parser.add_argument("--rows", type=at_least(1), help="number of questions to write")
     if action == "merge":
         parser.add_argument("--weights", default="", help="shares of the files, e.g. 2,1 (default: by size)")
     if action in ("merge", "split", "sample"):
@@ -88,9 +96,12 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
     if action == "demonstrate":
         parser.add_argument("--corpus", type=Path, help="corpus of the passages (default: that of --config)")
         parser.add_argument("--config", type=Path, help="a run: its template, corpus and index")
-        parser.add_argument("--topk", type=int, help="passages per search (default: that of --config, or 2)")
-        parser.add_argument("--searches", type=int, default=3, help="maximum searches (default: 3)")
-        parser.add_argument("--limit", type=int, help="read only the first so many questions")
+        parser.add_argument("--topk", type=at_least(1), help="passages per search (default: that of --config, or 2)")
+        parser.add_argument("--searches", type=at_least(1), default=3, help="maximum searches (default: 3)")
+        parser.add_argument("--limit", type=at_least(1), help="read only the first so many questions")
+    if action in ("inspect", "convert", "merge", "split", "sample", "dedupe", "demonstrate"):
+        parser.add_argument("--skip-invalid", action="store_true",
+                            help="drop invalid rows and count them, instead of stopping at the first one")  # fmt: skip
     if action in ("convert", "sample", "split", "inspect", "demonstrate"):
         parser.add_argument("--format", default="", help="format of the file (default: that of the first record)")
     if action == "convert":
@@ -169,10 +180,11 @@ def _inspect(args: argparse.Namespace) -> int:
 
     reports = []
     for path in args.files:
+        rows = RowCount(args.skip_invalid)
         if args.corpus or (not args.format and is_corpus(path)):
-            reports.append(inspect_corpus(path, args.examples))
+            reports.append(inspect_corpus(path, args.examples, rows))
         else:
-            reports.append(inspect_questions(path, args.format, args.examples, args.config))
+            reports.append(inspect_questions(path, args.format, args.examples, args.config, rows))
     print(json.dumps(reports, indent=1, ensure_ascii=False) if args.json else "\n\n".join(map(render, reports)))
     return 0
 
@@ -182,52 +194,42 @@ def _convert(args: argparse.Namespace) -> int:
 
     if bool(args.question) != bool(args.answers):
         raise UserError("--question and --answers belong together", todo="give both columns")
+    rows = RowCount(args.skip_invalid)
     if args.corpus:
-        count = convert_corpus(args.file, args.out, args.format)
-        print(f"wrote {count} passages to {args.out}")
-        return 0
-    count, skipped = convert_questions(
-        args.file, args.out, form=args.format, source=args.source, columns=(args.question, args.answers, args.id)
-    )
-    without = f"; {skipped} without an answer in the corpus were left out" if skipped else ""
-    print(f"wrote {count} questions to {args.out}{without}")
+        convert_corpus(args.file, args.out, rows, args.format)
+    else:
+        columns = (args.question, args.answers, args.id)
+        convert_questions(args.file, args.out, rows, form=args.format, source=args.source, columns=columns)
+    print(f"wrote {rows.valid} {'passages' if args.corpus else 'questions'} to {args.out}")
+    print(rows.account(rows.valid, ""))
     return 0
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from deploy.data.files import merge, write_questions
+    from deploy.data.files import merge
     from learner.config.questions import QuestionSource
 
     weights = _weights(args.weights, len(args.files))
     sources = [QuestionSource(path=path, weight=w) for path, w in zip(args.files, weights, strict=True)]
-    merged = merge(sources, args.rows, args.seed)
-    write_questions(args.out, merged)
-    return _tell(args.out, merged)
+    rows = RowCount(args.skip_invalid)
+    return _write({args.out: merge(sources, args.rows, args.seed, rows)}, rows, "not drawn")
 
 
 def _split(args: argparse.Namespace) -> int:
-    from deploy.data.files import split, write_questions
-    from learner.config.questions import QuestionSource
-    from learner.data.questions import load_questions
+    from deploy.data.files import split
 
-    found = load_questions([QuestionSource(path=args.file, format=args.format)]).questions
-    for name, part in split(found, args.parts, args.seed).items():
-        write_questions(args.out / f"{name}.jsonl", part)
-        _tell(args.out / f"{name}.jsonl", part)
-    return 0
+    found, rows = _questions(args)
+    parts = split(found, args.parts, args.seed)
+    return _write({args.out / f"{name}.jsonl": part for name, part in parts.items()}, rows, "in no part")
 
 
 def _sample(args: argparse.Namespace) -> int:
-    from deploy.data.files import sample, write_questions
-    from learner.config.questions import QuestionSource
-    from learner.data.questions import load_questions
+    from deploy.data.files import sample
 
     if args.rows is None:
         raise UserError("`foray data sample` needs --rows", todo="give the number of questions, e.g. --rows 500")
-    found = load_questions([QuestionSource(path=args.file, format=args.format)]).questions
-    chosen = sample(found, args.rows, args.seed)
-    write_questions(args.out, chosen)
-    return _tell(args.out, chosen)
+    found, rows = _questions(args)
+    return _write({args.out: sample(found, args.rows, args.seed)}, rows, "not drawn")
 
 
 def _dedupe(args: argparse.Namespace) -> int:
@@ -237,33 +239,34 @@ def _dedupe(args: argparse.Namespace) -> int:
 
     if not 0 <= args.near <= 1:
         raise UserError(f"--near is {args.near:g}", todo="give a share between 0 and 1, e.g. 0.8")
-    train = load_questions(args.files if len(args.files) > 1 else args.files[0]).questions
-    tests = [question for path in args.against for question in load_questions(path).questions]
+    rows, of_tests = RowCount(args.skip_invalid), RowCount(args.skip_invalid)
+    train = load_questions(args.files if len(args.files) > 1 else args.files[0], rows).questions
+    tests = [question for path in args.against for question in load_questions(path, of_tests).questions]
     result = dedupe(train, tests, args.near)
-    write_questions(args.out, result.kept)
     if args.json:
-        print(json.dumps(result.report(), indent=1, ensure_ascii=False))
+        write_questions(args.out, result.kept)
+        report = result.report() | {"read": rows.read, "dropped": dict(rows.dropped)}
+        print(json.dumps(report, indent=1, ensure_ascii=False))
         return 0
     for line in result.lines():
         print(line)
-    return _tell(args.out, result.kept)
+    if of_tests.dropped:
+        print(f"test sets: {of_tests.account(of_tests.valid, '')}")
+    return _write({args.out: result.kept}, rows, "removed")
 
 
 def _demonstrate(args: argparse.Namespace) -> int:
     from deploy.config import load_config
     from deploy.data.demonstrate import demonstrate, opened_search, write_demonstrations
-    from learner.config.questions import QuestionSource
-    from learner.data.questions import load_questions
     from rollout_server.environment.prompts import TEMPLATES
 
     if args.corpus is None and args.config is None:
         raise UserError("no corpus is given", todo="give --corpus FILE, or --config of a run")
-    if args.searches < 1 or (args.topk is not None and args.topk < 1) or (args.limit is not None and args.limit < 1):
-        raise UserError("--searches, --topk and --limit must be at least 1")
-    config = load_config(args.config, [] if args.corpus is None else [f"retriever.corpus={args.corpus}"])
+    config = load_config(args.config, [] if args.corpus is None else [override("retriever.corpus", args.corpus)])
     topk = args.topk or (getattr(config.rollout.search, "topk", 2) if args.config else 2)
     template = TEMPLATES[config.rollout.episode.template]
-    questions = load_questions([QuestionSource(path=args.file, format=args.format)]).questions[: args.limit]
+    found, rows = _questions(args)
+    questions = found[: args.limit]
     with (
         opened_search(config.retriever, topk) as (search, find),
         Progress.on(sys.stderr).task("demonstrate", len(questions), "questions") as task,
@@ -274,7 +277,7 @@ def _demonstrate(args: argparse.Namespace) -> int:
             lambda question: demonstrate(question, search, find, template, args.searches),
             task,
         )
-    report = {"questions": len(questions), "topk": topk, **report}
+    report = {"questions": len(questions), "topk": topk, "dropped": dict(rows.dropped), **report}
     if args.json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 0
@@ -285,15 +288,28 @@ def _demonstrate(args: argparse.Namespace) -> int:
     print(f"wrote {report['demonstrations']} demonstrations to {args.out}: {by_count or 'none'}")
     for reason, count in report["left_out"].items():
         print(f"  left out: {count} questions, {reason}")
+    print(rows.account(report["demonstrations"], "left out"))
     return 0
 
 
-def _tell(path: Path, questions: list) -> int:  # type: ignore[type-arg]
-    sources: dict[str, int] = {}
-    for question in questions:
-        sources[question.source] = sources.get(question.source, 0) + 1
-    by_source = ", ".join(f"{name} {count}" for name, count in sorted(sources.items()))
-    print(f"wrote {len(questions)} questions to {path} ({by_source})")
+def _questions(args: argparse.Namespace) -> tuple[Sequence[Question], RowCount]:
+    from learner.config.questions import QuestionSource
+    from learner.data.questions import load_questions
+
+    rows = RowCount(args.skip_invalid)
+    return load_questions([QuestionSource(path=args.file, format=args.format)], rows).questions, rows
+
+
+def _write(parts: Mapping[Path, Sequence[Question]], rows: RowCount, rest: str) -> int:
+    """Write the files, and say where all rows went; `rest` says why some valid ones were not written."""
+    from deploy.data.files import write_questions
+
+    for path, questions in parts.items():
+        write_questions(path, questions)
+        sources = Counter(question.source for question in questions)
+        by_source = ", ".join(f"{name} {count}" for name, count in sorted(sources.items()))
+        print(f"wrote {len(questions)} questions to {path} ({by_source})")
+    print(rows.account(sum(map(len, parts.values())), rest))
     return 0
 
 

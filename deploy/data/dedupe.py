@@ -1,6 +1,7 @@
 """Find repeated questions: exact ones, and near ones by their words. Pure.
 
-Exact: the same words after NFKC, case folding and removal of punctuation. Near: the Jaccard similarity of the sets of
+Exact: the same text after NFKC and case folding; or the same words, without punctuation and signs, and a gold answer in
+common: "What is 7 + 3?" and "What is 7 - 3?" differ. Near: the Jaccard similarity of the sets of
 words is at least a threshold, and a gold answer is the same: "who wrote Emma" and "who wrote Persuasion" have most
 words in common, but not the answer. The search is exact, by prefix filtering (Chaudhuri et al., A Primitive Operator
 for Similarity Joins in Data Cleaning, ICDE 2006; Bayardo et al., Scaling Up All Pairs Similarity Search, WWW 2007): two
@@ -53,8 +54,11 @@ class Deduped:
             f"{counts['repeated']} repeated in the file, {counts['exact']} also in a test set, {counts['near']} near "
             "one of a test set"
         ]
-        near = [match for match in self.removed if match.kind == "near"][:EXAMPLES]
-        lines += [f"  near ({m.similarity:.2f}): {m.question.text!r} ~ {m.other.text!r} ({m.other.id})" for m in near]
+        for kind in counts:
+            some = [match for match in self.removed if match.kind == kind][:EXAMPLES]
+            lines += [
+                f"  {kind} ({m.similarity:.2f}): {m.question.text!r} ~ {m.other.text!r} ({m.other.id})" for m in some
+            ]
         return lines
 
     def report(self) -> dict[str, Any]:
@@ -75,29 +79,51 @@ class Deduped:
 
 def words_of(text: str) -> tuple[str, ...]:
     """Return the words of a text: NFKC, case folded, letters and digits only."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
+    folded = _folded(text)
     found = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in folded).split()
-    return tuple(found or [folded.strip()])
+    return tuple(found or [folded])
+
+
+def _folded(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def dedupe(train: Sequence[Question], tests: Sequence[Question], near: float) -> Deduped:
     """Remove from `train` what repeats in it, and what `tests` has too; `near` 0 disables near duplicates."""
-    of_test = {words_of(question.text): question for question in reversed(tests)}
+    of_test, seen = _Exact(), _Exact()
+    for question in tests:
+        of_test.add(question)
     index = _Index(tests, near) if near and tests else None
-    seen: dict[tuple[str, ...], Question] = {}
     kept, removed = [], []
     for question in train:
-        words = words_of(question.text)
-        if words in of_test:
-            removed.append(Match("exact", question, of_test[words], 1.0))
-        elif words in seen:
-            removed.append(Match("repeated", question, seen[words], 1.0))
+        if (other := of_test.equal(question)) is not None:
+            removed.append(Match("exact", question, other, 1.0))
+        elif (other := seen.equal(question)) is not None:
+            removed.append(Match("repeated", question, other, 1.0))
         elif index is not None and (match := index.nearest(question)) is not None:
             removed.append(match)
         else:
             kept.append(question)
-            seen[words] = question
+            seen.add(question)
     return Deduped(kept, removed)
+
+
+class _Exact:
+    """Finds the first question with the same text, or with the same words and a common answer."""
+
+    def __init__(self) -> None:
+        self._first: dict[Any, Question] = {}
+
+    def equal(self, question: Question) -> Question | None:
+        return next((self._first[key] for key in self._keys(question) if key in self._first), None)
+
+    def add(self, question: Question) -> None:
+        for key in self._keys(question):
+            self._first.setdefault(key, question)
+
+    def _keys(self, question: Question) -> list[Any]:
+        words = words_of(question.text)
+        return [_folded(question.text), *((words, gold) for gold in _golds(question))]
 
 
 class _Index:

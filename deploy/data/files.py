@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +14,11 @@ from deploy.data.dedupe import words_of
 from learner.config.questions import QuestionSource
 from learner.data.formats import FORMATS
 from learner.data.formats.plain import columns as columns_format
-from learner.data.questions import load_questions, read_asked, read_questions
+from learner.data.questions import empty, load_questions, read_questions
 from protocol.errors import UserError
 from protocol.messages import Question
 from protocol.runtime.files import atomic_write
+from protocol.runtime.records import RowCount
 
 
 class FormatRow(NamedTuple):
@@ -34,13 +37,13 @@ def format_table() -> list[FormatRow]:
     return [*questions, *(FormatRow(name, "corpus", form.help) for name, form in CORPORA.items())]
 
 
-def write_questions(path: Path, questions: Sequence[Question]) -> None:
+def write_questions(path: Path, questions: Iterable[Question]) -> None:
     """Write Foray's JSON lines, which read back as the same questions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, _encoded(questions), durable=False)
 
 
-def _encoded(questions: Sequence[Question]) -> Iterator[bytes]:
+def _encoded(questions: Iterable[Question]) -> Iterator[bytes]:
     for question in questions:
         record: dict[str, Any] = {"id": question.id, "question": question.text, "answers": list(question.answers)}
         record |= {name: value for name, value in question.meta.items() if name != "supporting_ids"}
@@ -50,52 +53,46 @@ def _encoded(questions: Sequence[Question]) -> Iterator[bytes]:
 
 
 def convert_questions(
-    path: Path, out: Path, *, form: str = "", source: str = "", columns: tuple[str, str, str] = ("", "", "")
-) -> tuple[int, int]:
-    """Write the questions of any format as Foray's. Return (questions, records without an answer in the corpus).
+    path: Path, out: Path, rows: RowCount, *, form: str = "", source: str = "", columns: tuple[str, ...] = ("", "", "")
+) -> None:
+    """Write the questions of any format as Foray's, one by one. `rows` counts them.
 
     columns  names of the columns of question, answers and id, for a format of your own
     """
-    given = QuestionSource(path=path, source=source, format=form)
     own = columns_format(*columns) if columns[0] else None
-    questions = list(read_questions(given, own))
-    if not questions:
-        raise UserError(f"{path} has no questions")
-    write_questions(out, questions)
-    return len(questions), sum(asked is None for _, _, asked in read_asked(given, own))
+
+    def checked() -> Iterator[Question]:
+        yield from read_questions(QuestionSource(path=path, source=source, format=form), own, rows)
+        if not rows.valid:
+            raise empty(path, rows)
+
+    write_questions(out, checked())
 
 
-def convert_corpus(path: Path, out: Path, form: str = "") -> int:
-    """Write the passages of any format as corpus lines; return their number."""
-    from retriever.indexing.input import read_input, write_corpus
+def convert_corpus(path: Path, out: Path, rows: RowCount, form: str = "") -> None:
+    """Write the passages of any format as corpus lines. `rows` counts them."""
+    from retriever.indexing.input import as_line, documents, read_input
 
+    given = read_input(path, form or None)
     out.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
-
-    def tick(share: float, passages: int) -> None:
-        nonlocal count
-        count = passages
-
-    part = out.with_name(f".{out.name}.part")
-    write_corpus(read_input(path, form or None), part, tick)
-    part.replace(out)
-    return count
+    atomic_write(out, map(as_line, documents(given, lambda share, passages: None, rows)), durable=False)
 
 
-def merge(sources: Sequence[QuestionSource], rows: int | None, seed: int) -> list[Question]:
+def merge(sources: Sequence[QuestionSource], rows: int | None, seed: int, count: RowCount) -> list[Question]:
     """Return the questions of several sources in random order, none twice.
 
     With weights, each source has its share of `rows`; by default as many as the smallest source, by its weight, allows.
     Raises UserError if a source is too small.
     """
-    whole = load_questions(sources)
+    whole = load_questions(sources, count)
     generator = random.Random(seed)
     if not whole.shares:
         found = list(whole.questions)
         generator.shuffle(found)
         return found if rows is None else _first(found, rows)
-    total = sum(weight for _, weight in whole.shares)
-    most = min(int(count * total / weight) for count, weight in whole.shares)
+    shares = [(size, Fraction(repr(weight))) for size, weight in whole.shares]
+    total = sum((weight for _, weight in shares), Fraction())
+    most = min(int(size * total / weight) for size, weight in shares)
     if rows is not None and rows > most:
         raise UserError(
             f"the files have too few questions for {rows} rows with these weights",
@@ -103,11 +100,11 @@ def merge(sources: Sequence[QuestionSource], rows: int | None, seed: int) -> lis
             todo="lower --rows, or train on the files themselves: learner.questions repeats small sources",
         )
     rows = most if rows is None else rows
-    ends = [round(rows * sum(w for _, w in whole.shares[: n + 1]) / total) for n in range(len(whole.shares))]
+    ends = [_nearest(rows * sum((w for _, w in shares[: n + 1]), Fraction()) / total) for n in range(len(shares))]
     out, start, begin = [], 0, 0
-    for (count, _), end in zip(whole.shares, ends, strict=True):
-        out += generator.sample(whole.questions[start : start + count], min(count, end - begin))
-        start, begin = start + count, end
+    for (size, _), end in zip(shares, ends, strict=True):
+        out += generator.sample(whole.questions[start : start + size], end - begin)
+        start, begin = start + size, end
     generator.shuffle(out)
     return out
 
@@ -150,24 +147,34 @@ def _first(questions: list[Question], rows: int) -> list[Question]:
     return questions[:rows]
 
 
+def _nearest(number: Fraction) -> int:
+    """Return the nearest integer, of two the lower: rounded to even, shares of 0.5, 1 and 0.5 rows would be 0, 2, 0."""
+    return ceil(number - Fraction(1, 2))
+
+
 def _sizes(parts: Sequence[str], total: int) -> dict[str, int]:
     """Return part -> number of questions."""
     sizes: dict[str, int] = {}
-    rest = ""
+    rest, shares = "", Fraction()
     for part in parts:
         name, _, share = part.partition("=")
         try:
-            if not name or name in sizes or (share == "rest" and rest):
+            if not name or name != Path(name).name or name in sizes or (share == "rest" and rest):
                 raise ValueError
             if share == "rest":
                 rest, sizes[name] = name, 0
                 continue
-            number = float(share)
-            sizes[name] = round(number * total) if number < 1 else int(number)
-            if number <= 0 or (number >= 1 and number != int(number)):
+            number = Fraction(repr(float(share)))
+            if number <= 0 or (number >= 1 and number.denominator > 1):
                 raise ValueError
+            if number >= 1:
+                sizes[name] = int(number)
+                continue
+            # each share rounded by itself could leave a row out, or one too many
+            sizes[name] = _nearest((shares + number) * total) - _nearest(shares * total)
+            shares += number
         except ValueError:
-            todo = "give distinct names: train=0.9 dev=500 test=rest"
+            todo = "give distinct names of files: train=0.9 dev=500 test=rest"
             raise UserError(f"{part!r} is not NAME=SHARE, NAME=NUMBER or NAME=rest", todo=todo) from None
     if rest:
         sizes[rest] = total - sum(sizes.values())

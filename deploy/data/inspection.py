@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -13,10 +13,11 @@ from deploy.data.dedupe import words_of
 from deploy.terminal import escape_untrusted
 from learner.config.questions import QuestionSource
 from learner.data.formats import detect as detect_questions
-from learner.data.questions import QUESTIONS, format_of, read_asked, read_questions
+from learner.data.questions import QUESTIONS, empty, format_of, read_questions
 from protocol.errors import UserError
 from protocol.messages import Question
-from protocol.runtime.records import RecordReader, record_files
+from protocol.runtime.records import RecordReader, RowCount, record_files
+from rollout_server.environment.config import EnvironmentSettings
 
 SCHEMA_ROWS = 1000
 SHARES = (0.5, 0.9, 0.99, 1.0)
@@ -29,27 +30,28 @@ def is_corpus(path: Path) -> bool:
     """Return whether the first record of a file is a passage and no question."""
     from retriever.corpus.formats import FORMATS
 
-    with closing(iter(RecordReader(record_files(path, QUESTIONS)[0], QUESTIONS))) as records:
+    with closing(_raw(path)) as records:
         first = next(records, None)
     return first is not None and not detect_questions(first[1]) and any(f.fits(first[1]) for f in FORMATS.values())
 
 
-def inspect_questions(path: Path, form: str, examples: int, config: Path | None) -> dict[str, Any]:
+def inspect_questions(path: Path, form: str, examples: int, config: Path | None, counts: RowCount) -> dict[str, Any]:
     """Return the report on a file of questions.
 
     config  of a run: prompts are measured in tokens, with its template, model and limits
     """
     source = QuestionSource(path=path, format=form)
-    questions = list(read_questions(source))
-    skipped = sum(asked is None for _, _, asked in read_asked(source))
+    questions = list(read_questions(source, rows=counts))
     if not questions:
-        raise UserError(f"{path} has no questions", todo="give another file")
+        raise empty(path, counts)
     ids, texts = Counter(q.id for q in questions), Counter(words_of(q.text) for q in questions)
     report: dict[str, Any] = {
         "file": str(path),
         "holds": "questions",
         "format": format_of(source),
         "rows": len(questions),
+        "dropped": dict(counts.dropped),
+        "system_messages": sum(_has_system(record) for _, record in _raw(path)),
         "sources": dict(Counter(q.source for q in questions)),
         "schema": _schema(record for _, record in _raw(path)),
         "answers_per_question": _summary([len(q.answers) for q in questions]),
@@ -61,21 +63,22 @@ def inspect_questions(path: Path, form: str, examples: int, config: Path | None)
         **_golds(questions),
         "examples": [_example(q) for q in questions[:examples]],
     }
-    if skipped:
-        report["without_an_answer"] = skipped
-    if config is not None:
-        report["prompts"] = _prompts(questions, config)
-    return report
+    return report | _prompts(questions, config)
 
 
-def inspect_corpus(path: Path, examples: int) -> dict[str, Any]:
+def _has_system(record: Mapping[str, Any]) -> bool:
+    messages = record.get("prompt")
+    return isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "system" for m in messages)
+
+
+def inspect_corpus(path: Path, examples: int, counts: RowCount) -> dict[str, Any]:
     """Return the report on a file of passages."""
     from retriever.indexing.input import documents, read_input
 
     given = read_input(path)
     lengths, ids, texts = list[int](), Counter[str](), Counter[int]()
     titled, shown = 0, list[dict[str, Any]]()
-    with closing(documents(given, lambda share, passages: None)) as passages:
+    with closing(documents(given, lambda share, passages: None, counts)) as passages:
         for document in passages:
             if len(shown) < examples:
                 shown.append(_passage(document))
@@ -90,6 +93,7 @@ def inspect_corpus(path: Path, examples: int) -> dict[str, Any]:
         "holds": "passages",
         "format": given.format,
         "rows": len(lengths),
+        "dropped": dict(counts.dropped),
         "schema": _schema(record for _, record in _raw(path)),
         "with_a_title": titled,
         "repeated_ids": sum(count - 1 for count in ids.values()),
@@ -105,6 +109,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines = [f"{report['file']}: {report['rows']:,} {report['holds']}, format {report['format']}"]
     if "sources" in report:
         lines.append("sources: " + ", ".join(f"{name} {count:,}" for name, count in report["sources"].items()))
+    lines += [f"dropped: {count:,} rows, {why}" for why, count in report["dropped"].items()]
     lines.append("fields: " + ", ".join(f"{name} {kind}" for name, kind in report["schema"].items()))
     for name, title in (
         ("repeated_ids", "repeated ids"),
@@ -113,7 +118,6 @@ def render(report: Mapping[str, Any]) -> str:
         ("empty", "empty passages"),
         ("with_a_title", "passages with a title"),
         ("with_supporting_passages", "questions with supporting passages"),
-        ("without_an_answer", "left out: no answer in the corpus"),
         ("yes_or_no", "questions answered by yes or no"),
     ):
         if name in report:
@@ -130,14 +134,21 @@ def render(report: Mapping[str, Any]) -> str:
             f"prompts that leave fewer than {prompts['reserve_tokens']} of {prompts['max_context']} tokens: "
             f"{prompts['too_long']}"
         )
+    if "prompt" in report:
+        lines += ["the first prompt:", *(f"  {escape_untrusted(line, 300)}" for line in report["prompt"].splitlines())]
+    if report.get("system_messages"):
+        lines.append(
+            f"note: {report['system_messages']:,} rows have a `system` message, which is not used: "
+            "rollout.episode.template states the task (docs/extending.md adds a template)"
+        )
     lines.append("examples:")
     lines += [f"  {escape_untrusted(str(example), 300)}" for example in report["examples"]]
     return "\n".join(lines)
 
 
-def _raw(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _raw(path: Path) -> Generator[tuple[int, Mapping[str, Any]], None, None]:
     for file in record_files(path, QUESTIONS):
-        yield from RecordReader(file, QUESTIONS)
+        yield from RecordReader(file, QUESTIONS, rows=RowCount(skip_invalid=True))
 
 
 def _schema(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -184,22 +195,29 @@ def _golds(questions: Sequence[Question]) -> dict[str, Any]:
     }
 
 
-def _prompts(questions: Sequence[Question], path: Path) -> dict[str, Any]:
+def _prompts(questions: Sequence[Question], path: Path | None) -> dict[str, Any]:
+    """Return the first prompt, of the default template without a configuration, and the lengths of all in tokens."""
     from deploy.config import load_config
     from rollout_server.environment.environment import build_environment
+    from rollout_server.environment.prompts import TEMPLATES
 
+    if path is None:
+        template = TEMPLATES[EnvironmentSettings().template]
+        return {"prompt": template.format_question(questions[0].text).join(template.prompt_frame)}
     config = load_config(path)
     settings = config.rollout.episode
     environment = build_environment(settings, config.run.model, day=config.run.date)
     lengths = [len(environment.prompt(question.text)) for question in questions]
     room = settings.max_context - settings.reserve_tokens
-    return {
+    prompts = {
         "template": settings.template,
         "max_context": settings.max_context,
         "reserve_tokens": settings.reserve_tokens,
         "tokens": _lengths(lengths),
         "too_long": sum(length > room for length in lengths),
     }
+    first = environment.prompt_tokenizer.decode(environment.prompt(questions[0].text))
+    return {"prompt": first, "prompts": prompts}
 
 
 def _example(question: Question) -> dict[str, Any]:

@@ -23,10 +23,12 @@ from learner.data.formats.base import ANSWER_FIELDS, Asked, QuestionFormat
 from protocol.codec import LIMITS, pack
 from protocol.errors import UserError
 from protocol.messages import Question, supporting_meta
-from protocol.runtime.records import SPLITS, Record, RecordKind, RecordReader, record_files
+from protocol.runtime.records import SPLITS, Record, RecordKind, RecordReader, RowCount, record_files
 
 MAX_QUESTION_BYTES = LIMITS["task"] - 4096
 """The rest is reserved for the other fields of a task."""
+MAX_ID = 256
+"""Characters of a question's id."""
 EXAMPLE = '{"id": "q1", "question": "who ..?", "answers": ["..."]}'
 QUESTIONS = RecordKind(
     "question", "questions file", f"give a file of a format in docs/data.md, e.g. lines of {EXAMPLE}"
@@ -52,12 +54,16 @@ class QuestionSet:
         return len(self.questions)
 
 
-def load_questions(questions: Path | str | Sequence[QuestionSource | Path | str]) -> QuestionSet:
+def load_questions(
+    questions: Path | str | Sequence[QuestionSource | Path | str], rows: RowCount | None = None
+) -> QuestionSet:
     """Read the questions of one file or of several sources.
 
     Each question has its data set in `meta["source"]`. With several sources, ids begin with the source.
-    Raises UserError that names the file and the line (or row) of an invalid question.
+    `rows` counts the rows. Raises UserError that names the file and the line (or row) of an invalid question, unless
+    `rows.skip_invalid`.
     """
+    rows = rows or RowCount()
     sources = question_sources(questions)
     weights = [source.weight for source in sources]
     if None in weights and any(weights):
@@ -70,9 +76,10 @@ def load_questions(questions: Path | str | Sequence[QuestionSource | Path | str]
     shares = []
     for source in sources:
         before = len(found)
-        found += _prefixed(read_questions(source)) if len(sources) > 1 else read_questions(source)
+        of_source = read_questions(source, rows=rows)
+        found += _prefixed(of_source) if len(sources) > 1 else of_source
         if len(found) == before:
-            raise _empty(source.path)
+            raise empty(source.path, rows)
         shares.append((len(found) - before, source.weight or 0.0))
     whole = tuple(found)
     return QuestionSet(whole, fingerprint(whole), tuple(shares) if weights[0] and len(sources) > 1 else ())
@@ -86,46 +93,42 @@ def check_questions(source: QuestionSource, rows: int) -> tuple[int, str]:
     with closing(read_questions(source)) as questions:
         count = sum(1 for _ in islice(questions, rows))
     if not count:
-        raise _empty(source.path)
+        raise empty(source.path, RowCount())
     return count, format_of(source)
 
 
 def format_of(source: QuestionSource) -> str:
     """Return the name of the format of a source. Raises UserError for an unknown one."""
-    first = next(_records(source), None)
+    first = next(_records(source, RowCount(skip_invalid=True)), None)
     return source.format or (_detected(first[2], source) if first else "foray")
 
 
-def read_questions(source: QuestionSource, form: QuestionFormat | None = None) -> Generator[Question, None, None]:
+def read_questions(
+    source: QuestionSource, form: QuestionFormat | None = None, rows: RowCount | None = None
+) -> Generator[Question, None, None]:
     """Yield the questions of one source; `form` replaces the format. Raises the errors of `load_questions`."""
-    for reader, number, asked in read_asked(source, form):
-        if asked is not None:
-            yield _question(asked, reader, number)
-
-
-def read_asked(
-    source: QuestionSource, form: QuestionFormat | None = None
-) -> Iterator[tuple[RecordReader, int, Asked | None]]:
-    """Yield (reader, number, question) of every record, with id and source; None for a question without an answer.
-
-    Raises UserError that names file and line for a record of another format.
-    """
-    for reader, number, record in _records(source):
+    rows = rows or RowCount()
+    for reader, number, record in _records(source, rows):
         if form is None:
             form = FORMATS[_known(source) or _detected(record, source)]
         try:
             asked = form.read(record)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise _bad(reader, number, f"no {error}" if isinstance(error, KeyError) else str(error)) from None
-        if asked is None:
-            yield reader, number, None
-            continue
-        name = source.source or asked.source or form.source or _named_after(source.path)
-        yield (
-            reader,
-            number,
-            replace(asked, id=asked.id or f"{reader.unit}-{number}", source=_UNNAMEABLE.sub("-", name)[:64]),
-        )
+            if asked is None:
+                rows.drop("without an answer in the corpus", f"{reader.unit} {number} of {reader.path}")
+                continue
+            name = source.source or asked.source or form.source or _named_after(source.path)
+            # the number alone repeats in each shard, and in the files that a merge reads
+            made_up = f"{_stem(reader.path, rows)}-{reader.unit}-{number}"
+            yield _question(replace(asked, id=asked.id or made_up, source=_UNNAMEABLE.sub("-", name)[:64]))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            rows.refuse(_bad(reader, number, f"no {error}" if isinstance(error, KeyError) else str(error)))
+
+
+def _stem(path: Path, rows: RowCount) -> str:
+    """Return the name of a file without its suffixes, with a number if another file of this reading has it."""
+    stem = _UNNAMEABLE.sub("-", path.name.partition(".")[0])[:200]
+    same = sum(known.partition(".")[0] == stem for known in rows.stems.values())
+    return rows.stems.setdefault(path, f"{stem}.{same + 1}" if same else stem)
 
 
 def fingerprint(questions: tuple[Question, ...]) -> str:
@@ -137,9 +140,9 @@ def fingerprint(questions: tuple[Question, ...]) -> str:
     return digest.hexdigest()
 
 
-def _records(source: QuestionSource) -> Iterator[tuple[RecordReader, int, Record]]:
+def _records(source: QuestionSource, rows: RowCount) -> Iterator[tuple[RecordReader, int, Record]]:
     for path in record_files(source.path, QUESTIONS, one_split=True):
-        reader = RecordReader(path, QUESTIONS)
+        reader = RecordReader(path, QUESTIONS, rows=rows)
         for number, record in reader:
             yield reader, number, record
 
@@ -163,20 +166,21 @@ def _detected(record: Record, source: QuestionSource) -> str:
     )
 
 
-def _question(asked: Asked, reader: RecordReader, number: int) -> Question:
+def _question(asked: Asked) -> Question:
+    """Return the question. Raises ValueError with the reason if it cannot be one."""
     meta = dict(asked.meta) | {"source": asked.source}
     if asked.supporting:
         meta["supporting_ids"] = supporting_meta(asked.supporting)
     try:
         question = Question(id=asked.id, text=asked.text, answers=asked.golds, meta=meta)
         size = len(pack(question.model_dump()))
-        if size > MAX_QUESTION_BYTES:
-            raise ValueError(f"{size} bytes exceed a task's limit of {MAX_QUESTION_BYTES}")
-        return question
     except ValidationError as error:
-        raise _bad(reader, number, error.errors()[0]["msg"]) from None
+        raise ValueError(error.errors()[0]["msg"]) from None
     except (ValueError, OverflowError) as error:  # a number beyond 64 bits, half a surrogate pair
-        raise _bad(reader, number, f"it cannot be encoded: {str(error)[:200]}") from None
+        raise ValueError(f"it cannot be encoded: {str(error)[:200]}") from None
+    if size > MAX_QUESTION_BYTES:
+        raise ValueError(f"its {size} bytes exceed a task's limit of {MAX_QUESTION_BYTES}")
+    return question
 
 
 def _prefixed(questions: Iterator[Question]) -> Iterator[Question]:
@@ -184,7 +188,9 @@ def _prefixed(questions: Iterator[Question]) -> Iterator[Question]:
     for question in questions:
         prefix = f"{question.source}/"
         named = question.id if question.id.startswith(prefix) else f"{prefix}{question.id}"
-        yield question.model_copy(update={"id": named[:256]})
+        if len(named) > MAX_ID:  # ids may begin alike
+            named = f"{named[: MAX_ID - 17]}-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+        yield question.model_copy(update={"id": named})
 
 
 def _named_after(path: Path) -> str:
@@ -193,13 +199,17 @@ def _named_after(path: Path) -> str:
     return path.absolute().parent.name if stem.lower() in _UNTELLING else stem
 
 
-def _empty(path: Path) -> UserError:
-    return UserError(f"the questions file {path} is empty", todo="use a file with at least one question")
+def empty(path: Path, rows: RowCount) -> UserError:
+    """Return the error for a source without a valid question."""
+    what = "has no valid question" if rows.dropped else "is empty"
+    why = rows.account(rows.valid, "") if rows.dropped else ""
+    return UserError(f"the questions file {path} {what}", why=why, todo="use a file with at least one question")
 
 
 def _bad(reader: RecordReader, number: int, why: str) -> UserError:
     return UserError(
         f"{reader.unit} {number} of the questions file {reader.path} is invalid",
         why=why,
-        todo=f"correct or remove it; the formats are in docs/data.md, e.g. {EXAMPLE}",
+        todo=f"correct it, or drop such rows: foray data convert --skip-invalid; the formats are in docs/data.md, e.g. "
+        f"{EXAMPLE}",
     )

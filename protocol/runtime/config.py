@@ -6,6 +6,7 @@ Every process reads the same file and uses two sections: `run` (shared) and its 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ def with_overrides(tree: SettingsTree, overrides: Sequence[str]) -> SettingsTree
             raise UserError(
                 f"the value of override {item!r} is not valid YAML", why=" ".join(str(error).split())
             ) from None
+        if isinstance(value, str) and " #" in raw and raw.lstrip()[0] not in "\"'|>&!":
+            value = raw.strip()  # a shell has removed the quotes: nobody writes a comment here
         value = _number(value)
         path = tuple(key.split("."))
         _assign(tree, list(path), value, item)
@@ -64,6 +67,11 @@ def with_overrides(tree: SettingsTree, overrides: Sequence[str]) -> SettingsTree
         if name not in SECTIONS:
             raise UserError(f"unknown section {name!r}", todo=suggest(str(name), SECTIONS))
     return tree
+
+
+def override(key: str, value: object) -> str:
+    """Return the override that sets `key` to a text or path as it is: YAML would read `a #b` as `a`."""
+    return f"{key}={json.dumps(str(value))}"
 
 
 def not_an_override(item: str) -> UserError:

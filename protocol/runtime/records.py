@@ -13,8 +13,10 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -28,11 +30,16 @@ TABLES = {".tsv", ".csv"}
 SPLITS = frozenset({"train", "dev", "val", "valid", "validation", "test"})
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}\b")
 """Name of a shard of a split, as `datasets` and the Hugging Face hub write it."""
-_ROWS = 1024
+_ROWS = 64
+"""Rows of a parquet or Arrow file in memory: each may repeat one large value of a small file."""
 _CHUNK = 1 << 20
-_MAX_RECORD = 1 << 26
-"""Characters of one record of a JSON array beyond which it counts as damaged."""
+_MAX_RECORD, _MAX_BATCH = 1 << 26, 1 << 28
+"""Characters of one line or record, and bytes of `_ROWS` rows, beyond which a file counts as damaged."""
+_DENSE = 100
+"""Compression ratio of a column from which its rows are read one by one."""
 _BLANK = " \t\r\n"
+_NESTED = re.compile(r'[ \t\r\n]*(?:\{[ \t\r\n]*"Data"[ \t\r\n]*:[ \t\r\n]*)?\[')
+"""Start of an array of records, which TriviaQA writes as the value of `Data`, its first key."""
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 
 
@@ -50,6 +57,45 @@ class RecordKind:
     todo: str
 
 
+@dataclass
+class RowCount:
+    """Count the rows of one reading of one or several files: all of them, and those dropped, by reason.
+
+    skip_invalid  drop invalid rows, instead of raising at the first one
+    first         reason -> the first row that was dropped for it
+    stems         file -> name of the file, unique in this reading, for ids of rows without one
+    """
+
+    skip_invalid: bool = False
+    read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+    stems: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def valid(self) -> int:
+        """Return the number of rows that were not dropped."""
+        return self.read - self.dropped.total()
+
+    def drop(self, reason: str, row: str) -> None:
+        """Count a row that is left out."""
+        self.dropped[reason] += 1
+        self.first.setdefault(reason, row)
+
+    def refuse(self, error: UserError) -> None:
+        """Count an invalid row. Raises `error` instead unless `skip_invalid`."""
+        if not self.skip_invalid:
+            raise error
+        self.drop(error.why.partition(":")[0], error.what)
+
+    def account(self, written: int, rest: str) -> str:
+        """Return where all rows went; `rest` says why valid rows were not written."""
+        counts = {"written": written, rest: self.valid - written}
+        parts = [f"{count} {what}" for what, count in counts.items() if count or what == "written"]
+        parts += [f"{count} dropped: {why} (first: {self.first[why]})" for why, count in self.dropped.items()]
+        return f"{self.read} rows read: " + ", ".join(parts)
+
+
 class RecordReader:
     """The records of one file.
 
@@ -57,16 +103,24 @@ class RecordReader:
         path: the file.
         kind: words for its error messages.
         wanted: columns of a parquet or Arrow file to read besides those of scalars; None for all.
+        rows: counts the rows, and decides whether an invalid one is an error.
 
     `fraction` is the share that has been read, `unit` what the numbers count: "line", "row" or "record".
     """
 
-    def __init__(self, path: Path, kind: RecordKind, wanted: Collection[str] | None = None) -> None:
-        self.path, self.kind, self.wanted = path, kind, wanted
+    def __init__(
+        self, path: Path, kind: RecordKind, wanted: Collection[str] | None = None, rows: RowCount | None = None
+    ) -> None:
+        self.path, self.kind, self.wanted, self.rows = path, kind, wanted, rows or RowCount()
         self.fraction, self.unit = 0.0, "line"
 
     def __iter__(self) -> Generator[Where, None, None]:
-        """Raises UserError for an unreadable file, or with the number of a record that is not a JSON object."""
+        """Raises UserError for an unreadable file, or with the number of an invalid record (see `RowCount`)."""
+        for where in self._records():
+            self.rows.read += 1
+            yield where
+
+    def _records(self) -> Iterator[Where]:
         try:
             with self.path.open("rb") as file:
                 magic = file.read(8)
@@ -99,88 +153,125 @@ class RecordReader:
         self.fraction = fraction
 
     def _text_records(self, binary: IO[bytes], tick: Callable[[], None]) -> Iterator[Where]:
-        if TABLES & set(self.path.suffixes[-2:]):
+        suffixes = [suffix for suffix in self.path.suffixes if suffix != ".gz"]
+        if suffixes and suffixes[-1] in TABLES:
             with io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as table:
                 yield from self._table(table, tick)
             return
         with io.TextIOWrapper(binary, encoding="utf-8-sig", newline="\n") as text:
-            head = ""
-            while not head.strip(_BLANK) and (piece := text.read(_CHUNK)):
-                head += piece
-            read = self._array if head.lstrip(_BLANK).startswith("[") else self._lines
-            yield from read(head, text, tick)
-
-    def _lines(self, head: str, text: IO[str], tick: Callable[[], None]) -> Iterator[Where]:
-        number, rest = 0, head
-        while rest:
-            lines = rest.split("\n")
-            rest = lines.pop()
-            for line in lines:
-                number += 1
-                if line.strip(_BLANK):
-                    yield number, self._object(line, number)
-            tick()
-            piece = text.read(_CHUNK)
-            if not piece:
-                if rest.strip(_BLANK):
-                    yield number + 1, self._object(rest, number + 1)
+            head = next((piece for piece in iter(lambda: text.read(_CHUNK), "") if piece.strip(_BLANK)), "")
+            if start := _NESTED.match(head):
+                yield from self._array(head, start.end(), text, tick)
                 return
-            rest += piece
+            text.seek(0)
+            for number, line in enumerate(self._bounded(text), start=1):
+                if number % 256 == 0:
+                    tick()
+                if line.strip(_BLANK):
+                    yield from self._line(line, number)
 
-    def _object(self, line: str, number: int) -> Record:
+    def _bounded(self, text: IO[str]) -> Iterator[str]:
+        """Yield the lines. Raises UserError for one beyond `_MAX_RECORD`, which may be a decompression bomb."""
+        for number, line in enumerate(iter(lambda: text.readline(_MAX_RECORD + 1), ""), start=1):
+            if len(line) > _MAX_RECORD:
+                raise self._bad(number, f"it has more than {_MAX_RECORD:,} characters")
+            yield line
+
+    def _line(self, line: str, number: int) -> Iterator[Where]:
         try:
             value: Any = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise self._bad(number, f"not JSON: {error}") from None
-        return self._mapping(value, number)
+            self._refuse(number, f"not JSON: {error}")
+            return
+        yield from self._mapping(value, number)
 
-    def _mapping(self, value: Any, number: int) -> Record:
-        if not isinstance(value, dict):
-            raise self._bad(number, f"expected an object, found a {type(value).__name__}")
-        return value
+    def _mapping(self, value: Any, number: int) -> Iterator[Where]:
+        if isinstance(value, dict):
+            yield number, value
+        else:
+            self._refuse(number, f"expected an object, found a {type(value).__name__}")
+
+    def _refuse(self, number: int, why: str) -> None:
+        self.rows.refuse(self._bad(number, why))
+        self.rows.read += 1
 
     def _bad(self, number: int, why: str) -> UserError:
         what = f"{self.unit} {number} of {self.path} is not a valid {self.kind.item}"
         return UserError(what, why=why, todo="correct or remove it")
 
-    def _array(self, head: str, text: IO[str], tick: Callable[[], None]) -> Iterator[Where]:
+    def _array(self, buffer: str, at: int, text: IO[str], tick: Callable[[], None]) -> Iterator[Where]:
         self.unit = "record"
-        decoder, number = json.JSONDecoder(), 1
-        buffer, at = head, head.index("[") + 1
+        decoder, number, nested = json.JSONDecoder(), 1, buffer.lstrip(_BLANK).startswith("{")
         while True:
             at = _BETWEEN.match(buffer, at).end()  # type: ignore[union-attr]
             if buffer.startswith("]", at):
+                rest = chain([buffer[at + 1 :]], iter(lambda: text.read(_CHUNK), ""))
+                if not nested and any(piece.strip(_BLANK) for piece in rest):
+                    raise self._bad(number, "there is more text after the end of the array")
                 return
             try:
                 value, end = decoder.raw_decode(buffer, at)
             except RecursionError as error:
                 raise self._bad(number, f"not JSON: {error}") from None
             except ValueError as error:
-                piece = text.read(_CHUNK)
+                # twice as much each time: the start of a long record is parsed again
+                piece = text.read(max(_CHUNK, len(buffer) - at))
                 if not piece or len(buffer) - at > _MAX_RECORD:
                     raise self._bad(number, f"not JSON: {error}") from None
                 # only here: cutting off each record would copy the rest of the buffer
                 buffer, at = buffer[at:] + piece, 0
                 tick()
                 continue
-            yield number, self._mapping(value, number)
+            yield from self._mapping(value, number)
             number, at = number + 1, end
 
     def _table(self, text: IO[str], tick: Callable[[], None]) -> Iterator[Where]:
-        head = text.readline()
-        delimiter = "\t" if "\t" in head else ","
-        names = next(csv.reader([head], delimiter=delimiter), [])
-        first = 2
+        lines = self._bounded(text)
+        head = next(lines, "")
+        width = head.count("\t") + 1
+        rows = self._comma_rows(chain([head], lines)) if width == 1 else _tab_rows(chain([head], lines), width)
+        _, names = next(rows, (1, list[str]()))
         if len(names) == 2 and names[1].lstrip().startswith("["):
             # DPR's questions: no header, a text and a Python list of answers
-            names, first = ["question", "answers"], 1
-            text.seek(0)
-        for number, row in enumerate(csv.DictReader(text, fieldnames=names, delimiter=delimiter), start=first):
-            if number % 1024 == 0:
+            rows, names = chain([(1, names)], rows), ["question", "answers"]
+        for count, (number, row) in enumerate(rows):
+            if count % 1024 == 0:
                 tick()
-            if None in row:
-                raise self._bad(number, "it has more fields than the header")
-            yield number, row
+            if len(row) == len(names):
+                yield number, dict(zip(names, row, strict=True))
+            else:
+                self._refuse(number, f"it has {len(row)} fields, the header has {len(names)}")
+
+    def _comma_rows(self, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+        """Yield (number of its first line, fields) of each row. Raises UserError where a quote is not closed."""
+        reader, number = csv.reader(lines, strict=True), 1
+        while True:
+            try:
+                if row := next(reader):
+                    yield number, row
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if reader.line_num > number:  # the lines since then are rows that the quote has swallowed
+                    raise self._bad(number, f"{error}; a quote in it is not closed") from None
+                self._refuse(number, f"{error}")
+            number = reader.line_num + 1
+
+
+def _tab_rows(lines: Iterable[str], width: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number, fields) of each line.
+
+    Quotes count only in a line that is a row of `width` fields with them: most TSV files have none, and text that
+    begins with a quote. A field has no line break.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not (line := line.rstrip("\r\n")):
+            continue
+        try:
+            row = next(csv.reader([line], delimiter="\t", strict=True))
+        except csv.Error:
+            row = []
+        yield number, row if len(row) == width else line.split("\t")
 
 
 def record_files(path: Path, kind: RecordKind, *, one_split: bool = False) -> tuple[Path, ...]:
@@ -229,14 +320,16 @@ def _parquet_rows(path: Path, wanted: Collection[str] | None, progress: Callable
 
     try:
         with pq.ParquetFile(path) as file:
-            columns = _columns(file.schema_arrow, wanted)
-            number, total = 0, max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=columns or None):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield number, record
-                progress(number / total)
-    except pa.ArrowInvalid as error:
+            columns, meta = _columns(file.schema_arrow, wanted), file.metadata
+            groups = [meta.row_group(n) for n in range(meta.num_row_groups)]
+            chunks = [group.column(n) for group in groups for n in range(group.num_columns)]
+            dense = any(c.total_uncompressed_size > _CHUNK + _DENSE * c.total_compressed_size for c in chunks)
+            number = 0
+            for batch in file.iter_batches(batch_size=1 if dense else _ROWS, columns=columns or None):
+                yield from _batch_rows(batch, number)
+                number += batch.num_rows
+                progress(number / max(meta.num_rows, 1))
+    except (pa.lib.ArrowException, MemoryError) as error:
         raise OSError(str(error)) from None
 
 
@@ -251,11 +344,22 @@ def _arrow_rows(path: Path, wanted: Collection[str] | None, *, stream: bool) -> 
             batches = reader if stream else (reader.get_batch(n) for n in range(reader.num_record_batches))
             number = 0
             for batch in batches:
-                for record in batch.select(columns or reader.schema.names).to_pylist():
-                    number += 1
-                    yield number, record
-    except pa.ArrowInvalid as error:
+                yield from _batch_rows(batch.select(columns or reader.schema.names), number)
+                number += batch.num_rows
+    except (pa.lib.ArrowException, MemoryError) as error:
         raise OSError(str(error)) from None
+
+
+def _batch_rows(batch: Any, before: int) -> Iterator[Where]:
+    """Yield the rows of a batch, few at a time, and large ones one by one. Raises OSError for too large ones."""
+    for start in range(0, batch.num_rows, _ROWS):
+        part = batch.slice(start, _ROWS)
+        if part.nbytes > _MAX_BATCH:
+            first = before + start + 1
+            raise OSError(f"rows {first} to {first + part.num_rows - 1} have {part.nbytes:,} bytes")
+        step = 1 if part.nbytes > _CHUNK * 4 else _ROWS
+        records = (row for at in range(0, part.num_rows, step) for row in part.slice(at, step).to_pylist())
+        yield from enumerate(records, start=before + start + 1)
 
 
 def _columns(schema: Any, wanted: Collection[str] | None) -> list[str]:

@@ -12,6 +12,7 @@ from protocol.runtime.config import read_tree, section
 from protocol.runtime.progress import Progress
 from protocol.runtime.service_cli import exit_code
 from retriever.config import RetrieverSettings
+from retriever.corpus.formats import FORMATS
 from retriever.index.config import IndexSettings
 
 
@@ -21,7 +22,7 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
                         "or of HotpotQA, 2Wiki, MuSiQue questions; or synthetic:N:SEED")  # fmt: skip
     parser.add_argument("--index", metavar="TYPE", help="bm25 (default), memory, faiss_flat, faiss_hnsw, faiss_ivf, "
                         "faiss_ivfpq, faiss_gpu, torch_flat or hybrid")  # fmt: skip
-    parser.add_argument("--format", help="corpus format: contents, title_text, hotpotqa or musique (default: detect)")
+    parser.add_argument("--format", help=f"corpus format: {', '.join(FORMATS)} (default: detect)")
     parser.add_argument("--words", type=int, help="split documents into passages of this many words")
 
 

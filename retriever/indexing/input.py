@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
-from protocol.runtime.records import Record, RecordReader, record_files
+from protocol.runtime.records import RecordReader, RowCount, record_files
 from retriever.config import RetrieverSettings
 from retriever.corpus.corpus import open_corpus, read_texts
 from retriever.corpus.formats import FORMATS, detect
 from retriever.corpus.formats.base import COLUMNS, PASSAGES, Document, content_id
-from retriever.corpus.formats.synthetic import PREFIX, Synthetic, corpus_spec
+from retriever.corpus.formats.synthetic import MEAN_BYTES, PREFIX, Synthetic, corpus_spec
 
 CORPUS = "corpus.jsonl"
 """Name of a converted corpus in the index directory."""
@@ -45,7 +45,9 @@ class CorpusInput:
 
     @property
     def size(self) -> int:
-        """Return the size of the files in bytes."""
+        """Return the size of the files in bytes, of synthetic text roughly."""
+        if not self.paths:
+            return Synthetic.parse(self.spec).passages * MEAN_BYTES
         return sum(path.stat().st_size for path in self.paths)
 
     def describe(self) -> dict[str, Any]:
@@ -65,11 +67,13 @@ def read_input(corpus: Path | str, form: str | None = None, words: int | None = 
         if form not in (None, "synthetic"):
             raise UserError(f"{corpus} is synthetic text, not {form}", todo="remove --format")
         return CorpusInput(corpus_spec(corpus), (), "synthetic", words or 0, False)
+    if words is not None and words < 0:
+        raise UserError(f"--words is {words}", todo="give the number of words of a passage, e.g. 100")
     if form is not None and form not in FORMATS:
         raise UserError(f"unknown format {form!r}", todo="use one of: " + ", ".join(FORMATS))
     path = Path(corpus).absolute()
     paths = tuple(map(open_corpus, record_files(path, PASSAGES)))
-    with closing(iter(RecordReader(paths[0], PASSAGES, COLUMNS))) as records:
+    with closing(iter(RecordReader(paths[0], PASSAGES, COLUMNS, RowCount(skip_invalid=True)))) as records:
         first = next(records, None)
     chosen = form or (detect(first[1], paths[0]) if first is not None else "contents")
     in_place = chosen == "contents" and not words and len(paths) == 1 and _is_lines(paths[0])
@@ -86,12 +90,16 @@ Tick = Callable[[float, int], None]
 """Called with (share of the input read, passages so far)."""
 
 
-def documents(given: CorpusInput, tick: Tick) -> Generator[Document, None, None]:
-    """Yield every passage of the input, with an id. Raises UserError for the first record of another format."""
+def documents(given: CorpusInput, tick: Tick, rows: RowCount | None = None) -> Generator[Document, None, None]:
+    """Yield every passage of the input, with an id.
+
+    rows  counts the documents, and those left out. Raises UserError for the first record of another format, unless
+          `rows.skip_invalid`
+    """
     split = _split(given.words) if given.words else iter_one
     seen: set[str] = set()
     count = 0
-    for fraction, document in _named(given, seen):
+    for fraction, document in _named(given, seen, rows or RowCount()):
         for passage in split(document):
             count += 1
             if count % _PROGRESS_EVERY == 0:
@@ -117,7 +125,7 @@ def first_passages(corpus: Path, count: int) -> int:
 def refuse_large(settings: RetrieverSettings) -> None:
     """Raise UserError if the index is missing and the corpus is too large to build one at start."""
     directory = settings.index_path
-    size = open_corpus(settings.corpus).stat().st_size
+    size = read_input(settings.corpus).size
     if not directory.exists() and size > settings.build_limit_mb * 2**20:
         raise UserError(
             f"no index found at {directory}",
@@ -132,50 +140,58 @@ def iter_one(document: Document) -> Iterator[Document]:
     yield document
 
 
-def _named(given: CorpusInput, seen: set[str]) -> Iterator[tuple[Callable[[], float], Document]]:
+def _named(given: CorpusInput, seen: set[str], rows: RowCount) -> Iterator[tuple[Callable[[], float], Document]]:
     """Yield the documents with an id: without one they get a hash of their content, and duplicates are dropped.
 
     `seen` takes about 100 bytes for each of the latter.
     """
-    for fraction, document in _raw(given):
+    for fraction, document in _raw(given, rows):
         if document.id:
             yield fraction, document
-        elif document.title or document.text:
-            name = content_id(document)
-            if name not in seen:
-                seen.add(name)
-                yield fraction, document._replace(id=name)
+        elif not document.title and not document.text:
+            rows.drop("no id and no text", f"passage {rows.read}")
+        elif (name := content_id(document)) in seen:
+            rows.drop("no id and the text of another passage", f"passage {rows.read}")
+        else:
+            seen.add(name)
+            yield fraction, document._replace(id=name)
 
 
-def _raw(given: CorpusInput) -> Iterator[tuple[Callable[[], float], Document]]:
+def _raw(given: CorpusInput, rows: RowCount) -> Iterator[tuple[Callable[[], float], Document]]:
     if given.format == "synthetic":
         synthetic = Synthetic.parse(given.spec)
         for row, document in enumerate(synthetic.documents(), start=1):
+            rows.read += 1
             yield (lambda row=row: row / synthetic.passages), document  # type: ignore[misc]
         return
     total, before = max(given.size, 1), 0
     for path in given.paths:
-        records, size = RecordReader(path, PASSAGES, COLUMNS), path.stat().st_size
+        records, size = RecordReader(path, PASSAGES, COLUMNS, rows), path.stat().st_size
 
         def fraction(records: RecordReader = records, before: int = before, size: int = size) -> float:
             return (before + records.fraction * size) / total
 
         with closing(iter(records)) as numbered:
             for number, record in numbered:
-                for document in _documents_of(record, number, path, given.format):
+                try:
+                    found = list(FORMATS[given.format].documents(record))
+                except (KeyError, TypeError, ValueError) as error:
+                    rows.refuse(_mismatch(error, number, path, given.format))
+                    continue
+                rows.read -= 1  # a record may have several documents
+                for document in found:
+                    rows.read += 1
                     yield fraction, document
         before += size
 
 
-def _documents_of(record: Record, number: int, path: Path, name: str) -> list[Document]:
-    try:
-        return list(FORMATS[name].documents(record))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"record {number} of {path} does not match the format {name!r}",
-            why=f"no {error}" if isinstance(error, KeyError) else str(error),
-            todo=f"fix or remove it; the format is {FORMATS[name].help}",
-        ) from None
+def _mismatch(error: Exception, number: int, path: Path, name: str) -> UserError:
+    return UserError(
+        f"record {number} of {path} does not match the format {name!r}",
+        why=f"no {error}" if isinstance(error, KeyError) else str(error),
+        todo="fix it, or drop such rows: foray data convert --corpus --skip-invalid; the format is "
+        f"{FORMATS[name].help}",
+    )
 
 
 def _split(words: int) -> Callable[[Document], Iterator[Document]]:

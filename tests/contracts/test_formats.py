@@ -51,7 +51,7 @@ def test_a_file_of_samples_becomes_questions(name: str, record: dict[str, Any], 
     path.write_text(json.dumps([record, record]))
     found = load_questions(path).questions
     assert check_questions(QuestionSource(path=path), 5) == (2, name)
-    assert {q.id for q in found} == ({asked.id} if asked.id else {"record-1", "record-2"})
+    assert {q.id for q in found} == ({asked.id} if asked.id else {"some-record-1", "some-record-2"})
     assert all((q.text, q.answers, q.supporting) == (asked.text, asked.golds, asked.supporting) for q in found)
     assert {q.source for q in found} == {asked.source or questions.FORMATS[name].source or "some"}
 
@@ -78,6 +78,7 @@ def test_the_published_files_are_read() -> None:
         "2wiki_500_simpledeepsearcher.json": ("simpledeepsearcher", 500, "2wiki"),
         "NQ-open.efficientqa.dev.1.1.jsonl": ("nq_open", 1800, "NQ-open"),
         "bamboogle_flashrag.jsonl": ("flashrag", 125, "bamboogle_flashrag"),
+        "flashrag_nq_test_sample.jsonl": ("flashrag", 17, "flashrag_nq_test_sample"),
         "hotpotqa_distractor_40.json": ("hotpotqa", 40, "hotpotqa"),
         "musique_10.json": ("musique", 10, "musique"),
         "strategyqa_dev.json": ("strategyqa", 229, "strategyqa"),

@@ -67,7 +67,10 @@ def test_any_format_converts_and_own_columns_too(tmp_path: Path, capsys: pytest.
     source, out = tmp_path / "m.json", tmp_path / "out.jsonl"
     source.write_text(json.dumps([musique, musique | {"id": "n", "answerable": False}]))
     assert run("convert", source, out) == 0
-    assert "wrote 1 questions" in (said := capsys.readouterr().out) and "1 without an answer" in said
+    assert (
+        "wrote 1 questions" in (said := capsys.readouterr().out)
+        and "2 rows read: 1 written, 1 dropped: without an answer" in said
+    )
     assert records(out) == [{"id": "m", "question": "who ?", "answers": ["Ada", "A. L."], "source": "musique"}]
 
     pq.write_table(pa.Table.from_pylist([{"key": 7, "query": "who ?", "gold": "Ada"}]), tmp_path / "own.parquet")

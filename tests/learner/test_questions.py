@@ -31,7 +31,7 @@ def write(path: Path, *records: Any) -> Path:
 def test_every_known_shape_is_read(tmp_path: Path, record: dict[str, Any]) -> None:
     (question,) = load_questions(write(tmp_path / "q.jsonl", record)).questions
     assert (question.text, question.answers) == ("who ?", ("Ada", "A. L."))
-    assert question.id == record.get("id", "line-1")
+    assert question.id == record.get("id", "q-line-1")
     found = {"hops": 2, "supporting_ids": "4,6"} if "hops" in record else {}
     assert question.meta == {"source": "q"} | found
 
@@ -71,7 +71,7 @@ def test_the_fingerprint_depends_on_the_questions_not_on_the_file_format(tmp_pat
         ({"answers": ["x"]}, "no `question`"),
         ({"question": " ", "answers": ["x"]}, "no `question`"),
         ({"question": "who ?"}, "no answer"),
-        ({"question": "who ?", "answers": []}, "`answers` is not"),
+        ({"question": "who ?", "answers": []}, "`answers` is empty"),
         ({"question": "who ?", "answers": [1]}, "`answers` is not"),
         ({"question": "who ?", "answers": ["x"], "id": "i" * 300}, "at most 256"),
         ({"question": "who ?", "answers": ["x" * 600_000] * 2}, "exceed a task's limit of 1044480"),
@@ -113,7 +113,7 @@ def test_parquet_gzip_and_a_table_are_read(tmp_path: Path) -> None:
     assert load_questions(tmp_path / "q.json.gz").questions[0].text == "who ?"
     (tmp_path / "nq-test.qa.csv").write_text("who ?\t['Ada', \"A. 'L.'\"]\n")
     (question,) = load_questions(tmp_path / "nq-test.qa.csv").questions
-    assert (question.id, question.answers) == ("line-1", ("Ada", "A. 'L.'"))
+    assert (question.id, question.answers) == ("nq-test-line-1", ("Ada", "A. 'L.'"))
 
 
 def test_folders_of_datasets_and_of_shards_are_read(tmp_path: Path) -> None:

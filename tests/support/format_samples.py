@@ -29,7 +29,7 @@ QUESTIONS: dict[str, list[tuple[dict[str, Any], Asked]]] = {
         ),
         (
             {"data_source": "m", "prompt": SEARCH_R1["prompt"], "reward_model": {"ground_truth": "Ada"}},
-            Asked("m", WHO, ("Ada",), "m"),
+            Asked("", WHO, ("Ada",), "m"),
         ),
     ],
     "simpledeepsearcher": [
@@ -97,6 +97,36 @@ QUESTIONS: dict[str, list[tuple[dict[str, Any], Asked]]] = {
             Asked("test_0", WHO, GOLDS),
         )
     ],
+    # the published fields with invented rows: PopQA's TSV, TriviaQA's own files and its copy on the Hugging Face hub,
+    # SimpleQA's CSV, FRAMES' TSV
+    "popqa": [
+        (
+            {"id": "77", "subj": "Emma", "prop": "author", "question": WHO, "possible_answers": '["Ada", "A. L."]'},
+            Asked("77", WHO, GOLDS),
+        )
+    ],
+    "triviaqa": [
+        (
+            {
+                **{"Question": WHO, "QuestionId": "tc_2", "QuestionSource": "http://example.org/", "SearchResults": []},
+                "Answer": {"Aliases": ["Ada", "A. L."], "NormalizedAliases": ["ada"], "Type": "x", "Value": "Ada"},
+            },
+            Asked("tc_2", WHO, GOLDS),
+        ),
+        (
+            {"question": WHO, "question_id": "tc_3", "answer": {"aliases": ["A. L."], "value": "Ada", "type": "x"}},
+            Asked("tc_3", WHO, GOLDS),
+        ),
+    ],
+    "simpleqa": [
+        ({"metadata": "{'topic': 'Art'}", "problem": WHO, "answer": "Ada"}, Asked("", WHO, ("Ada",))),
+    ],
+    "frames": [
+        (
+            {"": "0", "Prompt": WHO, "Answer": "Ada", "reasoning_types": "Tabular", "wiki_links": "['https://x/Ada']"},
+            Asked("", WHO, ("Ada",)),
+        ),
+    ],
     "foray": [
         (
             {"id": 3, "question": WHO, "answers": ["Ada", " "], "source": "mine", "supporting_ids": ["4", "6"]},
@@ -111,6 +141,12 @@ QUESTIONS: dict[str, list[tuple[dict[str, Any], Asked]]] = {
 CORPORA: dict[str, tuple[dict[str, Any], list[str]]] = {
     "contents": ({"id": "0", "contents": '"Ada"\nAda wrote.'}, ['"Ada"\nAda wrote.']),
     "title_text": ({"id": "0", "title": "Ada", "text": "Ada wrote."}, ['"Ada"\nAda wrote.']),
+    # KILT's knowledge source, with an invented page
+    "kilt": (
+        {"_id": "0", "wikipedia_title": "Ada", "text": ["Ada\n", "Ada wrote.\n", "Section::::Life.\n"], "anchors": []},
+        ['"Ada"\nAda wrote.\nSection::::Life.'],
+    ),
+    "abstracts": ({"id": "0", "title": "Ada", "abstract": "Ada wrote."}, ['"Ada"\nAda wrote.']),
     "hotpotqa": (
         {"_id": "h", "question": WHO, "context": CONTEXT},
         ['"Ada Lovelace"\nAda wrote. She did.', '"Paris, Texas"\nA film.'],

@@ -6,12 +6,14 @@ from learner.data.formats.base import QuestionFormat
 from learner.data.formats.dpr import DPR
 from learner.data.formats.hotpotqa import HOTPOTQA, TWOWIKI
 from learner.data.formats.multihop import MUSIQUE, SIMPLEDEEPSEARCHER, STRATEGYQA
-from learner.data.formats.plain import FLASHRAG, FORAY, NQ_OPEN
+from learner.data.formats.openqa import FRAMES, SIMPLEQA, TRIVIAQA
+from learner.data.formats.plain import FLASHRAG, FORAY, NQ_OPEN, POPQA
 from learner.data.formats.search_r1 import SEARCH_R1
 from protocol.runtime.records import Record
 
 FORMATS: dict[str, QuestionFormat] = {
     "search_r1": SEARCH_R1,
+    "triviaqa": TRIVIAQA,
     "simpledeepsearcher": SIMPLEDEEPSEARCHER,
     "2wiki": TWOWIKI,
     "musique": MUSIQUE,
@@ -19,6 +21,9 @@ FORMATS: dict[str, QuestionFormat] = {
     "hotpotqa": HOTPOTQA,
     "dpr": DPR,
     "flashrag": FLASHRAG,
+    "popqa": POPQA,
+    "simpleqa": SIMPLEQA,
+    "frames": FRAMES,
     "foray": FORAY,
     "nq_open": NQ_OPEN,
 }

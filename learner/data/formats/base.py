@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import io
+import json
+import tokenize
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 from protocol.messages import Scalar
 from protocol.runtime.records import Record
 
-ANSWER_FIELDS = ("answers", "golden_answers", "answer")
+ANSWER_FIELDS = ("answers", "golden_answers", "answer", "possible_answers")
 SOURCE_FIELDS = ("source", "data_source", "dataset")
 META_FIELDS = ("hops", "type", "level", "split")
 """Scalar fields of a record that are kept as metadata."""
@@ -61,13 +65,36 @@ def text_of(record: Record, name: str = "question") -> str:
 
 def golds_of(value: Any, name: str) -> tuple[str, ...]:
     """Return gold answers without blank ones. Raises ValueError if none is left, or for other types."""
-    golds = [value] if isinstance(value, str) else value
-    if not isinstance(golds, list | tuple) or not all(isinstance(gold, str) for gold in golds):
+    if isinstance(value, str):
+        cell = listed(value)
+        value = [value] if cell is None else cell
+    if not isinstance(value, list | tuple) or not all(isinstance(gold, str) for gold in value):
         raise ValueError(f"`{name}` is not a string or a list of strings")
-    found = tuple(gold for gold in golds if gold.strip())
+    found = tuple(gold for gold in value if gold.strip())
     if not found:
-        raise ValueError(f"`{name}` is not a string or a list of strings: it is empty")
+        raise ValueError(f"`{name}` is empty")
     return found
+
+
+def listed(text: str) -> list[str] | None:
+    """Return the strings of a list that a cell of a table holds, in JSON or in Python's notation; None for other text.
+
+    Raises ValueError for a list without commas, as numpy prints it: Python would join its strings.
+    """
+    if not text.lstrip().startswith("["):
+        return None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            return None
+        tokens = tokenize.generate_tokens(io.StringIO(text.strip()).readline)
+        if read is ast.literal_eval and sum(token.type == tokenize.STRING for token in tokens) != len(value):
+            raise ValueError("a list has no commas between its strings")
+        return value
+    return None
 
 
 def id_of(record: Record, *names: str) -> str:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-from typing import Any
-
-from learner.data.formats.base import Asked, QuestionFormat, golds_of, id_of, source_of, text_of
+from learner.data.formats.base import Asked, QuestionFormat, golds_of, id_of, listed, source_of, text_of
 from protocol.runtime.records import Record
 
 
 def _read(record: Record) -> Asked:
-    golds: Any = record.get("answers")
-    if isinstance(golds, str):
-        try:
-            golds = ast.literal_eval(golds)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise ValueError("`answers` is not a list in Python's notation") from None
+    golds = record.get("answers")
+    if isinstance(golds, str) and (golds := listed(golds)) is None:
+        raise ValueError("`answers` is not a list in Python's notation")
     # `nq_train_psgs_w100` in the training data, `nq_dev_psgs_w100` in the dev data
     source = source_of(record).partition("_")[0]
     return Asked(id_of(record), text_of(record), golds_of(golds, "answers"), source)

@@ -39,6 +39,12 @@ FLASHRAG = QuestionFormat('{"id", "question", "golden_answers"}: FlashRAG', lamb
 NQ_OPEN = QuestionFormat(
     '{"question", "answer": [..] or ".."}: NQ-open and many dumps', lambda r: "answer" in r and "question" in r, _read
 )
+POPQA = QuestionFormat(
+    '{"question", "possible_answers": a list as text}: PopQA (schema only)',
+    lambda r: "possible_answers" in r,
+    _read,
+    "popqa",
+)
 
 
 def columns(question: str, answers: str, id_: str = "") -> QuestionFormat:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from learner.data.formats.base import Asked, QuestionFormat, golds_of, source_of, text_of
+from learner.data.formats.base import Asked, QuestionFormat, golds_of, id_of, source_of, text_of
 from protocol.runtime.records import Record
 
 _BEFORE = "Question: "
@@ -20,9 +20,10 @@ def _read(record: Record) -> Asked:
     source, extra = source_of(record), _mapping(record.get("extra_info"))
     split, index = extra.get("split"), extra.get("index")
     # ids of several data sets in one file repeat: FlashRAG numbers each from 0, and so does `index`
-    name = record.get("id") or "-".join(str(part) for part in (split, index) if part is not None)
+    number = "" if index is None else "-".join(str(part) for part in (split, index) if part is not None)
+    name = id_of(record, "id") or number
     return Asked(
-        "/".join(part for part in (source, str(name)) if part),
+        "/".join(part for part in (source, name) if part) if name else "",
         _question(record, extra),
         _golds(record),
         source,

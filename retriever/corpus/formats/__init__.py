@@ -8,11 +8,13 @@ from protocol.errors import UserError
 from protocol.runtime.records import Record
 from retriever.corpus.formats.base import CorpusFormat
 from retriever.corpus.formats.multihop import HOTPOTQA, MUSIQUE
-from retriever.corpus.formats.plain import CONTENTS, TITLE_TEXT
+from retriever.corpus.formats.plain import ABSTRACTS, CONTENTS, KILT, TITLE_TEXT
 
 FORMATS: dict[str, CorpusFormat] = {
     "contents": CONTENTS,
+    "kilt": KILT,
     "title_text": TITLE_TEXT,
+    "abstracts": ABSTRACTS,
     "hotpotqa": HOTPOTQA,
     "musique": MUSIQUE,
 }

@@ -21,6 +21,8 @@ PREFIX = "synthetic:"
 VOCABULARY = 20_000
 TOPICS = 1000
 TITLE_WORDS, MIN_WORDS, MAX_WORDS = 3, 80, 120
+MEAN_BYTES = 800
+"""Bytes of a passage as a line of a corpus, roughly."""
 _TOPIC_WORDS = 64
 _SENTENCE = 13
 """Words in a sentence."""
