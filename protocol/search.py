@@ -93,12 +93,17 @@ class Passage(_Body):
     @property
     def title(self) -> str:
         """Return the first line of the contents, without its quotes."""
-        return self.contents.partition("\n")[0].strip().strip('"')
+        return unquoted(self.contents.partition("\n")[0].strip())
 
     @property
     def text(self) -> str:
         """Return the text after the title line."""
         return self.contents.partition("\n")[2]
+
+
+def unquoted(title: str) -> str:
+    """Return a title without the pair of double quotes around it; its own ones stay."""
+    return title[1:-1] if len(title) >= 2 and title[0] == title[-1] == '"' else title
 
 
 class ScoredPassage(_Body):

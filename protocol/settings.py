@@ -38,6 +38,12 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _home(cls, value: Any) -> Any:
+        """Replace `~`: shells leave it in `run.dir=~/runs`."""
+        return value.expanduser() if isinstance(value, Path) else value
+
 
 def union_of(kinds: Iterable[type[Settings]], *, default: str = "") -> Any:
     """Return the type of a field that holds settings of any of `kinds`, the keys of a registry.

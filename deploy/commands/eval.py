@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.terminal import at_least
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.progress import Progress
@@ -49,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="search-r1 (7 data sets), research (4), or files of questions",
     )
     what.add_argument("--data", type=Path, default=Path("data"), help="directory of the suites' files (default: data)")
-    what.add_argument("--limit", type=int, help="use only the first LIMIT questions of each data set")
+    what.add_argument("--limit", type=at_least(1), help="use only the first LIMIT questions of each data set")
     what.add_argument(
         "--methods",
         nargs="+",

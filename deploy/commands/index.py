@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.terminal import at_least
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
     if action != "build":
         parser.add_argument("--json", action="store_true", help="print JSON")
     if action == "estimate":
-        parser.add_argument("--passages", type=int, help="number of passages, instead of a corpus")
-        parser.add_argument("--dim", type=int, help="dimension of the vectors, if only the model defines it")
+        parser.add_argument("--passages", type=at_least(1), help="number of passages, instead of a corpus")
+        parser.add_argument("--dim", type=at_least(1), help="dimension of the vectors, if only the model defines it")
         parser.add_argument("--encode-rate", type=float, help="passages/s of the encoder (default: measured)")
     if action == "search":
-        parser.add_argument("-k", type=int, default=3, help="hits per query (default: 3)")
+        parser.add_argument("-k", type=at_least(1), default=3, help="hits per query (default: 3)")
     if action == "verify":
         parser.add_argument("--full", action="store_true", help="check every vector")
         parser.add_argument("--quick", action="store_true", help="check sizes only, no checksums")
@@ -190,14 +191,16 @@ def _changes(args: argparse.Namespace) -> dict[str, object]:
 
 def _search(args: argparse.Namespace) -> int:
     from retriever.corpus.corpus import Corpus
-    from retriever.corpus.manifest import corpus_of, settings_of
-    from retriever.index import open_index
+    from retriever.corpus.manifest import check_manifest, corpus_of, read_manifest, settings_of
+    from retriever.index import index_identity, open_index
 
     directory, configured = _place(args)
-    if not args.rest or args.k < 1:
+    if not args.rest:
         raise UserError("no query is given", todo='foray index search DIR "QUERY" -k 3')
-    corpus = Corpus(corpus_of(directory, configured), directory)
-    hits = open_index(settings_of(directory, _changes(args)), directory, threads=0).search(args.rest, args.k)
+    path, settings = corpus_of(directory, configured), settings_of(directory, _changes(args))
+    check_manifest(read_manifest(directory), directory, index_identity(settings), path, verify_corpus=False)
+    corpus = Corpus(path, directory)
+    hits = open_index(settings, directory, threads=0).search(args.rest, args.k)
     for query, rows, scores in zip(args.rest, hits.rows.tolist(), hits.scores.tolist(), strict=True):
         found = [(corpus.passage(row), score) for row, score in zip(rows, scores, strict=True) if row >= 0]
         if args.json:

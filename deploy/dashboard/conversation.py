@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from deploy.monitor.replay_view import Decoder, Shown, to_json
 from protocol.messages import Owner, Segment, TrajectoryGroup
+from protocol.search import unquoted
 from protocol.versions import PolicyVersion, is_orphan
 from rollout_server.environment.actions import RESERVED_TAGS
 
@@ -213,7 +214,7 @@ def _parts(segment: Segment, text: str) -> list[dict[str, Any]]:
 def _passages(text: str, ids: Sequence[str]) -> dict[str, Any]:
     """Return the passages with their titles and ids if the text has a known format, else the text."""
     for form in _PASSAGES:
-        found = [(match["title"].strip().strip('"'), match["text"].strip()) for match in form.finditer(text)]
+        found = [(unquoted(match["title"].strip()), match["text"].strip()) for match in form.finditer(text)]
         if found and len(found) == len(ids) and form.match(text.lstrip()):
             return {
                 "text": "",
