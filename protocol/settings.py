@@ -42,7 +42,7 @@ class Settings(BaseModel):
     @classmethod
     def _home(cls, value: Any) -> Any:
         """Replace `~`: shells leave it in `run.dir=~/runs`."""
-        return value.expanduser() if isinstance(value, Path) else value
+        return value.expanduser() if isinstance(value, Path) and value.parts[:1] == ("~",) else value
 
 
 def union_of(kinds: Iterable[type[Settings]], *, default: str = "") -> Any:

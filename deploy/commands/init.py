@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Return 0 when all is written. Raises UserError if a file already exists."""
     from deploy.config import from_tree
     from deploy.reference.settings import document
-    from protocol.runtime.config import read_tree
+    from protocol.runtime.config import override, read_tree
 
     directory = args.secrets or args.file.parent / "secrets"
     if args.file.exists() and (args.secure or not args.force):
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         _secure(args, config, directory)
         return 0
     recipe = PRESETS / f"{args.preset}.yaml" if args.preset else None
-    given = [f"launch.secrets={directory.absolute()}"] if args.secure else []
+    given = [override("launch.secrets", directory.absolute())] if args.secure else []
     given += _name(recipe, args.overrides)
     if args.hardware:
         return _for_hardware(args, recipe, given)

@@ -30,7 +30,7 @@ from deploy.launcher.run_dir import is_held, read_record, unique_id
 from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
-from protocol.runtime.config import read_tree
+from protocol.runtime.config import override, read_tree
 from protocol.runtime.episodes import EvalScore, evaluate
 from protocol.runtime.progress import TaskProgress
 
@@ -110,11 +110,11 @@ def demo_tree(options: DemoOptions) -> dict[str, Any]:
     directory = options.directory.absolute()
     chosen = [
         f"run.id={unique_id('demo')}",
-        f"run.dir={directory}",
-        f"run.model={directory / 'model'}",
+        override("run.dir", directory),
+        override("run.model", directory / "model"),
         f"run.seed={options.seed}",
-        f"retriever.corpus={directory / 'world' / 'corpus.jsonl'}",
-        f"learner.questions={directory / 'world' / 'questions.jsonl'}",
+        override("retriever.corpus", directory / "world" / "corpus.jsonl"),
+        override("learner.questions", directory / "world" / "questions.jsonl"),
         *(["learner.batch.shuffle_rewards=true"] if options.shuffled_reward else []),
     ]
     hard = yaml.safe_load(HARD_OVERRIDES.read_text()) if options.hard else []

@@ -54,9 +54,9 @@ def with_overrides(tree: SettingsTree, overrides: Sequence[str]) -> SettingsTree
             raise UserError(
                 f"the value of override {item!r} is not valid YAML", why=" ".join(str(error).split())
             ) from None
-        if isinstance(value, str) and " #" in raw and raw.lstrip()[0] not in "\"'|>&!":
-            value = raw.strip()  # a shell has removed the quotes: nobody writes a comment here
-        value = _number(value)
+        if isinstance(value, str) and raw.lstrip()[:1] not in "\"'|>&!":
+            # a shell has removed the quotes, so ` #` begins no comment
+            value = _number(raw.strip() if " #" in raw else value)
         path = tuple(key.split("."))
         _assign(tree, list(path), value, item)
         # this replaces the value at or below this key, and so its spelling

@@ -63,12 +63,12 @@ class CorpusInput:
 
 def read_input(corpus: Path | str, form: str | None = None, words: int | None = None) -> CorpusInput:
     """Return the input that `corpus` specifies. Raises UserError if it cannot be read or its format is unknown."""
+    if words is not None and words < 0:
+        raise UserError(f"--words is {words}", todo="give the number of words of a passage, e.g. 100")
     if str(corpus).startswith(PREFIX):
         if form not in (None, "synthetic"):
             raise UserError(f"{corpus} is synthetic text, not {form}", todo="remove --format")
         return CorpusInput(corpus_spec(corpus), (), "synthetic", words or 0, False)
-    if words is not None and words < 0:
-        raise UserError(f"--words is {words}", todo="give the number of words of a passage, e.g. 100")
     if form is not None and form not in FORMATS:
         raise UserError(f"unknown format {form!r}", todo="use one of: " + ", ".join(FORMATS))
     path = Path(corpus).absolute()

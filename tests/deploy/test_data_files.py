@@ -171,6 +171,17 @@ def test_near_duplicates_are_those_of_all_pairs(train: list[str], test: list[str
     assert kept == list(dict.fromkeys(text for text in train if not any(close(text, other) for other in test)))
 
 
+def test_signs_and_answers_tell_questions_apart() -> None:
+    sums = [asked("1", "What is 7 + 3?", "10"), asked("2", "What is 7 - 3?", "4"), asked("3", "what is 7 + 3", "10")]
+    names = [asked("4", "Who created C++?", "Stroustrup"), asked("5", "Who created C#?", "Hejlsberg")]
+    same_text = asked("6", "who  created c#?", "Anders")
+    found = dedupe([*sums, *names, same_text], [], 0)
+    assert [question.id for question in found.kept] == ["1", "2", "4", "5"]
+    assert [(match.question.id, match.other.id) for match in found.removed] == [("3", "1"), ("6", "5")]
+    assert any("'what is 7 + 3' ~ 'What is 7 + 3?' (1)" in line for line in found.lines())
+    assert [match.kind for match in dedupe(sums, [sums[1]], 0).removed] == ["exact", "repeated"]
+
+
 def test_the_command_removes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = write(
         tmp_path / "train.jsonl",

@@ -111,6 +111,7 @@ def test_rows_are_conserved(lines: list[str], other: list[str], share: float, se
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
 @given(LINES, LINES, SHARES, st.integers(0, 9))
 def test_rows_are_conserved_in_many_files(lines: list[str], other: list[str], share: float, seed: int) -> None:
@@ -140,6 +141,7 @@ def test_passages_are_conserved(lines: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.one_of(PASSAGE.map(json.dumps), BROKEN)))
 def test_passages_are_conserved_in_many_files(lines: list[str]) -> None:

@@ -104,6 +104,9 @@ def test_what_is_too_large_is_refused_unless_forced(
         (["build"], "no corpus or no output directory"),
         (["build", "--corpus", "synthetic:9", "--out", "x", "--words", "0"], "must be at least 1"),
         (["estimate"], "no corpus is given"),
+        (["estimate", "--passages", "-5"], "not an integer of at least 1"),
+        (["estimate", "--corpus", "synthetic:9", "--words", "-3"], "--words is -3"),
+        (["search", "here", "q", "-k", "0"], "not an integer of at least 1"),
         (["info"], "no index directory is given"),
         (["info", "here", "there"], "takes one directory"),
         (["search", "here"], "no query is given"),
@@ -117,6 +120,16 @@ def test_what_is_too_large_is_refused_unless_forced(
 def test_mistakes_are_explained(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["index", *arguments]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_an_index_of_another_corpus_is_not_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus, out = tmp_path / "c.jsonl", tmp_path / "index"
+    corpus.write_text("".join(f'{{"id": "{n}", "contents": "word {n}"}}\n' for n in range(9)))
+    assert main(["index", "build", "--corpus", str(corpus), "--out", str(out)]) == 0
+    assert main(["index", "search", str(out), "word"]) == 0
+    corpus.write_text('{"id": "0", "contents": "x"}\n')
+    assert main(["index", "search", str(out), "word"]) == 2
+    assert "was built from another corpus" in capsys.readouterr().err
 
 
 def test_a_run_names_its_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

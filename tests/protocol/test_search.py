@@ -41,7 +41,14 @@ def test_other_bodies_are_refused(body: Any) -> None:
 
 @pytest.mark.parametrize(
     ("contents", "title", "text"),
-    [('"Emma"\na\nb', "Emma", "a\nb"), ("Emma\na", "Emma", "a"), ('"Emma"', "Emma", ""), ("", "", "")],
+    [
+        ('"Emma"\na\nb', "Emma", "a\nb"),
+        ("Emma\na", "Emma", "a"),
+        ('"Emma"', "Emma", ""),
+        ("", "", ""),
+        ('""Weird Al" Yankovic"\nx', '"Weird Al" Yankovic', "x"),
+        ('"Heroes" (song)\nx', '"Heroes" (song)', "x"),
+    ],
 )
 def test_the_first_line_of_a_passage_is_its_title(contents: str, title: str, text: str) -> None:
     passage = Passage(contents=contents)

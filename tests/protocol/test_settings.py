@@ -10,7 +10,7 @@ from pydantic import Field
 
 from protocol.errors import UserError
 from protocol.keys import Keys
-from protocol.runtime.config import read_tree, section
+from protocol.runtime.config import override, read_tree, section
 from protocol.runtime.settings_errors import suggest
 from protocol.settings import RunSettings, Settings
 
@@ -37,6 +37,15 @@ def test_overrides_reach_into_the_tree(tmp_path: Path) -> None:
     assert section(tree, "run", RunSettings).max_lag == 4
     nested = section(tree, "learner", Nested)
     assert isinstance(nested.side, Left) and nested.side.speed == 2.5 and nested.lr == 1e-4
+
+
+def test_a_path_is_taken_as_it_is_spelt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    for name in ("a #b", "[x].jsonl", "yes", 'q"\\', "1e3", "x: y", "# é"):
+        assert section(read_tree(None, [override("run.dir", Path(name))]), "run", RunSettings).dir == Path(name)
+    for given, expected in (("~/x", "/home/ada/x"), ("a #b", "a #b"), ("'a #b'", "a #b"), ("~x", "~x")):
+        assert section(read_tree(None, [f"run.dir={given}"]), "run", RunSettings).dir == Path(expected)
+    assert section(read_tree(None, ["run.steps=3 # three"]), "run", RunSettings).steps == 3
 
 
 @pytest.mark.parametrize(

