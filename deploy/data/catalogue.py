@@ -129,7 +129,7 @@ def get(wanted: Entry, root: Path, progress: Progress) -> list[Path]:
 def get_url(url: str, root: Path, progress: Progress, sha256: str = "") -> Path:
     """Download one file of any address into `root`; return it. Raises what `download.fetch` raises."""
     name = url.partition("?")[0].rpartition("/")[2]
-    if not name:
+    if name in ("", ".", ".."):
         raise UserError(f"{url} names no file", todo="give the address of one file")
     if not (root / name).is_file():
         _fetch(Remote(name, url, sha256=sha256), root, name, progress)

@@ -8,10 +8,12 @@ meantime, the download begins again (`If-Range`, RFC 9110, section 13.1.5).
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
 import re
 import shutil
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -19,7 +21,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from email.message import Message
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPMessage, HTTPResponse
 from pathlib import Path
 from typing import IO, cast
 
@@ -175,12 +177,20 @@ def _continue(remote: Remote, part: Path, login: str, progress: Progress) -> Non
         _write_tag(part, remote.url, _strong(response.headers.get("ETag")))
         done = have if resumed else 0
         require_space(part, (total or 0) - done)
+        most = done + shutil.disk_usage(part.parent).free // 2 if total is None else total
         with part.open("ab" if resumed else "wb") as file, progress.task(remote.name, total, "B") as task:
             task(done)
             while chunk := response.read(CHUNK):
                 file.write(chunk)
                 done += len(chunk)
                 task(done)
+                if done > most:
+                    part.unlink()
+                    raise UserError(
+                        f"{remote.url} sent more than {amount(most)}",
+                        why="the server does not say how large the file is, and half of the free disk space is used",
+                        todo="check the address, or download it yourself",
+                    )
         if total is not None and done < total:
             raise ConnectionError(f"the connection was closed after {amount(done)} of {amount(total)}")
 
@@ -239,6 +249,32 @@ class _Here(urllib.request.HTTPRedirectHandler):
         """Refuse redirects: the hub's answer itself names the checksum, not that of the storage behind it."""
 
 
+class _Elsewhere(urllib.request.HTTPRedirectHandler):
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
+        """Refuse what only this machine can reach, and other protocols. Raises UserError."""
+        before, after = (urllib.parse.urlsplit(url) for url in (req.full_url, newurl))
+        if after.scheme not in ("http", "https") or (_is_private(after.hostname) and not _is_private(before.hostname)):
+            raise UserError(
+                f"{req.full_url} redirects to {newurl}, which was not followed",
+                why="it is not http or https, or an address of a private network",
+                todo="give that address itself, if you trust it",
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _is_private(host: str | None) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None)
+    except OSError:  # the connection fails, or a proxy knows the name
+        return False
+    return any(not ipaddress.ip_address(str(row[4][0]).partition("%")[0]).is_global for row in found)
+
+
+_opener = urllib.request.build_opener(_Elsewhere)
+
+
 def _hub_checksum(remote: Remote) -> str:
     """Return the sha256 that the hub has for a file, "" if it has none (it does for large files only)."""
     request = urllib.request.Request(remote.url, method="HEAD")
@@ -260,7 +296,7 @@ def _hub_checksum(remote: Remote) -> str:
 def _open(request: urllib.request.Request, login: str) -> HTTPResponse:
     if login:  # not sent to the target of a redirect, which is another host
         request.add_unredirected_header("Authorization", login)
-    return cast(HTTPResponse, urllib.request.urlopen(request, timeout=TIMEOUT_S))
+    return cast(HTTPResponse, _opener.open(request, timeout=TIMEOUT_S))
 
 
 def _login() -> str:

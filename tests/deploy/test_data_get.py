@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,6 +123,47 @@ def test_an_unknown_file_and_an_unknown_name_say_what_to_do(
     assert "the server has no such file" in capsys.readouterr().err
     assert main(["data", "get", "hotpot", "--to", str(tmp_path)]) == 2
     assert "did you mean 'hotpotqa'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/x", "ftp://example.org/x", "file:///etc/hostname"])
+def test_a_redirect_leads_to_no_private_address_and_no_other_protocol(
+    server: FileServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+) -> None:
+    private = download._is_private
+    assert private("127.0.0.1") and private("10.1.2.3") and private("::1") and not private("8.8.8.8")
+    port = server.url.rpartition(":")[2]
+    monkeypatch.setattr(download, "_is_private", lambda host: host != "localhost" and private(host))
+    server.redirects["/x"] = address
+    assert main(["data", "get", f"http://localhost:{port}/x", "--to", str(tmp_path)]) == 2
+    assert f"redirects to {address}" in (said := capsys.readouterr().err) or "HTTP Error 302" in said
+    server.redirects["/x"], server.files["y"] = f"{server.url}/y", b"content"
+    assert main(["data", "get", f"{server.url}/x", "--to", str(tmp_path)]) == 0, "both are private"
+    assert (tmp_path / "x").read_bytes() == b"content"
+
+
+def test_an_answer_of_unknown_length_is_bounded(
+    server: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.files["x"], server.sized = CONTENT, False
+    assert main(["data", "get", f"{server.url}/x", "--to", str(tmp_path)]) == 0
+    assert (tmp_path / "x").read_bytes() == CONTENT
+    (tmp_path / "x").unlink()
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: SimpleNamespace(free=len(CONTENT)))
+    assert main(["data", "get", f"{server.url}/x", "--to", str(tmp_path)]) == 2
+    assert "does not say how large the file is" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("end", ["", ".", "..", "..?x=1"])
+def test_an_address_without_the_name_of_a_file_is_refused(
+    server: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    assert main(["data", "get", f"{server.url}/a/{end}", "--to", str(tmp_path / "data")]) == 2
+    assert "names no file" in capsys.readouterr().err and not (tmp_path / "data").exists()
 
 
 def test_questions_come_from_the_hub_and_are_listed(

@@ -20,6 +20,8 @@ class FileServer:
     /datasets/OWNER/REPO/resolve/main/NAME    as the hub serves them (a model without `datasets/`)
     /api/models/OWNER/REPO/revision/main      the list of a repository's files
 
+    redirects path -> address to redirect to
+    sized     whether answers have a Content-Length
     cuts      bytes after which the next connections end, one number for each
     halt      bytes after which each connection waits until `going` is set, if it is not negative
     requests  (method, path, range) of each request
@@ -27,6 +29,8 @@ class FileServer:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
+        self.redirects: dict[str, str] = {}
+        self.sized = True
         self.cuts: list[int] = []
         self.halt, self.going = -1, threading.Event()
         self.requests: list[tuple[str, str, str]] = []
@@ -75,6 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
         served = self.served
         served.requests.append((self.command, self.path, self.headers.get("Range", "")))
         content = served.content(self.path)
+        if self.path in served.redirects:
+            self._head(302, 0, {"Location": served.redirects[self.path]})
+            return
         if served.needs_login and self.headers.get("Authorization") != f"Bearer {served.needs_login}":
             self._head(401, 0, {})
             return
@@ -116,7 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(length))
+        if self.served.sized:
+            self.send_header("Content-Length", str(length))
+        else:
+            self.close_connection = True
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
