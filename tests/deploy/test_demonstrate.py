@@ -125,6 +125,9 @@ def test_further_limits_and_reasons(corpus: Path, tmp_path: Path, capsys: pytest
     assert first.read_bytes() == again.read_bytes()
     assert run(tmp_path / "out.jsonl", capsys, file, "--corpus", corpus, "--limit", 1)[0]["questions"] == 1
     assert {path.name for path in tmp_path.iterdir()} == {"1.jsonl", "2.jsonl", "corpus.jsonl", "out.jsonl", "q.jsonl"}
+    odd = corpus.rename(tmp_path / "a #b.jsonl")
+    run(again, capsys, file, "--corpus", odd)
+    assert first.read_bytes() == again.read_bytes()
     assert main(["data", "demonstrate", str(file), "--out", str(first)]) == 2
     assert main(["data", "demonstrate", str(file), "--out", str(first), "--corpus", str(corpus), "--topk", "0"]) == 2
 

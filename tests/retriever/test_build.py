@@ -381,6 +381,19 @@ def test_a_missing_index_is_built_beside_a_small_corpus_only(corpus: Path, setti
     open_searcher(settings(build_limit_mb=0))
 
 
+@pytest.mark.parametrize("kind", ["folder", "synthetic"])
+def test_a_service_takes_every_corpus_that_a_build_takes(corpus: Path, settings: Settings, kind: str) -> None:
+    folder = corpus.parent / "folder"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(corpus.read_bytes())
+    given = folder if kind == "folder" else "synthetic:40"
+    made = settings(corpus=given, index_dir=corpus.parent / "index")
+    with pytest.raises(UserError, match="no index found"):
+        open_searcher(made.model_copy(update={"build_limit_mb": 0}))
+    assert indexing_input.first_passages(made.corpus, 5) == 5
+    assert open_searcher(made).num_passages == 40
+
+
 def test_what_an_index_logs_becomes_a_task() -> None:
     now, said = [1000.0], list[str]()
     log = logging.getLogger("retriever.index.some")
