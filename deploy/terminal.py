@@ -25,12 +25,9 @@ def at_least(least: int) -> Callable[[str], int]:
     """Return the `type` of an argument of argparse: an integer that is not smaller than `least`."""
 
     def read(text: str) -> int:
-        try:
-            if (number := int(text)) >= least:
-                return number
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        return int(text)
 
     return read
 

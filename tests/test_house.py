@@ -78,7 +78,6 @@ UNUSED = {
     },
     "called by a library": {
         *("_zero_init_param", "_generate_and_score_completions", "on_step_begin", "on_step_end", "on_log", "kwargs"),
-        *("redirect_request", "fp", "newurl", "req"),
         *("handle_starttag", "handle_startendtag", "handle_endtag", "attrs"),
     },
     "a field that leaves the process: in a message, a report or a table": {

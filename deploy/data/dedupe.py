@@ -90,40 +90,28 @@ def _folded(text: str) -> str:
 
 def dedupe(train: Sequence[Question], tests: Sequence[Question], near: float) -> Deduped:
     """Remove from `train` what repeats in it, and what `tests` has too; `near` 0 disables near duplicates."""
-    of_test, seen = _Exact(), _Exact()
-    for question in tests:
-        of_test.add(question)
+    of_test: dict[Any, Question] = {key: question for question in reversed(tests) for key in _keys(question)}
+    seen: dict[Any, Question] = {}
     index = _Index(tests, near) if near and tests else None
     kept, removed = [], []
     for question in train:
-        if (other := of_test.equal(question)) is not None:
-            removed.append(Match("exact", question, other, 1.0))
-        elif (other := seen.equal(question)) is not None:
-            removed.append(Match("repeated", question, other, 1.0))
+        keys = _keys(question)
+        if same := [of_test[key] for key in keys if key in of_test]:
+            removed.append(Match("exact", question, same[0], 1.0))
+        elif same := [seen[key] for key in keys if key in seen]:
+            removed.append(Match("repeated", question, same[0], 1.0))
         elif index is not None and (match := index.nearest(question)) is not None:
             removed.append(match)
         else:
             kept.append(question)
-            seen.add(question)
+            seen |= dict.fromkeys(keys, question)
     return Deduped(kept, removed)
 
 
-class _Exact:
-    """Finds the first question with the same text, or with the same words and a common answer."""
-
-    def __init__(self) -> None:
-        self._first: dict[Any, Question] = {}
-
-    def equal(self, question: Question) -> Question | None:
-        return next((self._first[key] for key in self._keys(question) if key in self._first), None)
-
-    def add(self, question: Question) -> None:
-        for key in self._keys(question):
-            self._first.setdefault(key, question)
-
-    def _keys(self, question: Question) -> list[Any]:
-        words = words_of(question.text)
-        return [_folded(question.text), *((words, gold) for gold in _golds(question))]
+def _keys(question: Question) -> list[Any]:
+    """Return what equal questions have in common: the text, or the words and an answer."""
+    words = words_of(question.text)
+    return [_folded(question.text), *((words, gold) for gold in sorted(_golds(question)))]
 
 
 class _Index:

@@ -290,6 +290,11 @@ def test_numbers_and_names_that_mean_nothing_are_refused(tmp_path: Path, argv: t
     assert code == 2 and said.startswith("error: ") and list(tmp_path.iterdir()) == [path]
 
 
+def test_an_evaluation_of_no_question_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "runs/a", "--suite", "q=q.jsonl", "--limit", "-1"]) == 2
+    assert "'-1' is not an integer of at least 1" in capsys.readouterr().err
+
+
 def test_inspect_shows_a_prompt_and_names_system_messages(tmp_path: Path) -> None:
     prompt = [{"role": "system", "content": "Think."}, {"role": "user", "content": "Add 2 and 3. End with #### N."}]
     row = SEARCH_R1 | {"data_source": "gsm8k", "prompt": prompt}
