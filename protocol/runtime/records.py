@@ -268,7 +268,7 @@ def _tab_rows(lines: Iterable[str], width: int) -> Iterator[tuple[int, list[str]
         if not (line := line.rstrip("\r\n")):
             continue
         try:
-            row = next(csv.reader([line], delimiter="\t", strict=True))
+            row = next(csv.reader([line], delimiter="\t", strict=True)) if '"' in line else []
         except csv.Error:
             row = []
         yield number, row if len(row) == width else line.split("\t")
