@@ -49,6 +49,9 @@ class RetrieverSettings(Settings):
     """Maximum queries per batch."""
     embed_batch: int = Field(default=64, ge=1)
     """Maximum texts of `/v1/embeddings` per call of the encoder, which limits the delay of searches."""
+    token_ids: Path | None = None
+    """Tokenizer (`tokenizer.json`) that decodes token ids sent to `/v1/embeddings`: that of the clients, cl100k_base
+    for LangChain's default. Unset: token ids are refused, because another tokenizer would give wrong vectors."""
     queue_limit: int = Field(default=8192, ge=1)
     """Maximum queries and texts queued or in progress; further requests are handled as set by `overload`."""
     overload: Literal["refuse", "wait"] = "refuse"

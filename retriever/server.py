@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from protocol.errors import UserError
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.http.server import announce, listening
 from protocol.runtime.lifecycle import shutdown_on_signals
@@ -64,8 +65,9 @@ async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
     ) as listener:
         opened = await open_backend(settings, service.metrics)
         try:
+            loops = attach(service, opened)
             async with asyncio.TaskGroup() as tasks:
-                asking = [tasks.create_task(run, name=name) for name, run in attach(service, opened).items()]
+                asking = [tasks.create_task(run, name=name) for name, run in loops.items()]
                 log.info("backend %s is open", opened.backend.fingerprint)
                 try:
                     yield listener.port
@@ -84,6 +86,7 @@ def attach(service: RetrieverState, opened: OpenBackend) -> dict[str, Coroutine[
     Searches and embeddings have separate queues under one limit.
     """
     settings, metrics = service.settings, service.metrics
+    tokenizer = _tokenizer(settings.token_ids)
     queue_limit = QueueLimit(
         settings.queue_limit,
         metrics,
@@ -104,9 +107,22 @@ def attach(service: RetrieverState, opened: OpenBackend) -> dict[str, Coroutine[
     loops = {"searches": searches.run()}
     if opened.embedder is not None:
         texts = _embedding_batcher(opened.embedder, service, queue_limit)
-        service.embedding = EmbeddingService(opened.embedder.model, texts)
+        service.embedding = EmbeddingService(opened.embedder.model, texts, tokenizer)
         loops["embeddings"] = texts.run()
     return loops
+
+
+def _tokenizer(path: Path | None) -> Any:
+    """Return the tokenizer in `path`, None without one. Raises UserError if it cannot be read."""
+    if path is None:
+        return None
+    try:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        todo = "set retriever.token_ids to a tokenizer.json (pip install tokenizers)"
+        raise UserError(f"cannot read the tokenizer {path}", why=str(error), todo=todo) from None
 
 
 def _embedding_batcher(

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,10 +48,11 @@ class EmbeddingInput(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddingService:
-    """State of `/v1/embeddings`: the encoder's name, and its queue."""
+    """State of `/v1/embeddings`: the encoder's name, its queue, and the tokenizer of token ids."""
 
     model: str
     texts: DynamicBatcher[EmbeddingInput, npt.NDArray[np.float32]]
+    tokenizer: Any = None
 
 
 class RetrieverState:

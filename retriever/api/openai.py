@@ -3,8 +3,9 @@
     {"input": "text" | ["text", ..], "model": "..", "encoding_format": "float" | "base64", "input_type": "passage"}
     -> {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [..]}], "model", "usage"}
 
-`input_type` is an extension of Foray: E5 encoders use different prefixes for queries and passages. Texts
-and searches share one queue limit. Errors have OpenAI's shape: {"error": {"message", "type", "code"}}.
+`input_type` is an extension of Foray: E5 encoders use different prefixes for queries and passages. A text may be given
+as a list of token ids (`retriever.token_ids`). Texts and searches share one queue limit. Errors have OpenAI's shape:
+{"error": {"message", "type", "code"}}.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from retriever.api.base import (
     NOT_OPEN,
@@ -40,13 +41,19 @@ MAX_CHARS, MAX_TEXTS = 32768, 4096
 """Maximum characters of a text (encoders truncate much earlier, by tokens), and maximum texts per request."""
 
 _Text = Annotated[str, Field(max_length=MAX_CHARS, min_length=1)]
+_Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1, max_length=MAX_CHARS)]
+_Item = Annotated[
+    Annotated[_Text, Tag("text")] | Annotated[_Ids, Tag("ids")],
+    Discriminator(lambda item: "ids" if isinstance(item, list) else "text"),
+]
 _OFF_LOOP = 16
 """Responses with more vectors than this are rendered in a thread."""
 
 
-def _as_list(texts: object) -> object:
-    """Wrap a single text in a list, so that validation errors are those of a list, not of a union."""
-    return [texts] if isinstance(texts, str) else texts
+def _as_list(given: object) -> object:
+    """Wrap a single text, or the token ids of one, in a list, so that validation errors are those of a list."""
+    one_text = isinstance(given, str) or (isinstance(given, list) and bool(given) and isinstance(given[0], int))
+    return [given] if one_text else given
 
 
 class EmbeddingRequest(BaseModel):
@@ -54,7 +61,7 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    input: Annotated[list[_Text], BeforeValidator(_as_list), Field(min_length=1, max_length=MAX_TEXTS)]
+    input: Annotated[list[_Item], BeforeValidator(_as_list), Field(min_length=1, max_length=MAX_TEXTS)]
     model: str = Field(default="", max_length=512)
     encoding_format: Literal["float", "base64"] = "float"
     input_type: Kind = "passage"
@@ -66,7 +73,12 @@ async def embeddings(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     async with request_body(EmbeddingRequest, request) as body:
         embedding = _embedding(service)
-        keys = [EmbeddingInput(body.input_type, text) for text in body.input]
+        # decoding may be long: not on the event loop
+        texts = [
+            item if isinstance(item, str) else await asyncio.to_thread(_decoded, item, embedding.tokenizer)
+            for item in body.input
+        ]
+        keys = [EmbeddingInput(body.input_type, text) for text in texts]
         try:
             found = await embedding.texts.submit(keys)
         except Overloaded as error:
@@ -81,7 +93,7 @@ async def embeddings(request: web.Request) -> web.Response:
         vectors.append(outcome)
     if body.dimensions is not None and body.dimensions != len(vectors[0]):
         raise ApiError(400, f"dimensions: this encoder has {len(vectors[0])}")
-    rendering = (vectors, body, body.model or embedding.model)
+    rendering = (vectors, texts, body, body.model or embedding.model)
     rendered = await asyncio.to_thread(render, *rendering) if len(vectors) > _OFF_LOOP else render(*rendering)
     return json_response(rendered)
 
@@ -101,9 +113,27 @@ def _embedding(service: RetrieverState) -> EmbeddingService:
     return service.embedding
 
 
-def render(vectors: Sequence[npt.NDArray[np.float32]], body: EmbeddingRequest, model: str) -> bytes:
+def _decoded(ids: list[int], tokenizer: Any) -> str:
+    """Return the text of token ids. Raises ApiError if they cannot be decoded."""
+    if tokenizer is None:
+        raise ApiError(
+            400,
+            "input: token ids are refused, because they say nothing without their tokenizer; send text (LangChain: "
+            "check_embedding_ctx_length=False), or name the clients' tokenizer in retriever.token_ids",
+        )
+    if max(ids) >= (size := tokenizer.get_vocab_size()):
+        raise ApiError(400, f"input: token id {max(ids)} is not of the tokenizer in retriever.token_ids ({size} ids)")
+    text: str = tokenizer.decode(ids)
+    if not 0 < len(text) <= MAX_CHARS:
+        raise ApiError(400, f"input: token ids of {len(text)} characters; a text has 1 to {MAX_CHARS}")
+    return text
+
+
+def render(
+    vectors: Sequence[npt.NDArray[np.float32]], texts: Sequence[str], body: EmbeddingRequest, model: str
+) -> bytes:
     """Return the response body. Tokens are counted as words: the encoder's count is not available here."""
-    words = sum(len(text.split()) for text in body.input)
+    words = sum(len(text.split()) for text in texts)
     data: list[dict[str, Any]] = [
         {"object": "embedding", "index": index, "embedding": _spelt(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)

@@ -6,12 +6,14 @@ import asyncio
 import base64
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
 
+from protocol.errors import UserError
 from protocol.messages import Question, Status
 from retriever.config import RetrieverSettings
 from retriever.encoder import build_encoder
@@ -66,7 +68,12 @@ async def test_texts_become_the_encoders_vectors_in_order_in_both_formats(settin
         ({"input": []}, "at least 1 item"),
         ({"input": ""}, "at least 1 character"),
         ({"input": ["a", ""]}, "at least 1 character"),
-        ({"input": [1, 2]}, "valid string"),
+        ({"input": [1, 2]}, "token ids are refused"),
+        ({"input": [[1], [2, 3]]}, "check_embedding_ctx_length=False"),
+        ({"input": [[1], "a", [-1]]}, "greater than or equal to 0"),
+        ({"input": [[True]]}, "valid integer"),
+        ({"input": [[]]}, "at least 1 item"),
+        ({"input": [{}]}, "valid string"),
         ({"input": "x" * 40_000}, "at most"),
         ({"input": "a", "encoding_format": "hex"}, "'float' or 'base64'"),
         ({"input": "a", "input_type": "title"}, "'query' or 'passage'"),
@@ -81,6 +88,26 @@ async def test_what_cannot_be_embedded_is_refused_in_openais_shape(
     assert status == 400
     assert complaint in answer["error"]["message"]
     assert answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_token_ids_are_decoded_with_the_tokenizer_that_is_named(settings: Settings, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    Tokenizer(WordLevel({"capital": 0, "of": 1, "France": 2}, unk_token="of")).save(str(tmp_path / "tokenizer.json"))
+    texts = ["capital of France", "France", "radium"]
+    async with running(settings(**DENSE, token_ids=tmp_path / "tokenizer.json")) as port:
+        status, answer = await ask(port, {"input": [[0, 1, 2], [2], "radium"]})
+        assert status == 200 and answer["usage"]["prompt_tokens"] == 5
+        found = np.asarray([item["embedding"] for item in answer["data"]], dtype=np.float32)
+        np.testing.assert_array_equal(found, expected(texts))
+        _, one = await ask(port, {"input": [0, 1, 2]})
+        np.testing.assert_array_equal(np.asarray(one["data"][0]["embedding"], dtype=np.float32), found[0])
+        status, answer = await ask(port, {"input": [0, 3]})
+        assert status == 400 and "token id 3 is not of the tokenizer" in answer["error"]["message"]
+    with pytest.raises(UserError, match="cannot read the tokenizer"):
+        async with running(settings(**DENSE, token_ids=tmp_path / "none.json")):
+            pass
 
 
 async def test_an_index_without_encoder_reports_that(settings: Settings) -> None:
