@@ -173,9 +173,11 @@ _SECTIONS: dict[str, type[Settings]] = {
 }
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> RunConfig:
+def load_config(
+    path: Path | str | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> RunConfig:
     """Return the configuration in `path` with `overrides`. Raises UserError that names every wrong key."""
-    return from_tree(expand(read_tree(path, overrides), environ))
+    return from_tree(expand(read_tree(None if path is None else Path(path), overrides), environ))
 
 
 def from_tree(tree: Mapping[str, Any]) -> RunConfig:

@@ -97,11 +97,7 @@ class LearnerContext:
         more: Mapping[str, float],
     ) -> None:
         """Report the step that `delivery` counted last (`StepReporter.step`). more: values of the loop."""
-        more = {
-            **self.publisher.facts(),
-            **self.delivery.filtered_counts(),
-            **self.delivery.step_counts(lap[0]),
-            **more,
-        }
+        more = {**self.publisher.facts(), **self.delivery.filtered_counts(), **more}
+        more |= self.delivery.step_counts(lap[0])
         epoch = self.lease.epoch
         self.reporter.step(self.delivery.step, groups, report, lap, now_step=now_step, epoch=epoch, more=more)

@@ -17,7 +17,7 @@ from deploy.dashboard.index import TrajectoryIndex
 from deploy.dlq.dead_letters import Fates, read_letters
 from deploy.dlq.pages import as_json
 from deploy.launcher.redis_server import connect
-from deploy.launcher.run_dir import Located, live_record
+from deploy.launcher.run_dir import Located, live_record, read_record
 from deploy.monitor.replay_view import Decoder, find_tokenizer
 from deploy.monitor.snapshot import RunSnapshot, read_ledger, read_ledger_totals
 from deploy.monitor.status import conservation, look, problems, to_json
@@ -83,6 +83,7 @@ class RunData:
             "names": self.steps.names(),
             "is_over": seen.is_over,
             "again": seen.again,
+            "failure": str(read_record(self.directory).get("failure", "")),
             "directory": str(self.directory),
             "device_price": float(self.found.record.get("device_price", 0.0)),
             "index": self.index.progress,

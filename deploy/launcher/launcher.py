@@ -29,7 +29,7 @@ from deploy.doctor.run import inputs, preflight
 from deploy.launcher.addresses import choose, dated, seen_from_here, settle
 from deploy.launcher.learning import learning_problems
 from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
-from deploy.launcher.process import ManagedProcess
+from deploy.launcher.process import ManagedProcess, ProcessFailed
 from deploy.launcher.progress import StepTail, read_history
 from deploy.launcher.redis_server import check_server
 from deploy.launcher.run_dir import RESOLVED, hold, write_record
@@ -39,7 +39,8 @@ from deploy.secrets.env import SECRET_VARIABLES
 from learner.delivery.identity import ensure_lineage_id
 from learner.observability.reporting import step_line
 from learner.validation.results import describe
-from protocol.errors import ForayError
+from protocol.errors import ForayError, UserError
+from protocol.redaction import for_terminal
 from protocol.runtime.files import atomic_write
 from protocol.runtime.progress import Progress, TaskProgress
 from protocol.runtime.redis.url import redacted
@@ -47,6 +48,7 @@ from protocol.runtime.redis.url import redacted
 T = TypeVar("T")
 STEP_S = 30.0
 """Seconds without output before a progress line while the learner trains: a step may take long."""
+LONGEST_FAILURE = 8000
 STAGES = (("redis",), ("retriever",), ("engine", "rollout", "learner"))
 """Kinds that start together: a stage may need the earlier ones; within a stage the order does not matter."""
 
@@ -84,7 +86,7 @@ class Launcher:
         self._stop_signal: int | None = None
         self._started = time.time()
         self._state = "starting"
-        self._error = ""
+        self._error, self._failure = "", ""
         self._steps = StepTail(config.run.dir / "metrics.jsonl")
         self._told: set[str] = set()
         self._validations = StepTail(config.run.dir / "validation.jsonl")
@@ -242,6 +244,7 @@ class Launcher:
     ) -> None:
         state = "done" if error is None else "stopped" if isinstance(error, RunStopped) else "failed"
         self._error = str(error) if state == "failed" else ""
+        self._failure = error.render() if isinstance(error, ProcessFailed | UserError) else for_terminal(self._error)
         try:
             self.stop(state)
         finally:
@@ -300,6 +303,7 @@ class Launcher:
             "pid": os.getpid(),
             "state": self._state,
             "error": self._error,
+            "failure": self._failure[-LONGEST_FAILURE:],
             "started": self._started,
             "updated": time.time(),
             "trains": self.config.launch.learner,

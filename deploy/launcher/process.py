@@ -19,6 +19,7 @@ from pathlib import Path
 from deploy.launcher.plan import ProcessSpec
 from deploy.terminal import escape_untrusted
 from protocol.errors import ForayError
+from protocol.redaction import for_terminal
 from protocol.runtime.service_cli import EXIT_NO_SIGNAL, NOT_RESTARTED
 
 PR_SET_PDEATHSIG = 1
@@ -43,7 +44,7 @@ class ProcessFailed(ForayError):
     def render(self) -> str:
         """Return what happened, the end of the process's log, and the path of the log."""
         indented = "\n".join(f"  | {line}" for line in self.tail.splitlines()) or "  | (its log is empty)"
-        return f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}"
+        return for_terminal(f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}")
 
 
 class ManagedProcess:

@@ -16,6 +16,11 @@ from protocol.errors import UserError
 ROOT = Path(__file__).parent.parent.parent
 
 
+def test_a_path_may_be_a_text(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run: {steps: 7}\n")
+    assert load_config(str(tmp_path / "run.yaml")).run.steps == 7
+
+
 def test_every_shipped_configuration_can_be_read() -> None:
     files = [CONFIG, *PRESETS.glob("*.yaml"), *(ROOT / "examples").glob("*/run.yaml")]
     assert len(files) > 8

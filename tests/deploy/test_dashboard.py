@@ -63,6 +63,14 @@ def test_the_index_follows_the_journal(run_dir: Path, data: RunData, monkeypatch
     assert not again.index.update() and again.index.progress["groups"] == 13, "the file is kept"
 
 
+def test_the_page_has_the_error_that_the_launcher_printed(run_dir: Path) -> None:
+    record = json.loads((run_dir / "run.json").read_text())
+    failure = "error: learner exited with code 2\n  | error: no model\n  log: learner.log"
+    (run_dir / "run.json").write_text(json.dumps(record | {"state": "failed", "failure": failure}))
+    page = RunData(located(run_dir)).overview()
+    assert page["failure"] == failure and page["state"] == "failed" and page["is_over"]
+
+
 def test_a_chunk_ends_in_the_middle_of_a_file(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "CHUNK", 5)
     index = TrajectoryIndex(run_dir)

@@ -174,7 +174,8 @@ def test_the_first_failure_ends_the_run_with_its_name_code_and_log_tail(run_file
         launcher(configured(run_files, "3"), run_files).run_until_done()
     text = failure.value.render()
     assert "learner exited with code 3" in text and "| the last words of the learner" in text
-    assert read_record(run_files / "run")["state"] == "failed"
+    record = read_record(run_files / "run")
+    assert record["state"] == "failed" and record["failure"] == failure.value.render()
     assert len([line for line in order(run_files) if line.startswith("stop")]) == 3
 
 

@@ -1,6 +1,6 @@
 // Curves with uPlot, in the colours of the theme. The palette is Okabe and Ito's, which colour-blind people can tell apart.
 
-import { h, short } from "./dom.js";
+import { h, number, percent as share, short } from "./dom.js";
 
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#aa4499", "#b07900", "#3399cc", "#666666"];
 const DARK = ["#56b4e9", "#ff9e57", "#3ddbb0", "#e79ac6", "#f0c94a", "#9ad0f5", "#b0b7c0"];
@@ -80,13 +80,16 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
     const palette = isDark() ? DARK : LIGHT;
     const shown = stacked ? [...data.series].reverse() : data.series;
     const axis = { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") }, font: "12px system-ui" };
-    const text = (raw) => (percent ? `${Math.round(100 * raw)}%` : short(raw));
+    // as many digits as tell two ticks apart; equal values do not make a scale of their own
+    const text = (raw, by) => (percent ? `${Math.round(100 * raw)}%` : by < 1 ? number(raw, Math.min(9, String(by).split(".")[1]?.length ?? Math.ceil(-Math.log10(by)))) : short(raw));
+    const range = (_, min, max) => (min === max ? [Math.min(min, 0), Math.max(max, 0) || 1] : uPlot.rangeNum(min, max, 0.1, true));
+    const sum = (at) => data.series.reduce((all, s) => all + (s.values[at] || 0), 0);
     return {
       width: Math.max(200, frame.clientWidth),
       height,
       cursor: { drag: { x: true, y: false }, points: { size: 6 } },
-      scales: { x: { time: false }, y: stacked ? { range: (_, __, max) => [0, percent ? 1 : max * 1.05 || 1] } : {} },
-      axes: [{ ...axis, incrs: STEPS }, { ...axis, size: 62, values: (_, ticks) => ticks.map((t) => text(t)) }],
+      scales: { x: { time: false }, y: stacked ? { range: (_, __, max) => [0, percent ? 1 : max * 1.05 || 1] } : { range } },
+      axes: [{ ...axis, incrs: STEPS }, { ...axis, size: 62, values: (_, ticks, __, ___, by) => ticks.map((t) => text(t, by)) }],
       legend: { live: true },
       series: [
         { label: "step", value: (_, v) => short(v ?? data.x.at(-1)) },
@@ -104,7 +107,8 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
             value: (_, v, __, index) => {
               const series = data.series[at];
               // without a pointer the legend shows the newest values
-              return short(series.values[index ?? data.x.length - 1]);
+              const place = index ?? data.x.length - 1;
+              return percent ? share(series.values[place] / sum(place)) : short(series.values[place]);
             },
           };
         }),

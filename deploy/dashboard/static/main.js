@@ -91,7 +91,7 @@ function header() {
     healthy ? badge("✓ healthy", "good") : badge(`! ${seen.problems.length} problem${seen.problems.length > 1 ? "s" : ""}`, "bad"),
     h("span", { class: "grow progress" }, bar, h("span", {}, `step ${number(step)} of ${number(total)}`,
       seen.eta_s !== null ? `, ${span(seen.eta_s)} left` : "")),
-    h("span", { class: "live", title: "events of the server" }, state.live ? "● live" : "○ reconnecting"),
+    h("span", { class: "live", title: "events of the server" }, seen.is_over ? "○ the run is over" : state.live ? "● live" : "○ reconnecting"),
     h("button", { class: "icon", onclick: theme, title: "light or dark (d)", "aria-label": "light or dark" }, "◐"),
     h("button", { class: "icon", onclick: help, title: "keys (?)", "aria-label": "keyboard help" }, "?"));
 }

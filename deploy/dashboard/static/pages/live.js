@@ -13,7 +13,7 @@ export async function show(box, where, context) {
   let at = "";
 
   async function refresh() {
-    draw((await get("/api/live")).servers);
+    draw(context.overview.is_over ? [] : (await get("/api/live")).servers); // its servers have ended
   }
   function draw(servers) {
     const groups = servers.flatMap((server, number_) => server.groups.map((group) => ({ ...group, server: number_ })));

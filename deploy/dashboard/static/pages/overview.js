@@ -16,14 +16,20 @@ export async function show(box, _, context) {
     length: chart("Response length", { note: "tokens" }),
     entropy: chart("Entropy", { note: "nats per token" }),
   };
+  const any = h("select", { id: "metric", onchange: () => refresh() });
+  const other = chart("Chosen metric");
   const cards = h("div", { class: "cards" });
   const health = h("div", {});
   const side = h("div", { class: "two" });
   fill(box, h("h1", { class: "hidden" }, "Overview"), cards, health,
-    h("div", { class: "grid" }, Object.values(charts).map((c) => c.element)), side);
+    h("div", { class: "grid" }, Object.values(charts).map((c) => c.element)),
+    h("p", {}, h("label", { for: "metric" }, "any field of metrics.jsonl: "), any), other.element, h("p", {}), side);
 
   async function refresh() {
-    const [steps, found] = await Promise.all([get("/api/steps", { names: NAMES.join(",") }), get("/api/evaluations")]);
+    const { names } = context.overview;
+    const chosen = any.value || "loss";
+    if (any.length !== names.length) fill(any, names.map((name) => h("option", { value: name, selected: name === chosen }, name)));
+    const [steps, found] = await Promise.all([get("/api/steps", { names: [...NAMES, any.value].filter(Boolean).join(",") }), get("/api/evaluations")]);
     draw(steps, found.validations);
   }
   function draw(steps, validations) {
@@ -37,6 +43,7 @@ export async function show(box, _, context) {
       card("lag", short(last.lag_mean), `largest ${short(last.lag_max)}, bound ${seen.max_lag}`),
       card("step time", span(last.step_s), `${number(last.tokens_trained / last.step_s)} tokens/s trained`));
     const problems = seen.problems.map((p) => h("li", {}, h("strong", {}, p.what), h("div", {}, "→ ", p.todo)));
+    if (seen.failure && seen.state === "failed") problems.push(h("li", {}, h("strong", {}, "What the launcher printed"), h("pre", { class: "scroll" }, seen.failure)));
     fill(health, problems.length ? h("section", { class: "panel bad", role: "status" }, h("h2", {}, "Problems"), h("ul", {}, problems)) : null,
       seen.evaluation_lines.length ? h("p", { class: "dim" }, seen.evaluation_lines.join(" · ")) : null);
     const x = steps.step;
@@ -52,10 +59,11 @@ export async function show(box, _, context) {
     const ordered = [...validations].sort((a, b) => a.step - b.step);
     charts.validation.set(ordered.map((v) => v.step), suites.map((name) => ({ label: name, points: true, values: ordered.map((v) => v.suites[name]?.em ?? null) })));
     charts.validation.element.hidden = !validations.length;
+    other.set(x, any.value in steps.columns ? [{ label: any.value, values: col(any.value) }] : []);
     fill(side, waits(seen), events(seen));
   }
   await refresh();
-  return { refresh, destroy: () => Object.values(charts).forEach((c) => c.destroy()), shown: () => Object.values(charts).forEach((c) => c.draw()) };
+  return { refresh, destroy: () => [...Object.values(charts), other].forEach((c) => c.destroy()), shown: () => [...Object.values(charts), other].forEach((c) => c.draw()) };
 }
 
 const IN_WORDS = {
