@@ -70,12 +70,13 @@ export async function show(box, where, context) {
       return fill(body);
     }
     if (began !== current) return;
-    rows = page.rows;
+    rows = []; // neighbours of one group are one row
+    for (const one of page.rows) (rows.at(-1)?.[0].group_id === one.group_id ? rows.at(-1) : rows[rows.push([]) - 1]).push(one);
     chosen = -1;
     indexed = context.overview.index.trajectories;
     fresh.hidden = true;
     const more = context.overview.index.journal - context.overview.index.groups;
-    const end = page.offset + rows.length;
+    const end = page.offset + page.rows.length;
     fill(status, page.total ? `${number(page.offset + 1)} to ${number(end)} of ${number(page.total)}` : "no trajectory matches",
       more > 0 ? `; ${number(more)} groups of the journal are still being read` : "");
     const to = (offset) => address({ ...query, offset });
@@ -88,20 +89,24 @@ export async function show(box, where, context) {
     const num = new Set(["step", "reward", "turns", "searches", "tokens", "lag", "seq"]);
     return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "trajectories" }, h("table", { class: "rows" },
       h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col", class: num.has(name) ? "num" : "" }, name)))),
-      h("tbody", {}, rows.map((row, i) => h("tr", { id: `row-${i}`, onclick: () => open(i) },
+      h("tbody", {}, rows.map((of, i) => ((row = of[0]) => h("tr", { id: `row-${i}`, onclick: () => open(i) },
         h("td", { class: "num" }, number(row.step)),
         h("td", { class: "long" }, h("a", { href: link(row) }, row.question)), h("td", { class: "long" }, row.answer || "–"),
-        h("td", { class: "num" }, badge(short(row.reward), row.reward > row.group_reward ? "good" : row.reward < row.group_reward ? "bad" : "plain")),
+        h("td", { class: "num rewards" }, of.map((one) => [h("a", { href: link(one), onclick: (event) => event.stopPropagation() },
+          badge(short(one.reward), one.reward > one.group_reward ? "good" : one.reward < one.group_reward ? "bad" : "plain")), " "])),
         h("td", {}, row.status, row.rolled_back ? badge("rolled back", "bad") : null, row.errors ? badge(`${row.errors} errors`, "bad") : null),
-        h("td", { class: "num" }, row.turns), h("td", { class: "num" }, row.searches), h("td", { class: "num" }, number(row.sampled)),
-        h("td", { class: "num" }, row.lag), h("td", {}, row.first_version === row.last_version ? row.last_version : `${row.first_version} to ${row.last_version}`),
-        h("td", { class: "num" }, row.seq))))));
+        h("td", { class: "num" }, mean(of, "turns")), h("td", { class: "num" }, mean(of, "searches")), h("td", { class: "num" }, mean(of, "sampled")),
+        h("td", { class: "num" }, mean(of, "lag")), h("td", {}, row.first_version === row.last_version ? row.last_version : `${row.first_version} to ${row.last_version}`),
+        h("td", { class: "num" }, row.seq)))())))); // answer, status and version of the first, means of the others
+  }
+  function mean(of, name) {
+    return short(of.reduce((sum, one) => sum + one[name], 0) / of.length);
   }
   function link(row) {
     return `#/group/${row.seq}/${row.place}?epoch=${row.epoch}`;
   }
   function open(i) {
-    context.go(link(rows[i]));
+    context.go(link(rows[i][0]));
   }
   function choose(i) {
     document.getElementById(`row-${chosen}`)?.classList.remove("chosen");
