@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from deploy.config import load_config
+from deploy.launcher.launcher import Launcher
 from deploy.launcher.learning import learning_problems
 from deploy.launcher.progress import RunHistory, read_history
 from deploy.monitor.snapshot import RunSnapshot
 from deploy.monitor.status import problems, to_json
 from deploy.monitor.status_page import render
+from learner.observability.metrics import StepLog
 
 WELL = {"reward_mean": 0.4, "reward_std": 0.3, "searches_mean": 1.5, "status/truncated": 0.1, "entropy": 0.8}
 WELL |= {"zero_advantage_share": 0.5, "settled": 500.0, "dead": 2.0}
@@ -55,3 +58,28 @@ def test_the_fields_are_those_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     (problem,) = learning_problems(read_history(tmp_path / "metrics.jsonl"))
     assert problem.what == "no trajectory of the last 11 steps has searched"
+
+
+def test_up_says_each_problem_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    launcher = Launcher(load_config(None, [f"run.dir={tmp_path}"]), say=said.append)
+    log = StepLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 16):
+        log.append({"step": step, "epoch": 1} | WELL | {"status/truncated": 0.9, "dead": 30.0})
+        launcher._say_problems()
+    log.close()
+    assert [line.partition(";")[0] for line in said] == [
+        "problem: 30 of 500 questions (6.0%) failed and are not trained",
+        "problem: 90% of the trajectories of the last 10 steps are truncated",
+    ]
+
+
+def test_a_step_after_half_a_line_is_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    log = StepLog(path)
+    log.append({"step": 2, "epoch": 2})
+    log.close()
+    assert read_history(path).last == {"step": 2.0, "epoch": 2.0}
+    StepLog(path).close()
+    assert path.read_text().endswith('"epoch":2}\n')

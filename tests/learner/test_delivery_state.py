@@ -226,3 +226,16 @@ def test_token_accounting_holds_through_any_deliveries_crashes_and_acknowledgeme
         assert published == delivery.accounting.received_counted + unread, (
             "whatever happens, nothing is lost and nothing counted twice"
         )
+
+
+def test_the_rate_of_a_step_counts_what_arrived_since_the_last_one_also_after_a_resume() -> None:
+    delivery = DeliveryState()
+    delivery.receive(1, ReceivedEntry(b"1-0", 600, 600))
+    assert delivery.step_counts(2.0) == {"settled": 0, "dead": 0, "tokens_generated_per_s": 300.0}
+    assert delivery.step_counts(2.0)["tokens_generated_per_s"] == 0.0, "no token counts twice"
+    delivery.mark_pending(1, ReceivedEntry(b"1-0", 600, 600))
+    delivery.settle([1], Outcome.DEAD, "prompt_too_long", tokens=600)
+    resumed = DeliveryState()
+    resumed.restore(delivery.to_state())
+    resumed.receive(2, ReceivedEntry(b"2-0", 50, 50))
+    assert resumed.step_counts(0.5) == {"settled": 1, "dead": 1, "tokens_generated_per_s": 100.0}
