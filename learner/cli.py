@@ -27,8 +27,9 @@ from protocol.settings import RunSettings
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") -> int:
     """Run the learner and return the exit status.
 
-    0 at the end of the run or after SIGTERM, 1 if the accounting is inconsistent or no checkpoint can be written after
-    SIGTERM, 2 for an error that you must fix, 65 without a training signal, 75 if another learner took over.
+    0 at the end of the run, 143 or 130 after SIGTERM or SIGINT (a checkpoint is written), 1 if the accounting is
+    inconsistent or that checkpoint cannot be written, 2 for an error that you must fix, 65 without a training signal,
+    75 if another learner took over.
     """
     parser = argparse.ArgumentParser(
         prog=prog,

@@ -86,7 +86,7 @@ def serve(
     trust_checkpoint: bool = False,
     make_engine: MakeEngine = build_trainer,
 ) -> int:
-    """Train to the end of the run, or until SIGTERM or SIGINT; 0 in both cases.
+    """Train to the end of the run and return 0, or until SIGTERM or SIGINT and return 128 + its number.
 
     takeover          take over the run from a learner that still holds it or has another lineage
     trust_checkpoint  resume from a checkpoint that is not signed with the run's key
@@ -120,7 +120,7 @@ def serve(
             elif reserved.highest() is None:  # issued by an older Foray: adopted once, later starts read it from disk
                 reserved.reserve(_reach(store, store.issued), lease.epoch)
             ctx, lineage = build_context(run, settings, sampler, store, checkpoints, lease, errors, make_engine)
-            _train(ctx, TrainingLoop(ctx, lineage, stop.is_set), stop)
+            code = _train(ctx, TrainingLoop(ctx, lineage, stop.is_set), stop)
         except BaseException as error:
             stop.deferred = True  # a second signal must not interrupt the shutdown
             _leave(store, lease, error)
@@ -128,7 +128,7 @@ def serve(
         finally:
             renewal.stop()
             (store if ctx is None else ctx).close()
-    return 0
+    return code
 
 
 def _leave(store: RunStore, lease: LearnerLease, error: BaseException) -> None:
@@ -346,13 +346,15 @@ def _replay_buffer(
     return ReplayBuffer(count, run.max_lag, run.seed, past)
 
 
-def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> None:
+def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> int:
+    """Train, write the last checkpoint and release the lease. Return the exit code: 0 if the run is done."""
     log.info("epoch %d begins at step %d of %d", ctx.lease.epoch, ctx.delivery.step, ctx.run.steps)
     ctx.event_log.emit("epoch", f"epoch {ctx.lease.epoch} begins at step {ctx.delivery.step} of {ctx.run.steps}")
-    stop.deferred = True
+    stop.deferred, code = True, 0
     try:
         loop.run()
         if stop.is_set():
+            code = stop.exit_code
             _interrupt(loop)
             log.info("stopped at step %d; run the same command to continue", ctx.delivery.step)
         else:
@@ -363,12 +365,14 @@ def _train(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> N
     except RedisUnavailable:
         if not stop.is_set():
             raise
+        code = stop.exit_code
         _interrupt(loop)
     finally:
         ctx.validator.close()
         loop.writer.keep_written()
     ctx.maintainer.stop()
     ctx.lease.release()
+    return code
 
 
 def _interrupt(loop: TrainingLoop) -> None:

@@ -85,8 +85,8 @@ def replay(
     trust_checkpoint: bool = False,
     make_engine: MakeEngine = build_trainer,
 ) -> int:
-    """Train on the journal in `source` (a run directory or its journal) until its end, `run.steps`, or a signal; return
-    0.
+    """Train on the journal in `source` (a run directory or its journal) until its end or `run.steps` and return
+    0, or until a signal and return 128 + its number.
 
     The same command resumes from the last checkpoint, which must be signed with the key of
     run.dir unless `trust_checkpoint`. Raises UserError.
@@ -107,7 +107,7 @@ def replay(
             loop.run()
         finally:
             loop.close()
-    return 0
+    return stop.exit_code
 
 
 class ReplayLoop:

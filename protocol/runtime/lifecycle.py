@@ -73,10 +73,15 @@ class DeferredShutdown:
         """Return whether a signal has arrived since `deferred` was set."""
         return self._requested.is_set()
 
+    @property
+    def exit_code(self) -> int:
+        """Return 128 + the signal's number, 0 without one: work that was interrupted is not done."""
+        return 128 + self.number if self.number else 0
+
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal. A second SIGINT raises KeyboardInterrupt wherever the process is."""
         if not self.deferred:
-            raise SystemExit(0)
+            raise SystemExit(128 + number)
         if self._requested.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = number

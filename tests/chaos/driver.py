@@ -246,7 +246,7 @@ def end_run(ring: Ring, say: Say, *, restart: bool) -> list[str]:
     ward.life.send(signal.SIGTERM)
     if not ring.until(lambda: not ward.alive, END_S):
         return ["the learner does not stop on SIGTERM"]
-    if ward.life.status != 0:
+    if ward.life.status != 128 + signal.SIGTERM:
         return [f"the learner exited with {ward.life.status} on SIGTERM: {ward.life.text[-400:]}"]
     if not restart:
         return []

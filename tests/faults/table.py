@@ -47,7 +47,7 @@ ROWS: dict[int, Row] = {
     ),
     10: Row(
         "L SIGTERM",
-        "finishes the step, writes a checkpoint, acknowledges, releases the lease, exit 0",
+        "finishes the step, writes a checkpoint, acknowledges, releases the lease, exit 143",
         "log: stopped at step",
     ),
     11: Row(

@@ -181,7 +181,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_with_the_last_step_in_one(
             threading.Timer(0.2, disk.release.set).start()
 
     with Player(address, run.id):
-        assert serve(run, settings, before=stop) == 0
+        assert serve(run, settings, before=stop) == 143
         assert manifest(run)["step"] == 5
         assert serve(run, settings) == 0
     assert assert_exactly_once(run)["lineage"] == [[1, 0], [2, 5]]

@@ -201,7 +201,7 @@ def test_a_signal_before_training_ends_it_at_once(run: RunSettings, settings: Le
 
     with pytest.raises(SystemExit) as caught:
         serve(run, settings, make_engine=reported)
-    assert caught.value.code == 0 and not db.exists(Keys(run.id).lease)
+    assert caught.value.code == 143 and not db.exists(Keys(run.id).lease)
 
 
 @pytest.mark.fault(32)
@@ -685,7 +685,7 @@ def test_a_learner_killed_at_any_moment_goes_on_with_the_same_command(
         wait_for_step(process, 14)
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
-        assert process.returncode == 0 and "run the same command to continue" in log, log
+        assert process.returncode == 143 and "run the same command to continue" in log, log
         stopped_at = manifest(run)["step"]
         assert stopped_at >= 14, "SIGTERM writes a checkpoint"
         process = launch(20)

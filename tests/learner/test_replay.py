@@ -35,10 +35,10 @@ def again(tmp_path: Path) -> Callable[..., RunSettings]:
     """Replays `source` into a new directory; further keyword arguments are the engine's."""
 
     def call(
-        run: RunSettings, settings: LearnerSettings, source: Path, *, into: str = "replay", **engine: Any
+        run: RunSettings, settings: LearnerSettings, source: Path, *, into: str = "replay", code: int = 0, **engine: Any
     ) -> RunSettings:
         mine = run.model_copy(update={"dir": tmp_path / into, "redis_url": "", "id": "another"})
-        assert replay(mine, settings, source, make_engine=lambda r, s: tiny_learner.TinyEngine(r, s, **engine)) == 0
+        assert replay(mine, settings, source, make_engine=lambda r, s: tiny_learner.TinyEngine(r, s, **engine)) == code
         return mine
 
     return call
@@ -141,7 +141,8 @@ def test_a_signal_ends_a_replay_with_a_checkpoint(
         if updates == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert weights(again(run, settings, tmp_path / "old", before=reported))[0] == 5, "after the present step"
+    stopped = again(run, settings, tmp_path / "old", before=reported, code=143)
+    assert weights(stopped)[0] == 5, "after the present step"
     whole = again(run, settings, tmp_path / "old", into="whole")
     assert weights(again(run, settings, tmp_path / "old")) == weights(whole)
 

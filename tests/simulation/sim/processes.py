@@ -32,6 +32,7 @@ class SimShutdown:
 
     def __init__(self) -> None:
         self.deferred = self.requested = False
+        self.exit_code = 143
 
     def is_set(self) -> bool:
         return self.requested
