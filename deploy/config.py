@@ -85,9 +85,10 @@ class LaunchSettings(Settings):
     """Price of one device (a GPU, or a process that computes on CPUs) per hour, in any currency; the dashboard shows
     the cost of the run. 0: unknown."""
     restarts: int = Field(default=3, ge=0)
-    """Maximum number of restarts for each engine, rollout server, retriever and Redis."""
-    restart_learner: int = Field(default=0, ge=0)
-    """Maximum number of restarts of the learner (it resumes from its checkpoint)."""
+    """Maximum number of restarts within an hour, for each engine, rollout server, retriever and Redis."""
+    restart_learner: int = Field(default=3, ge=0)
+    """Maximum number of restarts of the learner within an hour: it resumes from its checkpoint. Not restarted after an
+    error that you must fix, without a training signal, or if another learner took over (exit codes 2, 65, 75)."""
     ready_s: float = Field(default=180.0, gt=0)
     """Timeout for a process to become ready, in seconds."""
     shutdown_s: float = Field(default=20.0, gt=0)

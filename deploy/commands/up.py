@@ -76,7 +76,7 @@ def up(
     except RunStopped as stopped:
         state, code = "stopped", 130 if stopped.number == signal.SIGINT else 0
     except ProcessFailed as failure:
-        state, code, error = "failed", failure.exit_code, str(failure)
+        state, code, error = failure.state, failure.exit_code, str(failure)
         print(failure.render(), file=sys.stderr, flush=True)
     seconds = time.monotonic() - began
     say(f"{state} after {seconds:.0f} s; logs, weights and checkpoints are in {config.run.dir}")

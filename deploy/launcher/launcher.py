@@ -243,7 +243,8 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         state = "done" if error is None else "stopped" if isinstance(error, RunStopped) else "failed"
-        self._error = str(error) if state == "failed" else ""
+        state = error.state if isinstance(error, ProcessFailed) else state
+        self._error = str(error) if state in ("failed", "interrupted") else ""
         self._failure = error.render() if isinstance(error, ProcessFailed | UserError) else for_terminal(self._error)
         try:
             self.stop(state)
@@ -280,7 +281,7 @@ class Launcher:
                 raise child.failed(f"exited with code {child.poll()}")
 
     def _catch_signals(self) -> None:
-        """Raise `RunStopped` at the next check after Ctrl-C or SIGTERM; a second signal kills the processes."""
+        """Raise `RunStopped` at the next check after Ctrl-C, SIGTERM or SIGHUP; a second signal kills the processes."""
         if threading.current_thread() is not threading.main_thread():
             return
 
@@ -289,7 +290,8 @@ class Launcher:
                 self.supervisor.hurry()
             self._stop_signal = number
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        hang_up = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()  # ignored by nohup
+        for number in (signal.SIGINT, signal.SIGTERM, *hang_up):
             self._exits.callback(signal.signal, number, signal.signal(number, note))
 
     def _raise_if_stopped(self) -> None:

@@ -55,7 +55,7 @@ class ProcessSpec:
     hidden    environment variables of the launcher that this process does not inherit
     log       file for its stdout and stderr
     ready     readiness condition; `url` if it needs an address
-    restarts  maximum number of restarts; 0: its exit ends the run
+    restarts  maximum number of restarts within an hour; 0: its exit ends the run
     stop_s    seconds that it may need after SIGTERM, beyond launch.shutdown_s
     """
 

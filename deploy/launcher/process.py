@@ -20,13 +20,19 @@ from deploy.launcher.plan import ProcessSpec
 from deploy.terminal import escape_untrusted
 from protocol.errors import ForayError
 from protocol.redaction import for_terminal
-from protocol.runtime.service_cli import EXIT_NO_SIGNAL, NOT_RESTARTED
+from protocol.runtime.service_cli import EXIT_NO_SIGNAL, INTERRUPTED, NOT_RESTARTED
 
 PR_SET_PDEATHSIG = 1
 TAIL_LINES = 25
 _RANK_0 = re.compile(r"rank +: 0 \(local_rank: 0\)\n +exitcode +: (-?\d+) ")
 """In torchrun's report of failed ranks. torchrun itself always exits with 1."""
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (INFO )?")
+
+
+OUT_OF_MEMORY = (
+    "if it was the out-of-memory killer (`dmesg | grep -i 'killed process'`), lower launch.engines, retriever sizes or "
+    "learner.batch.micro_batch_tokens, or set learner.async_checkpoints=false; `foray doctor` estimates the memory"
+)
 
 
 class ProcessFailed(ForayError):
@@ -41,10 +47,16 @@ class ProcessFailed(ForayError):
         """Return the exit code of the command: that of the process if it is in NOT_RESTARTED, else 1."""
         return self.code if self.code in NOT_RESTARTED else 1
 
+    @property
+    def state(self) -> str:
+        """Return the state of the run that ended so: interrupted if something else stopped its learner, else failed."""
+        return "interrupted" if self.name == "learner" and self.code in INTERRUPTED else "failed"
+
     def render(self) -> str:
         """Return what happened, the end of the process's log, and the path of the log."""
         indented = "\n".join(f"  | {line}" for line in self.tail.splitlines()) or "  | (its log is empty)"
-        return for_terminal(f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}")
+        todo = f"\n   do: {OUT_OF_MEMORY}" if self.code == -signal.SIGKILL else ""
+        return for_terminal(f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}{todo}")
 
 
 class ManagedProcess:
@@ -133,11 +145,13 @@ class ManagedProcess:
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process ended: `exited with code 1`, `was killed by SIGKILL`."""
+    """Return how a process ended: `exited with code 1`, `was killed by SIGKILL`, `was stopped by SIGTERM`."""
+    if code in INTERRUPTED:
+        return f"was stopped by {signal.Signals(abs(code) % 128).name}"
     if code >= 0:
         return f"exited with code {code}" + (": no training signal" if code == EXIT_NO_SIGNAL else "")
     try:
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -9 else "")
     except ValueError:
         return f"was killed by signal {-code}"
 

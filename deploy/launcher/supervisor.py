@@ -23,6 +23,8 @@ from protocol.runtime.service_cli import NOT_RESTARTED
 
 STOP_ORDER = ("learner", "rollout", "engine", "retriever", "redis")
 POLL_S = 0.05
+RESTARTS_S = 3600.0
+"""Period within which the restarts of a process are limited: a loop ends the run, rare failures of a long run do not."""
 Say = Callable[[str], None]
 IsReady = Callable[[ProcessSpec], bool]
 
@@ -46,12 +48,15 @@ class Supervisor:
         say: Say = lambda line: None,
         beat: Callable[[Callable[[], str]], None] = lambda line: None,
         interrupted: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._is_ready, self._ready_s, self._shutdown_s = is_ready, ready_s, shutdown_s
         self._hurried = False
         self._say, self._beat, self._interrupted = say, beat, interrupted
         self.children: dict[str, ManagedProcess] = {}
         self.restarts: dict[str, int] = {}
+        self._clock = clock
+        self._restarted: dict[str, list[float]] = {}
 
     def spawn(self, spec: ProcessSpec) -> ManagedProcess:
         """Start `spec` without waiting for it."""
@@ -71,7 +76,7 @@ class Supervisor:
             time.sleep(POLL_S * 2)
 
     def check(self) -> None:
-        """Restart processes that exited. Raises ProcessFailed if one has no restarts left.
+        """Restart processes that exited. Raises ProcessFailed if one has used its restarts of the last RESTARTS_S.
 
         A process that exits with code 0 has finished (the learner after its last step). A process with a code of
         NOT_RESTARTED (user error, no training signal, fenced) is not restarted: it would fail again.
@@ -81,12 +86,14 @@ class Supervisor:
             code = child.poll()
             if code is None or (code == 0 and child.spec.kind == "learner"):
                 continue
-            used = self.restarts.get(name, 0)
-            if used >= child.spec.restarts or code in NOT_RESTARTED:
-                again = f" (after {used} restarts)" if used else ""
+            now = self._clock()
+            recent = self._restarted[name] = [at for at in self._restarted.get(name, ()) if now - at < RESTARTS_S]
+            if len(recent) >= child.spec.restarts or code in NOT_RESTARTED:
+                again = f" (after {len(recent)} restarts within an hour)" if recent else ""
                 raise child.failed(f"{describe_exit(code)}{again}")
-            self.restarts[name] = used + 1
-            self._say(f"{name} {describe_exit(code)}: restarting it ({used + 1} of {child.spec.restarts})")
+            recent.append(now)
+            self.restarts[name] = self.restarts.get(name, 0) + 1
+            self._say(f"{name} {describe_exit(code)}: restarting it ({len(recent)} of {child.spec.restarts} per hour)")
             self.spawn(child.spec)
 
     def ended(self, name: str) -> bool:

@@ -113,9 +113,9 @@ class RunSnapshot:
     """The user stopped the run; the command `again` resumes it."""
     again: str = ""
     launch: str = ""
-    """State of the launcher in run.json: starting, running, stopping, stopped, done, failed. "": started manually."""
+    """State of the launcher in run.json: starting, running, stopping, stopped, done, interrupted, failed. "": started manually."""
     launch_error: str = ""
-    """What ended the run, if `launch` is "failed"."""
+    """What ended the run, if `launch` is "failed" or "interrupted"."""
     launcher_lives: bool = False
     awaits_learner: bool = False
     """The launcher has not started the learner yet, or has just done so."""
@@ -164,7 +164,7 @@ class RunSnapshot:
     @property
     def is_over(self) -> bool:
         """Return whether the launcher has ended, so that nothing changes any more."""
-        return self.launch in ("done", "stopped", "failed") and not self.launcher_lives and self.learner is None
+        return self.launch in ("done", "stopped", "interrupted", "failed") and not self.launcher_lives and self.learner is None
 
     def of(self, process: str) -> tuple[MetricsSnapshot, ...]:
         """Return the snapshots of all processes of one kind: learner, rollout or node."""

@@ -263,10 +263,11 @@ def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
     learns = learning_problems(seen.history)
     if seen.stopped:
         return of_tokens(seen) + learns
-    if now == "failed":
+    if now in ("failed", "interrupted"):
         todo = f"fix the error in its logs, then resume with: {seen.again or 'the command that started the run'}"
         why = f": {escape_untrusted(seen.launch_error, 300)}" if seen.launch_error else ""
-        return [*_no_signal(seen), Problem(f"the run has failed{why}", todo), *of_tokens(seen), *learns]
+        what = "has failed" if now == "failed" else "was interrupted"
+        return [*_no_signal(seen), Problem(f"the run {what}{why}", todo), *of_tokens(seen), *learns]
     if now == "stopping" or (now == "preparing" and seen.launch == "starting"):
         return []  # the launcher is starting or stopping processes, and monitors them
     if seen.error:
@@ -400,14 +401,14 @@ def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
 
 def state(seen: RunSnapshot) -> str:
     """Return the state in one word. With a learner: starting, training. Without one: preparing (it will start), serving
-    (the run has none), evaluating, waiting (it does not run). Also stopping, stopped (by the user), done, failed, down.
+    (the run has none), evaluating, waiting (it does not run). Also stopping, stopped (by the user), done, interrupted, failed, down.
     """
     if seen.stopped:
         return "stopped"
     if seen.launcher_lives and seen.launch == "stopping":
         return "stopping"
-    if seen.launch == "failed" and not seen.launcher_lives and seen.learner is None:
-        return "failed"
+    if seen.launch in ("failed", "interrupted") and not seen.launcher_lives and seen.learner is None:
+        return seen.launch
     if seen.error:
         return "preparing" if seen.launcher_lives and seen.launch == "starting" else "down"
     if seen.evaluations and (seen.learner is None or seen.is_done):

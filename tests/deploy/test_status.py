@@ -188,6 +188,8 @@ def test_a_redis_that_is_away_is_a_problem_unless_the_run_was_finished(tmp_path:
     assert problems(finished, max_lag=2) == []
     assert "issued 1 = trained 1" in render(finished, max_lag=2)
     failed = with_record(seen, {"state": "failed", "error": "learner exited with code 65: no training signal"})
+    interrupted = with_record(seen, {"state": "interrupted", "error": "learner was stopped by SIGTERM"})
+    assert state(interrupted) == "interrupted" and "interrupted: learner" in problems(interrupted, max_lag=2)[0].what
     assert state(failed) == "failed" and "code 65: no training signal" in problems(failed, max_lag=2)[0].what
 
 

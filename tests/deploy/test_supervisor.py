@@ -15,7 +15,7 @@ import redis
 
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess, ProcessFailed
-from deploy.launcher.supervisor import Readiness, Supervisor
+from deploy.launcher.supervisor import RESTARTS_S, Readiness, Supervisor
 from protocol.codec import encode
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
@@ -99,6 +99,39 @@ def test_a_process_is_started_again_as_often_as_it_may_and_then_ends_the_run(
     with pytest.raises(ProcessFailed, match="after 2 restarts"):
         wait_until(lambda: supervisor.check() is not None, "restarts are used up")
     assert (tmp_path / "engine-1.log").read_text().count("up") == 3
+
+
+def test_restarts_of_more_than_an_hour_ago_do_not_count(tmp_path: Path, supervisor: Supervisor) -> None:
+    now = [0.0]
+    supervisor._clock = lambda: now[0]
+    supervisor.spawn(spec(tmp_path, "learner", "raise SystemExit(1)", kind="learner", restarts=2))
+    for restarts in (1, 2):
+        wait_until(lambda: supervisor.check() is None and supervisor.restarts.get("learner") == restarts, "it restarts")
+    now[0] = RESTARTS_S
+    wait_until(lambda: supervisor.check() is None and supervisor.restarts["learner"] == 3, "an hour later it restarts")
+    now[0] += 1
+    with pytest.raises(ProcessFailed, match="after 2 restarts within an hour"):
+        wait_until(lambda: supervisor.check() is not None, "the loop ends the run")
+
+
+@pytest.mark.parametrize("code", [143, 130, -15])
+def test_a_learner_that_is_stopped_alone_is_interrupted_and_restarted(
+    tmp_path: Path, supervisor: Supervisor, code: int
+) -> None:
+    end = f"os.kill(os.getpid(), {-code})" if code < 0 else f"os._exit({code})"
+    supervisor.spawn(spec(tmp_path, "learner", f"import os; {end}", kind="learner", restarts=1))
+    with pytest.raises(ProcessFailed, match="was stopped by SIG(TERM|INT)") as failure:
+        wait_until(lambda: supervisor.check() is not None, "the second end is seen")
+    assert not supervisor.ended("learner") and supervisor.restarts == {"learner": 1}
+    assert failure.value.state == "interrupted" and failure.value.exit_code == 1
+
+
+def test_a_process_that_was_killed_is_reported_with_what_saves_memory(tmp_path: Path, supervisor: Supervisor) -> None:
+    supervisor.spawn(spec(tmp_path, "learner", "import os; os.kill(os.getpid(), 9)", kind="learner"))
+    with pytest.raises(ProcessFailed) as failure:
+        wait_until(lambda: supervisor.check() is not None, "the death is seen")
+    assert failure.value.state == "failed"
+    assert "(out of memory?)" in failure.value.render() and "do: if it was the out-of-memory" in failure.value.render()
 
 
 def test_a_killed_process_is_replaced_by_a_new_one(tmp_path: Path, supervisor: Supervisor) -> None:

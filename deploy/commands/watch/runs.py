@@ -13,14 +13,14 @@ from typing import Any
 from deploy.launcher.run_dir import RECORD, configuration_of, is_held, read_configuration, read_record
 from protocol.errors import UserError
 
-ENDS = ("done", "stopped", "failed")
+ENDS = ("done", "stopped", "interrupted", "failed")
 
 
 @dataclass(frozen=True)
 class FoundRun:
     """A run directory.
 
-    state    that of the launcher: starting, running, stopping, done, stopped, failed; killed: it ended without a word
+    state    that of the launcher: starting, running, stopping, done, stopped, interrupted, failed; killed: it ended without a word
     step     steps done, 0 before the first
     steps    steps in the configuration, None if that cannot be read
     reward   mean reward of the last step
