@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 from deploy.data.download import Remote, fetch, hub_file, hub_listing
 from deploy.data.unpack import join, unpack
 from protocol.errors import UserError
+from protocol.runtime.config import parse_yaml
 from protocol.runtime.files import atomic_write
 from protocol.runtime.progress import Progress
 from protocol.runtime.settings_errors import suggest
@@ -84,7 +83,7 @@ def _is_of_model(name: str) -> bool:
 def catalogue() -> dict[str, Entry]:
     """Return the entries by name."""
     found = {}
-    for name, row in yaml.safe_load(CATALOGUE.read_text(encoding="utf-8")).items():
+    for name, row in parse_yaml(CATALOGUE.read_text(encoding="utf-8")).items():
         facts = {key: _fact(row.pop(key)) for key in ("rows", "license", "note") if key in row}
         makes = {path: tuple(parts) for path, parts in row.pop("makes", {}).items()}
         found[name] = Entry(name=name, files=tuple(row.pop("files", ())), makes=makes, facts=facts, **row)

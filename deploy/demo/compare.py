@@ -16,10 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from protocol.errors import UserError
-from protocol.runtime.config import not_an_override
+from protocol.runtime.config import NOT_YAML, not_an_override, parse_yaml
 from protocol.runtime.service_cli import split_overrides
 from protocol.versions import PolicyVersion
 
@@ -90,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
 def read_variants(path: Path, only: list[str]) -> dict[str, list[str]]:
     """Return name -> overrides. Raises UserError for an invalid file or a name that it does not contain."""
     try:
-        found = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read {path}", why=error.strerror or str(error)) from None
+        found = parse_yaml(path.read_text())
+    except (OSError, *NOT_YAML) as error:
+        raise UserError(f"cannot read {path}", why=" ".join(str(error).split())) from None
     if not isinstance(found, dict) or not all(isinstance(v, list) for v in found.values()):
         raise UserError(f"{path} is not a list of variants", todo="write each line as `name: [key=value, ...]`")
     missing = [name for name in only if name not in found]

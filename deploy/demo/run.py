@@ -30,7 +30,7 @@ from deploy.launcher.run_dir import is_held, read_record, unique_id
 from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
-from protocol.runtime.config import override, read_tree
+from protocol.runtime.config import override, parse_yaml, read_tree
 from protocol.runtime.episodes import EvalScore, evaluate
 from protocol.runtime.progress import TaskProgress
 
@@ -117,7 +117,7 @@ def demo_tree(options: DemoOptions) -> dict[str, Any]:
         override("learner.questions", directory / "world" / "questions.jsonl"),
         *(["learner.batch.shuffle_rewards=true"] if options.shuffled_reward else []),
     ]
-    hard = yaml.safe_load(HARD_OVERRIDES.read_text()) if options.hard else []
+    hard = parse_yaml(HARD_OVERRIDES.read_text()) if options.hard else []
     return read_tree(CONFIG, [*hard, *chosen, *options.overrides])
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-import yaml
-
 from deploy.monitor.grafana import RULES
 from learner.observability.metric_table import LEARNER, STEP
 from learner.observability.metric_table import WAITS as LEARNER_WAITS
+from protocol.runtime.config import parse_yaml
 from protocol.runtime.metrics import Metric, Table, prometheus_name
 from rollout_server.metric_tables import NODE, ROLLOUT, WAITS
 
@@ -112,7 +111,7 @@ def document() -> str:
 
 def _alerts() -> Iterator[str]:
     yield "| alert | severity | condition | for |\n|---|---|---|---|"
-    for group in yaml.safe_load(RULES.read_text())["groups"]:
+    for group in parse_yaml(RULES.read_text())["groups"]:
         for rule in (rule for rule in group["rules"] if "alert" in rule):
             severity = rule["labels"]["severity"]
             yield f"| `{rule['alert']}` | {severity} | `{rule['expr']}` | {rule.get('for', '')} |"

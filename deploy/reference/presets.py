@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from protocol.runtime.config import parse_yaml
 
 TABLE = Path(__file__).with_name("preset_sources.yaml")
 HEAD = """# Presets
@@ -72,7 +72,7 @@ class Table:
 
 def read_table(path: Path = TABLE) -> Table:
     """Return the table in `path`. Raises KeyError for an unknown preset or group."""
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    tree = parse_yaml(path.read_text(encoding="utf-8"))
     sources, groups = tree["sources"], tree["groups"]
 
     def names(given: Iterable[str]) -> Iterator[str]:

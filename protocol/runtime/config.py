@@ -25,6 +25,26 @@ NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
 S = TypeVar("S", bound=Settings)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses two equal keys in one mapping: YAML forbids them, and PyYAML would silently use the last one."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    why = f"the key {key.value!r} occurs twice: put its values in one place"
+                    raise yaml.constructor.ConstructorError(None, None, why, key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the values in a YAML document. Raises one of NOT_YAML, also for two equal keys in one mapping."""
+    return yaml.load(text, _Loader)
+
+
 class SettingsTree(dict[str, Any]):
     """All sections as plain values. `spelt` holds the text of overrides that YAML did not read as text."""
 
@@ -49,7 +69,7 @@ def with_overrides(tree: SettingsTree, overrides: Sequence[str]) -> SettingsTree
         if not found or not key:
             raise not_an_override(item)
         try:
-            value = yaml.safe_load(raw)
+            value = parse_yaml(raw)
         except NOT_YAML as error:
             raise UserError(
                 f"the value of override {item!r} is not valid YAML", why=" ".join(str(error).split())
@@ -109,7 +129,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
             todo=f"did you mean {path.parent / near[0]}?" if near else "give the path of an existing YAML file",
         ) from None
     try:
-        tree = yaml.safe_load(text)
+        tree = parse_yaml(text)
     except NOT_YAML as error:
         raise UserError(f"{path} is not valid YAML", why=" ".join(str(error).split())) from None
     if tree is None:

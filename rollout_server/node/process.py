@@ -24,6 +24,7 @@ import yaml
 
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name, remember
+from protocol.runtime.config import NOT_YAML, parse_yaml
 from protocol.runtime.http.auth import Access, check_bind, engine_key
 from protocol.runtime.torch_safety import set_nccl_defaults, torch_versions
 from protocol.settings import REDIS_URL_VARIABLE
@@ -218,8 +219,8 @@ def _parsed(parser: argparse.ArgumentParser, args: Sequence[str]) -> tuple[argpa
 
 def _flags(given: Path) -> dict[str, Any]:
     try:
-        flags = yaml.safe_load((_found(given) or given).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        flags = parse_yaml((_found(given) or given).read_text())
+    except (OSError, *NOT_YAML) as error:
         raise UserError(f"cannot read {given}", why=f"it is in engine.kind.args: {error}") from None
     if not isinstance(flags, dict):
         raise UserError(f"{given} does not contain flags of SGLang", todo="write one `flag: value` per line")

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from protocol.errors import UserError
 from protocol.keys import Keys
-from protocol.runtime.config import override, read_tree, section
+from protocol.runtime.config import override, parse_yaml, read_tree, section
 from protocol.runtime.settings_errors import suggest
 from protocol.settings import RunSettings, Settings
 
@@ -184,3 +184,21 @@ def test_sampling_that_draws_nothing_is_refused(given: str, expected: str) -> No
         section(read_tree(None, [f"run.{given}"]), "run", RunSettings)
     kept = section(read_tree(None, ["run.top_k=2", "run.top_p=0.95"]), "run", RunSettings)
     assert (kept.top_k, kept.top_p) == (2, 0.95)
+
+
+@pytest.mark.parametrize(
+    "text", ["run: {id: a}\nrun: {steps: 3}\n", "run:\n  id: a\n  id: b\n", "learner: {optim: {lr: 1, 'lr': 2}}\n"]
+)
+def test_two_equal_keys_are_refused_with_their_place(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match="not valid YAML") as refused:
+        read_tree(path)
+    assert "occurs twice" in refused.value.why and "line " in refused.value.why
+    with pytest.raises(UserError, match="not valid YAML"):
+        read_tree(None, ["run={id: a, id: b}"])
+
+
+def test_an_anchor_may_be_merged_and_overridden() -> None:
+    text = "a: &a {x: 1, y: 2}\ntop: {b: &b {<<: *a, x: 3}}\nc: {<<: *b, y: 4}\n"
+    assert parse_yaml(text) == {"a": {"x": 1, "y": 2}, "top": {"b": {"x": 3, "y": 2}}, "c": {"x": 3, "y": 4}}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from deploy.evaluation.methods.base import Method, MethodSettingsBase
@@ -20,6 +19,7 @@ from deploy.evaluation.methods.prompts import Prompts
 from deploy.evaluation.methods.rag import IterRetGenSettings, NaiveRAGSettings
 from deploy.evaluation.methods.without_search import ChainOfThoughtSettings, DirectSettings
 from protocol.errors import UserError
+from protocol.runtime.config import NOT_YAML, parse_yaml
 from protocol.runtime.settings_errors import explain, suggest
 
 REGISTRY: dict[type[MethodSettingsBase], str] = {
@@ -75,7 +75,7 @@ def _mapping(word: str) -> dict[str, object]:
     if not word.startswith("{"):
         return {"type": word}
     try:
-        value = yaml.safe_load(word)
-    except yaml.YAMLError as error:
+        value = parse_yaml(word)
+    except NOT_YAML as error:
         raise UserError(f"the method {word!r} is not valid YAML", why=" ".join(str(error).split())) from None
     return value if isinstance(value, dict) else {}
