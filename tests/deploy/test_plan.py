@@ -165,6 +165,22 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts_and_its_holder_n
     assert f"kill {os.getpid()}" in caught.value.todo
 
 
+def test_an_ipv6_address_is_in_brackets_in_every_url() -> None:
+    hosts = ("retriever.host=::1", "rollout.host=::1", "learner.metrics_host=::1", "learner.metrics_port=0")
+    found = choose(load_config(None, ["run.dir=/r", "run.redis_url=redis://db", *hosts]), environ={}, port=lambda: 9)
+    assert (found.retrievers, found.rollouts, found.learner) == (
+        ("http://[::1]:9",),
+        ("http://[::1]:9",),
+        "http://[::1]:9",
+    )
+
+
+@pytest.mark.parametrize("url", ["http://::1:8000", "127.0.0.1:8000", "http://:8000", "http://a:b", "ftp://a:1"])
+def test_a_retriever_url_that_is_none_is_refused_in_the_settings(url: str) -> None:
+    with pytest.raises(UserError, match=r"is not a URL: write http://HOST:PORT"):
+        load_config(None, [f"rollout.search={{type: http, urls: ['{url}']}}"])
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
 def test_a_port_may_be_configured_on_any_kind_of_address(host: str) -> None:
     try:

@@ -128,3 +128,12 @@ def test_the_redis_verb_becomes_the_server(tmp_path: Path, children: list[Manage
     assert f"export FORAY_REDIS_URL={url}" in child.tail(100)
     child.terminate()
     assert child.wait(5) and child.poll() == 0
+
+
+@pytest.mark.parametrize("name", ["a%41b", "what?", "with #space"])
+def test_a_run_directory_may_have_any_name(tmp_path: Path, children: list[ManagedProcess], name: str) -> None:
+    (tmp_path / name).mkdir()
+    url = child_url(tmp_path / name)
+    assert url.startswith("unix://")
+    start(tmp_path / name, url, children)
+    assert (tmp_path / name / "redis.sock").is_socket()
