@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import for_terminal, remember_environment
+from protocol.runtime.files import FREE_SPACE, is_full
 from protocol.runtime.lifecycle import Terminated, terminating
 from protocol.runtime.log import LOG_LEVEL_VARIABLE, LOG_LEVELS
 from protocol.runtime.net import allow_many_files
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if not isinstance(error.filename, str) or os.environ.get(LOG_LEVEL_VARIABLE) == "DEBUG":
+        if not (isinstance(error.filename, str) or is_full(error)) or os.environ.get(LOG_LEVEL_VARIABLE) == "DEBUG":
             raise
         print(unusable(error).render(), file=sys.stderr)
         return EXIT_USER
@@ -241,7 +242,9 @@ def _without_log_level(given: list[str]) -> list[str]:
 
 
 def unusable(error: OSError) -> UserError:
-    """Return the UserError for a path that cannot be read or written."""
+    """Return the UserError for a full disk, or for a path that cannot be read or written."""
+    if is_full(error):
+        return UserError("the disk is full", why=str(error), todo=FREE_SPACE)
     return UserError(
         f"cannot read or write {error.filename}",
         why=error.strerror or str(error),

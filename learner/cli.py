@@ -6,7 +6,6 @@ Heavy imports follow after the settings are read, so that `--help` and errors in
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from learner.trainer.distributed.worker import ranks, run_worker
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import for_terminal
 from protocol.runtime.config import SettingsTree, section
+from protocol.runtime.files import is_full
 from protocol.runtime.log import LOG_FORMAT
 from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, add_config_arguments, run_service
 from protocol.runtime.torch_safety import set_nccl_defaults
@@ -66,7 +66,7 @@ def _serve(args: argparse.Namespace, tree: SettingsTree, *, prefix: str) -> int:
         print(for_terminal(f"{prefix}error: {error}"), file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full(error):
             raise
         todo = "free disk space for run.dir and start again: nothing is lost"
         raise UserError(f"the disk is full: {error}", todo=todo) from None

@@ -96,6 +96,9 @@ def run(args: argparse.Namespace) -> int:
     if is_result(Path(args.where)):
         directory = Path(args.where)
         return _report(directory, read_protocol(directory), read_rows(directory), args)
+    if args.n < 1 or not 0 <= args.temperature <= 100 or not 0 < args.top_p <= 1:
+        what = f"--n {args.n} --temperature {args.temperature:g} --top-p {args.top_p:g} cannot be sampled"
+        raise UserError(what, todo="give --n from 1, --temperature from 0 to 100, and --top-p above 0 and up to 1")
     if not args.suite:
         raise UserError("no questions are given", todo="give --suite search-r1, or --suite FILE")
     from deploy.evaluation.suites import read_suites

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from deploy.placement.inventory import HARDWARE
 from protocol.errors import UserError
+from protocol.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     from deploy.config import RunConfig
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.secure:
         _secure(args, config, directory)
     args.file.parent.mkdir(parents=True, exist_ok=True)
-    args.file.write_text(document(config))
+    atomic_write(args.file, document(config), durable=False)
     print(f"wrote {args.file}; next: foray doctor {args.file}, then foray up {args.file} --dry-run")
     return 0
 
@@ -98,7 +99,7 @@ def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence
     found = resolve(tree, args.hardware, read_facts(config.run.model), built_index(config))
     args.file.parent.mkdir(parents=True, exist_ok=True)
     title = f"preset {args.preset} for {args.hardware} (docs/presets.md, docs/hardware.md)"
-    args.file.write_text(document(found, title))
+    atomic_write(args.file, document(found, title), durable=False)
     for line in table(found.placement, {}):
         print(line)
     print(f"wrote {args.file}; next: foray doctor {args.file}, then foray up {args.file} --dry-run")

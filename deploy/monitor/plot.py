@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import BytesIO
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protocol.errors import UserError
+from protocol.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,9 +55,11 @@ def plot_curves(
         _draw(axes, curves, baselines)
         axes.set_xlabel("step")
         axes.set_ylabel(metric if every == 1 else f"{metric}, mean of {every} steps")
-        path.parent.mkdir(parents=True, exist_ok=True)
         # no date and no version, which would change between runs
-        figure.savefig(path, dpi=120, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else {})
+        plain, image = ({"Date": None, "Creator": None} if path.suffix == ".svg" else {}), BytesIO()
+        figure.savefig(image, format=path.suffix[1:], dpi=120, metadata=plain)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, image.getvalue(), durable=False)
 
 
 def _draw(axes: Axes, curves: Mapping[str, Mapping[int, float]], baselines: Mapping[str, float]) -> None:

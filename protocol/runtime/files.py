@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 import stat
 import time
@@ -24,6 +25,7 @@ from protocol.run_meta import LINEAGE_FILE, lineage_id_in
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 20.0
+FREE_SPACE = "free disk space and run the same command again"
 LOCK_POLL_S = 0.05
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -55,6 +57,13 @@ def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether a write failed because the disk, or the user's quota, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) or (
+        error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error)) is not None  # numpy
+    )
 
 
 DIGEST_BLOCKS, DIGEST_BLOCK = 256, 4096

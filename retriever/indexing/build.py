@@ -8,7 +8,6 @@ in `.NAME.building` beside it; after a kill the same command resumes there.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -23,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
-from protocol.runtime.files import sha256_file
+from protocol.runtime.files import FREE_SPACE, is_full, sha256_file
 from protocol.runtime.progress import Progress, TaskProgress
 from retriever.corpus.corpus import SCAN_FILES, CorpusScan, open_offsets, read_texts, scan_corpus
 from retriever.corpus.manifest import MANIFEST, Manifest, input_facts, make_manifest, read_manifest
@@ -83,9 +82,9 @@ def build_index(
 
 
 def _unwritable(out: Path, error: OSError) -> UserError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    todo = "free some disk space and run the same command again" if full else "make the directory writable"
-    return UserError(f"cannot write the index {out}", why=error.strerror or str(error), todo=todo)
+    todo = FREE_SPACE if is_full(error) else "make the directory writable"
+    why = "the disk is full" if is_full(error) else error.strerror or str(error)
+    return UserError(f"cannot write the index {out}", why=why, todo=todo)
 
 
 def _exists(out: Path) -> UserError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from deploy.cli import MEANT, VERBS, main
 from deploy.commands import bench, index
 from deploy.commands.init import presets
+from protocol.runtime.files import is_full
 from protocol.runtime.log import LOG_LEVEL_VARIABLE, start_logging
 
 
@@ -136,3 +139,48 @@ def test_a_log_level_reaches_the_processes(
     assert given["level"] == "WARNING"
     with pytest.raises(OSError, match="proc"):
         main(["-v", "init", "/proc/x/run.yaml"])
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system without a free byte."""
+    place = tmp_path / "full"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount")
+    try:
+        with pytest.raises(OSError), (place / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(b"f" * 4096)
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_partial_file(
+    full_disk: Path, run_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_files / "metrics.jsonl"
+    run.write_text('{"step": 1, "epoch": 1, "reward/em": 0.25}\n')
+    corpus, questions = str(run_files / "corpus.jsonl"), str(run_files / "questions.jsonl")
+    for argv in (
+        ["init", str(full_disk / "run.yaml")],
+        ["data", "convert", corpus, str(full_disk / "c.jsonl"), "--corpus"],
+        ["data", "convert", questions, str(full_disk / "q.jsonl")],
+        ["curves", str(run_files), "--plot", str(full_disk / "x.svg")],
+    ):
+        err = err_of(capsys, *argv)
+        assert "the disk is full" in err and "free disk space" in err, (argv, err)
+        assert {path.name for path in full_disk.iterdir() if path.is_file()} == {"filler"}, argv
+
+
+def test_numpy_reports_a_full_disk_without_a_number() -> None:
+    assert is_full(OSError("898195 requested and 158688 written")) and not is_full(OSError("1 requested"))
+
+
+@pytest.mark.parametrize("flags", [["--n", "0"], ["--temperature", "-1"], ["--top-p", "3"], ["--top-p", "0"]])
+def test_sampling_that_is_impossible_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert "cannot be sampled" in err_of(capsys, "eval", str(tmp_path), "--suite", "none.jsonl", *flags)
