@@ -15,11 +15,12 @@ import yaml
 
 from deploy.config import RunConfig, from_tree
 from deploy.doctor.redis import memory_needed
-from deploy.placement.assign import Placement, needs, place
+from deploy.placement.assign import EngineArgs, Placement, needs, place
 from deploy.placement.inventory import HARDWARE, Host
 from deploy.placement.shape import read_shape
 from protocol.errors import UserError
 from retriever.index.config import IndexSettings
+from rollout_server.node.config import SglangEngine
 
 LORA_RANK = 32
 ENGINES_PER_ROLLOUT = 4
@@ -133,6 +134,9 @@ def _settings(layout: Layout, tree: Mapping[str, Any], hardware: str, facts: Map
     shape = read_shape(facts)
     assert shape is not None
     ready = int(math.ceil((BASE_READY_S + 2 * shape.parameters / LOAD_BYTES_PER_S) / 60) * 60)
+    kind = config.engine.kind
+    given = kind.args if isinstance(kind, SglangEngine) else ()
+    engines = max(1, layout.engines // max(1, EngineArgs.of(given).gpus))
     args = [*(OWN_GPU if not layout.cache_tokens else ("--max-total-tokens", str(layout.cache_tokens)))]
     engine: dict[str, Any] = {"zero_stage": 3 if layout.ranks > 1 else 2}
     if layout.offload:
@@ -149,9 +153,9 @@ def _settings(layout: Layout, tree: Mapping[str, Any], hardware: str, facts: Map
         }
     launch: dict[str, Any] = {
         "hardware": hardware,
-        "engines": layout.engines,
+        "engines": engines,
         "learner_ranks": layout.ranks,
-        "rollouts": -(-layout.engines // ENGINES_PER_ROLLOUT),
+        "rollouts": -(-engines // ENGINES_PER_ROLLOUT),
         "threads": THREADS,
         "ready_s": ready,
     }
@@ -159,7 +163,7 @@ def _settings(layout: Layout, tree: Mapping[str, Any], hardware: str, facts: Map
         launch["gpus"] = {"share": True}
     return {
         "learner": learner,
-        "engine": {"kind": {"type": "sglang", "args": args}, "start_timeout_s": ready},
+        "engine": {"kind": {"type": "sglang", "args": [*args, *given]}, "start_timeout_s": ready},
         "launch": launch,
     }
 

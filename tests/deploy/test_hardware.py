@@ -111,3 +111,13 @@ def test_a_model_that_does_not_fit_or_is_unknown_leaves_no_file(
     assert main(given) == 2 and "the memory of a gemma2" in capsys.readouterr().err
     assert main(["init", str(path), "--hardware", "1x24gb"]) == 2 and "--preset" in capsys.readouterr().err
     assert not path.exists()
+
+
+def test_the_flags_of_the_engine_in_the_file_are_kept_and_share_the_gpus(tmp_path: Path) -> None:
+    args = "engine.kind.args=['--tp-size','2']"
+    found = on_profile("search_r1_grpo", "Qwen2.5-7B", "8xh100", tmp_path, f"run.dir={tmp_path}/run", args)
+    kind = found.tree["engine"]["kind"]
+    assert kind["args"][-2:] == ["--tp-size", "2"] and "--mem-fraction-static" in kind["args"]
+    assert found.config.launch.engines == 2
+    engine = next(a for a in found.placement.assignments if a.need.kind == "engine")
+    assert len(engine.gpus) == 2
