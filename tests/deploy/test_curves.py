@@ -170,3 +170,14 @@ def test_a_plot_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/f1": 0.5}\n')
     assert main(["curves", str(tmp_path), "--plot", str(tmp_path / "a.svg")]) == 2
     assert "give --metric one of reward/f1, step" in capsys.readouterr().err
+
+
+def test_several_metrics_are_all_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "epoch": 1, "loss": 0.25, "entropy": 2.0}\n')
+    given = ["curves", str(run), "--metric", "loss", "--metric", "entropy"]
+    assert main([*given, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["metrics"]) == {"loss", "entropy"}
+    assert main([*given, "--plot", str(tmp_path / "x.svg")]) == 2
+    assert "--plot draws one metric" in capsys.readouterr().err

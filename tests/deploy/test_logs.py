@@ -200,3 +200,20 @@ def test_no_runs_and_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no runs in" in capsys.readouterr().out
     with pytest.raises(UserError, match="is not a directory"):
         runs_command.run(argparse.Namespace(directory=tmp_path / "x", json=False))
+
+
+def test_a_number_of_entries_below_0_is_refused(run_dir: Path) -> None:
+    args = argparse.Namespace(given=[str(run_dir)], follow=False, since=None, level="DEBUG", lines=-5)
+    with pytest.raises(UserError, match="--lines -5 is below 0"):
+        command.run(args)
+
+
+def test_a_run_record_that_is_no_object_does_not_hide_the_others(tmp_path: Path) -> None:
+    for name, text in (("a", '{"state": "done"}'), ("b", "[1]"), ("c", '{"started": null, "id": 7}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    assert {one.run: one.state for one in runs_command.find_runs(tmp_path)} == {
+        "a": "done",
+        "b": "killed",
+        "7": "killed",
+    }

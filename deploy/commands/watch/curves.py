@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `foray curves`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="run directories")
     fields = f"a field of metrics.jsonl, or validation/SUITE/METRIC (default: an overview: {', '.join(OVERVIEW)})"
-    parser.add_argument("--metric", help=fields)
+    parser.add_argument("--metric", action="append", default=[], help=f"{fields}; repeatable")
     text = f"steps averaged into one row (default: {EVERY}; 1 for runs shorter than {3 * EVERY} steps)"
     parser.add_argument("--every", type=int, help=text)
     parser.add_argument("--labels", default="", metavar="A,B,...", help="names of the runs, in the same order")
@@ -50,17 +50,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the means of `--every` steps each; the last row of a run is the mean of the remaining steps."""
-    args.metric = RENAMED.get(args.metric, args.metric)
+    wanted = [RENAMED.get(metric, metric) for metric in args.metric]
     if args.every is not None and args.every < 1:
         raise UserError(f"--every {args.every} is not a number of steps", todo="give 1 or more")
     runs = dict(zip(labels_of(args.runs, args.labels), args.runs, strict=True))
-    found = {label: read_curves(directory, args.metric) for label, directory in runs.items()}
-    metrics = [m for m in ([args.metric] if args.metric else OVERVIEW) if any(m in curves for curves in found.values())]
-    sparse = (args.metric or "").startswith(VALIDATION)
+    found: dict[str, dict[str, dict[int, float]]] = {label: {} for label in runs}
+    for label, directory in runs.items():
+        for metric in wanted or [None]:
+            found[label] |= read_curves(directory, metric)
+    metrics = [m for m in wanted or OVERVIEW if any(m in curves for curves in found.values())]
+    sparse = any(metric.startswith(VALIDATION) for metric in wanted)
     longest = max((max(curve, default=0) for curves in found.values() for curve in curves.values()), default=0)
     every: int = args.every or (EVERY if longest >= 3 * EVERY and not sparse else 1)
     steps = {metric: {label: curves.get(metric, {}) for label, curves in found.items()} for metric in metrics}
-    shown = args.metric or HEADLINE
+    shown = wanted[0] if wanted else HEADLINE
+    if args.plot and len(wanted) > 1:
+        raise UserError("--plot draws one metric", todo="give one --metric, or leave out --plot")
     if args.plot and shown not in steps:
         fields = sorted({field for directory in args.runs for field in fields_of(read_records(directory))})
         todo = f"give --metric one of {', '.join(fields)}" if fields else "wait for the first step"

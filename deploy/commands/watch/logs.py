@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if level not in LEVELS:
         raise UserError(f"unknown --level {args.level!r}", todo=suggest(level, LEVELS))
     since = since_of(args.since, datetime.now()) if args.since else 0.0
+    if (args.lines or 0) < 0:
+        raise UserError(f"--lines {args.lines} is below 0", todo="give a number of entries, 0 for all")
     most = args.lines if args.lines is not None else (0 if args.since else LINES)
     batches = _batches(directory, wanted, LEVELS[LEVELS.index(level) :], since, follow=args.follow)
     printer = _Printer(max(map(len, names), default=0))

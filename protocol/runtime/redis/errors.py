@@ -160,7 +160,8 @@ def unusable(key: str, why: str) -> UserError:
     return UserError(
         f"the key {key} in Redis has unexpected content",
         why=f"{why.partition(' script: ')[0].rpartition(key + ': ')[2]}; another program or a user has written to it",
-        todo=f"delete it with `DEL {key}` and start again: Foray creates it again and regenerates its content",
+        todo=f"delete it with `DEL {key}` and start again: Foray creates it again and regenerates its content. A Redis "
+        "that `foray up` started has stopped with the run: `foray redis --dir RUN_DIR/redis` starts it meanwhile",
     )
 
 
