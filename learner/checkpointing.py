@@ -16,6 +16,7 @@ from typing import Any
 from learner.background_call import BackgroundCall
 from learner.checkpoint.checkpoint import CheckpointFailed, PartialCheckpoint
 from learner.context import LearnerContext
+from learner.delivery.identity import defining_settings
 from learner.recovery import CheckpointRetry, Recovery
 from protocol.errors import ForayError
 from protocol.ledger import Outcome
@@ -120,7 +121,7 @@ class CheckpointWriter:
             return True
         groups, state = self.decided, ctx.delivery.to_state() | ctx.audit.to_state()
         names = {"run": ctx.run.id, LINEAGE_FIELD: ctx.lease.lineage_id, "sampler": ctx.sampler.fingerprint}
-        facts = state | names | {"steps": ctx.run.steps}
+        facts = state | names | {"steps": ctx.run.steps, "defining": defining_settings(ctx.run, ctx.settings)}
         step, epoch = ctx.delivery.step, ctx.lease.epoch
         with ctx.meter.blocked_on("checkpoint"):
             try:

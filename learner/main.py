@@ -31,7 +31,7 @@ from learner.delivery.audit import ConservationAudit, RedisAudit
 from learner.delivery.background import BackgroundLoop, ErrorSlot, LeaseRenewal, MaintenanceTask
 from learner.delivery.consumer import StreamConsumer
 from learner.delivery.dead_letters import LEARNER_ID, CrashRecord, DeadLetterStore, EventLog
-from learner.delivery.identity import ensure_lineage_id, foreign_run_error, take_over
+from learner.delivery.identity import ensure_lineage_id, foreign_run_error, require_resumable, take_over
 from learner.delivery.issue_limit import IssueReservation
 from learner.delivery.issuer import TaskIssuer
 from learner.delivery.lease import LearnerLease
@@ -222,7 +222,9 @@ def build_context(
         _reach(store, lambda: lease.acquire(checkpoint.epoch))
     delivery, meter = DeliveryState(), Meter()
     if checkpoint is not None:
-        _restore(delivery, checkpoint, run, sampler)
+        require_resumable(checkpoint.facts, str(checkpoint.path), run, settings, sampler.fingerprint)
+        delivery.restore(checkpoint.facts)
+        log.info("resuming from %s", checkpoint.path)
     services = build_delivery(run, settings, sampler, store, lease, delivery, meter, checkpoint)
     metrics_server = _metrics_server(run, settings, meter, services.maintenance.snapshot)
     maintainer = BackgroundLoop("maintenance", services.maintenance.tick, errors)
@@ -304,33 +306,6 @@ def _metrics_server(
     log.info("metrics: %s", url)
     meter.set_text(metrics_url=url)
     return server
-
-
-def _restore(delivery: DeliveryState, checkpoint: Checkpoint, run: RunSettings, sampler: Sampler) -> None:
-    """Restore the delivery state. Raises UserError for a checkpoint of a replay, another run or other questions."""
-    facts = checkpoint.facts
-    if "replay" in facts:
-        raise UserError(
-            f"the checkpoint {checkpoint.path} is from a replay and has no delivery state",
-            todo="set another run.dir for the run, and run.model to the replay's exported weights",
-        )
-    if facts["run"] != run.id:
-        raise UserError(
-            f"the checkpoint {checkpoint.path} belongs to run {facts['run']!r}, not to {run.id!r}",
-            why="its seqs would be mistaken for this run's",
-            todo="set another run.dir for each run",
-        )
-    if facts["sampler"] != sampler.fingerprint:
-        raise UserError(
-            "the questions or run.seed differ from those that the run started with",
-            why="seq n would refer to another question than the one that was trained",
-            todo="restore them, or start a new run with another run.id and run.dir",
-        )
-    delivery.restore(facts)
-    if delivery.step > run.steps:
-        todo = "raise run.steps"
-        raise UserError(f"run.steps is {run.steps}, but the checkpoint is at step {delivery.step}", todo=todo)
-    log.info("resuming from %s", checkpoint.path)
 
 
 def _replay_buffer(

@@ -20,7 +20,7 @@ from deploy.config import RunConfig, load_config
 from protocol.errors import UserError
 from protocol.runtime.progress import Progress
 from protocol.runtime.redis.url import redacted_override
-from protocol.runtime.service_cli import add_config_arguments, config_and_overrides
+from protocol.runtime.service_cli import NOT_RESTARTED, add_config_arguments, config_and_overrides
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -64,15 +64,20 @@ def up(
     """Return (exit code, summary of the run); print a failure to stderr. `again`: the command that resumes the run."""
     from deploy.launcher.launcher import Launcher, RunStopped
     from deploy.launcher.process import ProcessFailed
-    from deploy.launcher.run_dir import saved
+    from deploy.launcher.run_dir import finished, saved
 
     began = time.monotonic()
     launcher = Launcher(config, say=say, again=again, takeover=takeover)
-    say(f"run {config.run.id} in {config.run.dir.absolute()}")
-    say(f"dashboard: {shlex.join(['foray', 'dashboard', str(config.run.dir)])}")
     state, code, error = "done", 0, ""
+    if finished(config):
+        say(f"run {config.run.id} is already done: {config.run.steps} steps; to train further, raise run.steps")
+        return code, {"run": config.run.id, "dir": str(config.run.dir), "state": state, "error": error}
     try:
-        launcher.run_until_done()
+        with launcher:
+            say(f"run {config.run.id} in {config.run.dir.absolute()}")
+            say(f"dashboard: {shlex.join(['foray', 'dashboard', str(config.run.dir)])}")
+            launcher.start()
+            launcher.wait()
     except RunStopped as stopped:
         state, code = "stopped", 130 if stopped.number == signal.SIGINT else 0
     except ProcessFailed as failure:
@@ -81,7 +86,8 @@ def up(
     seconds = time.monotonic() - began
     say(f"{state} after {seconds:.0f} s; logs, weights and checkpoints are in {config.run.dir}")
     if state != "done":
-        for line in saved(config.run.dir, again):
+        # an error that must be fixed first says what to do; the same command would end so again
+        for line in saved(config.run.dir, "" if code in NOT_RESTARTED else again):
             say(line)
     else:
         say(f"next: foray replay {config.run.dir} --show 3")

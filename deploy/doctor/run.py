@@ -65,6 +65,10 @@ def _before_start(config: RunConfig, environ: Mapping[str, str], clock: Callable
     yield from machine.ports(config)
     yield from machine.sandbox(config)
     yield from inputs(config)
+    if config.launch.learner:
+        from deploy.doctor.identity import resume  # imports redis
+
+        yield from resume(config)
 
 
 def _redis(config: RunConfig, environ: Mapping[str, str], clock: Callable[[], float]) -> Iterator[Finding]:

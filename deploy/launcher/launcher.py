@@ -32,7 +32,7 @@ from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.launcher.process import ManagedProcess, ProcessFailed
 from deploy.launcher.progress import StepTail, read_history
 from deploy.launcher.redis_server import check_server
-from deploy.launcher.run_dir import RESOLVED, hold, write_record
+from deploy.launcher.run_dir import RESOLVED, discard, hold, write_record
 from deploy.launcher.supervisor import POLL_S, Readiness, Say, Supervisor
 from deploy.placement.run import cores, on_this_machine
 from deploy.secrets.env import SECRET_VARIABLES
@@ -97,10 +97,13 @@ class Launcher:
         Finds a Redis, chooses addresses, writes resolved.yaml, and creates the model if necessary.
         """
         self._require([usable(self._given)])
+        fresh = not self.directory.exists()
         self._exits.enter_context(hold(self.directory))
         try:
             self._prepare()
         except BaseException:
+            if fresh:
+                discard(self.directory)
             self._exits.close()
             raise
         return self
@@ -232,12 +235,6 @@ class Launcher:
             self.supervisor.stop()
         self._state = state
         self._record()
-
-    def run_until_done(self) -> None:
-        """Start all processes, wait for the learner's last step, stop all."""
-        with self:
-            self.start()
-            self.wait()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -12,16 +12,17 @@ import secrets
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deploy.config import expand
+from deploy.config import RunConfig, expand
 from deploy.monitor.snapshot import read_ledger_totals
 from deploy.secrets.env import login_at, redis_url_for
 from protocol.errors import UserError
+from protocol.run_meta import LINEAGE_FILE
 from protocol.runtime.config import SettingsTree, read_tree, section, with_overrides
 from protocol.runtime.files import atomic_write, lineage_of
 from protocol.runtime.lifecycle import has_ended, pid_here, process_token
@@ -71,6 +72,15 @@ def launcher_pid(directory: Path) -> int | None:
     return None if has_ended(token) else pid_here(token)
 
 
+def discard(directory: Path) -> None:
+    """Remove a run directory in which nothing was started; one with other files, such as logs, stays."""
+    for name in (RESOLVED, LINEAGE_FILE, LOCK):
+        (directory / name).unlink(missing_ok=True)
+    for folder in (directory / "redis", directory):
+        with suppress(OSError):
+            folder.rmdir()
+
+
 def is_held(directory: Path) -> bool:
     """Return whether a launcher is running in `directory`."""
     path = directory / LOCK
@@ -100,12 +110,12 @@ def write_record(directory: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """Return run.json, {} if there is none."""
+    """Return run.json, {} if there is none or it is no JSON object."""
     try:
-        record: dict[str, Any] = json.loads((directory / RECORD).read_text())
-    except (OSError, ValueError):
+        record = json.loads((directory / RECORD).read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
-    return record
+    return record if isinstance(record, dict) else {}
 
 
 def live_record(directory: Path) -> dict[str, Any]:
@@ -242,6 +252,12 @@ def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
     if not secrets or (given and not place):
         return ""
     return login_at(place, given) if given else redis_url_for(Path(secrets), "viewer", place)
+
+
+def finished(config: RunConfig) -> bool:
+    """Return whether the run of this configuration has ended with its last step."""
+    totals = read_ledger_totals(config.run.dir) if read_record(config.run.dir).get("state") == "done" else None
+    return config.launch.learner and totals is not None and totals.step == config.run.steps
 
 
 def saved(directory: Path, again: str) -> list[str]:

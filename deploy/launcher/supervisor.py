@@ -24,7 +24,7 @@ from protocol.runtime.service_cli import NOT_RESTARTED
 STOP_ORDER = ("learner", "rollout", "engine", "retriever", "redis")
 POLL_S = 0.05
 RESTARTS_S = 3600.0
-"""Period within which the restarts of a process are limited: a loop ends the run, rare failures of a long run do not."""
+"""Restarts within this period are limited: a loop ends the run, rare failures of a long run do not."""
 Say = Callable[[str], None]
 IsReady = Callable[[ProcessSpec], bool]
 

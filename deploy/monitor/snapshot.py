@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import redis
 
 M = TypeVar("M", bound=Message)
+ENDS = ("done", "stopped", "interrupted", "failed")
+"""States in run.json of a launcher that has ended."""
 LETTERS, EVENTS = 20, 5
 """Number of newest dead letters to read: they may be large."""
 
@@ -113,7 +115,8 @@ class RunSnapshot:
     """The user stopped the run; the command `again` resumes it."""
     again: str = ""
     launch: str = ""
-    """State of the launcher in run.json: starting, running, stopping, stopped, done, interrupted, failed. "": started manually."""
+    """State of the launcher in run.json: starting, running, stopping, stopped, done, interrupted, failed. "": started
+    manually."""
     launch_error: str = ""
     """What ended the run, if `launch` is "failed" or "interrupted"."""
     launcher_lives: bool = False
@@ -164,7 +167,7 @@ class RunSnapshot:
     @property
     def is_over(self) -> bool:
         """Return whether the launcher has ended, so that nothing changes any more."""
-        return self.launch in ("done", "stopped", "interrupted", "failed") and not self.launcher_lives and self.learner is None
+        return self.launch in ENDS and not self.launcher_lives and self.learner is None
 
     def of(self, process: str) -> tuple[MetricsSnapshot, ...]:
         """Return the snapshots of all processes of one kind: learner, rollout or node."""

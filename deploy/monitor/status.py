@@ -401,7 +401,8 @@ def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
 
 def state(seen: RunSnapshot) -> str:
     """Return the state in one word. With a learner: starting, training. Without one: preparing (it will start), serving
-    (the run has none), evaluating, waiting (it does not run). Also stopping, stopped (by the user), done, interrupted, failed, down.
+    (the run has none), evaluating, waiting (it does not run). Also stopping, stopped (by the user), interrupted (only
+    its learner was stopped), done, failed, down.
     """
     if seen.stopped:
         return "stopped"

@@ -144,15 +144,20 @@ class Checkpoints:
 
         Raises UserError as `load` does, but does not check the files.
         """
+        facts = self.manifest()
+        return 0 if facts is None else int(facts["epoch"])
+
+    def manifest(self) -> dict[str, Any] | None:
+        """Return the committed checkpoint's manifest, None if there is none. Raises UserError as `current_epoch`."""
         found = self._current()
-        return 0 if found is None else int(self._manifest(found)["epoch"])
+        return None if found is None else self._manifest(found)
 
     def lineage_id(self) -> str | None:
         """Return the lineage in the committed checkpoint's manifest, unverified; "" if an older Foray wrote it, None if
         there is none.
         """
-        found = self._current()
-        return None if found is None else lineage_id_in(str(self._manifest(found).get(LINEAGE_FIELD)))
+        facts = self.manifest()
+        return None if facts is None else lineage_id_in(str(facts.get(LINEAGE_FIELD)))
 
     def load(self, progress: Say = log.info) -> Checkpoint | None:
         """Return the committed checkpoint with every file verified.

@@ -105,13 +105,20 @@ def launcher(config: RunConfig, tmp_path: Path, said: list[str] | None = None) -
     return Launcher(config, say=(said if said is not None else []).append, python=str(tmp_path / "python"))
 
 
+def finish(given: Launcher) -> None:
+    """Start all processes and wait for the learner's last step."""
+    with given:
+        given.start()
+        given.wait()
+
+
 def order(tmp_path: Path) -> list[str]:
     return (tmp_path / "run" / "order.txt").read_text().splitlines()
 
 
 def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(run_files: Path) -> None:
     said: list[str] = []
-    launcher(configured(run_files), run_files, said).run_until_done()
+    finish(launcher(configured(run_files), run_files, said))
     lines = order(run_files)
     assert lines[0] == "start retriever"
     begun = {line for line in lines if line.startswith("start")}
@@ -173,7 +180,7 @@ def test_every_process_has_a_log_and_the_resolved_file_works_manually(run_files:
 
 def test_the_first_failure_ends_the_run_with_its_name_code_and_log_tail(run_files: Path) -> None:
     with pytest.raises(ProcessFailed) as failure:
-        launcher(configured(run_files, "3"), run_files).run_until_done()
+        finish(launcher(configured(run_files, "3"), run_files))
     text = failure.value.render()
     assert "learner exited with code 3" in text and "| the last words of the learner" in text
     record = read_record(run_files / "run")
@@ -184,7 +191,7 @@ def test_the_first_failure_ends_the_run_with_its_name_code_and_log_tail(run_file
 @pytest.mark.slow
 def test_a_fenced_learner_ends_the_run_with_code_75(run_files: Path) -> None:
     with pytest.raises(ProcessFailed) as failure:
-        launcher(configured(run_files, "75"), run_files).run_until_done()
+        finish(launcher(configured(run_files, "75"), run_files))
     assert failure.value.exit_code == 75
 
 
@@ -198,7 +205,7 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(run_files: Path
             lambda: started.check() is None and order(run_files).count("start rollout_server.node") == 2, "it is back"
         )
         assert read_record(run_files / "run")["restarts"] == {"engine-1": 1}
-    assert any("engine-1 was killed by SIGKILL (out of memory?): restarting it (1 of 3 per hour)" in line for line in said)
+    assert any("engine-1 was killed by SIGKILL (out of memory?): restarting it (1 of 3 " in line for line in said)
 
 
 @pytest.mark.slow
@@ -213,7 +220,7 @@ def test_a_learner_that_is_killed_while_the_run_waits_for_it_comes_back_and_fini
         wait_until(lambda: child.poll() is not None, "it is dead")
         started.wait()
     assert order(run_files).count("start learner") == 2 and "end learner" in order(run_files)
-    assert any("learner was killed by SIGKILL (out of memory?): restarting it (1 of 3 per hour)" in line for line in said)
+    assert any("learner was killed by SIGKILL (out of memory?): restarting it (1 of 3 " in line for line in said)
 
 
 @pytest.mark.slow
@@ -221,7 +228,7 @@ def test_a_learner_that_something_else_stops_is_interrupted_and_not_done(
     run_files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ProcessFailed, match="learner was stopped by SIGTERM"):
-        launcher(configured(run_files, "143"), run_files).run_until_done()
+        finish(launcher(configured(run_files, "143"), run_files))
     record = read_record(run_files / "run")
     assert record["state"] == "interrupted" and record["error"] == "learner was stopped by SIGTERM"
     assert [one.state for one in find_runs(run_files)] == ["interrupted"]
@@ -264,7 +271,7 @@ def test_a_model_that_is_not_there_is_prepared_first(run_files: Path) -> None:
     make = f"import shutil; shutil.copytree({str(run_files / 'model')!r}, {str(target)!r})"
     command = json.dumps([[sys.executable, "-c", make + "; print('made {model}')"]])
     config = configured(run_files, "0", f"run.model={target}", f"launch.prepare={command}")
-    launcher(config, run_files).run_until_done()
+    finish(launcher(config, run_files))
     assert (target / "config.json").exists()
     assert (run_files / "run" / "logs" / "prepare-1.log").exists()
 
@@ -273,14 +280,14 @@ def test_a_preparation_that_fails_ends_it_with_its_log(run_files: Path) -> None:
     command = json.dumps([[sys.executable, "-c", "raise SystemExit('no data')"]])
     config = configured(run_files, "0", f"run.model={run_files / 'none'}", f"launch.prepare={command}")
     with pytest.raises(ProcessFailed, match="prepare-1 exited with code 1") as failure:
-        launcher(config, run_files).run_until_done()
+        finish(launcher(config, run_files))
     assert "no data" in failure.value.render() and not is_held(run_files / "run")
 
 
 def test_a_missing_file_is_named_before_anything_is_started(run_files: Path) -> None:
     config = configured(run_files, "0", f"retriever.corpus={run_files / 'none.jsonl'}")
     with pytest.raises(UserError, match=r"retriever\.corpus"):
-        launcher(config, run_files).run_until_done()
+        finish(launcher(config, run_files))
     assert not (run_files / "run" / "logs").exists()
 
 

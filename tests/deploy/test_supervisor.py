@@ -105,8 +105,7 @@ def test_restarts_of_more_than_an_hour_ago_do_not_count(tmp_path: Path, supervis
     now = [0.0]
     supervisor._clock = lambda: now[0]
     supervisor.spawn(spec(tmp_path, "learner", "raise SystemExit(1)", kind="learner", restarts=2))
-    for restarts in (1, 2):
-        wait_until(lambda: supervisor.check() is None and supervisor.restarts.get("learner") == restarts, "it restarts")
+    wait_until(lambda: supervisor.check() is None and supervisor.restarts.get("learner") == 2, "it restarts twice")
     now[0] = RESTARTS_S
     wait_until(lambda: supervisor.check() is None and supervisor.restarts["learner"] == 3, "an hour later it restarts")
     now[0] += 1
@@ -120,7 +119,7 @@ def test_a_learner_that_is_stopped_alone_is_interrupted_and_restarted(
 ) -> None:
     end = f"os.kill(os.getpid(), {-code})" if code < 0 else f"os._exit({code})"
     supervisor.spawn(spec(tmp_path, "learner", f"import os; {end}", kind="learner", restarts=1))
-    with pytest.raises(ProcessFailed, match="was stopped by SIG(TERM|INT)") as failure:
+    with pytest.raises(ProcessFailed, match="was stopped by SIG") as failure:
         wait_until(lambda: supervisor.check() is not None, "the second end is seen")
     assert not supervisor.ended("learner") and supervisor.restarts == {"learner": 1}
     assert failure.value.state == "interrupted" and failure.value.exit_code == 1

@@ -311,8 +311,9 @@ def test_a_right_start_gets_as_far_as_its_first_process(start: Start, capsys: py
     assert main(["up", *start.argv, "--dry-run"]) == 0
     assert "# fail" not in capsys.readouterr().out
     assert main(["up", *start.argv, "--dry-run", "--json", "learner.questions=/nowhere"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    found, changed = json.loads(capsys.readouterr().out)["findings"]
     assert found["check"] == "learner.questions" and found["verdict"] == "fail"
+    assert changed["check"] == "settings" and "-> /nowhere" in changed["detail"]
 
 
 def test_the_run_that_fills_redis_may_go_on(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from deploy.launcher.run_dir import RECORD, configuration_of, is_held, read_configuration, read_record
+from deploy.monitor.snapshot import ENDS
 from protocol.errors import UserError
-
-ENDS = ("done", "stopped", "interrupted", "failed")
 
 
 @dataclass(frozen=True)
 class FoundRun:
     """A run directory.
 
-    state    that of the launcher: starting, running, stopping, done, stopped, interrupted, failed; killed: it ended without a word
+    state    that of the launcher: starting, running, stopping, done, stopped, interrupted, failed; killed: it ended
+             without a word
     step     steps done, 0 before the first
     steps    steps in the configuration, None if that cannot be read
     reward   mean reward of the last step
@@ -78,7 +78,7 @@ def _read(directory: Path, record: Mapping[str, Any]) -> FoundRun:
         step=int(last.get("step", 0)),
         steps=_steps(directory),
         reward=last.get("reward_mean"),
-        started=float(record.get("started", 0.0)),
+        started=float(record.get("started") or 0.0),
         directory=str(directory),
     )
 
