@@ -239,7 +239,8 @@ class Launcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        state = "done" if error is None else "stopped" if isinstance(error, RunStopped) else "failed"
+        stopped = isinstance(error, RunStopped) or self._stop_signal == signal.SIGHUP
+        state = "done" if error is None else "stopped" if stopped else "failed"
         state = error.state if isinstance(error, ProcessFailed) else state
         self._error = str(error) if state in ("failed", "interrupted") else ""
         self._failure = error.render() if isinstance(error, ProcessFailed | UserError) else for_terminal(self._error)
@@ -283,7 +284,11 @@ class Launcher:
             return
 
         def note(number: int, frame: FrameType | None) -> None:
-            if self._stop_signal is not None:
+            if number == signal.SIGHUP:  # nobody reads the closed terminal, and writing to it fails
+                null = os.open(os.devnull, os.O_RDWR)
+                for stream in (1, 2):
+                    os.dup2(null, stream)
+            elif self._stop_signal is not None:
                 self.supervisor.hurry()
             self._stop_signal = number
 

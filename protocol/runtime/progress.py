@@ -10,7 +10,6 @@ was done before an interruption, or at another speed, does not count.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -51,10 +50,9 @@ class Progress:
                     print(stamp() + line, file=stream, flush=True)
                 else:
                     made._bars.console.print(stamp() + line, markup=False, highlight=False, soft_wrap=True)
-            except OSError as error:
+            except OSError:
                 made._emit = lambda line: None  # what follows, such as an orderly stop, must not fail by its messages
-                if error.errno != errno.EIO:  # a closed terminal: SIGHUP says so
-                    raise
+                raise
 
         made = cls(emit, every_s=every_s)
         made._terminal = stream if stream.isatty() and os.environ.get("TERM") != "dumb" else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
@@ -357,6 +358,26 @@ def test_a_stopped_run_says_the_command_that_continues_it(run_files: Path, numbe
         finally:
             process.kill()
     assert process.returncode == 0 and "done after" in out, out + said
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_stops_the_run_in_order(run_files: Path) -> None:
+    file = run_files / "run.yaml"
+    file.write_text(configured(run_files, "wait").to_yaml().replace("retrievers: null", "retrievers: 1"))
+    argv = [sys.executable, "-c", UP, str(run_files / "python"), "up", str(file)]
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(argv[0], argv)
+    try:
+        wait_until(lambda: read_record(run_files / "run").get("state") == "running", "it runs")
+        wait_until(lambda: "start learner" in order(run_files), "the learner is there")
+        os.close(terminal)
+        wait_until(lambda: not is_held(run_files / "run"), "it has ended", 60)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert read_record(run_files / "run")["state"] == "stopped", read_record(run_files / "run")["error"]
+    assert next(line for line in order(run_files) if line.startswith("stop")) == "stop learner"
 
 
 def _down(directory: Path):  # type: ignore[no-untyped-def]
