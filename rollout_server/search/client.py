@@ -7,12 +7,12 @@ time. The request is cancelled when its last waiting caller is cancelled.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,6 +22,8 @@ from rollout_server.search.balancer import ReplicaBalancer
 from rollout_server.search.base import CLOSED, SearchResult
 from rollout_server.search.retry import QueryLimits, QueryResult, RetryingQuery
 from rollout_server.search.transport import Dialect, SearchTransport
+
+URL = re.compile(r"https?://([^\s/@]*@)?(\[[^]\s]+\]|[^]\s/:@?#[]+)(:\d+)?(/|$)")
 
 
 class HttpSearchSettings(Settings):
@@ -62,13 +64,8 @@ class HttpSearchSettings(Settings):
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            try:
-                valid = bool(urlsplit(url).hostname) and (urlsplit(url).port or 0) >= 0
-            except ValueError:  # the port
-                valid = False
-            if not valid or not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is not a URL: write http://HOST:PORT, an IPv6 address as http://[::1]:8000")
+        if wrong := [url for url in urls if not URL.match(url)]:
+            raise ValueError(f"{wrong[0]!r} is not a URL: write http://HOST:PORT, an IPv6 address as http://[::1]:8000")
         return urls
 
     @model_validator(mode="after")
