@@ -15,8 +15,8 @@ from typing import Any
 
 from learner.background_call import BackgroundCall
 from learner.checkpoint.checkpoint import CheckpointFailed, PartialCheckpoint
+from learner.checkpoint.resume import defining_settings
 from learner.context import LearnerContext
-from learner.delivery.identity import defining_settings
 from learner.recovery import CheckpointRetry, Recovery
 from protocol.errors import ForayError
 from protocol.ledger import Outcome

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from learner.checkpoint.checkpoint import STATE, Checkpoint, Checkpoints
 from learner.checkpoint.journal import GroupJournal, all_locations, frames, rolled_back
+from learner.checkpoint.resume import require_resumable
 from learner.checkpoint.signing import run_key
 from learner.config.learner import LearnerSettings
 from learner.context import LearnerContext
@@ -31,7 +32,7 @@ from learner.delivery.audit import ConservationAudit, RedisAudit
 from learner.delivery.background import BackgroundLoop, ErrorSlot, LeaseRenewal, MaintenanceTask
 from learner.delivery.consumer import StreamConsumer
 from learner.delivery.dead_letters import LEARNER_ID, CrashRecord, DeadLetterStore, EventLog
-from learner.delivery.identity import ensure_lineage_id, foreign_run_error, require_resumable, take_over
+from learner.delivery.identity import ensure_lineage_id, foreign_run_error, take_over
 from learner.delivery.issue_limit import IssueReservation
 from learner.delivery.issuer import TaskIssuer
 from learner.delivery.lease import LearnerLease
@@ -222,9 +223,7 @@ def build_context(
         _reach(store, lambda: lease.acquire(checkpoint.epoch))
     delivery, meter = DeliveryState(), Meter()
     if checkpoint is not None:
-        require_resumable(checkpoint.facts, str(checkpoint.path), run, settings, sampler.fingerprint)
-        delivery.restore(checkpoint.facts)
-        log.info("resuming from %s", checkpoint.path)
+        _restore(delivery, checkpoint, run, settings, sampler)
     services = build_delivery(run, settings, sampler, store, lease, delivery, meter, checkpoint)
     metrics_server = _metrics_server(run, settings, meter, services.maintenance.snapshot)
     maintainer = BackgroundLoop("maintenance", services.maintenance.tick, errors)
@@ -306,6 +305,14 @@ def _metrics_server(
     log.info("metrics: %s", url)
     meter.set_text(metrics_url=url)
     return server
+
+
+def _restore(
+    delivery: DeliveryState, checkpoint: Checkpoint, run: RunSettings, settings: LearnerSettings, sampler: Sampler
+) -> None:
+    require_resumable(checkpoint.facts, str(checkpoint.path), run, settings, sampler.fingerprint)
+    delivery.restore(checkpoint.facts)
+    log.info("resuming from %s", checkpoint.path)
 
 
 def _replay_buffer(

@@ -9,14 +9,31 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from deploy.config import RunConfig
 from deploy.doctor import access, acl, data, engine, machine, model, redis
 from deploy.doctor.finding import Finding
-from deploy.launcher.addresses import choose_redis
+from deploy.launcher.addresses import anchored, choose_redis
+from deploy.launcher.run_dir import RESOLVED, read_configuration
 from deploy.secrets.acl import REDIS_ROLES
 from deploy.secrets.env import redis_url_for
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.resume import require_resumable
+from learner.data.questions import load_questions
+from learner.data.sampler import Sampler
 from protocol.errors import UserError
+
+CHOSEN = {
+    "run.steps",
+    "run.date",
+    "run.redis_url",
+    "rollout.search.urls",
+    "retriever.port",
+    "launch.redis",
+    "launch.retrievers",
+}
+"""Settings that each start may choose, or that users raise to go on."""
 
 
 def examine(
@@ -66,8 +83,6 @@ def _before_start(config: RunConfig, environ: Mapping[str, str], clock: Callable
     yield from machine.sandbox(config)
     yield from inputs(config)
     if config.launch.learner:
-        from deploy.doctor.identity import resume  # imports redis
-
         yield from resume(config)
 
 
@@ -95,3 +110,35 @@ def _redis(config: RunConfig, environ: Mapping[str, str], clock: Callable[[], fl
         from deploy.doctor.identity import lineage  # imports redis, so only when needed
 
         yield from lineage(url, config)
+
+
+def resume(config: RunConfig) -> Iterator[Finding]:
+    """Yield a failure if the checkpoint in run.dir cannot be resumed, and name the settings that have changed."""
+    try:
+        facts = Checkpoints(config.run.checkpoint_dir, 1).manifest()
+        if facts is not None:
+            sampler = Sampler(load_questions(config.learner.questions), config.run.seed)
+            require_resumable(facts, str(config.run.checkpoint_dir), config.run, config.learner, sampler.fingerprint)
+    except OSError:
+        return  # other checks report a run.dir that cannot be used
+    except UserError as error:
+        yield Finding.of("resume", error)
+        return
+    try:
+        before = read_configuration(config.run.dir / RESOLVED, config.run.dir)
+    except UserError:
+        return  # the first start, or a damaged file, which is written anew
+    if changed := list(_changes(before, anchored(config).model_dump(mode="json"))):
+        fix = "nothing, if you changed them: they are used from now on"
+        yield Finding("settings", "warn", f"changed since the last start: {', '.join(changed)}", fix)
+
+
+def _changes(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Yield `name before -> now` for the values that differ; names that only one of the two knows are left out."""
+    if name in CHOSEN:
+        return
+    if isinstance(before, dict) and isinstance(now, dict) and before.get("type") == now.get("type"):
+        for key in (key for key in before if key in now):
+            yield from _changes(before[key], now[key], f"{name}.{key}" if name else key)
+    elif before != now:
+        yield f"{name} {before} -> {now}"

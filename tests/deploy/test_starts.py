@@ -10,13 +10,13 @@ import pytest
 from deploy.commands.up import up
 from deploy.config import RunConfig, load_config
 from deploy.doctor.finding import Finding, NotReady
-from deploy.doctor.identity import resume
+from deploy.doctor.run import resume
 from deploy.launcher.addresses import anchored
 from deploy.launcher.run_dir import RESOLVED, write_record
 from learner.checkpoint.checkpoint import Checkpoints
+from learner.checkpoint.resume import defining_settings
 from learner.data.questions import load_questions
 from learner.data.sampler import Sampler
-from learner.delivery.identity import defining_settings
 from protocol.errors import UserError
 from protocol.ledger import Ledger
 from protocol.versions import PolicyVersion
