@@ -91,6 +91,10 @@ def learner(config: RunConfig) -> Iterator[Finding]:
         require_groups(config.run, config.learner)
     except UserError as error:
         yield Finding.of("run.group_size", error)
+    if (parts := config.learner.algorithm.minibatches) > (groups := config.run.groups_per_step):
+        detail = f"minibatches are made of whole groups: {groups} groups a step make {groups}, not {parts}"
+        fix = f"set learner.algorithm.minibatches to at most run.groups_per_step ({groups})"
+        yield Finding("learner.algorithm.minibatches", "warn", detail, fix)
     yield from _sampling(config.run)
     yield from _reward_parts(config)
     facts = read_facts(config.run.model)

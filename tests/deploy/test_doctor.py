@@ -61,6 +61,12 @@ def test_questions_that_are_too_long_for_the_context_are_counted(run_files: Path
     assert "max_context" in found.fix and "prompt_too_long" in found.why
 
 
+def test_more_minibatches_than_groups_are_named(run_files: Path) -> None:
+    given = ("run.groups_per_step=1", "learner.algorithm={type: grpo, minibatches: 10}")
+    found = findings(run_files, *given)["learner.algorithm.minibatches"]
+    assert found.verdict == "warn" and "1 groups a step make 1, not 10" in found.detail
+
+
 def test_a_sandbox_that_is_missing_is_named(run_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tool python" not in findings(run_files)
     monkeypatch.setattr("rollout_server.tools.sandbox.bubblewrap.shutil", SimpleNamespace(which=lambda tool: None))
