@@ -83,7 +83,7 @@ def build_index(
 
 def _unwritable(out: Path, error: OSError) -> UserError:
     todo = FREE_SPACE if is_full(error) else "make the directory writable"
-    why = "the disk is full" if is_full(error) else error.strerror or str(error)
+    why = error.strerror or ("the disk is full" if is_full(error) else str(error))
     return UserError(f"cannot write the index {out}", why=why, todo=todo)
 
 

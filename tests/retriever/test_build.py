@@ -160,17 +160,24 @@ def build_after(path: Path, out: Path, index: MemoryIndexSettings, **options: An
     return "\n".join(said)
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left"),
+        (OSError("898195 requested and 158688 written"), "the disk is full"),  # numpy
+    ],
+)
 def test_a_full_disk_is_said_in_words_and_what_was_done_is_kept(
-    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, why: str
 ) -> None:
     def full(fd: int, block: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise error
 
     said: list[str] = []
     with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot write the index") as caught:
         patch.setattr(indexing_build, "_write", full)
         build_index(interrupted, tmp_path / "index", small_memory(), progress=said.append)
-    assert "No space left" in caught.value.why and "same command" in caught.value.todo
+    assert why in caught.value.why and "same command" in caught.value.todo
     assert "progress is kept" in said[-1]
     assert "resuming at row 128 of 300" in build_after(interrupted, tmp_path / "index", small_memory())
 
