@@ -44,7 +44,7 @@ def test_an_old_demo_makes_way_for_a_new_one_only_when_that_is_said(tmp_path: Pa
     directory = tmp_path / "demo"
     prepare(DemoOptions(directory, 0, model=model), silent)
     prepare(DemoOptions(directory, 0, model=model), silent)  # nothing was trained in it
-    (directory / "metrics.jsonl").write_text("old\n")
+    (directory / "metrics.jsonl").write_text('{"epoch": 1, "step": 1}\n')
     with pytest.raises(UserError) as kept:
         prepare(DemoOptions(directory, 1, model=model), silent)
     assert "was stopped (1 steps)" in kept.value.what and f"foray up {directory}/demo.yaml" in kept.value.todo
