@@ -156,7 +156,6 @@ async def test_what_was_delivered_to_a_connection_that_broke_is_begun_at_once(wo
         await eventually(lambda: server.begun == [1], "it is begun", 5.0)
 
 
-@pytest.mark.fault(32)
 async def test_a_lost_task_is_found_behind_those_in_flight(world) -> None:
     server = Server(world, "a", concurrency=2)
     world.issue(make_task(1))
