@@ -68,8 +68,7 @@ def launcher_pid(directory: Path) -> int | None:
 
     run.json has the pid of the last start that came that far, which may be a stranger's by now.
     """
-    token = _holder(directory)
-    return None if has_ended(token) else pid_here(token)
+    return None if has_ended(token := _holder(directory)) else pid_here(token)
 
 
 def discard(directory: Path) -> None:
@@ -120,8 +119,8 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 def live_record(directory: Path) -> dict[str, Any]:
     """Return run.json if the launcher that wrote it is running, else {}: other processes may have its addresses now."""
-    record = read_record(directory)
-    return record if is_held(directory) and record.get("launcher") == _holder(directory) else {}
+    record = read_record(directory) if is_held(directory) else {}
+    return record if record.get("launcher") == _holder(directory) else {}
 
 
 def latest(root: Path = Path("runs")) -> Path | None:
