@@ -42,7 +42,11 @@ class _Loader(yaml.SafeLoader):
 
 def parse_yaml(text: str) -> Any:
     """Return the values in a YAML document. Raises one of NOT_YAML, also for two equal keys in one mapping."""
-    return yaml.load(text, _Loader)
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 class SettingsTree(dict[str, Any]):

@@ -67,7 +67,7 @@ def test_a_taken_port_is_explained(corpus: Path) -> None:
         (["retriever.prot=1"], "did you mean 'port'?"),
         (["retriever.index.type=bm52"], "bm25"),
         (["--config", "absent.yaml"], "cannot read the configuration file"),
-        (["retriever.corpus=absent.jsonl", "retriever.port=0"], "cannot read the corpus absent.jsonl"),
+        (["retriever.corpus=absent.jsonl", "retriever.port=0"], "/absent.jsonl\n  why: No such file"),
     ],
 )
 def test_mistakes_are_explained_without_a_traceback(
