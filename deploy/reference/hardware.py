@@ -40,8 +40,9 @@ hardware yet:** memory is computed, not measured. On 24 GB only adapters are tra
 
 ## Seen on one H100
 
-Commit 5a121135 on one H100 80GB, 2026-11-27, driver 580, with what that machine had: torch 2.11.0+cu130, NCCL 2.28.9,
-transformers 5.17.0, DeepSpeed 0.19.8, no network and no SGLang. Weights are random.
+Commit 5a121135 (micro-batches of 4,096 and one transfer: the commit before) on one H100 80GB, 2026-11-27, driver 580,
+with what that machine had: torch 2.11.0+cu130, NCCL 2.28.9, transformers 5.17.0, DeepSpeed 0.19.8, no network and no
+SGLang. Weights are random.
 
 | what | seen |
 |---|---|
@@ -51,7 +52,7 @@ transformers 5.17.0, DeepSpeed 0.19.8, no network and no SGLang. Weights are ran
 | where the GPU's time goes | attention 15 %, most of the rest elementwise kernels: norms, rotary embedding, \
 SwiGLU and casts are not fused |
 | `nccl` between two processes, over sockets because they share the GPU | joined in 5 to 6 s, 3.5 and 3.9 GB/s; \
-a member killed or hanging is noticed after `stall_s` (10 s), and the learner goes on |
+a member killed or hanging is noticed after `stall_s` (10 s), and the next group works |
 | flat scan of 21M x 768 float16, 131 candidates | figure `retriever_gpu`: 97 % of the bandwidth for one query, \
 10 % of the arithmetic for 2,560 |
 
