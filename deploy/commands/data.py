@@ -98,7 +98,7 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("--config", type=Path, help="a run: its template, corpus and index")
         parser.add_argument("--topk", type=at_least(1), help="passages per search (default: that of --config, or 2)")
         parser.add_argument("--searches", type=at_least(1), default=3, help="maximum searches (default: 3)")
-        parser.add_argument("--limit", type=at_least(1), help="read only the first so many questions")
+        parser.add_argument("--limit", type=at_least(1), help="read only the first LIMIT questions")
     if action in ("inspect", "convert", "merge", "split", "sample", "dedupe", "demonstrate"):
         parser.add_argument("--skip-invalid", action="store_true",
                             help="drop invalid rows and count them, instead of stopping at the first one")  # fmt: skip

@@ -284,7 +284,7 @@ class Launcher:
             return
 
         def note(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGHUP:  # nobody reads the closed terminal, and writing to it fails
+            if number == signal.SIGHUP:  # writing to the closed terminal fails
                 null = os.open(os.devnull, os.O_RDWR)
                 for stream in (1, 2):
                     os.dup2(null, stream)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
@@ -171,6 +171,11 @@ def _kind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[
     return query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3]
 
 
+@cache
+def _takes_grouped_heads(attend: Callable[..., Any]) -> bool:
+    return "enable_gqa" in signature(attend).parameters
+
+
 def _attend_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Spans, scaling: float | None
 ) -> torch.Tensor:
@@ -179,7 +184,7 @@ def _attend_varlen(
 
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [R * L, heads, D]
     longest = max(width for row in spans.widths for width in row)
-    if "enable_gqa" in signature(varlen_attn).parameters:
+    if _takes_grouped_heads(varlen_attn):
         grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
     else:  # older torch has no grouped heads here
         grouped = {}

@@ -1,6 +1,6 @@
 """Shutdown: handle SIGTERM and SIGINT in a service and in the learner, and unwrap UserErrors of task groups.
 
-And tokens of processes, HOST:PID:START: a pid alone may be another process by now, or one of another machine.
+A process is identified by a token, HOST:PID:START, because pids are reused and differ between machines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data sets of open-domain questions with fields of their own: TriviaQA, SimpleQA and FRAMES.
+"""Formats of open-domain question sets: TriviaQA, SimpleQA and FRAMES.
 
 TriviaQA's own files hold the records below `Data` (`protocol.runtime.records`), with names in capitals; its copy on the
 Hugging Face hub has them in lower case. SimpleQA is a CSV file, FRAMES a TSV file.
