@@ -19,6 +19,7 @@ import pytest
 from deploy.cli import main as foray
 from deploy.demo.warmstart import new_model, save_model
 from deploy.evaluation.store import read_rows
+from deploy.launcher.learning import learning_problems
 from deploy.launcher.run_dir import locate, read_record
 from deploy.monitor import status
 from deploy.monitor.snapshot import RunSnapshot
@@ -70,7 +71,7 @@ def asked(run_dir: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProc
 def asked_and_watched(
     run_dir: Path, tmp_path: Path, *more: str
 ) -> tuple[subprocess.CompletedProcess[str], list[RunSnapshot], list[str]]:
-    """Evaluate, and return snapshots of the run taken during the evaluation, and the problems seen with them."""
+    """Evaluate, and return snapshots of the run taken during the evaluation, and the machinery's problems in them."""
     seen: list[RunSnapshot] = []
     problems: list[str] = []
     ended = threading.Event()
@@ -79,8 +80,9 @@ def asked_and_watched(
         while not ended.wait(0.5):
             if (now := look(run_dir)).evaluations:
                 seen.append(now)
+                learning = learning_problems(now.history)  # an untrained model has them, and rightly
                 # at once: the age of what a snapshot shows counts from now
-                problems.extend(problem.what for problem in status.problems(now, max_lag=8))
+                problems.extend(found.what for found in status.problems(now, max_lag=8) if found not in learning)
 
     watching = threading.Thread(target=watch)
     watching.start()

@@ -20,7 +20,10 @@ SMALL = ("run.steps=2", "run.groups_per_step=2", "run.group_size=4", "learner.ch
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `runs/demo-0`: a run of two steps."""
+    """A directory with a run of two steps in `kept/demo-0`.
+
+    It was `runs/demo-0` when it ran: a command refuses a copy of a run directory that still exists.
+    """
     folder = tmp_path_factory.mktemp("pages")
     save_model(new_model(0), folder / "model")
     run_dir = folder / "runs" / "demo-0"
@@ -28,14 +31,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     up = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")]
     done = subprocess.run(up, cwd=folder, timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    (folder / "runs").rename(folder / "kept")
+    return folder / "kept"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/extending.md"])
 def test_the_blocks_of_a_page_run(finished: Path, tmp_path: Path, page: str) -> None:
-    shutil.copytree(finished / "runs", tmp_path / "runs", symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
+    shutil.copytree(finished, tmp_path / "runs", symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
     blocks = [block for block in shell_blocks(ROOT / page) if not block.needs]
     assert blocks
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
