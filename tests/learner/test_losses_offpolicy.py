@@ -142,6 +142,10 @@ def test_nonsense_is_refused():
     case = Tokens(torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.tensor([True]))
     with pytest.raises(ValueError, match="bounds"):
         truncated(*case, level="token", low=2.0, high=1.0)
+    with pytest.raises(ValueError, match="bounds"):
+        masked(*case, level="token", low=2.0, high=1.0)
+    with pytest.raises(ValueError, match="bounds"):
+        keep_mask(*case, level="token", low=-1.0, high=1.0)
     with pytest.raises(ValueError, match="level"):
         at_level(*case, "word")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"torch\.bool"):

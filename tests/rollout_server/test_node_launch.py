@@ -147,6 +147,13 @@ def test_logits_of_a_half_precision_model_are_float32(tmp_path: Path, facts: obj
     assert command(twice, **here).count("--enable-fp32-lm-head") == 1
 
 
+def test_every_duration_of_a_node_may_be_less_than_a_second() -> None:
+    names = [name for name, field in NodeSettings.model_fields.items() if field.annotation is float]
+    assert len(names) > 8
+    settings = NodeSettings.model_validate(dict.fromkeys(names, 0.5))
+    assert {getattr(settings, name) for name in names} == {0.5}
+
+
 @pytest.mark.parametrize("word", ["--dtype", "--device", "--config"])
 def test_a_flag_without_its_value_is_a_mistake_of_the_settings(tmp_path: Path, word: str) -> None:
     kind = SglangEngine(python=sys.executable, args=("--tp-size", "2", word))

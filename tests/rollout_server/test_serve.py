@@ -61,15 +61,16 @@ async def test_it_reports_itself(world, model: Path, tokens) -> None:
         assert await get(f"{url}/health") == (200, {"status": "ok"})
         await asyncio.sleep(0.2)
         status, body = await get(f"{url}/ready")
-        assert status == 503 and body["reasons"] == ["no engine accepts requests"]
+        assert status == 503 and body == {"ready": False, "reasons": ["no engine accepts requests"]}
         world.register("e", engine.url, V5, max_running=48)
         world.register("old", engine.url, PolicyVersion(1, 2))
         world.register("odd", engine.url, V5, tokenizer="theirs")
         world.issue(make_task(1, group_size=3))
         await eventually(world.published, "a group is published")
-        assert (await get(f"{url}/ready"))[0] == 200
+        assert await get(f"{url}/ready") == (200, {"ready": True, "reasons": []})
         _, body = await get(f"{url}/status")
         assert body["target"] == "1.5" and body["values"]["groups_published"] == 1
+        assert body["values"]["turns"] >= 3 and body["values"]["tokens_generated"] > 0
         engines = {e["id"]: e for e in body["engines"]}
         assert {name: e["takes_requests"] for name, e in engines.items()} == {"e": True, "odd": False, "old": False}
         assert {name: e["unroutable_reason"] for name, e in engines.items()} == {

@@ -12,9 +12,10 @@ from aiohttp import web
 
 from protocol.messages import Sampling
 from protocol.versions import PolicyVersion
+from rollout_server.engine import client
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError, GenerateRequest
-from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, SglangClient
+from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, EngineCall, SglangClient
 from rollout_server.engine.continuation import TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
 from tests.support.fake_engine import FakeServer, Fault, next_ids
@@ -192,6 +193,27 @@ async def test_a_control_call_that_is_answered_by_a_failure_has_its_cause(status
         with pytest.raises(EngineError, match=f"/pause_generation: {status}") as caught:
             await EngineAdmin(session, engine.url, name="e").pause("retract")
     assert (caught.value.cause, caught.value.engine) == (cause, "e")
+
+
+async def test_checksums_that_the_engine_cannot_give_are_bad_output() -> None:
+    async with FakeServer() as engine, aiohttp.ClientSession() as session:
+        engine.faults["/weights_checker"] = Fault(body={"success": False, "message": "no weights", "ranks": [{}]})
+        with pytest.raises(EngineError, match="no weights") as caught:
+            await EngineAdmin(session, engine.url).checksums(timeout_s=5)
+    assert caught.value.cause == "bad_output"
+
+
+async def test_a_stream_that_hangs_after_its_finish_reason_is_given_a_moment_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "GRACE_S", 0.05)
+    received = ReceivedTokens("e", 8, vocab_size=100)
+    received.take(reply())
+    with pytest.raises(EngineError, match=r"silent for 0\.05 s after 3 tokens") as caught:
+        async with asyncio.timeout(10), EngineCall(received, timeout_s=60.0, stall_s=30.0) as call:
+            call.on_data()
+            await asyncio.Event().wait()
+    assert caught.value.cause == "stalled"
 
 
 async def test_a_cancelled_turn_leaves_the_engine() -> None:

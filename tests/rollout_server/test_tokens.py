@@ -91,6 +91,8 @@ def test_ends_are_collected_from_every_file_that_names_one(tmp_path: Path) -> No
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [491, 492]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 490}))
     assert load_tokenizer(tmp_path).eos_ids == {490, 491, 492}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 489}}))
+    assert load_tokenizer(tmp_path).eos_ids == {489, 491, 492}
 
 
 @settings(max_examples=20)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protocol.search import MAX_QUERY_CHARS
+from rollout_server.search import retry
 from rollout_server.search.client import HttpSearch, HttpSearchSettings
 from rollout_server.search.limiter import START
 from rollout_server.search.transport import Dialect
@@ -74,6 +75,15 @@ async def test_a_busy_or_broken_server_is_asked_again(
     retriever.then(Fault(status), Fault(status))
     assert len((await search("emma")).passages) == 3
     assert retriever.queries == ["emma"] * 3
+
+
+async def test_each_attempt_waits_longer_than_the_one_before(
+    retriever: FakeRetriever, search: HttpSearch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[int] = []
+    monkeypatch.setattr(retry, "backoff_s", lambda failures, *_: pauses.append(failures) or 0.0)
+    retriever.then(Fault(503), Fault(503))
+    assert (await search("emma")).passages and pauses == [1, 2]
 
 
 NAMED = {
