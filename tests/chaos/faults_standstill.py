@@ -46,6 +46,7 @@ class Standstill(_OfProcess):
         self.pid, self.at = (tree[-1] if part == "engine" else self.life.pid), time.monotonic()
         send(self.pid, signal.SIGSTOP)
         self.ring.standing.add(name)
+        self.ring.prolong(self.seconds, name)  # it may be stopped between its last words and its end
         if name == "redis":  # whoever starts meanwhile may give up
             for other in self.ring.wards:
                 self.ring.excuse(other, self.name, self.seconds + 20, starts_only=True)

@@ -234,9 +234,10 @@ class Ring:
         now = time.time()
         self.excuses.setdefault(name, []).append((now + seconds, why, now - 5.0 if starts_only else 0.0))
 
-    def prolong(self, seconds: float) -> None:
-        """Move the end of every excuse, because all processes stand still meanwhile."""
-        for name, given in self.excuses.items():
+    def prolong(self, seconds: float, *names: str) -> None:
+        """Move the end of the excuses of `names`, of all if none is given: these processes stand still meanwhile."""
+        for name in names or self.excuses:
+            given = self.excuses.get(name, [])
             self.excuses[name] = [(until + seconds, why, since) for until, why, since in given]
 
     def finding(self, what: str, log: Path | None = None) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from attacks import KINDS
 from battle import Injected
+from processes import Life
+from ring import Ring
 from schedule import Planned
 from wholeness import GRACE_S, Wholeness, ejections
 
@@ -48,6 +50,17 @@ def test_an_ejection_is_excused_only_by_a_fault_of_that_engine(
     assert found.by_kind == ({kind: 2} if healthy else {})
     late = f"chaos: {120.0 + GRACE_S + 1} ejected {engine}/ab12: ('stalled',)"
     assert len(ejections([("rollout-1.0001.log", late)], [fault]).healthy) == 1
+
+
+def test_an_end_that_a_standstill_delays_is_explained() -> None:
+    now = time.time()
+    ring: Any = SimpleNamespace(excuses={name: [(now + 5, "no space", 0.0)] for name in ("learner", "rollout-1")})
+    late = {name: Life(name, 1, 1, -1, Path("x"), began=now, ended=now + 90) for name in ring.excuses}
+    assert not any(Ring.explained(ring, life) for life in late.values())
+    Ring.prolong(ring, 90, "learner")
+    assert Ring.explained(ring, late["learner"]) and not Ring.explained(ring, late["rollout-1"])
+    Ring.prolong(ring, 90)
+    assert Ring.explained(ring, late["rollout-1"])
 
 
 class FakeRing:
