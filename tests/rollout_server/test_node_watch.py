@@ -339,5 +339,5 @@ async def test_an_engine_that_cannot_be_started_for_now_is_tried_again(
     monkeypatch.setattr("rollout_server.node.process.tempfile.TemporaryDirectory", directory)
     world.publish_weights(tmp_path / "weights", PolicyVersion(1, 0))
     async with node(world, tmp_path, kind):
-        await eventually(lambda: "No space left" in info(world).detail, "it says why")
+        await eventually(lambda: (seen := world.registered("e")) and "No space left" in seen.detail, "it says why")
         await eventually(has_state(world, NodeState.READY, PolicyVersion(1, 0)), "READY in the end", 20)
