@@ -181,7 +181,7 @@ def test_no_schedule_changes_what_a_request_gets(tmp_path: Path, seed: int, monk
     left = sum(isinstance(found, Request) for found in gc.get_objects())
     print(f"seed {seed}: {figures}, deviation {worst:.1e}, chi-square {chi:.2f} of its limit, {resident_mb():.0f} MB")
     assert worst < CLOSE and chi < 1
-    assert (s.runner.kv.tokens, s.cache.tokens, len(s.cache), s.cache._holders, left) == (32, 0, 0, {}, 0)
+    assert (s.row_tokens, s.cache.tokens, len(s.cache), s.cache._holders, left) == (0, 0, 0, {}, 0)
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def test_a_burst_does_not_cost_later_conversations_their_prefixes(policy: tuple[
     load = {"count": 16, "running": 4, "turns": 4, "length": 24 * scale}
     rates = [conversations(s, 1, **load)]
     run(s, [request([1 + i % 96, *prompt(250 * scale, i)], 3 * scale, i) for i in range(rows)])
-    assert s.runner.kv.tokens == 32 and s.row_tokens == 0, "an idle engine holds no rows"
+    assert s.runner.kv.tokens < budget / 2 and s.row_tokens == 0, "the rows have made room for prefixes"
     rates += [conversations(s, salt, **load) for salt in (2, 3)]
     print(f"hit rate before a burst {rates[0]:.3f}, after it {rates[1]:.3f} and {rates[2]:.3f}")
     assert rates[0] > 0.5 and max(rates) - min(rates) < 0.01

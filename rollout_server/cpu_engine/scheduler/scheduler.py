@@ -157,8 +157,8 @@ class Scheduler:
         """Retract the newest requests until one more token per row fits."""
         kv = self.runner.kv
         while self.running:
-            if kv.fits(len(self.running), self._longest):
-                kv.reserve(len(self.running), self._longest, kv.budget - self.cache.tokens)
+            if kv.fits(len(self.running), longest := self._longest):
+                kv.reserve(len(self.running), longest, kv.budget - self.cache.tokens)
                 self.cache.trim(kv.budget - kv.tokens)
                 return
             self._retract(max(self.running, key=lambda r: r.order))
@@ -166,7 +166,7 @@ class Scheduler:
     def _prompts(self) -> list[Prompt]:
         """Return the prompts of this step: the next part of the last one, alone, or those of new requests."""
         if self._partial is None:
-            return self._admit()
+            return self._admit() if self.waiting else []
         new = len(self._partial.ids) - self._partial.start
         self._partial.end = self._partial.start + self._part(new, len(self._partial.ids), self.wave)
         return [self._partial]
@@ -347,11 +347,11 @@ class Scheduler:
 
     def _room(self, more: int) -> int:
         """Return the room for prefixes in tokens, after freeing rows that nobody needs if it is short of `more`."""
-        kv, rows, longest = self.runner.kv, len(self.running), self._longest
-        short = self.cache.tokens + more > kv.budget - kv.tokens
-        # not at every change: a layout costs a copy of all rows
-        if not rows or (short and 2 * kv.tokens > 3 * rows * round_up(longest)):
-            kv.shrink(rows, longest)
+        kv, rows = self.runner.kv, len(self.running)
+        if self.cache.tokens + more > kv.budget - kv.tokens:
+            longest = self._longest
+            if 2 * kv.tokens > 3 * rows * round_up(longest):  # not at every change: it costs a copy of all rows
+                kv.shrink(rows, longest)
         return kv.budget - kv.tokens
 
     def _end(self, request: Request, finish: Finish) -> None:
