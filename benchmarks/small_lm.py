@@ -230,7 +230,7 @@ def read_prompts(runner: ModelRunner, bench: SmallLmBench, each: int) -> None:
 
     ids = [(7 * at) % bench.vocabulary for at in range(PROMPT)]
     for start in range(0, bench.prompts, each):
-        runner.step(0, [Prompt(ids, 0, SamplingParams(temperature=1.0), start + n) for n in range(each)], [], {})
+        runner.step(0, [Prompt(ids, 0, PROMPT, SamplingParams(), start + n) for n in range(each)], [], {})
 
 
 def write_tokens(runner: ModelRunner, bench: SmallLmBench) -> None:

@@ -92,6 +92,7 @@ def _rollout(k: Keys) -> tuple[Command, ...]:
 def _node(k: Keys) -> tuple[Command, ...]:
     return (
         ("HSET", k.engine("e"), "b", "v"),
+        ("HGET", k.engine("e"), "owner"),
         ("PEXPIRE", k.engine("e"), "1"),
         ("DEL", k.engine("e")),
         ("ZADD", k.engines, "0", "e"),

@@ -45,7 +45,7 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
         "(%R~{run}:engine:* %R~{run}:wv:target %R~{run}:meta +hget +hmget +hgetall)",
     ),
     "node": (
-        "(~{run}:engine:* +hset +pexpire +del)",
+        "(~{run}:engine:* +hset +hget +pexpire +del)",
         f"(~{{run}}:engines {_SWEPT})",
         "(~{run}:engine:* ~{run}:engines +fcall)",
         "(%R~{run}:wv:target %R~{run}:meta +hget +hmget +hgetall)",

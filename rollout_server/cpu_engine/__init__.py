@@ -20,6 +20,8 @@ docstring of `server/app.py` shows its structure. Differences from SGLang 0.5.23
 * A stream holds back text that may become a stop string, but never tokens (SGLang: the whole chunk).
 * `sampling_seed` is always respected. Non-finite output ends one request with status 500. No request can end the
   process.
+* A prompt is computed in parts of at most 1,024 tokens, and fewer for large models (`scheduler.WAVE_PRODUCTS`; SGLang:
+  `--chunked-prefill-size`). `num_computed_tokens` in `/v1/loads` counts them.
 * The prefix cache is cleared at every weight update, with or without `flush_cache`. `/flush_cache` does not wait.
 * `/v1/completions` and `/v1/chat/completions` reject unknown fields and unknown models (SGLang: ignores them), and
   `max_tokens: 0` scores a prompt (SGLang: 400). Pickled data is rejected (`server/absent.py`).

@@ -50,8 +50,8 @@ class EngineSettings(Settings):
     """Send only the new tokens in each chunk of a stream, instead of all tokens so far."""
     update_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Timeout in seconds for the trainer, when joining an update group and when receiving a broadcast."""
-    seed: int = 0
-    """Seed for requests without `sampling_seed`."""
+    seed: int | None = None
+    """Seed for requests without `sampling_seed`. Default: a random one, so that no two engines draw the same."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum level of messages logged to standard error."""
 

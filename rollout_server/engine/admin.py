@@ -216,13 +216,21 @@ class EngineAdmin:
     # --- adapters ---
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
-        """`POST /load_lora_adapter`. An adapter of that name that is already loaded is accepted. Raises EngineError."""
+        """`POST /load_lora_adapter`, in place of an adapter of that name, which may be another run's."""
         body = {"lora_name": name, "lora_path": path}
         try:
             await self._weights("/load_lora_adapter", body, timeout_s)
         except EngineError as error:
             if "already loaded" not in error.detail:
                 raise
+            await self.unload_adapter(name, timeout_s=timeout_s)
+            await self._weights("/load_lora_adapter", body, timeout_s)
+
+    async def adapter_versions(self) -> list[str]:
+        """Return the names of loaded adapters that are policy versions (`GET /v1/models`)."""
+        cards = (await self._ask("GET", "/v1/models")).get("data") or []
+        names = [str(card.get("id")) for card in cards if isinstance(card, dict)]
+        return [name for name in names if PolicyVersion.parse(name)]
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
         """`POST /unload_lora_adapter`: SGLang answers when no request uses the adapter any more."""

@@ -48,6 +48,7 @@ from rollout_server.node.process import (
     environment,
     installed_versions,
     new_keys,
+    seed_of,
 )
 from rollout_server.node.registry import Registry
 from rollout_server.node.status import NO_VERSION, EngineStatus
@@ -88,7 +89,9 @@ class Agent:
         self._access = read_access(os.environ)
         if not isinstance(settings.kind, AttachedEngine):
             check_host(settings.host, self._access)
-        self._validated = self._tainted = False
+        self._validated = self._tainted = self._booted = False
+        self._unlaunchable: Path | None = None
+        """Directory of the version with which the last launch failed."""
         self._drains = asyncio.Lock()
         self._follower = WeightFollower(status, registry, settings, stats, run.model)
 
@@ -97,6 +100,7 @@ class Agent:
 
         Raises UserError if the first launch fails: an operator must act. Otherwise ended by cancellation.
         """
+        await self._status.registered.wait()  # another node may own the id
         losses = 0
         while True:
             born = time.monotonic()
@@ -234,13 +238,17 @@ class Agent:
                 home=home,
                 in_place=self._settings.pause_mode == "in_place",
                 day=self._run.date,
+                seed=seed_of(self._run.seed, status.id, status.incarnation),
             )
 
         log_path = (self._run.dir / "logs" / f"{status.id}.engine.log").resolve()
         hosts = parse_redis_url(self._run.redis_url).hosts
         interface = interface_variables(hosts[0][0]) if hosts else {}
         variables = {**interface, **environment(kind, keys)}
-        return await EngineProcess.start(argv, variables, log_path), model
+        try:
+            return await EngineProcess.start(argv, variables, log_path), model
+        except OSError as error:
+            raise report_lost(status, NodeState.SUSPECT, f"the engine cannot be started: {error}") from error
 
     async def _read_target(self) -> WeightUpdate | None:
         """Return the target, unless its epoch is refused."""
@@ -251,14 +259,16 @@ class Agent:
     async def _weights(self, wanted: WeightUpdate | None) -> tuple[Path, str]:
         """Return (directory, label) to launch with: the target if it is valid, otherwise the run's initial model.
 
-        An adapter is loaded after the launch.
+        A target that the engine could not be launched with, and an adapter, are loaded after the launch.
         """
         label = NO_VERSION.label
         if wanted is not None and wanted.is_initial:
             label = wanted.version.label if await self._follower.has_initial(wanted) else label
         elif wanted is not None and wanted.transport != "adapter":
             try:
-                return (await asyncio.to_thread(verify, wanted)).resolve(), wanted.version.label
+                if (found := (await asyncio.to_thread(verify, wanted)).resolve()) != self._unlaunchable:
+                    return found, wanted.version.label
+                log.warning("launching with the initial model: the engine did not start with %s", wanted.version.label)
             except WeightsCorrupt as error:
                 log.error("launching with the initial model: %s", error)
         model = self._run.model.resolve()
@@ -310,6 +320,7 @@ class Agent:
         while True:
             try:
                 await self._client.health(timeout_s=self._settings.probe_timeout_s)
+                self._booted, self._unlaunchable = True, None
                 return
             except EngineError as error:
                 if child.exited.done():
@@ -323,7 +334,10 @@ class Agent:
         if not model.is_dir():
             # The learner has removed that version during the launch: try the newest one next.
             return report_lost(self._status, NodeState.SUSPECT, f"{what}: its weights were removed")
-        if self._stats.counts["restarts"] or self._status.updates:
+        if model != self._run.model.resolve():  # the version may be the reason: try without it
+            self._unlaunchable = model
+            return report_lost(self._status, NodeState.SUSPECT, f"{what} with {model}")
+        if self._booted:
             return report_lost(self._status, NodeState.SUSPECT, what)
         return UserError(
             what,
@@ -332,7 +346,10 @@ class Agent:
         )
 
     async def _read_version(self) -> None:
-        """Set READY at the version that the engine reports, or SYNCING if it is not of the current epoch."""
+        """Set READY at the version that the engine reports, or SYNCING if it is not of the current epoch.
+
+        The label of an attached engine may be another run's, or of a node that failed: it is loaded anew.
+        """
         try:
             facts = await read_capabilities(self._client, pause_mode=self._settings.pause_mode)
             installed = await asyncio.to_thread(installed_versions, self._settings.kind)
@@ -340,6 +357,10 @@ class Agent:
             held = await self._client.version() or NO_VERSION
         except EngineError as error:
             raise report_lost(self._status, NodeState.SUSPECT, str(error)) from None
+        if isinstance(self._settings.kind, AttachedEngine) and held != NO_VERSION:
+            why = f"it was found with {held.label}, perhaps of another run: waiting for the complete target"
+            self._status.transition_to(NodeState.SYNCING, why)
+            return
         current = held.epoch == self._follower.highest_epoch
         self._status.transition_to(NodeState.READY if current else NodeState.SYNCING, version=held)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,13 @@ def command(
     home: Path | None = None,
     in_place: bool = False,
     day: date | None = None,
+    seed: int = 0,
 ) -> list[str]:
     """Return the command line of an engine that serves `model` with the version label `label`. Raises UserError.
 
     home      private directory of this launch: SGLang reads its keys from a file there
     day       date for chat templates that contain one (`run.date`); SGLang has no such flag
+    seed      of requests without one
     in_place  it will be paused in place: SGLang must then run without overlap scheduling (see `capabilities`)
     """
     common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]
@@ -105,14 +108,14 @@ def command(
         return [
             *(sys.executable, "-m", "rollout_server.cpu_engine", *common),
             *("--threads", str(kind.threads), "--max-running", str(kind.max_running)),
-            *("--max-total-tokens", str(kind.max_total_tokens), "--dtype", kind.dtype),
+            *("--max-total-tokens", str(kind.max_total_tokens), "--dtype", kind.dtype, "--seed", str(seed)),
             *(("--date", day.isoformat()) if day else ()),
             *(word for flag, name, value in named if value for word in (flag, name)),
         ]
     program = [str(launcher(kind.launcher))] if kind.launcher else ["-m", "sglang.launch_server"]
     return [
         *(interpreter(kind.python), *program, *common),
-        *("--max-running-requests", str(kind.max_running)),
+        *("--max-running-requests", str(kind.max_running), "--random-seed", str(seed)),
         # incremental streaming makes a turn linear in its tokens, and the metrics count retractions
         *(
             flag
@@ -121,6 +124,11 @@ def command(
         ),
         *_with_keys(kind.args, keys, home),
     ]
+
+
+def seed_of(run_seed: int, engine_id: str, incarnation: str) -> int:
+    """Return a seed of 32 bits for an incarnation: two engines with one seed would repeat each other's answers."""
+    return int.from_bytes(sha256(f"{run_seed}/{engine_id}/{incarnation}".encode()).digest()[:4])
 
 
 def _fp32_lm_head(kind: SglangEngine, model: Path) -> list[str]:

@@ -6,13 +6,15 @@ And what it reads: the target version, the view of the current transfer, and whe
 from __future__ import annotations
 
 import logging
+import secrets
 from dataclasses import dataclass
 from typing import TypeVar
 
 from protocol.codec import decode_as, encode
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, UserError
 from protocol.functions import REGISTER
 from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
+from protocol.runtime.lifecycle import has_ended, process_token
 from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.dispatch.fleet import RunCompatibility
@@ -59,14 +61,21 @@ class Registry:
     def __init__(self, redis: RedisClient, *, lease_s: float, compatibility: RunCompatibility | None = None) -> None:
         self._redis, self.lease_s, self._compatibility = redis, lease_s, compatibility
         self._garbage: set[bytes] = set()
+        self._token = f"{process_token()}:{secrets.token_hex(4)}"
 
-    async def register(self, info: EngineInfo) -> None:
-        """Write or renew the registration. It expires by Redis' clock: the clocks of hosts need not agree."""
+    async def register(self, info: EngineInfo) -> bool:
+        """Write or renew the registration. Return False if it is another living node's.
+
+        It expires by Redis' clock: the clocks of hosts need not agree. Two nodes that start at once may both write; at
+        their next renewal one of them sees the other.
+        """
+        if not await self._is_ours(info.id):
+            return False
         keys = self._redis.keys
         now = await self._redis.now()
         key, body, ttl_ms, until = keys.engine(info.id), encode(info), int(self.lease_s * 1000), now + self.lease_s
         await self._redis.write(
-            ("HSET", key, "b", body),
+            ("HSET", key, "b", body, "owner", self._token),
             ("PEXPIRE", key, ttl_ms),
             ("ZADD", keys.engines, until, info.id),
             # every write also removes the ids of killed nodes
@@ -74,11 +83,23 @@ class Registry:
             full=(REGISTER, [key, keys.engines], "b", body, ttl_ms, str(until), info.id),
             atomic=True,
         )
+        return True
+
+    async def _is_ours(self, engine_id: str) -> bool:
+        """Return whether no other node holds the registration, or one of this machine that has ended."""
+        try:
+            (raw,) = await self._redis.batch(("HGET", self._redis.keys.engine(engine_id), "owner"))
+        except UserError as error:  # an ACL file of an older Foray
+            log.debug("cannot see whether another node has the id %s: %s", engine_id, error)
+            return True
+        owner = raw.decode(errors="replace") if raw else self._token
+        return owner == self._token or has_ended(owner)
 
     async def deregister(self, engine_id: str) -> None:
-        """Remove the registration of the engine."""
+        """Remove the registration of the engine, unless it is another node's."""
         keys = self._redis.keys
-        await self._redis.batch(("ZREM", keys.engines, engine_id), ("DEL", keys.engine(engine_id)))
+        if await self._is_ours(engine_id):
+            await self._redis.batch(("ZREM", keys.engines, engine_id), ("DEL", keys.engine(engine_id)))
 
     async def take_drain_request(self, engine_id: str) -> bool:
         """Return whether an operator has asked the engine to drain, and remove the request."""

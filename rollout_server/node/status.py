@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from protocol.errors import UserError
 from protocol.messages import NEEDS_BROADCAST, EngineInfo, NodeState
 from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.aio import Backoff
@@ -25,6 +26,14 @@ NO_VERSION = PolicyVersion(0, 0)
 
 SGLANG_RETRACTIONS = "sglang:num_retracted_requests_total"
 """Counter in SGLang's /metrics (--enable-metrics): its /v1/loads has only the current retractions."""
+
+
+def _taken(engine_id: str) -> UserError:
+    return UserError(
+        f"another node has registered the engine {engine_id}",
+        why="it keeps renewing the registration, and two engines cannot share an id",
+        todo="set another engine.id for this node, or stop the other one",
+    )
 
 
 class EngineStatus:
@@ -45,6 +54,8 @@ class EngineStatus:
         self.needs_recheck = False
         """The registration had expired: the engine is not READY before its version has been checked again."""
         self._changed = asyncio.Event()
+        self.registered = asyncio.Event()
+        """Set once the engine has been registered."""
 
     @property
     def id(self) -> str:
@@ -93,11 +104,12 @@ class EngineStatus:
     async def heartbeat_loop(self, registry: Registry, waits: WaitTimer, *, every_s: float) -> None:
         """Consume changes of this record; produce registrations; wait every_s or for a change; ends cancelled.
 
+        Raises UserError if another node has held the engine's id for longer than a registration outlives its node.
         A node that was suspended or disconnected from Redis for longer than its lease may have missed changes: a new
         epoch may have started, and the engine may have been suspended, restarted, or updated by others.
         """
         backoff = Backoff("registering the engine", waits, longest_s=every_s)
-        renewed = time.monotonic()
+        renewed, refused = time.monotonic(), 0.0
         while True:
             if (away_s := time.monotonic() - renewed) > registry.lease_s and self.state is NodeState.READY:
                 self.needs_recheck = True
@@ -107,12 +119,20 @@ class EngineStatus:
             self._changed.clear()
             asked = time.monotonic()
             try:
-                await registry.register(self.info())
-                renewed = asked
+                ours = await registry.register(self.info())
             except RedisUnavailable as error:
                 await backoff.sleep(error)
                 continue
             backoff.reset()
+            if not ours:
+                refused = refused or asked
+                if asked - refused > registry.lease_s + every_s:
+                    raise _taken(self.id)
+                log.warning("another node has registered the engine %s: waiting for the end of its lease", self.id)
+                await asyncio.sleep(every_s)
+                continue
+            renewed, refused = asked, 0.0
+            self.registered.set()
             if time.monotonic() - asked > registry.lease_s:
                 continue  # suspended while registering: what was written is outdated
             try:

@@ -177,7 +177,7 @@ def test_logprobs_equal_transformers_for_every_family(tmp_path: Path, family: st
 def test_pieces_of_prompts_and_kept_prefixes_change_no_greedy_token(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.cpu_engine.model.runner.CHUNK", 16)
+    monkeypatch.setattr("rollout_server.cpu_engine.scheduler.scheduler.CHUNK", 16)
     model = write(tmp_path, family)
     s = scheduler(tmp_path)
     params = SamplingParams(ignore_eos=True, top_k=1)

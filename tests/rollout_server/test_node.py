@@ -105,12 +105,21 @@ async def test_a_stop_that_meets_the_engines_end_is_still_a_stop(
     assert world.registered("e") is None
 
 
-async def test_an_engine_that_holds_the_target_already_is_left_alone(world, tmp_path: Path) -> None:
-    world.publish_weights(tmp_path / "weights", V1)
-    async with FakeServer(version="1.0") as engine, node(world, engine, tmp_path):
-        await eventually(has_state(world, NodeState.READY, V1), "READY at once")
-        await asyncio.sleep(0.2)
-        assert "/pause_generation" not in engine.calls
+@pytest.mark.parametrize("left", ["1.0", "1.50", "9.0"])
+async def test_an_engine_that_another_run_has_left_is_loaded_anew_whatever_its_label(
+    left: str, world, tmp_path: Path
+) -> None:
+    async with FakeServer(version=left) as engine, node(world, engine, tmp_path):
+        await eventually(has_state(world, NodeState.SYNCING), "it holds no version of this run")
+        await eventually(lambda: f"found with {left}" in world.registered("e").detail, "it says why")
+        seen = set()
+        path = world.publish_weights(tmp_path / "weights", V1)
+        await eventually(
+            lambda: seen.add((info := world.registered("e")).version) or info.state is NodeState.READY, "READY"
+        )
+        assert seen <= {V0, V1} and has_state(world, NodeState.READY, V1)()
+        assert (engine.version, engine.loaded) == ("1.0", str(path))
+        assert engine.calls.count("/update_weights_from_disk") == 1
 
 
 @pytest.mark.fault(17)
@@ -118,9 +127,9 @@ async def test_an_engine_of_a_replaced_epoch_is_not_ready_before_it_holds_the_ta
     world.publish_weights(tmp_path / "weights", PolicyVersion(2, 0))
     world.sync.set(world.keys.evaluation, "x")
     async with FakeServer(version="1.7") as engine, node(world, engine, tmp_path):
-        await eventually(has_state(world, NodeState.SYNCING, PolicyVersion(1, 7)), "SYNCING at what it holds")
+        await eventually(has_state(world, NodeState.SYNCING), "SYNCING without a version")
         await asyncio.sleep(0.2)
-        assert has_state(world, NodeState.SYNCING, PolicyVersion(1, 7))()
+        assert has_state(world, NodeState.SYNCING)()
         world.sync.delete(world.keys.evaluation)
         await eventually(has_state(world, NodeState.READY, PolicyVersion(2, 0)), "READY at the target")
 
@@ -184,8 +193,10 @@ async def test_an_evaluation_on_engines_of_its_own_holds_up_only_those(world, tm
         await eventually(has_state(world, NodeState.READY), "READY")
         world.publish_weights(tmp_path / "weights", V1)
         await eventually(has_state(world, NodeState.READY, V1), "it trains, and loads")
-    async with FakeServer(version="1.0") as engine, node(world, engine, tmp_path, role="eval"):
+    world.sync.delete(world.keys.evaluation)
+    async with FakeServer() as engine, node(world, engine, tmp_path, role="eval"):
         await eventually(has_state(world, NodeState.READY, V1), "READY")
+        world.sync.set(world.keys.evaluation, "eval-engines:somebody")
         world.publish_weights(tmp_path / "weights", V2)
         await asyncio.sleep(0.3)
         assert has_state(world, NodeState.READY, V1)(), "it serves the evaluation, and waits"
@@ -259,6 +270,21 @@ async def test_an_update_that_fails_half_way_quarantines_the_engine_until_all_is
         )
         await eventually(has_state(world, NodeState.READY, V1), "READY after it was loaded as a whole")
         assert engine.calls.count("/update_weights_from_disk") == 2 and not engine.paused
+
+
+async def test_a_version_that_an_embedded_engine_refuses_as_a_whole_costs_nothing(world, tmp_path: Path) -> None:
+    async with FakeServer() as engine:
+        engine.faults["/server_info"] = Fault(body={"engine": "foray-cpu"})
+        async with node(world, engine, tmp_path):
+            await eventually(has_state(world, NodeState.READY), "READY")
+            incarnation = world.registered("e").incarnation
+            refusing = engine.faults["/update_weights_from_disk"] = Fault(status=400)
+            world.publish_weights(tmp_path / "weights", V1)
+            await eventually(lambda: "could not load 1.0: refused" in world.registered("e").detail, "it says why")
+            assert has_state(world, NodeState.READY)() and not engine.paused
+            refusing.times = 0
+            await eventually(has_state(world, NodeState.READY, V1), "READY after another try")
+            assert world.registered("e").incarnation == incarnation
 
 
 async def test_an_engine_that_reports_a_wrong_version_is_quarantined(world, tmp_path: Path) -> None:

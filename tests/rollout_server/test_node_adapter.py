@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from protocol.codec import decode_as, encode
@@ -28,10 +29,6 @@ FILES = {"adapter_model.safetensors": b"weights", "adapter_config.json": b"{}"}
 class Adaptable(FakeServer):
     """The scripted engine with SGLang's two routes for adapters."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.adapters: dict[str, str] = {}
-
     @web.middleware
     async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if request.path not in (LOAD, UNLOAD):
@@ -39,6 +36,8 @@ class Adaptable(FakeServer):
         body = await request.json()
 
         async def done(_: web.Request) -> web.Response:
+            if request.path == LOAD and body["lora_name"] in self.adapters:
+                return web.json_response({"success": False, "error_message": "it is already loaded"}, status=400)
             if request.path == LOAD:
                 self.adapters[body["lora_name"]] = body["lora_path"]
             else:
@@ -116,3 +115,14 @@ async def test_an_adapter_is_not_laid_over_other_weights_than_the_initial_ones(w
             "it says why not",
         )
         assert not engine.adapters and not holds(world, PolicyVersion(2, 0))()
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_adapters_that_another_run_has_left_are_replaced(world, tmp_path: Path, listed: bool) -> None:
+    async with Adaptable() as engine, node(world, engine, tmp_path):
+        engine.adapters = {"1.0": "/another/run/v1.0", "1.7": "/another/run/v1.7", "mine": "/mine"}
+        if not listed:  # an engine that does not say what it has
+            engine.faults["/v1/models"] = Fault(body={"data": [{"id": "policy"}]})
+        path = publish(world, tmp_path, PolicyVersion(1, 0))
+        await eventually(holds(world, PolicyVersion(1, 0)), "READY")
+        assert engine.adapters == {"1.0": path, "mine": "/mine"} | ({} if listed else {"1.7": "/another/run/v1.7"})

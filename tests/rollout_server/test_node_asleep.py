@@ -152,10 +152,10 @@ async def test_an_engine_that_holds_what_it_held_is_asked_and_not_loaded_again(
             await eventually(has_state(world, NodeState.READY, V1), "READY")
             real, began = Registry.register, time.monotonic()
 
-            async def away(self: Registry, info: Any) -> None:
+            async def away(self: Registry, info: Any) -> bool:
                 if time.monotonic() < began + 1.0:
                     raise RedisUnavailable("cut off")
-                await real(self, info)
+                return await real(self, info)
 
             monkeypatch.setattr(Registry, "register", away)
             loads = engine.calls.count("/update_weights_from_disk")

@@ -322,6 +322,21 @@ async def test_what_fails_after_it_quarantines_the_engine_until_files_are_loaded
         assert world.registered("e").incarnation == incarnation, "the engine was not restarted"
 
 
+async def test_an_engine_that_stages_leaves_the_group_before_it_ends_a_session_in_the_middle(
+    world, tmp_path: Path
+) -> None:
+    async with ring(world, tmp_path, facts={"engine": "foray-cpu"}) as (engine, learner):
+        world.sync.delete(world.keys.target)
+        engine.faults[BUCKET], engine.faults[END] = Fault(status=400, times=1), Fault(status=400, times=1)
+        learner.say("prepare")
+        await learner.hears("prepared")
+        learner.say("transfer")
+        assert not (await learner.hears("failed")).touched
+        await eventually(has_state(world, NodeState.READY, V1), "READY at what it held")
+        # the end of a session waits for the bucket in progress, and that for a trainer that may hang
+        assert engine.swap() == [JOIN, BEGIN, BUCKET, LEAVE, PAUSE, END, CONTINUE]
+
+
 async def test_a_quarantined_engine_that_does_not_load_is_lost(world, tmp_path: Path) -> None:
     async with ring(world, tmp_path) as (engine, learner):
         world.sync.delete(world.keys.target)

@@ -90,6 +90,7 @@ def test_the_embedded_engine_gets_the_names_of_its_keys() -> None:
     cpu = command(kind, **GIVEN, keys=keys)
     assert cpu[:3] == [sys.executable, "-m", "rollout_server.cpu_engine"]
     assert cpu[cpu.index("--weight-version") + 1] == "1.2" and cpu[cpu.index("--threads") + 1] == "2"
+    assert parse(command(kind, **GIVEN, seed=4_000_000_000)[3:]).seed == 4_000_000_000
     assert cpu[-2:] == ["--admin-api-key-env", "FORAY_ENGINE_ADMIN_KEY"] and "secret" not in cpu
     assert environment(kind, keys)["FORAY_ENGINE_ADMIN_KEY"] == "secret"
     dated = command(kind, **GIVEN, keys=keys, day=date(2026, 1, 31))
@@ -98,7 +99,8 @@ def test_the_embedded_engine_gets_the_names_of_its_keys() -> None:
 
 def test_sglang_reads_its_keys_from_a_file_that_only_we_can_read(tmp_path: Path) -> None:
     kind = SglangEngine(python=sys.executable, args=("--tp-size", "2"))
-    plain = command(kind, **GIVEN, home=tmp_path)
+    plain = command(kind, **GIVEN, home=tmp_path, seed=7)
+    assert plain[plain.index("--random-seed") + 1] == "7"
     assert plain[:3] == [sys.executable, "-m", "sglang.launch_server"] and "--config" not in plain
     assert plain[plain.index("--tp-size") + 1] == "2" and "--incremental-streaming-output" in plain
     assert NO_OVERLAP not in plain and NO_OVERLAP in command(kind, **GIVEN, home=tmp_path, in_place=True)

@@ -7,9 +7,11 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -308,3 +310,34 @@ async def test_a_second_signal_hurries_a_drain(world, tmp_path: Path) -> None:
         async with await asyncio.wait_for(turn, 10) as response:
             assert (await response.json())["output_ids"] == [7, 8]
         await eventually(lambda: world.registered("e") is None, "deregistered", 15)
+
+
+async def test_a_version_that_an_engine_cannot_be_launched_with_is_loaded_after_the_launch(
+    world, tmp_path: Path
+) -> None:
+    kind, (model, v1) = launched(tmp_path), (tmp_path / "model", PolicyVersion(1, 0))
+    script = tmp_path / "launch.py"
+    script.write_text("import sys\nif any('v1.0' in word for word in sys.argv): sys.exit(2)\n" + script.read_text())
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    world.publish_weights(tmp_path / "weights", v1)
+    async with node(world, tmp_path, kind):
+        await eventually(has_state(world, NodeState.READY, v1), "READY", 20)
+        assert launches(tmp_path) == ["0.0"] and world.registered("e").updates == 1
+
+
+async def test_an_engine_that_cannot_be_started_for_now_is_tried_again(
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, full, real = launched(tmp_path), [OSError(28, "No space left on device")] * 2, tempfile.TemporaryDirectory
+
+    def directory(**given: Any) -> Any:
+        if full:
+            raise full.pop()
+        return real(**given)
+
+    monkeypatch.setattr("rollout_server.node.process.tempfile.TemporaryDirectory", directory)
+    world.publish_weights(tmp_path / "weights", PolicyVersion(1, 0))
+    async with node(world, tmp_path, kind):
+        await eventually(lambda: (seen := world.registered("e")) and "No space left" in seen.detail, "it says why")
+        await eventually(has_state(world, NodeState.READY, PolicyVersion(1, 0)), "READY in the end", 20)

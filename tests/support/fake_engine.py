@@ -198,6 +198,7 @@ class FakeServer(ScriptedServer):
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.tokens_made = 0
+        self.adapters: dict[str, str] = {}
         self.faults: dict[str, Fault] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -210,6 +211,7 @@ class FakeServer(ScriptedServer):
         app.router.add_get("/ready", self._generates)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/v1/loads", self._loads)
+        app.router.add_get("/v1/models", self._models)
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
         app.router.add_post("/update_weights_from_disk", self._update)
@@ -220,6 +222,9 @@ class FakeServer(ScriptedServer):
     @property
     def paused(self) -> bool:
         return not self._running.is_set()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in ("policy", *self.adapters)]})
 
     @web.middleware
     async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:

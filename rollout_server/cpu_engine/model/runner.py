@@ -7,6 +7,7 @@ Python work per request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,15 +20,15 @@ from rollout_server.cpu_engine.model.sampler import SamplingBatch, mix, sample
 from rollout_server.cpu_engine.scheduler.kv_cache import KVCache
 from rollout_server.cpu_engine.scheduler.request import SamplingParams
 
-CHUNK = 1024
-"""Maximum new tokens of one prompt per forward pass: bounds the attention mask and scores."""
 SCORE_CHUNK = 256
 """Number of prompt positions whose logits are in memory at once when a prompt is scored."""
 
 
 @dataclass
 class Prompt:
-    """New tokens for the next free row: compute ids[start:]; ids[:start] are already in the cache.
+    """New tokens of a row: compute ids[start:end]; ids[:start] are already in the cache.
+
+    A step sets `start` to `end`. If that is less than the whole, the prompt continues in the next step.
 
     score_from  if a number s: `scores` receives the log-probs (T = 1) of ids[s + 1:], and `tops` the `top` best
                 (log-prob, token) pairs at each of these positions
@@ -35,6 +36,7 @@ class Prompt:
 
     ids: list[int]
     start: int
+    end: int
     params: SamplingParams
     seed: int
     score_from: int | None = None
@@ -87,20 +89,22 @@ class ModelRunner:
     def step(
         self, active: int, prompts: Sequence[Prompt], bans: Sequence[BannedTokens], top: dict[int, int]
     ) -> Sampled:
-        """Advance rows 0..active-1 by one token, and start `prompts` in the rows after them.
+        """Advance rows 0..active-1 by one token, and compute `prompts` in the rows after them.
 
-        top  row -> number of best tokens to report. The caller must have reserved the memory in `kv`.
+        Only the last prompt may be a part, which gets no token. The caller must have reserved the memory in `kv`.
+
+        top  row -> number of best tokens to report
         """
         for number, prompt in enumerate(prompts):
             self._start_row(active + number, prompt)
         hidden = self._forward(active, prompts)
-        logits = self.model.logits(hidden)
+        n = active + len(prompts) - bool(prompts and prompts[-1].end < len(prompts[-1].ids))
+        logits = self.model.logits(hidden[:n])
         for ban in bans:
             logits[ban.row, ban.ids] = -torch.inf
-        n = active + len(prompts)
         self.length[:active] += 1
         for number, prompt in enumerate(prompts):
-            self.length[active + number] = len(prompt.ids)
+            self.length[active + number] = prompt.start = prompt.end
         rules = SamplingBatch(
             temperature=self._temperature[:n],
             top_k=self._top_k[:n],
@@ -123,15 +127,10 @@ class ModelRunner:
         )
         self._adapters[row] = prompt.adapter
         self._seed[row] = mix(np.array([prompt.seed], np.uint64))[0]
-        while len(prompt.ids) - prompt.start > CHUNK:
-            end = prompt.start + CHUNK
-            hidden = self._run(0, [(row, prompt.ids[prompt.start : end], prompt.start)])
-            self._score(prompt, prompt.start, hidden)
-            prompt.start = end
 
     def _forward(self, active: int, prompts: Sequence[Prompt]) -> torch.Tensor:
         """Return the hidden states [active + prompts, E] of the next tokens."""
-        parts = [(active + i, p.ids[p.start :], p.start) for i, p in enumerate(prompts)]
+        parts = [(active + i, p.ids[p.start : p.end], p.start) for i, p in enumerate(prompts)]
         hidden = self._run(active, parts)
         if not parts:
             return hidden
@@ -240,5 +239,6 @@ def _best(logprobs: torch.Tensor, top: dict[int, int]) -> dict[int, list[tuple[f
     found = {}
     for row, count in top.items():
         values, tokens = logprobs[row].topk(min(count, logprobs.shape[1]))
-        found[row] = list(zip(values.tolist(), tokens.tolist(), strict=True))
+        pairs = zip(values.tolist(), tokens.tolist(), strict=True)
+        found[row] = [pair for pair in pairs if pair[0] > -math.inf]  # banned tokens: -Infinity is not JSON
     return found

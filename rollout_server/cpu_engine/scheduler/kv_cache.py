@@ -36,21 +36,24 @@ class KVCache:
         """Return whether `rows` rows of `length` tokens fit into the budget."""
         return rows * round_up(length) <= self.budget
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Allocate `rows` rows of `length` tokens and keep the contents. The caller must have checked `fits`."""
+    def reserve(self, rows: int, length: int, most: int | None = None) -> None:
+        """Allocate `rows` rows of `length` tokens and keep the contents. The caller must have checked `fits`.
+
+        Allocates more, so that the next growth is not at once, unless that takes more than `most` tokens (the budget).
+        """
         if rows <= self.rows and length <= self.width:
             return
         width = round_up(length)
         roomy_rows, roomy_width = max(rows, min(2 * self.rows, 2 * rows)), round_up(length + length // 4)
         for r, w in ((roomy_rows, roomy_width), (roomy_rows, width), (rows, roomy_width), (rows, width)):
-            if r * w <= self.budget or (r, w) == (rows, width):
+            if r * w <= (self.budget if most is None else most) or (r, w) == (rows, width):
                 self._lay_out(r, w)
                 return
 
-    def shrink(self) -> None:
-        """Free the memory. The contents are lost."""
-        self.rows = self.width = 0
-        self._lay_out(1, WIDTH_STEP)
+    def shrink(self, rows: int = 0, length: int = 0) -> None:
+        """Free all memory but that of the first `length` tokens of the first `rows` rows."""
+        self.rows, self.width = min(self.rows, rows), min(self.width, length)
+        self._lay_out(max(rows, 1), round_up(max(length, 1)))
 
     def _lay_out(self, rows: int, width: int) -> None:
         # zeros, not empty: a masked position must not hold a NaN, since NaN + -inf is NaN
@@ -89,5 +92,4 @@ class KVCache:
 
     def scrub(self, row: int) -> None:
         """Zero a row that may contain NaN."""
-        if row < self.rows:
-            self.data[:, :, row] = 0
+        self.data[:, :, row] = 0

@@ -43,7 +43,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self.tokens = 0
         self._kept: OrderedDict[CachedPrefix, None] = OrderedDict()
-        self._holders: dict[int, CachedPrefix | Request] = {}
+        self._holders: dict[int, dict[CachedPrefix | Request, None]] = {}
+        """Key -> all sequences that start with it, the newest last: any of them may go first."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -51,7 +52,7 @@ class PrefixCache:
     def find(self, ids: list[int], keys: list[int], most: int) -> tuple[CachedPrefix | Request | None, int]:
         """Return the holder of the longest known prefix of `ids`, and its length (at most `most`), or (None, 0)."""
         for depth in range(len(keys), 0, -1):
-            holder = self._holders.get(keys[depth - 1])
+            holder = next(reversed(self._holders.get(keys[depth - 1], {})), None)
             if holder is None:
                 continue
             held = holder.ids if isinstance(holder, CachedPrefix) else holder.prompt_ids
@@ -67,9 +68,8 @@ class PrefixCache:
         return None, 0
 
     def lend(self, request: Request) -> None:
-        """Offer the prompt of a running request, now in its row, for copying, unless a kept sequence has it."""
-        for key in request.block_keys:
-            self._holders.setdefault(key, request)
+        """Offer the prompt of a running request, now in its row, for copying."""
+        self._remember(request, request.block_keys)
 
     def withdraw(self, request: Request) -> None:
         """Remove a request whose row is about to be freed."""
@@ -77,16 +77,16 @@ class PrefixCache:
 
     def keep(self, ids: list[int], keys: list[int], payload: Any) -> None:
         """Keep a finished sequence. Drops the one that it extends, since it includes its tokens."""
-        for key in reversed(keys):
-            older = self._holders.get(key)
-            if isinstance(older, CachedPrefix) and older.ids == ids[: len(older.ids)]:
+        for depth in range(len(keys), 0, -1):
+            held = (h for h in self._holders.get(keys[depth - 1], {}) if isinstance(h, CachedPrefix))
+            older = next((h for h in held if len(h.keys) == depth and h.ids == ids[: len(h.ids)]), None)
+            if older is not None:
                 self._drop(older)
                 break
         kept = CachedPrefix(ids, keys, payload)
         self._kept[kept] = None
         self.tokens += len(ids)
-        for key in keys:
-            self._holders[key] = kept
+        self._remember(kept, keys)
 
     def trim(self, most: int) -> None:
         """Evict the least recently used sequences until at most `most` tokens are kept."""
@@ -102,7 +102,13 @@ class PrefixCache:
         self.tokens -= len(kept.ids)
         self._forget(kept, kept.keys)
 
+    def _remember(self, holder: CachedPrefix | Request, keys: list[int]) -> None:
+        for key in keys:
+            self._holders.setdefault(key, {})[holder] = None
+
     def _forget(self, holder: CachedPrefix | Request, keys: list[int]) -> None:
         for key in keys:
-            if self._holders.get(key) is holder:
-                del self._holders[key]
+            holders = self._holders.get(key, {})
+            holders.pop(holder, None)
+            if not holders:
+                self._holders.pop(key, None)

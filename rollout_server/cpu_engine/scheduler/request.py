@@ -117,11 +117,13 @@ class Request:
 class EngineCounters:
     """Totals since the start. Written by the engine thread only, read by any thread.
 
-    throughput  generated tokens per second, over about the last second of work
+    computed_tokens  prompt tokens in forward passes, counted before each
+    throughput       generated tokens per second, over about the last second of work
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    computed_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
     requests: int = 0

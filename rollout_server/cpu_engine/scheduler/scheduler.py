@@ -1,13 +1,14 @@
 """Continuous batching: running, waiting and retracted requests. Pure bookkeeping around `ModelRunner.step`.
 
-                submit                admit (copy known prefix, prompt pass)            stop, abort
+                submit                admit (copy known prefix, prompt passes)            stop, abort
     HTTP side ----------> waiting ------------------------------------> running ----------------> finished
                              ^                                             |                          |
                              +------ retract (keys and values dropped) ----+                          v
                                                                                           keys and values kept for reuse
 
 `running[i]` uses row i. When a request ends, the last row moves into its place, so that rows stay dense. A step admits
-requests that fit, and decodes every running request by one token in the same forward pass.
+requests that fit, and decodes every running request by one token in the same forward pass. A long prompt is computed
+in parts, one per step, so that others keep decoding (chunked prefill). It has the last row until it is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from rollout_server.cpu_engine.model.runner import CHUNK, BannedTokens, ModelRunner, Prompt, Sampled
+from rollout_server.cpu_engine.model.runner import BannedTokens, ModelRunner, Prompt, Sampled
+from rollout_server.cpu_engine.scheduler.kv_cache import round_up
 from rollout_server.cpu_engine.scheduler.prefix_cache import BLOCK, CachedPrefix, PrefixCache, chain
 from rollout_server.cpu_engine.scheduler.request import (
     ABORTED,
@@ -32,8 +34,11 @@ from rollout_server.cpu_engine.scheduler.request import (
 
 log = logging.getLogger(__name__)
 
-WAVE_TOKENS = 4096
-"""Maximum new prompt tokens admitted per step, so that long prompts do not delay decoding for long."""
+CHUNK = 1024
+"""Maximum new tokens of one prompt per step: bounds the attention mask and scores."""
+WAVE_TOKENS, WAVE_PRODUCTS, LEAST_TOKENS = 4096, 1 << 36, 64
+"""Maximum new prompt tokens per step, and products of a parameter and a new prompt token, so that no step delays
+decoding for long: about 2 s on a slow core. But at least LEAST_TOKENS tokens."""
 WAVE_PAIRS = 1 << 24
 """Maximum number of (new token, visible token) pairs of the prompts in one step, padding included. Each pair takes 4
 bytes in the mask of each window, and 4 bytes in the scores of each head."""
@@ -57,6 +62,11 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.cache = PrefixCache()
+        parameters = sum(place.view.numel() for place in runner.model.weights.places.values())
+        self.wave = min(WAVE_TOKENS, max(LEAST_TOKENS, WAVE_PRODUCTS // parameters))
+        """Maximum new prompt tokens per step."""
+        self._partial: Prompt | None = None
+        """The prompt of the last row, if not all of it has been computed."""
         self.wake_loop: Callable[[], None] = lambda: None
         self._submitted = 0
         self._ended: list[Request] = []
@@ -65,6 +75,11 @@ class Scheduler:
     def used_tokens(self) -> int:
         """Number of tokens of the running requests."""
         return int(self.runner.length[: len(self.running)].sum())
+
+    @property
+    def row_tokens(self) -> int:
+        """Allocated memory of the rows in tokens, padding included; 0 if no request runs."""
+        return self.runner.kv.tokens if self.running else 0
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -76,15 +91,18 @@ class Scheduler:
     def step(self) -> None:
         """Advance every running request by one token, start requests that fit, and call `notify` where due."""
         self._make_room()
-        active = len(self.running)
-        prompts = self._admit()
+        active = len(self.running) - (self._partial is not None)
+        prompts = self._prompts()
         if not self.running:
             return
-        sampled = self.runner.step(active, prompts, self._bans(), self._wanted_tops())
-        started = list(zip(self.running[active:], prompts, strict=True))
+        self._partial = prompts[-1] if prompts and prompts[-1].end < len(prompts[-1].ids) else None
+        ready = self.running[:-1] if self._partial is not None else self.running[:]
+        self.counters.computed_tokens += sum(prompt.end - prompt.start for prompt in prompts)
+        sampled = self.runner.step(active, prompts, self._bans(ready), self._wanted_tops(ready))
+        started = list(zip(ready[active:], prompts, strict=False))
         for request, prompt in started:
             self._started(request, prompt)
-        self._advance(sampled, {request: prompt.scores for request, prompt in started})
+        self._advance(ready, sampled, {request: prompt.scores for request, prompt in started})
         self._flush_ended()
 
     def abort(self, chosen: Callable[[Request], bool]) -> None:
@@ -106,44 +124,68 @@ class Scheduler:
         """End the running requests with status 500 and drop the KV cache, after an error in a step."""
         if not self.running and self.waiting:  # the first request could not start and would fail for ever
             self._end(self.waiting.popleft(), failed(message))
-        for request in list(self.running):
+        for request in self.running:
             self.cache.withdraw(request)
-            self.runner.kv.scrub(request.row)
             request.row = -1
             self._end(request, failed(message))
         self.running.clear()
+        self._partial = None
+        self.runner.kv.shrink()
         self.cache.clear()
         self._flush_ended()
 
     def weights_changed(self) -> None:
-        """Invalidate all cached keys and values, also those of rows that continue, after a weight change."""
+        """Invalidate all cached keys and values, also those of rows that continue, after a weight change.
+
+        A prompt in parts starts again: its scores and first token are of one version.
+        """
         self.generation += 1
+        if self._partial is not None:
+            self._retract(self.running[-1])
         self.cache.clear()
         for request in self.running:
             self.cache.withdraw(request)
+
+    @property
+    def _longest(self) -> int:
+        """Number of tokens that the longest row holds after the next step."""
+        decoding = len(self.running) - (self._partial is not None)
+        written = int(self.runner.length[:decoding].max()) + 1 if decoding else 0
+        return max(written, len(self._partial.ids) if self._partial is not None else 0)
 
     def _make_room(self) -> None:
         """Retract the newest requests until one more token per row fits."""
         kv = self.runner.kv
         while self.running:
-            longest = int(self.runner.length[: len(self.running)].max()) + 1
-            if kv.fits(len(self.running), longest):
-                kv.reserve(len(self.running), longest)
+            if kv.fits(len(self.running), longest := self._longest):
+                kv.reserve(len(self.running), longest, kv.budget - self.cache.tokens)
                 self.cache.trim(kv.budget - kv.tokens)
                 return
             self._retract(max(self.running, key=lambda r: r.order))
+
+    def _prompts(self) -> list[Prompt]:
+        """Return the prompts of this step: the next part of the last one, alone, or those of new requests."""
+        if self._partial is None:
+            return self._admit() if self.waiting else []
+        new = len(self._partial.ids) - self._partial.start
+        self._partial.end = self._partial.start + self._part(new, len(self._partial.ids), self.wave)
+        return [self._partial]
+
+    def _part(self, new: int, width: int, budget: int) -> int:
+        """Return how many of the `new` tokens of a prompt of `width` tokens one step computes."""
+        return min(new, CHUNK, budget, max(1, WAVE_PAIRS // width))
 
     def _admit(self) -> list[Prompt]:
         """Assign free rows to waiting requests, first come, first served. Return their prompts, with prefixes copied.
 
         A request that shares a longer prefix with another new request of this step than with any known sequence waits
-        one step, and then copies that request's row instead of computing the prefix again.
+        one step, and then copies that request's row instead of computing the prefix again. A prompt that one step
+        cannot compute is the only one of its first step.
         """
-        kv, lengths = self.runner.kv, self.runner.length
-        # one more than stored: the step writes the next token of every running row
-        longest = int(lengths[: len(self.running)].max()) + 1 if self.running else 0
-        budget, new_longest, new_width = WAVE_TOKENS, 0, 0
+        kv, longest = self.runner.kv, self._longest
+        budget, new_longest, new_width = self.wave, 0, 0
         prompts: list[Prompt] = []
+        holders: list[CachedPrefix | Request | None] = []
         put_off: list[Request] = []
         newcomers: set[int] = set()
         try:
@@ -164,17 +206,20 @@ class Scheduler:
                 if any(key in newcomers for key in keys[shared // BLOCK : most // BLOCK]):
                     put_off.append(request)
                     continue
-                new = (len(ids) - shared - 1) % CHUNK + 1  # what the runner computes together with other prompts
+                new = self._part(len(ids) - shared, len(ids), budget)
                 new_longest, new_width = max(new_longest, new), max(new_width, len(ids))
-                if prompts and (len(prompts) + 1) * new_longest * new_width > WAVE_PAIRS:
+                pairs = (len(prompts) + 1) * new_longest * new_width
+                if prompts and (new < len(ids) - shared or pairs > WAVE_PAIRS):
                     self.waiting.appendleft(request)
                     break
                 newcomers.update(request.block_keys)
                 longest = needed
-                prompts.append(self._take_row(request, ids, holder, shared, longest))
-                budget -= len(ids) - shared
+                holders.append(holder)
+                prompts.append(self._take_row(request, ids, shared, shared + new))
+                budget = budget - new if prompts[-1].end == len(ids) else 0
         finally:
             self.waiting.extendleft(reversed(put_off))
+        self._copy_prefixes(prompts, holders, longest)
         return prompts
 
     def _awaits_scores(self, request: Request) -> bool:
@@ -194,46 +239,50 @@ class Scheduler:
         # a retracted request may find its own output in the cache
         return chain(ids, request.extra_key, self.generation) if request.output_ids else request.block_keys
 
-    def _take_row(
-        self, request: Request, ids: list[int], holder: CachedPrefix | Request | None, shared: int, longest: int
-    ) -> Prompt:
-        kv, row = self.runner.kv, len(self.running)
-        request.row = row
+    def _take_row(self, request: Request, ids: list[int], shared: int, end: int) -> Prompt:
+        request.row = len(self.running)
         self.running.append(request)  # before anything can fail, so that the request gets an answer
-        kv.reserve(row + 1, longest)
-        if isinstance(holder, CachedPrefix):
-            kv.restore(row, holder.payload, shared)
-        elif holder is not None:
-            kv.copy(holder.row, row, shared)
-        self.cache.trim(kv.budget - kv.tokens)
+        self.runner.length[request.row] = shared
         if not request.retractions:
             request.cached_tokens = shared
         self.counters.prompt_tokens += len(ids)
         self.counters.cached_tokens += shared
         score = max(request.logprob_start, 0) if request.scores_prompt else None
-        return Prompt(ids, shared, request.params, request.seed, score, request.adapter, request.top_logprobs)
+        return Prompt(ids, shared, end, request.params, request.seed, score, request.adapter, request.top_logprobs)
+
+    def _copy_prefixes(self, prompts: list[Prompt], holders: list[CachedPrefix | Request | None], longest: int) -> None:
+        """Allocate the newest rows, of `prompts`, and copy their known prefixes into them."""
+        kv = self.runner.kv
+        kv.reserve(len(self.running), longest, kv.budget - self.cache.tokens)
+        first = len(self.running) - len(prompts)
+        for row, (prompt, holder) in enumerate(zip(prompts, holders, strict=True), first):
+            if isinstance(holder, CachedPrefix):
+                kv.restore(row, holder.payload, prompt.start)
+            elif holder is not None:
+                kv.copy(holder.row, row, prompt.start)
+        self.cache.trim(kv.budget - kv.tokens)
 
     def _started(self, request: Request, prompt: Prompt) -> None:
         if prompt.score_from is not None:
             request.input_logprobs, request.input_top = prompt.scores, prompt.tops
         self.cache.lend(request)
 
-    def _bans(self) -> list[BannedTokens]:
+    def _bans(self, ready: list[Request]) -> list[BannedTokens]:
         """Return bans on end tokens for requests below min_new_tokens."""
         return [
             BannedTokens(row, sorted(r.end_ids))
-            for row, r in enumerate(self.running)
+            for row, r in enumerate(ready)
             if r.params.min_new_tokens > len(r.output_ids) and r.end_ids
         ]
 
-    def _wanted_tops(self) -> dict[int, int]:
-        return {row: r.top_logprobs for row, r in enumerate(self.running) if r.top_logprobs}
+    def _wanted_tops(self, ready: list[Request]) -> dict[int, int]:
+        return {row: r.top_logprobs for row, r in enumerate(ready) if r.top_logprobs}
 
-    def _advance(self, sampled: Sampled, new_scores: Mapping[Request, list[float]]) -> None:
-        """Append a token to each running request and remove those that ended. `new_scores`: prompts of this step."""
+    def _advance(self, ready: list[Request], sampled: Sampled, new_scores: Mapping[Request, list[float]]) -> None:
+        """Append a token to each ready request and remove those that ended. `new_scores`: prompts of this step."""
         version, now, check = self.version, time.perf_counter(), self.stopping.check
         ends: list[tuple[Request, Finish]] = []
-        for request, token, logprob in zip(self.running, sampled.tokens, sampled.logprobs, strict=True):
+        for request, token, logprob in zip(ready, sampled.tokens, sampled.logprobs, strict=True):
             if not (math.isfinite(logprob) and all(map(math.isfinite, new_scores.get(request, ())))):
                 self.runner.kv.scrub(request.row)
                 self.runner.length[request.row] = 0
@@ -256,7 +305,7 @@ class Scheduler:
                 ends.append((request, finish))
             elif request.due(len(request.output_ids)):
                 request.notify(request, len(request.output_ids))
-        self.counters.count_tokens(len(self.running), now)
+        self.counters.count_tokens(len(ready), now)
         for request, finish in sorted(ends, key=lambda pair: -pair[0].row):
             self._leave_row(request)
             self._end(request, finish)
@@ -270,21 +319,40 @@ class Scheduler:
 
     def _leave_row(self, request: Request) -> None:
         """Keep the row's keys and values for reuse if they belong to the current weights, and close the gap."""
-        runner, row = self.runner, request.row
+        kv, row = self.runner.kv, request.row
         self.cache.withdraw(request)
-        length = int(runner.length[row])
-        room = runner.kv.budget - runner.kv.tokens
-        if request.generation == self.generation and BLOCK <= length <= room:
-            ids = (request.prompt_ids + request.output_ids)[:length]
-            keys = chain(ids, request.extra_key, self.generation)
-            self.cache.keep(ids, keys, runner.kv.save(row, length))
-            self.cache.trim(room)
-        last = self.running.pop()
-        if last is not request:
-            runner.move(last.row, row)
-            last.row = row
-            self.running[row] = last
+        length = int(self.runner.length[row])
+        ids = (request.prompt_ids + request.output_ids)[:length]
+        current = request.generation == self.generation and length >= BLOCK
+        payload = kv.save(row, length) if current else None
+        self._close_gap(row)
         request.row = -1
+        room = self._room(length if current else 0)
+        if payload is not None and length <= room:
+            self.cache.keep(ids, chain(ids, request.extra_key, self.generation), payload)
+            self.cache.trim(room)
+
+    def _close_gap(self, row: int) -> None:
+        """Remove a row. The last one takes its place; if that is a prompt in parts, which must stay last, both do."""
+        tail = len(self.running) - 1
+        if row == tail:
+            self._partial = None
+        for last in (tail,) if self._partial is None else (tail - 1, tail):
+            if row < last:
+                self.runner.move(last, row)
+                self.running[row] = self.running[last]
+                self.running[row].row = row
+                row = last
+        self.running.pop()
+
+    def _room(self, more: int) -> int:
+        """Return the room for prefixes in tokens, after freeing rows that nobody needs if it is short of `more`."""
+        kv, rows = self.runner.kv, len(self.running)
+        if self.cache.tokens + more > kv.budget - kv.tokens:
+            longest = self._longest
+            if 2 * kv.tokens > 3 * rows * round_up(longest):  # not at every change: it costs a copy of all rows
+                kv.shrink(rows, longest)
+        return kv.budget - kv.tokens
 
     def _end(self, request: Request, finish: Finish) -> None:
         request.finish, request.ended_at = finish, time.perf_counter()

@@ -24,7 +24,7 @@ ENGINE: Table = {
     "num_queue_reqs": gauge("Requests in the queue."),
     "num_paused_reqs": gauge("Requests held by a pause."),
     "num_used_tokens": gauge("Tokens of running requests in the KV cache."),
-    "kv_used_tokens": gauge("Tokens in the KV cache, including cached prefixes."),
+    "kv_used_tokens": gauge("Space taken in the KV cache, in tokens: padded running requests, and prefixes."),
     "kv_available_tokens": gauge("Free space in the KV cache, in tokens."),
     "max_total_num_tokens": gauge("Size of the KV cache in tokens."),
     "token_usage": gauge("Share of the KV cache used by running requests."),
@@ -57,14 +57,14 @@ def render(engine: Engine, model_name: str) -> str:
 def _values(engine: Engine) -> dict[str, float]:
     s = engine.scheduler
     c, budget = s.counters, s.runner.kv.budget
-    used, kept = s.used_tokens, s.cache.tokens
+    used, held = s.used_tokens, s.row_tokens + s.cache.tokens
     return {
         "num_running_reqs": len(s.running),
         "num_queue_reqs": engine.waiting,
         "num_paused_reqs": (len(s.running) + engine.waiting) if engine.paused else 0,
         "num_used_tokens": used,
-        "kv_used_tokens": used + kept,
-        "kv_available_tokens": max(budget - used - kept, 0),
+        "kv_used_tokens": held,
+        "kv_available_tokens": max(budget - held, 0),
         "max_total_num_tokens": budget,
         "token_usage": used / budget,
         "cache_hit_rate": c.hit_rate,
@@ -208,6 +208,7 @@ class AdminRoutes:
             "num_total_reqs": len(s.running) + self._engine.waiting,
             "num_used_tokens": used,
             "num_kept_tokens": s.cache.tokens,
+            "num_computed_tokens": s.counters.computed_tokens,
             "max_total_num_tokens": budget,
             "max_running_requests": s.max_running,
             "token_usage": used / budget,

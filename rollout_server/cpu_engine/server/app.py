@@ -58,6 +58,8 @@ def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConf
     except WeightsError as error:
         raise UserError(str(error), todo="set --model-path to a complete model directory") from None
     tokenizer = Tokenizer(settings.model_path)
+    # a tokenizer may have more tokens than the model has outputs
+    tokenizer.eos_ids = frozenset(token for token in tokenizer.eos_ids if token < config.vocab)
     budget = cache_tokens(settings, config, dtype.itemsize)
     kv = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, budget)
     runner = ModelRunner(CausalLM(config, weights), kv, settings.max_running)

@@ -42,7 +42,8 @@ ADMIN = frozenset(
     }
 )
 
-
+CLIENT_GONE = 499
+"""nginx's status of a request whose client has disconnected. Nobody receives it."""
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"} | dict.fromkeys(
     (500, 503), "server_error"
 )
@@ -73,9 +74,9 @@ def guard(api_key: str, admin_key: str) -> Middleware:
             return problem(400, f"{error.what}: {error.why}" if error.why else error.what)
         except web.HTTPException as error:
             return problem(error.status, error.reason)
-        except ConnectionError:
-            raise  # the client disconnected: aiohttp handles it without a log message
         except Exception as error:
+            if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+                return web.Response(status=CLIENT_GONE)  # aiohttp logs errors, but not that it cannot send a response
             log.exception("%s %s failed", request.method, request.path)
             return problem(500, f"{type(error).__name__}: {error}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ class Streaming:
 
 
 class Generation:
-    """The generation routes. `seed` determines the seeds of requests without one."""
+    """The generation routes. `seed` determines the seeds of requests without one; None: at random."""
 
     def __init__(
         self,
@@ -100,12 +101,12 @@ class Generation:
         tokenizer: Tokenizer,
         limits: Limits,
         adapters: LoraRoutes,
-        seed: int,
+        seed: int | None,
         streaming: Streaming,
     ) -> None:
         self._engine, self._tokenizer, self._limits, self._streaming = engine, tokenizer, limits, streaming
         self._adapters = adapters
-        self._next_seed = (seed & 0xFFFFFFFF) << 32
+        self._next_seed = (secrets.randbits(32) if seed is None else seed & 0xFFFFFFFF) << 32
         self._live: set[str] = set()
         self._mailbox: Mailbox | None = None
 
@@ -200,7 +201,7 @@ class Generation:
                         logprob_start=call.logprob_start,
                         top_logprobs=call.top_logprobs,
                         logprob_texts=call.logprob_texts,
-                        extra_key=f"{call.extra_key}\0{adapter.number}" if adapter else call.extra_key,
+                        extra_key=f"{adapter.number if adapter else ''}\0{call.extra_key}",  # the number has no NUL
                         adapter=adapter,
                         arrived=now,
                         first=first,

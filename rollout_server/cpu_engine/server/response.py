@@ -66,7 +66,7 @@ def prompt_logprobs(request: Request, tokenizer: Tokenizer) -> dict[str, list[An
         found["input_token_logprobs"] = _triples(request, pairs, tokenizer)
         if request.top_logprobs:
             tops = [_triples(request, best, tokenizer) for best in request.input_top]
-            found["input_top_logprobs"] = [None, *tops]
+            found["input_top_logprobs"] = [None, *tops][: len(found["input_token_logprobs"])]
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +62,8 @@ MOST_TOPS = 1 << 22
 
 MOST_NUMBER = 1e300
 """Maximum value of integer fields."""
+LARGEST_TEMPERATURE = 1e38
+"""A float32 holds no more."""
 
 _RID_BASE = secrets.token_hex(8)
 _rid_numbers = itertools.count()
@@ -247,7 +248,7 @@ def _sampling(given: Body, limits: Limits) -> SamplingParams:
         elif name not in _KNOWN:
             raise BadRequest(f"unknown sampling parameter {name!r}")
     _flag(given, "spaces_between_special_tokens")
-    temperature = _number(given, "temperature", 1.0, 0, math.inf)
+    temperature = _number(given, "temperature", 1.0, 0, LARGEST_TEMPERATURE)
     top_k = _integer(given, "top_k", -1, -1, 1 << 30)
     stops = given.get("stop")
     stop_ids = given.get("stop_token_ids") or []

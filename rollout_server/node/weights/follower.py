@@ -6,7 +6,8 @@ that does not have the directory waits for a broadcast, if the learner sends any
 
 Verification reads every byte of the new version while the engine generates; only the swap pauses it. A failure before
 the swap changes nothing: the engine stays READY at its old version, and the node tries again. A failure during the swap
-may leave a mix of two versions: that incarnation of the engine is lost.
+may leave a mix of two versions: that incarnation of the engine is lost. Only the embedded engine verifies a version
+itself before it changes anything; one that refuses a version continues at its old one.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class WeightFollower:
         elif held == status.version and held.epoch == self.highest_epoch:
             status.transition_to(NodeState.READY)
         else:
-            status.transition_to(NodeState.SYNCING, "it no longer holds the target version", version=held)
+            status.transition_to(NodeState.SYNCING, "it no longer holds the target version", version=NO_VERSION)
         return True
 
     def should_load(self, update: WeightUpdate) -> bool:
@@ -251,6 +252,10 @@ class WeightFollower:
             await client.resume()
         except EngineError as error:
             self._stats.counts["strikes"] += 1
+            if before is not NodeState.QUARANTINED and await self._is_unchanged(client, update, error):
+                await self._try_resume(client)
+                status.transition_to(before, f"could not load {label}: {error}")
+                return False
             raise report_lost(status, NodeState.QUARANTINED, f"{label} is loaded in part: {error}") from error
         status.pause_s = time.monotonic() - paused_at
         status.update_capabilities({"adapter": ""})
@@ -259,6 +264,15 @@ class WeightFollower:
         status.transition_to(NodeState.READY, version=update.version)
         log.info("loaded %s: paused %.3f s, of which %.3f s loading", label, status.pause_s, status.load_s)
         return True
+
+    async def _is_unchanged(self, client: EngineAdmin, update: WeightUpdate, error: EngineError) -> bool:
+        """Return whether the engine refused `update` as a whole: an embedded one that still has another label."""
+        if error.cause != "refused" or self._status.info().kind != "cpu":
+            return False
+        try:
+            return await client.version() != update.version
+        except EngineError:
+            return False  # unknown
 
     async def _try_resume(self, client: EngineAdmin) -> None:
         try:

@@ -30,6 +30,7 @@ class AdapterLoader:
         self._client, self._status, self._settings, self._stats = client, status, settings, stats
         self._loaded: list[str] = []
         """Names of the loaded adapters, oldest first."""
+        self._swept = False
         self._unloading: asyncio.Task[None] | None = None
         status.update_capabilities({"adapter": ""})
 
@@ -46,6 +47,8 @@ class AdapterLoader:
                     self._client.name,
                     f"it holds the weights of {held.label}, not those of the initial model",
                 )
+            if not self._swept:
+                await self._sweep()
             await self._client.load_adapter(label, update.path, timeout_s=self._settings.update_timeout_s)
         except EngineError as error:
             self._stats.counts["strikes"] += 1
@@ -61,6 +64,13 @@ class AdapterLoader:
             self._unloading = asyncio.create_task(self._unload(), name="unload adapters")
         log.info("loaded adapter %s in %.3f s, without a pause", label, status.load_s)
         return True
+
+    async def _sweep(self) -> None:
+        """Unload the versions that the engine has from before, of a killed node or another run."""
+        for name in await self._client.adapter_versions():
+            await self._client.unload_adapter(name, timeout_s=UNLOAD_S)
+            log.info("unloaded adapter %s, which was there before", name)
+        self._swept = True
 
     def close(self) -> None:
         """Stop unloading in the background."""

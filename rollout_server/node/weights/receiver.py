@@ -342,6 +342,8 @@ class WeightReceiver:
     async def _abort(self, client: EngineAdmin, part: TransferState, reason: str) -> None:
         """Report to the learner, close the session, and let the engine continue at its version or quarantine it."""
         if part.open:
+            if self._stages:
+                await self._leave(client)  # ends the bucket in progress: the end of the session would wait for it
             await self._close_session(client, part)
         status, label = self._status, part.view.version.label
         said = f"{label} was {'received in part' if part.touched else 'not received'}: {reason}"
