@@ -68,12 +68,13 @@ def load_settled(
 def _first_layers(directory: Path, settings: ModelSettings, config: Any, *, packed: bool) -> Any:
     """Return the model cut to its first two layers, or to as many as have every kind of attention."""
     reports = logging.getLogger("transformers.modeling_utils")
-    reports.disabled = True  # a table of the other layers
+    level = reports.level
+    reports.setLevel(logging.ERROR)  # without the table of the other layers
     try:
         count = min(first_layers(config), config.num_hidden_layers)
         return load_causal(directory, settings, packed=packed, layers=count)
     finally:
-        reports.disabled = False
+        reports.setLevel(level)
 
 
 def load_causal(
