@@ -21,7 +21,7 @@ ENGINE_VENV := .venv-engine
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
-.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang test-peers test-ui mutants mutants-sample reliability figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
+.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang test-peers test-ui mutants mutants-sample reliability families figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -113,6 +113,10 @@ mutants-sample: setup
 # Run every test of the fault table, and write the results to docs/reliability.md.
 reliability: setup
 	$(BIN)/python tests/faults/report.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Measure the model families on tiny models, beside transformers, and write docs/models.md. ARGS="qwen3 gemma2" measures some.
+families: setup
+	$(BIN)/python tests/families/report.py $(ARGS)
 
 # Make missing and stale figures one by one, at most 15 minutes each, and generate docs/benchmarks.md from them.
 # ARGS="engine demo-0" selects figures, ARGS=--force makes all of them.

@@ -125,7 +125,25 @@ def run_files(tmp_path: Path) -> Path:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(TINY))
     (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 7}}}')
-    save_file({"weight": np.zeros(4, np.float32)}, model / "model.safetensors")
+    rng = np.random.default_rng(0)
+    shapes = {
+        "model.embed_tokens": (8, 8),
+        "model.norm": (8,),
+        "lm_head": (8, 8),
+        **{
+            f"model.layers.0.{name}": shape
+            for names, shape in (
+                (("self_attn.q_proj", "self_attn.o_proj"), (8, 8)),
+                (("self_attn.k_proj", "self_attn.v_proj"), (4, 8)),
+                (("mlp.gate_proj", "mlp.up_proj"), (16, 8)),
+                (("mlp.down_proj",), (8, 16)),
+                (("input_layernorm", "post_attention_layernorm"), (8,)),
+            )
+            for name in names
+        },
+    }
+    weights = {f"{name}.weight": rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
     (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "\\"Paris\\"\\nA city."}\n')
     (tmp_path / "questions.jsonl").write_text('{"id": "q1", "question": "where ?", "answers": ["Paris"]}\n')
     return tmp_path

@@ -20,7 +20,7 @@ from deploy.placement.inventory import HARDWARE
 from deploy.placement.run import planned, read_facts
 from learner.config.learner import DistributedPublishSettings, require_groups
 from learner.config.policy import GroupSettings
-from learner.model.architecture import refuse_settings
+from learner.model.architecture import refuse_context, refuse_settings
 from protocol.errors import UserError
 from protocol.settings import RunSettings
 from rollout_server.cpu_engine.model.config import read_model_config
@@ -30,6 +30,8 @@ CPU_PARAMETERS = 1_000_000_000
 """Maximum parameters for the embedded engine: its float32 weights take 4 GB, and an answer takes minutes."""
 SLOW_PARAMETERS = 50_000_000
 """Parameters from which the embedded engine, made for tests and demos, is slow."""
+LARGE_BYTES = 8_000_000_000
+"""Size of the weights from which only the first layers are loaded for the check."""
 ON_SGLANG = "use SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
 NO_GPU = "start it on a machine with GPUs, or remove launch.hardware; `foray up FILE --dry-run` shows the placement"
 HAND = 'docs/quickstart.md, "Each process by itself"'
@@ -237,13 +239,33 @@ def _trainable(config: RunConfig, facts: dict[str, Any]) -> Finding:
         given = SimpleNamespace(**({"is_encoder_decoder": False, "model_type": "model"} | facts))
         if given.model_type.startswith("qwen") and not facts.get("use_sliding_window"):
             given.sliding_window = None  # set in config.json, but without effect
-        packed = bool(config.learner.batch.row_tokens)
+        packed = config.learner.batch.rows["packed"]
         refuse_settings(config.run.model, given, config.learner.model.attention, packed=packed)
+        refuse_context(config.run.model, given, config.rollout.episode.max_context)
     except UserError as error:
         return Finding.of("learner", error)
     except NOT_FACTS as error:
         return _unusable(config.run.model, error)
     return Finding("learner", "ok", f"supports a {given.model_type} model")
+
+
+def check_model(config: RunConfig) -> Iterator[Finding]:
+    """Load run.model and check it as the learner does at its start. Takes seconds: not before each start."""
+    model, learner = config.run.model, config.learner
+    if not config.launch.learner or not read_facts(model):
+        return  # another check reports a missing model
+    try:
+        from learner.model.loading import load_settled
+    except ImportError as error:
+        yield Finding("learner check", "ok", f"not run, because {error.name} is not installed")
+        return
+    large = sum(path.stat().st_size for path in model.glob("*.safetensors")) > LARGE_BYTES
+    try:
+        load_settled(model, learner.model, **learner.batch.rows, sharded=learner.engine.zero_stage == 3 or large)
+    except UserError as error:
+        yield Finding.of("learner check", error)
+    else:
+        yield Finding("learner check", "ok", "log-probs and gradient in the run's rows are those of transformers")
 
 
 def _unusable(model: Path, error: Exception) -> Finding:

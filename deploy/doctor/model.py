@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,21 @@ def _words(model: Path) -> dict[str, int]:
         return {}
 
 
+def family(config: RunConfig) -> Iterator[Finding]:
+    """Print what docs/models.md says of the model's type."""
+    kind = read_facts(config.run.model).get("model_type")
+    table = _families()
+    for name, row in table["families"].items():
+        if row["type"] == kind:
+            said = (f"{title} {row['cells'][column][0]}" for column, title in table["columns"].items())
+            yield Finding("model family", "ok", f"{name}, tested at tiny size: {'; '.join(said)} (docs/models.md)")
+
+
+def _families() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((resources.files("learner.model") / "families.json").read_text())
+    return found
+
+
 def remote_code(config: RunConfig) -> Iterator[Finding]:
     """Check for models that contain code, and for engines configured to run it."""
     kind = config.engine.kind
@@ -132,8 +148,9 @@ def remote_code(config: RunConfig) -> Iterator[Finding]:
         todo = "remove it, unless you trust that code; Foray itself never runs any"
         yield Finding("remote code", "warn", detail, todo)
         return
-    brought = read_facts(config.run.model).get("auto_map")
-    if brought:
+    facts = read_facts(config.run.model)
+    known = {row["type"] for row in _families()["families"].values()}  # transformers' own code is used for these
+    if facts.get("auto_map") and facts.get("model_type") not in known:
         detail = f"{config.run.model} needs its own code (auto_map), which Foray does not run: it cannot be loaded"
         yield Finding("remote code", "fail", detail, "use a model that transformers supports directly")
     else:

@@ -48,6 +48,7 @@ def examine(
     if config is None:
         return [*found, *redis.program()]
     found += [*machine.secrets(config, path), *_before_start(config, environ, clock)]
+    found += [*model.family(config), *engine.check_model(config)]
     return [*found, *model.auto_tokenizer(config), *data.lengths(config)]
 
 

@@ -67,6 +67,11 @@ class BatchSettings(Settings):
     """Control experiment: permute rewards among all trajectories of the batch before advantages are computed, so that
     there is nothing to learn. The metrics still show the true rewards."""
 
+    @property
+    def rows(self) -> dict[str, bool]:
+        """Return what `learner.model.loading.load_policy` needs to know of the rows: `packed` and `shared`."""
+        return {"packed": bool(self.row_tokens) or self.share_prompts, "shared": self.share_prompts}
+
 
 class TokenValuesSettings(Settings):
     """Files with the values of each trained token of some steps, for the dashboard: log-probs by the policy that was

@@ -170,7 +170,10 @@ class PlacedRows(NamedTuple):
 
 
 def place_rows(rows: Sequence[Sequence[npt.NDArray[np.int64]]]) -> PlacedRows:
-    """Return the trajectories of each row one after the other, padded at the end to the width of the longest row."""
+    """Return the trajectories of each row one after the other, padded at the end to the width of the longest row.
+
+    Positions of padding are 0: some models rotate by the largest position of a call.
+    """
     width = max(sum(map(len, row)) for row in rows)
     shape = (len(rows), width)
     ids, positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
@@ -184,7 +187,6 @@ def place_rows(rows: Sequence[Sequence[npt.NDArray[np.int64]]]) -> PlacedRows:
             documents[y, x : x + n] = document
             starts.append(y * width + x)
             x += n
-        positions[y, x:] = np.arange(width - x)
     return PlacedRows(ids, positions, documents, starts)
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from learner.config.model import CriticSettings, ModelSettings
 from learner.engine.accelerator import without_gpu
 from learner.model.architecture import refuse_settings, without_dropout
 from learner.model.lora import add_adapters
-from learner.model.parity_check import is_settled, settle_attention
+from learner.model.parity_check import first_layers, settle_attention
 from learner.model.policy import PolicyModel
 from learner.model.stored_weights import StoredWeights, empty_model
 from protocol.errors import UserError
@@ -27,24 +28,28 @@ def load_policy(
     settings: ModelSettings,
     *,
     packed: bool = True,
+    shared: bool = False,
     critic: CriticSettings | None = None,
     sharded: bool = False,
 ) -> PolicyModel:
     """Return the model in `directory` (Hugging Face layout), on the CPU.
 
     packed   whether rows will contain several trajectories
+    shared   whether these may share a prompt
     critic   set if the model gets a value head (critic.backbone policy)
     sharded  as `load_settled`
     Raises UserError if the model is missing, or would be scored wrongly.
     """
-    causal = load_settled(directory, settings, packed=packed, sharded=sharded)
+    causal = load_settled(directory, settings, packed=packed, shared=shared, sharded=sharded)
     policy = PolicyModel(causal, settings, critic)
     if settings.lora.rank:
         add_adapters(causal, settings.lora)
     return policy
 
 
-def load_settled(directory: Path, settings: ModelSettings, *, packed: bool, sharded: bool = False) -> Any:
+def load_settled(
+    directory: Path, settings: ModelSettings, *, packed: bool, shared: bool = False, sharded: bool = False
+) -> Any:
     """Return transformers' model with the attention that `settle_attention` chooses.
 
     sharded  leave the weights in their files, to be read rank by rank (`causal.stored`), where they are stored as the
@@ -52,9 +57,9 @@ def load_settled(directory: Path, settings: ModelSettings, *, packed: bool, shar
     """
     causal = load_causal(directory, settings, packed=packed, sharded=sharded)
     whole = causal
-    if causal.stored is not None and not is_settled(causal.config):
+    if causal.stored is not None:
         whole = _first_layers(directory, settings, causal.config, packed=packed)
-    settle_attention(PolicyModel(whole, settings), directory, packed=packed)
+    settle_attention(PolicyModel(whole, settings), directory, packed=packed, shared=shared)
     if whole is not causal:
         causal.set_attn_implementation(whole.config._attn_implementation)
     return causal
@@ -62,9 +67,14 @@ def load_settled(directory: Path, settings: ModelSettings, *, packed: bool, shar
 
 def _first_layers(directory: Path, settings: ModelSettings, config: Any, *, packed: bool) -> Any:
     """Return the model cut to its first two layers, or to as many as have every kind of attention."""
-    kinds = list(getattr(config, "layer_types", None) or ())
-    count = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
-    return load_causal(directory, settings, packed=packed, layers=min(count, config.num_hidden_layers))
+    reports = logging.getLogger("transformers.modeling_utils")
+    level = reports.level
+    reports.setLevel(logging.ERROR)  # without the table of the other layers
+    try:
+        count = min(first_layers(config), config.num_hidden_layers)
+        return load_causal(directory, settings, packed=packed, layers=count)
+    finally:
+        reports.setLevel(level)
 
 
 def load_causal(
@@ -84,11 +94,11 @@ def load_causal(
         )
     refuse_pickled(directory)
     without_gpu()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # progress bars clutter log files
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    config = read_config(directory)
     refuse_settings(directory, config, settings.attention, packed=packed)
     without_dropout(config)
     if layers:
@@ -108,10 +118,10 @@ def load_causal(
             if stored is None:
                 log.info("%s is loaded whole on every rank: its files do not have the model's tensors", directory)
         if causal is None or stored is None:
-            causal = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, local_files_only=True, use_safetensors=True, **options
-            )
-    except ValueError as error:  # no such attention for this architecture, or no causal model of it
+            options |= {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+            causal, report = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
+            refuse_missing(directory, report["missing_keys"])
+    except (ValueError, OSError) as error:  # no such attention, no causal model of this type, or no weights
         raise UserError(
             f"transformers cannot load {directory} ({config.model_type})",
             why=str(error)[:400],
@@ -121,6 +131,30 @@ def load_causal(
     if settings.gradient_checkpointing:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     return causal
+
+
+def read_config(directory: Path) -> Any:
+    """Return transformers' configuration of the model in `directory`. Raises UserError if it knows no such type."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:
+        raise UserError(
+            f"transformers does not know the model in {directory}",
+            why=f"its config.json: {str(error).splitlines()[0][:300]}" if str(error) else type(error).__name__,
+            todo="use a model of a type that transformers contains (docs/models.md); code of models is never run",
+        ) from None
+
+
+def refuse_missing(directory: Path, names: Iterable[str]) -> None:
+    """Raise UserError if there are `names` of parameters without a tensor in the files: they would be random."""
+    if missing := sorted(names):
+        raise UserError(
+            f"the files in {directory} lack {len(missing)} tensors of the model, for example {missing[0]}",
+            why="transformers would give them random values",
+            todo="download the complete model directory again, or use another model",
+        )
 
 
 def as_saved(causal: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

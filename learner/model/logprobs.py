@@ -149,6 +149,7 @@ class ScoringLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor, wanted: Wanted | None = None) -> Any:
         """Return logits; or, with `wanted`, the tuple (log-probs, entropy, at or empty, top or empty)."""
+        input = input.to(self.weight.dtype)  # Falcon Mamba's hidden states are float32 beside bfloat16 weights
         if wanted is not None:
             return _Score.apply(input, self.weight, self.bias, wanted, self.fp32)  # type: ignore[no-untyped-call]
         if self.fp32 and self.weight.dtype == torch.bfloat16:

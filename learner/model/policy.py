@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from learner.config.model import CriticSettings, ModelSettings
+from learner.model.architecture import length_limit, refuse_context
 from learner.model.attention import Spans, attention_mask, takes_spans
 from learner.model.logprobs import Scores, ScoringLinear, Wanted, can_score, score_fused, score_hidden, wide
 from learner.model.stored_weights import StoredWeights
@@ -73,7 +74,7 @@ class PolicyModel(torch.nn.Module):
         ids, positions [R, L] int64; documents [R, L] int64, or None if no row contains more than one trajectory;
         index [N] int64 into the flattened rows, targets [N] int64, at_ids [N, k] int64.
         """
-        hidden = hidden_states(self.causal.base_model, ids, positions, documents)[index]
+        hidden = hidden_states(backbone(self.causal), ids, positions, documents)[index]
         top = min(top, self.top_among)
         layer = OutputLayer.of(self.causal)
         if isinstance(layer.head, ScoringLinear) and layer.cap is None:
@@ -99,16 +100,26 @@ class PolicyModel(torch.nn.Module):
         return scores._replace(values=self.value_head(apart + self.backbone_gradient * (hidden - apart)))
 
 
+def backbone(causal: Any) -> Any:
+    """Return the model below the output layer; transformers' `base_model` names no attribute of Llama 4."""
+    return causal.model if causal.base_model is causal else causal.base_model
+
+
 def hidden_states(
-    backbone: Any, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None
+    base: Any, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return [R * L, H]: the last hidden states of a base model of transformers, rows one after the other."""
+    """Return [R * L, H]: the last hidden states of a base model of transformers, rows one after the other.
+
+    Raises UserError for sequences longer than `length_limit`.
+    """
+    if length_limit(base.config):
+        refuse_context(base.config.name_or_path, base.config, int(positions.max()) + 1)
     who: dict[str, Any] = {"attention_mask": None}
-    if documents is not None and takes_spans(backbone.config):
+    if documents is not None and takes_spans(base.config):
         who["spans"] = Spans.of(documents, positions)
     elif documents is not None:
-        who["attention_mask"] = attention_mask(documents, positions, backbone.config, backbone.dtype)
-    output = backbone(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, **who)
+        who["attention_mask"] = attention_mask(documents, positions, base.config, base.dtype)
+    output = base(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, **who)
     hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1)
     return hidden
 

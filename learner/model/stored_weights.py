@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of files that `copy_` converts; it would also copy the codes of 8-bit floats, without their scales."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -80,6 +82,7 @@ class StoredWeights:
             saved in self._files
             and (part is whole or part._base is whole)
             and list(part.shape) == self._file(saved).get_slice(saved).get_shape()
+            and (self._file(saved).get_slice(saved).get_dtype() in FLOATS) == part.is_floating_point()
             for saved, part in parts.items()
         )
 

@@ -12,7 +12,7 @@ from learner.algorithms.losses import value_loss, variance_sums, weighted_sum
 from learner.config.model import CriticSettings, LoraSettings, ModelSettings
 from learner.engine import DeepSpeedEngine
 from learner.model.loading import load_settled
-from learner.model.policy import ValueHead, hidden_states
+from learner.model.policy import ValueHead, backbone, hidden_states
 from learner.model.stored_weights import StoredWeights
 from learner.trainer.tensors import ForwardResult
 
@@ -38,7 +38,13 @@ class ValueModel(torch.nn.Module):
 
 
 def load_critic(
-    run_model: Path, critic: CriticSettings, model: ModelSettings, *, packed: bool = True, sharded: bool = False
+    run_model: Path,
+    critic: CriticSettings,
+    model: ModelSettings,
+    *,
+    packed: bool = True,
+    shared: bool = False,
+    sharded: bool = False,
 ) -> ValueModel:
     """Return the critic before training: the model in `critic.model` or `run_model`, with a head of zeros, on the CPU.
 
@@ -46,8 +52,8 @@ def load_critic(
     """
     directory = critic.model or run_model
     settings = model.model_copy(update={"lora": LoraSettings()})
-    causal = load_settled(directory, settings, packed=packed, sharded=sharded)
-    return ValueModel(causal.base_model, causal.get_output_embeddings().weight.shape[1], causal.stored)
+    causal = load_settled(directory, settings, packed=packed, shared=shared, sharded=sharded)
+    return ValueModel(backbone(causal), causal.get_output_embeddings().weight.shape[1], causal.stored)
 
 
 class Critic:

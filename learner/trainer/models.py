@@ -92,21 +92,21 @@ def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requ
     The policy's learning rate is planned without those of the critic's warm-up, in which it is not updated.
     """
     torch.manual_seed(run.seed)  # random initial adapters, equal on all ranks and at every start
-    packed = settings.batch.row_tokens > 0 or settings.batch.share_prompts
+    rows = settings.batch.rows
     head = settings.critic if requirements.values and settings.critic.backbone == "policy" else None
     sharded = settings.engine.zero_stage == 3
-    module = load_policy(run.model, settings.model, packed=packed, critic=head, sharded=sharded)
+    module = load_policy(run.model, settings.model, **rows, critic=head, sharded=sharded)
     own_critic = requirements.values and head is None
     warmup = settings.critic.warmup_steps * (updates // run.steps) if own_critic else 0
     policy = _engine(module, settings.optim, run, settings, max(1, updates - warmup))
     critic = None
     if own_critic:
-        value_model = load_critic(run.model, settings.critic, settings.model, packed=packed, sharded=sharded)
+        value_model = load_critic(run.model, settings.critic, settings.model, **rows, sharded=sharded)
         engine = _engine(value_model, settings.critic.optim, run, settings, updates)
         critic = Critic(engine, settings.critic, updates_per_step=updates // run.steps)
     reference = None
     if requirements.reference:
-        reference = build_reference(settings.reference, run.model, settings.model, policy, packed=packed)
+        reference = build_reference(settings.reference, run.model, settings.model, policy, **rows)
     if policy.device.type == "cuda":
         use_varlen(module.causal.config, policy.device, getattr(torch, settings.model.dtype))
     return Models(settings, policy, critic, reference, module.vocabulary)

@@ -184,7 +184,13 @@ def share_frozen(module: torch.nn.Module, policy: torch.nn.Module) -> bool:
 
 
 def build_reference(
-    settings: ReferenceSettings, run_model: Path, model: ModelSettings, engine: PolicyEngine, *, packed: bool = True
+    settings: ReferenceSettings,
+    run_model: Path,
+    model: ModelSettings,
+    engine: PolicyEngine,
+    *,
+    packed: bool = True,
+    shared: bool = False,
 ) -> Reference:
     """Return the reference at the beginning of a run: `settings.model`, or the run's initial model; collective.
 
@@ -200,7 +206,8 @@ def build_reference(
     if frozen:
         changed["lora"] = LoraSettings()
     sharded = engine.stage == 3 and engine.world_size > 1
-    module = load_policy(settings.model or run_model, model.model_copy(update=changed), packed=packed, sharded=sharded)
+    given = model.model_copy(update=changed)
+    module = load_policy(settings.model or run_model, given, packed=packed, shared=shared, sharded=sharded)
     policy = cast(PolicyModel, engine.module)
     if module.vocabulary < policy.vocabulary:
         raise UserError(

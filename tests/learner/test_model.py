@@ -314,9 +314,14 @@ def test_the_check_sees_a_mask_that_leaks_in_any_dtype(dtype, tmp_path, monkeypa
 
 def test_differences_from_equal_log_probs_are_not_scaled(monkeypatch):
     model = policy("qwen3")
-    monkeypatch.setattr("learner.model.parity_check._by_transformers", lambda policy, texts: torch.zeros(8))
-    monkeypatch.setattr("learner.model.parity_check._in_rows", lambda policy, texts: torch.full((8,), 0.25))
-    assert differences(model, packed=False) == {"eager": 0.0, "alone": 0.25}
+
+    def weight(policy):
+        return next(p for p in policy.causal.model.parameters() if p.ndim == 1).sum().repeat(31)
+
+    monkeypatch.setattr("learner.model.parity_check._by_transformers", lambda policy, texts: 0 * weight(policy))
+    monkeypatch.setattr("learner.model.parity_check._in_rows", lambda policy, texts: 0 * weight(policy) + 0.25)
+    found = differences(model, packed=False)
+    assert (found["eager"], found["chunk"], found["alone"], found["noise"]) == (0.0, 0.0, 0.25, 0.0)
 
 
 @pytest.mark.parametrize("name", ["mistral", "granite", "mixtral", "qwen3_moe", "gemma2"])
