@@ -150,7 +150,7 @@ def _placeholders() -> Iterator[None]:
         register(module, name, parameter)
 
     torch.nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
-    convolution.reset_parameters = lambda module: None  # type: ignore[method-assign]  # it writes every element
+    convolution.reset_parameters = lambda self: None  # type: ignore[method-assign]  # it writes every element
     try:
         yield
     finally:
