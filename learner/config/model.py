@@ -117,7 +117,8 @@ class LoraSettings(Settings):
     alpha: float = Field(default=16.0, gt=0)
     """The adapter's product is scaled by alpha / rank. learner.publish.alpha (publish.type adapter) must be equal."""
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers with an adapter, e.g. [q_proj, v_proj]; empty: all but the output layer."""
+    """Names of the linear layers with an adapter, e.g. [q_proj, v_proj]; empty: all but the output layer, experts,
+    routers, and layers whose names peft takes for experts (the log lists them)."""
 
 
 class ModelSettings(Settings):

@@ -56,13 +56,32 @@ def load_settled(
              model has them; otherwise the model is loaded whole. The attention is then settled on its first layers.
     """
     causal = load_causal(directory, settings, packed=packed, sharded=sharded)
+    _refuse_float32(directory, causal)
     whole = causal
     if causal.stored is not None:
-        whole = _first_layers(directory, settings, causal.config, packed=packed)
+        try:
+            whole = _first_layers(directory, settings, causal.config, packed=packed)
+        except UserError:
+            raise
+        except Exception as error:  # other layers depend on their number, or a part of the configuration does
+            _log_whole(directory, f"its first layers are no model by themselves ({type(error).__name__}: {error})")
+            causal = whole = load_causal(directory, settings, packed=packed)
     settle_attention(PolicyModel(whole, settings), directory, packed=packed, shared=shared)
     if whole is not causal:
         causal.set_attn_implementation(whole.config._attn_implementation)
     return causal
+
+
+def _refuse_float32(directory: Path, causal: Any) -> None:
+    """Raise UserError if transformers keeps parameters of a bfloat16 model in float32, which DeepSpeed would round."""
+    kept = [name for name, parameter in causal.named_parameters() if parameter.dtype != causal.dtype]
+    if kept:
+        raise UserError(
+            f"{directory} contains a {causal.config.model_type} model, which needs some weights in float32: "
+            f"{kept[0]} and {len(kept) - 1} others",
+            why="DeepSpeed would round them to bfloat16: log-probs would differ from those of transformers and engines",
+            todo="set learner.model.dtype (of a reference: learner.reference.dtype) to float32",
+        )
 
 
 def _first_layers(directory: Path, settings: ModelSettings, config: Any, *, packed: bool) -> Any:
@@ -102,9 +121,10 @@ def load_causal(
     refuse_settings(directory, config, settings.attention, packed=packed)
     without_dropout(config)
     if layers:
+        for name, value in list(vars(config).items()):  # what is listed layer by layer
+            if isinstance(value, list) and len(value) == config.num_hidden_layers:
+                setattr(config, name, value[:layers])
         config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
     options = {
         "dtype": getattr(torch, settings.dtype),
         "trust_remote_code": False,
@@ -113,10 +133,7 @@ def load_causal(
     causal = stored = None
     try:
         if sharded:
-            causal = empty_model(config, **options)
-            stored = StoredWeights.of(directory, causal)
-            if stored is None:
-                log.info("%s is loaded whole on every rank: its files do not have the model's tensors", directory)
+            causal, stored = _stored(directory, config, options)
         if causal is None or stored is None:
             options |= {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
             causal, report = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
@@ -155,6 +172,26 @@ def refuse_missing(directory: Path, names: Iterable[str]) -> None:
             why="transformers would give them random values",
             todo="download the complete model directory again, or use another model",
         )
+
+
+def _stored(directory: Path, config: Any, options: dict[str, Any]) -> tuple[Any, StoredWeights | None]:
+    """Return the model without its weights, and its files; None for the files if it must be loaded whole."""
+    try:
+        causal = empty_model(config, **options)
+        stored = StoredWeights.of(directory, causal)
+    except UserError:
+        raise
+    except Exception as error:  # code of the architecture that writes to its parameters, or a conversion that fails
+        causal, stored = None, None
+        _log_whole(directory, f"it cannot be built without its weights ({type(error).__name__}: {error})")
+    else:
+        if stored is None:
+            _log_whole(directory, "its files do not have the model's tensors")
+    return causal, stored
+
+
+def _log_whole(directory: Path, why: str) -> None:
+    log.warning("%s is loaded whole on every rank: %s", directory, why)
 
 
 def as_saved(causal: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -39,7 +39,7 @@ class StoredWeights:
     @classmethod
     def of(cls, directory: Path, causal: Any) -> StoredWeights | None:
         """Return the weights in `directory`, or None if it has no file for a parameter or buffer of `causal`, one of
-        another shape, or one that must be computed from several tensors.
+        another shape, one that is quantised, or one that must be computed from several tensors.
         """
         stored = cls(causal, _files(directory))
         for name, parameter in causal.named_parameters():
@@ -120,20 +120,28 @@ def _files(directory: Path) -> dict[str, Path]:
 
 def empty_model(config: Any, **options: Any) -> Any:
     """Return transformers' causal model of `config`, its buffers computed, its parameters placeholders: one element,
-    expanded to the shape. `options` as for `from_config`.
+    expanded to the shape. `options` as for `from_config`; dtypes are those of `from_pretrained`.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import build_glob_alternation
     from transformers.initialization import no_init_weights
 
     with _placeholders(), no_init_weights():
         causal = AutoModelForCausalLM.from_config(config, **options)
+    if plan := causal._get_dtype_plan(causal.dtype):
+        kept, _, _ = build_glob_alternation(list(plan))
+        for name, tensor in causal.state_dict(keep_vars=True).items():
+            if kept.search(name):
+                placeholder = isinstance(tensor, torch.nn.Parameter)
+                tensor.data = torch.zeros(()).expand(tensor.shape) if placeholder else tensor.data.float()
     causal.tie_weights()
     return causal
 
 
 @contextmanager
 def _placeholders() -> Iterator[None]:
-    register = torch.nn.Module.register_parameter
+    register, convolution = torch.nn.Module.register_parameter, torch.nn.modules.conv._ConvNd
+    reset = convolution.reset_parameters
 
     def registered(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None:
@@ -142,7 +150,9 @@ def _placeholders() -> Iterator[None]:
         register(module, name, parameter)
 
     torch.nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
+    convolution.reset_parameters = lambda self: None  # type: ignore[method-assign]  # it writes every element
     try:
         yield
     finally:
+        convolution.reset_parameters = reset  # type: ignore[method-assign]
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]

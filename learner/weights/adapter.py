@@ -25,7 +25,9 @@ from protocol.versions import PolicyVersion
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 """PEFT's prefix of transformers' names."""
-_NAME = re.compile(r"(?P<module>.+\.(?P<kind>\w+))\.lora_(?P<half>[AB])(?:\.default)?\.weight")
+_NAME = re.compile(
+    r"(?P<module>(?:.+\.)?(?P<kind>\w+\.[^\W\d]\w*(?:\.\d+)*))\.lora_(?P<half>[AB])(?:\.default)?\.weight"
+)
 
 
 class AdapterPublisher(DiskPublisher):

@@ -263,7 +263,7 @@ def test_an_adapter_is_a_directory_in_pefts_layout(run: RunSettings) -> None:
     ]
     config = json.loads((path / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
-    assert config["target_modules"] == ["q_proj", "v_proj"]
+    assert config["target_modules"] == ["self_attn.q_proj", "self_attn.v_proj"]
     tensors = load_file(path / "adapter_model.safetensors")
     for name, tensor in given:
         at = "base_model.model." + name.removeprefix("base_model.model.").replace(".default", "")

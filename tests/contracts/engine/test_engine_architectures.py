@@ -40,8 +40,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "granite": {},
     "olmo2": {},
+    "glm4": {"head_dim": 16},
+    "cohere2": {"head_dim": 16, "layer_types": ["full_attention", "full_attention"]},
 }
-"""model_type -> settings. SGLang on the CPU does not run gemma2 (it stops responding while it builds the model)."""
+"""model_type -> settings. SGLang on the CPU does not run gemma2 (it stops responding while it builds the model),
+gpt_oss (its attention backends need a GPU), qwen3_next (snapshots of its state) and lfm2 (a kernel of sgl_kernel)."""
 QUICK = {("qwen2", 2), ("qwen3_moe", 1)}
 """Those that `make test-sglang` runs; the others: `make test-sglang ARGS="-m architectures"`."""
 
