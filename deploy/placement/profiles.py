@@ -38,8 +38,8 @@ ADAPTERS = (
     "--lora-target-modules",
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )
-"""The layers are those of the learner's adapters. With `all` SGLang also wraps the output layer, and computes its logits
-in bfloat16 whatever --enable-fp32-lm-head says."""
+"""The layers are those of the learner's adapters. With `all` SGLang also wraps the output layer, and computes its
+logits in bfloat16 whatever --enable-fp32-lm-head says."""
 OWN_GPU = ("--mem-fraction-static", "0.85")
 STAGES: tuple[dict[str, Any], ...] = ({"zero_stage": 2}, {"zero_stage": 3, "overlap_comm": True}, {"zero_stage": 3})
 """ZeRO in order of preference. Stage 3 gathers the weights two or three times per micro-batch, beside the computation

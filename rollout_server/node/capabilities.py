@@ -21,9 +21,9 @@ NO_OVERLAP = "--disable-overlap-schedule"
 async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str, Any]:
     """Return the fields of EngineInfo that the engine reports; empty if it reports none. Raises EngineError.
 
-    Raises UserError for an SGLang that samples deterministically, or does not support in-place swaps. With overlap scheduling it launches a step
-    before it has recorded the previous one, so at a pause some tokens are sampled but not recorded. For some requests
-    they are later reported with the new version, and a client cannot detect which.
+    Raises UserError for an SGLang that samples deterministically, or does not support in-place swaps. With overlap
+    scheduling it launches a step before it has recorded the previous one, so at a pause some tokens are sampled but not
+    recorded. For some requests they are later reported with the new version, and a client cannot detect which.
     """
     try:
         info = await client.server_info()
@@ -43,7 +43,7 @@ async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str
     if real and info.get("enable_deterministic_inference"):
         raise UserError(
             "this SGLang runs with --enable-deterministic-inference",
-            why="it samples every request with one seed: the trajectories of a group would be equal, their advantages 0",
+            why="all requests have one seed: the trajectories of a group would be equal, their advantages 0",
             todo="start it without that flag (engine.kind.args)",
         )
     quantized = real and bool(info.get("quantization"))

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from protocol.settings import Settings
 
-
 GPU_INTERPRETER = ".venv-engine/bin/python"
 """Where `make gpu-env` installs SGLang."""
 
