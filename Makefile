@@ -124,8 +124,7 @@ figures: setup
 	$(BIN)/python -m benchmarks.figures $(ARGS)
 
 # On a machine with an NVIDIA GPU: the tests on CUDA, then the figures that need it, with their limits. Resumable.
-CUDA_TESTS := tests/learner/test_trainer.py tests/learner/test_engine.py tests/learner/test_model.py tests/learner/test_attention.py \
-  tests/learner/test_scoring.py tests/contracts/test_algorithm.py tests/retriever/test_torch_flat.py
+CUDA_TESTS := tests/learner/test_trainer.py tests/learner/test_scoring.py tests/contracts/test_algorithm.py tests/retriever/test_torch_flat.py
 gpu-check:
 	@nvidia-smi -L 2>/dev/null || { echo "gpu-check needs a machine with an NVIDIA GPU: nvidia-smi finds none"; exit 2; }
 	$(MAKE) gpu-env

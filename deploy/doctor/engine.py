@@ -136,6 +136,12 @@ def _output_layers(config: RunConfig) -> Iterator[Finding]:
     model, kind = config.learner.model, config.engine.kind
     if not config.engine_roles or not isinstance(kind, SglangEngine) or model.dtype != "bfloat16":
         return
+    wrapped = {"all", "lm_head"} & set(kind.args) if "--lora-target-modules" in kind.args else ()
+    if wrapped and kind.fp32_lm_head:
+        detail = f"engine.kind.args has --lora-target-modules {' '.join(wrapped)}, which includes the output layer"
+        why = "SGLang then computes its logits in bfloat16 and ignores --enable-fp32-lm-head: log-probs are inexact"
+        todo = "name the other layers: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+        yield Finding("fp32_lm_head", "fail", detail, todo, why)
     if model.fp32_lm_head != kind.fp32_lm_head:
         pair = f"learner.model.fp32_lm_head is {model.fp32_lm_head}, engine.kind.fp32_lm_head {kind.fp32_lm_head}"
         why = "one side rounds its logits to bfloat16: log-probs differ by 0.013 nats on average, even at lag 0"
@@ -278,6 +284,9 @@ def _nccl(config: RunConfig) -> Finding:
     if config.engine_roles and isinstance(config.engine.kind, CpuEngine):
         why = "the embedded engine supports only gloo for weight transfer"
         return Finding("learner.publish", "fail", "the backend is nccl, but engine.kind.type is cpu", todo, why)
+    if config.engine_roles and config.launch.gpus.share:
+        why = "NCCL refuses two ranks on one GPU: every version would be read from files, after a timeout"
+        return Finding("learner.publish", "fail", "the backend is nccl, and launch.gpus.share is true", todo, why)
     if reason := without_cuda():
         return Finding("learner.publish", "fail", "the backend is nccl, but no CUDA device was found", todo, reason)
     return Finding("learner.publish", "ok", "nccl, a CUDA device was found")

@@ -28,6 +28,22 @@ def built_for_cuda() -> bool:
     return bool((_torch() or {}).get("cuda"))
 
 
+def cuda_of_torch() -> tuple[int, int]:
+    """Return the CUDA version that torch in this environment is built for, (0, 0) without."""
+    major, _, minor = str((_torch() or {}).get("cuda") or "0.0").partition(".")
+    return int(major), int(minor)
+
+
+def cuda_of_driver() -> tuple[int, int]:
+    """Return the newest CUDA version that the NVIDIA driver supports, (0, 0) without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0, 0
+    return version.value // 1000, version.value % 1000 // 10
+
+
 def _torch() -> dict[str, Any] | None:
     """Return the constants of torch/version.py, None without torch."""
     spec = importlib.util.find_spec("torch")

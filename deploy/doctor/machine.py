@@ -15,6 +15,7 @@ from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding, Verdict
+from deploy.placement.memory import weight_bytes
 from protocol.errors import UserError
 from protocol.runtime.net import is_free, port_owner
 from rollout_server.tools.python import PythonSettings, sandbox_for
@@ -127,25 +128,38 @@ def disk(config: RunConfig) -> Iterator[Finding]:
         yield Finding("disk", "ok", detail)
 
 
-def snapshot_bytes(config: RunConfig) -> int:
-    """Return the main memory of all ranks for the snapshot of a checkpoint: float32 weights and two moments, and the
-    moving average if there is one. 0 for adapters, without `async_checkpoints`, or if the model's size is unknown here.
+def memory_parts(config: RunConfig) -> dict[str, int]:
+    """Return what the learner of all ranks keeps in main memory, in bytes: {} if the model's size is unknown here.
+
+    snapshots      of the state, for checkpoints: float32 weights and two moments, and the moving average if there is
+                   one; not for adapters, or without `async_checkpoints`
+    optimizer      the same, if it is offloaded
+    transfer copy  the weights, if they are broadcast
     """
     learner, model = config.learner, config.run.model
-    if learner.model.lora.rank or not learner.async_checkpoints:
-        return 0
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    if not weights or not config.launch.learner:
+        return {}
     averaged = bool(learner.algorithm.kl.coefficient) and learner.reference.kind != "frozen"
     critic = learner.algorithm.type == "ppo" and learner.critic.backbone == "own"
-    return int(weights / _stored_bytes(model) * (12 + 4 * averaged + 12 * critic))
+    parameters = weights / _stored_bytes(model)
+    state = 0 if learner.model.lora.rank else int(parameters * (12 + 4 * averaged + 12 * critic))
+    parts = {
+        "snapshots": state if learner.async_checkpoints else 0,
+        "the offloaded optimizer": state if learner.engine.offload_optimizer else 0,
+        "the transfer copy": int(parameters * weight_bytes(learner)) if learner.publish.type == "distributed" else 0,
+    }
+    return {name: size for name, size in parts.items() if size}
 
 
 def main_memory(config: RunConfig, available: int) -> Iterator[Finding]:
-    """Check that `available` bytes of main memory suffice for snapshots of the learner's state."""
-    needed = snapshot_bytes(config)
-    if not needed or not config.launch.learner:
+    """Check that `available` bytes of main memory suffice for what the learner keeps there."""
+    parts = memory_parts(config)
+    if not parts:
         return
-    detail = f"{_gib(available)} available, {_gib(needed)} needed for snapshots of the learner's state"
+    needed = sum(parts.values())
+    named = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+    detail = f"{_gib(available)} available, {_gib(needed)} needed for the learner: {named}"
     if available < needed:
         yield Finding("main memory", "fail", detail, "set learner.async_checkpoints: false, or free main memory")
     else:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig
-from deploy.doctor import access, acl, data, engine, machine, model, redis
+from deploy.doctor import access, acl, data, engine, gpu_host, machine, model, redis
 from deploy.doctor.finding import Finding
 from deploy.launcher.addresses import anchored, choose_redis
 from deploy.launcher.run_dir import RESOLVED, read_configuration
@@ -67,6 +67,7 @@ def inputs(config: RunConfig) -> list[Finding]:
         *model.remote_code(config),
         *engine.engine(config),
         *engine.gpus(config),
+        *gpu_host.gpu_host(config),
         *engine.learner(config),
         *machine.disk(config),
         *machine.main_memory(config, machine.available_memory()),

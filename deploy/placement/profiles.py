@@ -20,7 +20,7 @@ from deploy.placement.inventory import HARDWARE, Host
 from deploy.placement.shape import read_shape
 from protocol.errors import UserError
 from retriever.index.config import IndexSettings
-from rollout_server.node.config import SglangEngine
+from rollout_server.node.config import GPU_INTERPRETER, SglangEngine
 
 LORA_RANK = 32
 ENGINES_PER_ROLLOUT = 4
@@ -33,12 +33,17 @@ ADAPTERS = (
     "--enable-lora",
     "--max-lora-rank",
     str(LORA_RANK),
-    "--lora-target-modules",
-    "all",
     "--max-loras-per-batch",
     "4",
+    "--lora-target-modules",
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )
+"""The layers are those of the learner's adapters. With `all` SGLang also wraps the output layer, and computes its
+logits in bfloat16 whatever --enable-fp32-lm-head says."""
 OWN_GPU = ("--mem-fraction-static", "0.85")
+STAGES: tuple[dict[str, Any], ...] = ({"zero_stage": 2}, {"zero_stage": 3, "overlap_comm": True}, {"zero_stage": 3})
+"""ZeRO in order of preference. Stage 3 gathers the weights two or three times per micro-batch, beside the computation
+with overlap_comm only."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +95,25 @@ def resolve(
 
     Raises UserError, with the memory needed and there, if no layout suffices.
     """
+    model = from_tree(tree).run.model
+    if not facts:
+        raise UserError(
+            f"{model} has no config.json",
+            why="memory is computed from the model's shape",
+            todo="give the model's directory with --model DIR; `foray data get` downloads one",
+        )
     if read_shape(facts) is None:
         raise UserError(
-            f"the memory of a {facts.get('model_type', 'model without config.json')} cannot be computed",
+            f"the memory of a {facts.get('model_type', 'model without a type')} cannot be computed",
             why="its shape is not among those in deploy/placement/shape.py",
             todo="use a model of another family, or omit --hardware and set launch.engines and launch.learner_ranks",
         )
     hosts, refused = HARDWARE[hardware], UserError("")
     found: list[Resolved] = []
-    for layout in PROFILES[hardware]:
+    tried = ((layout, zero) for layout in PROFILES[hardware] for zero in STAGES[: 1 if layout.ranks == 1 else None])
+    for layout, zero in tried:
         try:
-            one = _on(hosts, layout, tree, hardware, facts, index)
+            one = _on(hosts, layout, zero, tree, hardware, facts, index)
         except UserError as error:
             refused = error
             continue
@@ -115,12 +128,13 @@ def resolve(
 def _on(
     hosts: tuple[Host, ...],
     layout: Layout,
+    zero: Mapping[str, Any],
     tree: Mapping[str, Any],
     hardware: str,
     facts: Mapping[str, Any],
     index: IndexSettings | None,
 ) -> Resolved:
-    merged = _merged(tree, _settings(layout, tree, hardware, facts))
+    merged = _merged(tree, _settings(layout, zero, tree, hardware, facts))
     config = from_tree(merged)
     needed = -(-memory_needed(config) * 5 // (4 << 20))
     merged["launch"]["redis_maxmemory_mb"] = max(config.launch.redis_maxmemory_mb, needed)
@@ -128,20 +142,24 @@ def _on(
     return Resolved(merged, config, place(config, hosts, needs(config, facts, index=index)), layout)
 
 
-def _settings(layout: Layout, tree: Mapping[str, Any], hardware: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the layout sets."""
+def _settings(
+    layout: Layout, zero: Mapping[str, Any], tree: Mapping[str, Any], hardware: str, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the layout sets, with the `zero` settings of the learner."""
     config = from_tree(tree)
     shape = read_shape(facts)
     assert shape is not None
     ready = int(math.ceil((BASE_READY_S + 2 * shape.parameters / LOAD_BYTES_PER_S) / 60) * 60)
     kind = config.engine.kind
     given = kind.args if isinstance(kind, SglangEngine) else ()
+    python = {} if isinstance(kind, SglangEngine) and kind.python else {"python": GPU_INTERPRETER}
     engines = max(1, layout.engines // max(1, EngineArgs.of(given).gpus))
     args = [*(OWN_GPU if not layout.cache_tokens else ("--max-total-tokens", str(layout.cache_tokens)))]
-    engine: dict[str, Any] = {"zero_stage": 3 if layout.ranks > 1 else 2}
-    if layout.offload:
-        engine["offload_optimizer"] = True
+    engine = {**zero, "offload_optimizer": True} if layout.offload else dict(zero)
     learner: dict[str, Any] = {"engine": engine}
+    if not layout.cache_tokens and len(HARDWARE[hardware]) == 1:
+        # from GPU to GPU; an engine that misses a transfer reads files
+        learner["publish"] = {"type": "distributed", "backend": "nccl"}
     if layout.lora:
         args += ADAPTERS
         row = config.learner.batch.row_tokens
@@ -163,7 +181,7 @@ def _settings(layout: Layout, tree: Mapping[str, Any], hardware: str, facts: Map
         launch["gpus"] = {"share": True}
     return {
         "learner": learner,
-        "engine": {"kind": {"type": "sglang", "args": [*args, *given]}, "start_timeout_s": ready},
+        "engine": {"kind": {"type": "sglang", **python, "args": [*args, *given]}, "start_timeout_s": ready},
         "launch": launch,
     }
 

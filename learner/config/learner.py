@@ -164,9 +164,9 @@ class DistributedPublishSettings(FilesSettings):
     """Maximum size of one broadcast, in MiB: one is sent while the next is gathered. Small models use smaller ones."""
     flattened: bool = True
     """One broadcast per bucket; false: one per tensor."""
-    prepare_s: float = Field(default=15.0, gt=0)
-    """Timeout for the engines to join the group, in seconds; an engine that misses it is excluded for a minute. With
-    `nccl` it includes the connection of all ranks."""
+    prepare_s: float = Field(default=0.0, ge=0)
+    """Timeout for the engines to join the group, in seconds; an engine that misses it is excluded for a minute. 0: 15,
+    with `nccl` 60, because it includes the connection of all ranks."""
     transfer_s: float = Field(default=120.0, gt=0)
     """Timeout for one version, in seconds, from its first byte to the checksums."""
     stall_s: float = Field(default=20.0, gt=0)
@@ -174,6 +174,11 @@ class DistributedPublishSettings(FilesSettings):
     is aborted then."""
     patience_s: float = Field(default=5.0, ge=0)
     """Seconds that a serving engine which missed a version waits for the next one before files are written for it."""
+
+    @property
+    def join_s(self) -> float:
+        """Return `prepare_s`, or its default for the backend."""
+        return self.prepare_s or (60.0 if self.backend == "nccl" else 15.0)
 
 
 class AdapterPublishSettings(FilesSettings):

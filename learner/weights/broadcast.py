@@ -213,7 +213,7 @@ class DistributedPublisher:
 
     def _run_transfer(self, transfer: Transfer, packed: Iterator[PackedBucket]) -> None:
         s, room = self._settings, self._staging.room()
-        transfer.run(packed, prepare_s=s.prepare_s, transfer_s=s.transfer_s, stall_s=s.stall_s, room=room)
+        transfer.run(packed, prepare_s=s.join_s, transfer_s=s.transfer_s, stall_s=s.stall_s, room=room)
 
     def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceChecksums | None) -> Transfer:
         members = tuple(member_of(e) for e in engines)
@@ -265,7 +265,7 @@ class DistributedPublisher:
             port=s.port or free_port(s.address),
             world_size=world_size,
             backend=s.backend,
-            join_s=s.prepare_s,
+            join_s=s.join_s,
             timeout_s=s.transfer_s,
             stall_s=2 * s.stall_s,  # the transfer itself notices first, and knows who is late
         )

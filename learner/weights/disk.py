@@ -14,11 +14,12 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import _TYPES
 
 from learner.config.learner import FilesSettings
 from learner.weights.base import EngineLink
@@ -36,6 +37,8 @@ PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 """File names that nodes accept, and endings that they do not (`rollout_server.node.weights.manifest`)."""
 Tensors = dict[str, torch.Tensor]
+STORED_AS: dict[torch.dtype, str] = {dtype: name for name, dtype in _TYPES.items()}
+"""dtype -> its name in a safetensors file."""
 EXACT = {
     "BF16": (torch.bfloat16, torch.float32),
     "F16": (torch.float16, torch.float32),
@@ -70,18 +73,17 @@ class DiskPublisher:
         """Write the version and return what to announce. Raises BadWeights and OSError; neither leaves files."""
         began = time.monotonic()
         inspection = self.sanity.inspection()
-        tensors, digest = _checked(weights, inspection)
+        tensors = _gathered(weights)
         made = self._described(tensors)
         final = self._folder / f"v{version.label}"
         part = self._folder / f".v{version.label}.{os.getpid()}.tmp"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
-            _save(tensors, part / self.weights_file)
+            digest = _save(tensors, part / self.weights_file, inspection)
+            files = {self.weights_file: {"bytes": (part / self.weights_file).stat().st_size, "sha256": digest}}
             for name, text in made.items():
                 (part / name).write_text(text)
-            files = {}
-            for name in (self.weights_file, *made):
                 files[name] = {"bytes": (part / name).stat().st_size, "sha256": sha256_file(part / name)}
             for name, (source, size, digest_of_file) in self._files.items():
                 _place(source, part / name)
@@ -152,22 +154,9 @@ class DiskPublisher:
         return {}
 
 
-def _checked(weights: Iterable[tuple[str, torch.Tensor]], inspection: WeightCheck) -> tuple[Tensors, str]:
-    """Return tensors that safetensors can write, and the sha256 (hex) of their bytes in name order. Raises
-    BadWeights."""
-    tensors: Tensors = {}
-    places: set[int] = set()
-    for name, tensor in weights:
-        tensor = tensor.detach().cpu().contiguous()
-        inspection.add(name, tensor)
-        # safetensors refuses two names for one tensor (tied embeddings).
-        tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor
-        places.add(tensor.data_ptr())
-    inspection.finish()
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
-    return tensors, digest.hexdigest()
+def _gathered(weights: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
+    """Return the tensors in main memory, contiguous."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
 
 
 def _stores(model: Path, shapes: Tensors) -> bool:
@@ -202,12 +191,32 @@ def _travels(path: Path) -> bool:
     return plain
 
 
-def _save(tensors: Tensors, path: Path) -> None:
-    """Write the file. Raises OSError, also for a full disk, which safetensors reports as SafetensorError."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from error
+def _save(tensors: Tensors, path: Path, inspection: WeightCheck) -> str:
+    """Write a safetensors file. Return its sha256 in hex. Raises OSError and BadWeights.
+
+    One pass over the bytes: a thread hashes them and another checks the values while they are written.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    names, end = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)), 0  # aligned
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        facts = {"dtype": STORED_AS[tensors[name].dtype], "shape": list(tensors[name].shape)}
+        header[name] = facts | {"data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(start)
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher, ThreadPoolExecutor(1) as checker:
+        file.write(start)
+        done: list[Future[None]] = []
+        for name in names:
+            raw = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+            done += hasher.submit(digest.update, raw), checker.submit(inspection.add, name, tensors[name])
+            file.write(raw)
+        for future in done:
+            future.result()
+    inspection.finish()
+    return digest.hexdigest()
 
 
 def _place(source: Path, target: Path) -> None:

@@ -46,6 +46,12 @@ class EngineAdmin:
             "GET", "/health_generate", None, timeout_s=timeout_s, headers=self._http.open_headers, parse=False
         )
 
+    async def warm_up(self, sampling: Mapping[str, float], *, timeout_s: float) -> None:
+        """Generate with the parameters of the run's requests: SGLang compiles the kernels for them at first use."""
+        params = {"max_new_tokens": 2, "ignore_eos": True, **sampling}
+        body = {"input_ids": [0, 1, 2], "sampling_params": params, "return_logprob": True}
+        await self._ask("POST", "/generate", body, timeout_s)
+
     async def paused(self) -> bool:
         """Return whether the engine answers but does not generate (`GET /ready`): it is paused or still starting."""
         try:

@@ -311,15 +311,19 @@ class Agent:
             await asyncio.sleep(min(1.0, self._settings.probe_s))
 
     async def _wait_healthy(self, child: EngineProcess, model: Path) -> None:
-        """Wait until the engine launched with `model` is healthy.
+        """Wait until the engine launched with `model` is healthy, and has compiled what the run's sampling needs.
 
         Raises EngineLost at the deadline or when it exits.
         """
-        now = LoopClock.current().time
+        now, run = LoopClock.current().time, self._run
         deadline = now() + self._settings.start_timeout_s
+        sampling = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
         while True:
             try:
                 await self._client.health(timeout_s=self._settings.probe_timeout_s)
+                if isinstance(self._settings.kind, SglangEngine):
+                    # before READY: the watchdog would take a compilation of more than hang_s for a hang
+                    await self._client.warm_up(sampling, timeout_s=max(1.0, deadline - now()))
                 self._booted, self._unlaunchable = True, None
                 return
             except EngineError as error:

@@ -21,9 +21,9 @@ NO_OVERLAP = "--disable-overlap-schedule"
 async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str, Any]:
     """Return the fields of EngineInfo that the engine reports; empty if it reports none. Raises EngineError.
 
-    Raises UserError for an SGLang that does not support in-place swaps. With overlap scheduling it launches a step
-    before it has recorded the previous one, so at a pause some tokens are sampled but not recorded. For some requests
-    they are later reported with the new version, and a client cannot detect which.
+    Raises UserError for an SGLang that samples deterministically, or does not support in-place swaps. With overlap
+    scheduling it launches a step before it has recorded the previous one, so at a pause some tokens are sampled but not
+    recorded. For some requests they are later reported with the new version, and a client cannot detect which.
     """
     try:
         info = await client.server_info()
@@ -39,6 +39,12 @@ async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str
             "this SGLang does not support engine.pause_mode=in_place",
             why="with overlap scheduling it reports a wrong version for one token of some requests",
             todo=f"start it with {NO_OVERLAP}, or set engine.pause_mode=retract",
+        )
+    if real and info.get("enable_deterministic_inference"):
+        raise UserError(
+            "this SGLang runs with --enable-deterministic-inference",
+            why="all requests have one seed: the trajectories of a group would be equal, their advantages 0",
+            todo="start it without that flag (engine.kind.args)",
         )
     quantized = real and bool(info.get("quantization"))
     out: dict[str, Any] = {
@@ -75,8 +81,11 @@ def _transports(info: dict[str, Any]) -> tuple[Transport, ...]:
 
 
 def _layout(info: dict[str, Any]) -> str:
-    """Return `EngineInfo.layout` of an SGLang: each rank hashes its part of the fused parameters."""
-    sizes = [f"{name}{_size(info, name + '_size')}" for name in ("tp", "pp", "dp", "ep")]
+    """Return `EngineInfo.layout` of an SGLang: each rank hashes its part of the fused parameters.
+
+    SGLang 0.5.23 reports `--dp-size N --enable-dp-attention` as dp_size 1 and attn_dp_size N.
+    """
+    sizes = [f"{name}{_size(info, name + '_size')}" for name in ("tp", "pp", "dp", "ep", "attn_dp")]
     return "/".join(["sglang", *sizes, str(info.get("dtype") or "auto"), str(info.get("quantization") or "none")])[:256]
 
 

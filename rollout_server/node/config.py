@@ -9,6 +9,9 @@ from pydantic import Field
 
 from protocol.settings import Settings
 
+GPU_INTERPRETER = ".venv-engine/bin/python"
+"""Where `make gpu-env` installs SGLang."""
+
 
 class CpuEngine(Settings):
     """The embedded engine for small models on CPUs."""

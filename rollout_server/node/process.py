@@ -32,7 +32,7 @@ from protocol.settings import REDIS_URL_VARIABLE
 from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from rollout_server.node import guard
 from rollout_server.node.capabilities import NO_OVERLAP
-from rollout_server.node.config import AttachedEngine, CpuEngine, EngineKind, SglangEngine
+from rollout_server.node.config import GPU_INTERPRETER, AttachedEngine, CpuEngine, EngineKind, SglangEngine
 from rollout_server.node.guard import kill_below
 
 KEYS_FILE = "keys.yaml"
@@ -42,7 +42,10 @@ ALWAYS = ("--incremental-streaming-output", "--enable-metrics")
 FP32_LM_HEAD = "--enable-fp32-lm-head"
 SOURCE = Path(__file__).resolve().parents[2]
 """Directory of Foray's packages: the root of a checkout."""
-MAKE_ENVIRONMENT = "`make sglang-env` builds .venv-sglang for a machine without GPUs; otherwise set engine.kind.python"
+MAKE_ENVIRONMENT = (
+    "install SGLang with `make gpu-env` (on a machine with NVIDIA GPUs) or `make sglang-env` (without), and set "
+    f"engine.kind.python={GPU_INTERPRETER} or .venv-sglang/bin/python"
+)
 
 VERSIONS_PROGRAM = (
     "import json, sys; sys.path.append(sys.argv[1]); from protocol.runtime.torch_safety import torch_versions; "

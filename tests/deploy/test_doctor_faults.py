@@ -375,12 +375,16 @@ def test_a_checkpoint_has_twelve_bytes_per_parameter(world: World, dtype: str, m
     [
         ("learner.publish.type=disk", 3),
         ("learner.algorithm.type=ppo", 6),
+        ("learner.engine={zero_stage: 2, offload_optimizer: true}", 6),
+        ("learner.publish={type: distributed}", 4),
         ("learner.async_checkpoints=false", 0),
         ("learner.model.lora.rank=4", 0),
         ("launch.learner=false", 0),
     ],
 )
-def test_a_snapshot_needs_twelve_bytes_of_main_memory_per_parameter(world: World, override: str, mib: int) -> None:
+def test_main_memory_is_twelve_bytes_per_parameter_and_copies(
+    world: World, override: str, mib: int
+) -> None:
     world.overrides.append(override)
     with small_disk(world):  # a model of 1 MiB of float32
         config = world.config

@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from deploy.config import load_config
+from deploy.config import from_tree, load_config
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor import model as doctor_model
 from deploy.doctor.access import binds
 from deploy.doctor.redis import memory, memory_needed
 from deploy.launcher.addresses import preview
 from deploy.launcher.plan import plan
+from deploy.placement.assign import needs, place
 from deploy.placement.inventory import HARDWARE
 from deploy.placement.memory import USABLE
 from deploy.reference.hardware import SHAPES, on_profile, page, pairs
 from protocol.errors import UserError
 
 DOCS = Path(__file__).parents[2] / "docs"
-NO_GPU_HERE = {"gpus", "engine", "tokenizer"}
-"""Checks of the machine and of files that are not there: GPUs, SGLang, tokenizer.json."""
+NO_GPU_HERE = {"gpus", "engine", "tokenizer", "learner.publish"}
+"""Checks of the machine and of files that are not there: GPUs, SGLang, tokenizer.json, CUDA for NCCL."""
 REFUSED = {
     *((preset, "Qwen2.5-7B", "1x24gb") for preset in ("research_base_grpo", "research_grpo", "search_r1_grpo")),
     *((preset, "Qwen2.5-3B", "1x24gb") for preset in ("search_r1_ppo", "search_r1_v03_ppo")),
@@ -46,6 +47,18 @@ def test_a_pair_passes_the_checks_that_need_no_gpu(preset: str, model: str, prof
     assert config.launch.gpus.share or len(ids) == len(set(ids))
     specs = plan(config, preview(config, environ={}), python="py", resolved=tmp_path, placement=found.placement)
     assert all("CUDA_VISIBLE_DEVICES" in s.env for s in specs if s.kind != "redis")
+    kind, learner = config.engine.kind, config.learner
+    assert kind.type == "sglang" and kind.python == ".venv-engine/bin/python"
+    # from GPU to GPU where engine and learner have their own; NCCL refuses two ranks on one
+    own = {"type": "distributed", "backend": "nccl"}
+    wanted = {"type": "adapter"} if learner.model.lora.rank else {"type": "disk"} if config.launch.gpus.share else own
+    assert wanted.items() <= learner.publish.model_dump().items()
+    if learner.engine.zero_stage == 3:
+        with pytest.raises(UserError):
+            two = {"learner": {**found.tree["learner"], "engine": {**found.tree["learner"]["engine"], "zero_stage": 2}}}
+            at_two = from_tree({**found.tree, **two})
+            place(at_two, HARDWARE[profile], needs(at_two, SHAPES[model]))
+    assert "all" not in kind.args and "lm_head" not in kind.args
     assert config.launch.rollouts == -(-config.launch.engines // 4)
     assert config.launch.ready_s >= 600 and config.engine.start_timeout_s == config.launch.ready_s
     assert config.rollout.episode.max_context <= config.learner.batch.micro_batch_tokens
@@ -109,6 +122,10 @@ def test_a_model_that_does_not_fit_or_is_unknown_leaves_no_file(
     assert main(given) == 2 and "GiB needed" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
     assert main(given) == 2 and "the memory of a gemma2" in capsys.readouterr().err
+    (tmp_path / "config.json").unlink()
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert "has no config.json" in said and "--model DIR" in said and "another family" not in said
     assert main(["init", str(path), "--hardware", "1x24gb"]) == 2 and "--preset" in capsys.readouterr().err
     assert not path.exists()
 

@@ -298,3 +298,16 @@ def test_the_cpu_engine_is_refused_under_a_model_of_billions_and_with_nccl(tmp_p
     )
     assert found["learner.publish"].detail == "the backend is nccl, but engine.kind.type is cpu"
     assert found["learner.publish"].verdict == "fail"
+
+
+def test_nccl_on_a_shared_gpu_and_adapters_on_the_output_layer_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(THREE_B))
+    share = ["engine.kind.type=sglang", "launch.gpus.share=true", f"run.model={tmp_path}"]
+    nccl = load_config(None, [*share, "learner.publish={type: distributed, backend: nccl}"])
+    (found,) = [f for f in doctor_engine.learner(nccl) if f.check == "learner.publish"]
+    assert found.verdict == "fail" and "share" in found.detail and "type: disk" in found.fix
+    for layers, verdicts in (("all", ["fail"]), ("q_proj", [])):
+        args = f"engine.kind={{type: sglang, args: [--enable-lora, --lora-target-modules, {layers}]}}"
+        bf16 = ["learner.model={dtype: bfloat16, lora: {rank: 4}}", "learner.engine.zero_stage=1"]
+        config = load_config(None, [args, *bf16, f"run.model={tmp_path}"])
+        assert [f.verdict for f in doctor_engine.learner(config) if f.check == "fp32_lm_head"] == verdicts

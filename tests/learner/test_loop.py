@@ -30,6 +30,7 @@ from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from learner.delivery.token_accounting import TokenOutcome
 from learner.weights.disk import DiskPublisher
+from learner.weights.disk import _save as disk_save
 from protocol import events
 from protocol.codec import decode_as, encode
 from protocol.errors import Fenced, UserError
@@ -422,14 +423,15 @@ def test_a_successor_that_removes_unfinished_weights_fences_their_writer(
     """The writer's error is that of a disk: a missing folder."""
     rival = RunStore(run.redis_url, run.id)
 
-    def save(tensors: Any, path: Path) -> None:
-        save_file(tensors, path)
+    def save(tensors: Any, path: Path, inspection: Any) -> str:
+        digest = disk_save(tensors, path, inspection)
         if path.parent.name.startswith(".v1.4."):
             successor = LearnerLease(rival, 60.0, run.checkpoint_dir / "epochs")
             assert successor.acquire(1, takeover=True) == 2
             DiskPublisher(settings.publish, run, [], rival)
             if not redis_answers:
                 monkeypatch.setattr(RunStore, "holder", Mock(side_effect=RedisUnavailable("gone")))
+        return digest
 
     monkeypatch.setattr("learner.weights.disk._save", save)
     with tiny_learner.Player(address, run.id), pytest.raises(Fenced, match="epoch 2, process") as caught:

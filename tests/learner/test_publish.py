@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from learner.config.learner import (
 from learner.weights import build_publisher
 from learner.weights import disk as module
 from learner.weights.base import Announcement, BadWeights, WeightPublisher
+from learner.weights.checks import WeightCheck
 from protocol.errors import UserError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
 from protocol.runtime.config import section
@@ -76,13 +78,46 @@ def test_a_version_is_a_loadable_directory_that_its_manifest_describes(
     for name, facts in manifest["files"].items():
         raw = (path / name).read_bytes()
         assert (len(raw), hashlib.sha256(raw).hexdigest()) == (facts["bytes"], facts["sha256"])
-    raw = b"".join(t.view(torch.uint8).numpy().tobytes() for _, t in sorted(weights()))
-    assert update.digest == hashlib.sha256(raw).hexdigest()
+    assert update.digest == manifest["files"]["model.safetensors"]["sha256"]
     assert (update.run, update.version, update.num_bytes) == (
         "t1",
         (3, 12),
         manifest["files"]["model.safetensors"]["bytes"],
     )
+
+
+def test_a_version_is_written_hashed_and_checked_in_one_pass(
+    publisher: WeightPublisher, run: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[tuple[int, int]] = []
+    checked: list[str] = []
+    read: list[str] = []
+
+    class Counting:
+        def __init__(self, start: bytes) -> None:
+            self._real = real(start)
+            hashed.append((len(start), threading.get_ident()))
+            self.hexdigest = self._real.hexdigest
+
+        def update(self, raw: memoryview) -> None:
+            hashed.append((raw.nbytes, threading.get_ident()))
+            self._real.update(raw)
+
+    real, add = hashlib.sha256, WeightCheck.add
+    monkeypatch.setattr(module.hashlib, "sha256", Counting)
+    monkeypatch.setattr(module, "sha256_file", lambda path: read.append(path.name) or "")
+    monkeypatch.setattr(WeightCheck, "add", lambda self, *given: checked.append(given[0]) or add(self, *given))
+    shapes = {"tokens": (64, 8), "head": (64, 8), "norm": (8,), "empty": (0, 8), "scale": ()}
+    given = {name: torch.rand(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    update = publisher.publish(PolicyVersion(1, 1), (given | {"last": torch.arange(3), "tied": given["head"]}).items())
+    assert sum(size for size, _ in hashed) == update.num_bytes and len(hashed) == 8
+    assert {thread for _, thread in hashed[1:]}.isdisjoint({threading.get_ident()}), "while the file is written"
+    assert sorted(checked) == sorted([*given, "last", "tied"]) and "model.safetensors" not in read
+    found = load_file(f"{update.path}/model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items()) and len(found) == 7
+    plain = given | {"last": torch.arange(3), "tied": given["head"].clone()}
+    save_file(plain, run.dir / "theirs", metadata={"format": "pt"})
+    assert (run.dir / "theirs").read_bytes() == (Path(update.path) / "model.safetensors").read_bytes()
 
 
 def test_a_real_model_can_be_loaded_from_it(run: RunSettings) -> None:

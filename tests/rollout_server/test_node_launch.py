@@ -218,6 +218,19 @@ async def test_an_sglang_that_reports_wrong_versions_in_place_is_refused(exact: 
         await read_capabilities(engine, pause_mode="in_place")
 
 
+async def test_an_sglang_that_samples_every_request_alike_is_refused() -> None:
+    class Described:
+        async def server_info(self) -> dict[str, object]:
+            return {"enable_deterministic_inference": True}
+
+        async def loads(self) -> dict[str, float]:
+            return {"max_tokens": 8.0, "max_running": 2.0}
+
+    with pytest.raises(UserError, match="enable-deterministic-inference") as caught:
+        await read_capabilities(cast(EngineAdmin, Described()), pause_mode="retract")
+    assert "trajectories of a group would be equal" in caught.value.why
+
+
 @pytest.mark.parametrize(
     ("info", "transports", "ranks", "proves"),
     [
@@ -226,6 +239,7 @@ async def test_an_sglang_that_reports_wrong_versions_in_place_is_refused(exact: 
         ({"tp_size": 2, "pp_size": 2, "enable_lora": True}, {"disk", "adapter"}, 2, True),
         ({"tp_size": 2, "dp_size": 2, "enable_lora": True}, {"disk"}, 2, True),
         ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, {"disk", "distributed"}, 4, True),
+        ({"tp_size": 4, "attn_dp_size": 2}, {"disk", "distributed"}, 4, True),
         ({"tp_size": 2, "quantization": "fp8"}, {"disk", "distributed"}, 2, False),
     ],
 )
@@ -242,7 +256,7 @@ async def test_an_sglang_offers_the_transports_that_its_ranks_complete(
     found = await read_capabilities(cast(EngineAdmin, Described()), pause_mode="retract")
     assert (set(found["transports"]), found["ranks"], found["proves"]) == (transports, ranks, proves)
     assert found["versions"] == {"engine": "sglang 0.5.21"}
-    sizes = [f"{name}{info.get(name + '_size', 1)}" for name in ("tp", "pp", "dp", "ep")]
+    sizes = [f"{name}{info.get(name + '_size', 1)}" for name in ("tp", "pp", "dp", "ep", "attn_dp")]
     assert found["layout"] == "/".join(["sglang", *sizes, "bfloat16", str(info.get("quantization", "none"))])
 
 
@@ -280,7 +294,7 @@ def test_interpreter_and_launcher_are_found_from_here_and_in_the_checkout(
     assert Path(found[1]).is_file() and Path(found[1]).is_absolute()
     with pytest.raises(UserError) as caught:
         command(SglangEngine(python="nowhere/bin/python"), **GIVEN)
-    assert "nowhere/bin/python" in caught.value.what and "make sglang-env" in caught.value.todo
+    assert "nowhere/bin/python" in caught.value.what and "make gpu-env" in caught.value.todo
     with pytest.raises(UserError, match="no launcher"):
         command(SglangEngine(launcher=Path("nowhere.py")), **GIVEN)
 

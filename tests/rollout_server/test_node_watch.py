@@ -64,6 +64,12 @@ async def health(request):
     return web.Response()
 
 async def generate(request):
+    body = await request.json()
+    if "sampling_params" in body:  # the node's warm-up
+        (here / "warmed").write_text(str(body["sampling_params"]))
+        while (here / "compiling").exists():
+            await asyncio.sleep(0.02)
+        return web.json_response({"output_ids": [7]})
     running[0] += 1
     await ended.wait()
     running[0] -= 1
@@ -188,6 +194,21 @@ async def test_what_the_engine_says_of_itself_is_registered(world, tmp_path: Pat
         there = info(world)
     assert (there.kind, there.ranks, there.max_tokens, there.max_running) == ("sglang", 2, 4096, 24)
     assert there.transports == ("disk", "distributed", "adapter")
+
+
+async def test_an_engine_samples_as_the_run_does_before_it_is_ready(world, tmp_path: Path) -> None:
+    # SGLang compiles its sampling at the first request with top_p, for longer than hang_s
+    world.publish_weights(tmp_path / "weights", V1)
+    compiling, warmed = tmp_path / "compiling", tmp_path / "warmed"
+    compiling.touch()
+    async with node(world, tmp_path, launched(tmp_path), hang_s=0.3):
+        await eventually(warmed.exists, "asked for a token", 20)
+        assert "'top_p': 1.0" in warmed.read_text() and "'temperature': 1.0" in warmed.read_text()
+        await asyncio.sleep(1.0)  # longer than hang_s
+        assert has_state(world, NodeState.SYNCING, V1)() and launches(tmp_path) == ["1.0"]
+        compiling.unlink()
+        await eventually(has_state(world, NodeState.READY, V1), "READY")
+    assert launches(tmp_path) == ["1.0"]
 
 
 @pytest.mark.fault(19)
