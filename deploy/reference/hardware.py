@@ -82,8 +82,8 @@ Without an NVIDIA GPU nothing is placed; AMD GPUs are not placed either.
 `deploy/placement/memory.py` computes the memory per GPU from config.json and the settings. Activations agree with
 torch's memory tracker on fake tensors within 5 %: `tests/deploy/test_memory.py`. Up to {USABLE:.0%} of a GPU is
 planned; the rest is for fragmentation and the CUDA context. An engine gets {gib(ENGINE_OVERHEAD)} beside weights and
-KV cache. Both are assumptions. `foray doctor` checks main memory: 12 bytes per parameter for snapshots of the state, 12 with
-`offload_optimizer`, and a copy of the weights where they are broadcast.
+KV cache. Both are assumptions. `foray doctor` checks main memory: 12 bytes per parameter for snapshots of the state,
+12 with `offload_optimizer`, and a copy of the weights where they are broadcast.
 
 ## Profiles
 

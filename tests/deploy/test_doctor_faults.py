@@ -382,9 +382,7 @@ def test_a_checkpoint_has_twelve_bytes_per_parameter(world: World, dtype: str, m
         ("launch.learner=false", 0),
     ],
 )
-def test_main_memory_is_twelve_bytes_per_parameter_and_copies(
-    world: World, override: str, mib: int
-) -> None:
+def test_main_memory_is_twelve_bytes_per_parameter_and_copies(world: World, override: str, mib: int) -> None:
     world.overrides.append(override)
     with small_disk(world):  # a model of 1 MiB of float32
         config = world.config
