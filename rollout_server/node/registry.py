@@ -16,6 +16,7 @@ from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, Wei
 from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.dispatch.fleet import RunCompatibility
+from rollout_server.metrics import Stats, emit_event
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,10 @@ class Registry:
         """Remove the registration of the engine."""
         keys = self._redis.keys
         await self._redis.batch(("ZREM", keys.engines, engine_id), ("DEL", keys.engine(engine_id)))
+
+    async def emit_event(self, stats: Stats, kind: str, text: str) -> None:
+        """Append an event to the run's history."""
+        await emit_event(self._redis, stats, kind, text)
 
     async def take_drain_request(self, engine_id: str) -> bool:
         """Return whether an operator has asked the engine to drain, and remove the request."""
