@@ -84,6 +84,11 @@ torch's memory tracker on fake tensors within 5 %: `tests/deploy/test_memory.py`
 planned; the rest is for fragmentation and the CUDA context. An engine gets {gib(ENGINE_OVERHEAD)} beside weights and
 KV cache. Both are assumptions. `offload_optimizer` needs 12 bytes of main memory per parameter, which is not checked.
 
+## Without a GPU
+
+`--hardware cpu` is for trying a recipe on two cores with a small model ([one in a minute](quickstart.md#try-a-preset-without-a-gpu)): the embedded
+engine, float32, no ZeRO, one minibatch of at most 8 groups. Loss, rewards and prompts are those of the preset.
+
 ## Profiles
 
 | profile | GPUs | memory of each | preferred layout |
