@@ -86,8 +86,9 @@ KV cache. Both are assumptions. `offload_optimizer` needs 12 bytes of main memor
 
 ## Without a GPU
 
-`--hardware cpu` is for trying a recipe on two cores with a small model ([one in a minute](quickstart.md#try-a-preset-without-a-gpu)): the embedded
-engine, float32, no ZeRO, one minibatch of at most 8 groups. Loss, rewards and prompts are those of the preset.
+`--hardware cpu` is for trying a recipe on two cores with a small model
+([make one](quickstart.md#try-a-preset-without-a-gpu)): the embedded engine, float32, no ZeRO, one minibatch of at most
+8 groups. Loss, rewards and prompts are those of the preset.
 
 ## Profiles
 

@@ -33,7 +33,7 @@ _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}\b")
 _ROWS = 64
 """Rows of a parquet or Arrow file in memory: each may repeat one large value of a small file."""
 _CHUNK = 1 << 20
-_MAX_RECORD, _MAX_BATCH = 1 << 26, 1 << 28
+MAX_RECORD, _MAX_BATCH = 1 << 26, 1 << 28
 """Characters of one line or record, and bytes of `_ROWS` rows, beyond which a file counts as damaged."""
 _DENSE = 100
 """Compression ratio of a column from which its rows are read one by one."""
@@ -171,10 +171,10 @@ class RecordReader:
                     yield from self._line(line, number)
 
     def _bounded(self, text: IO[str]) -> Iterator[str]:
-        """Yield the lines. Raises UserError for one beyond `_MAX_RECORD`, which may be a decompression bomb."""
-        for number, line in enumerate(iter(lambda: text.readline(_MAX_RECORD + 1), ""), start=1):
-            if len(line) > _MAX_RECORD:
-                raise self._bad(number, f"it has more than {_MAX_RECORD:,} characters")
+        """Yield the lines. Raises UserError for one beyond `MAX_RECORD`, which may be a decompression bomb."""
+        for number, line in enumerate(iter(lambda: text.readline(MAX_RECORD + 1), ""), start=1):
+            if len(line) > MAX_RECORD:
+                raise self._bad(number, f"it has more than {MAX_RECORD:,} characters")
             yield line
 
     def _line(self, line: str, number: int) -> Iterator[Where]:
@@ -216,7 +216,7 @@ class RecordReader:
             except ValueError as error:
                 # twice as much each time: the start of a long record is parsed again
                 piece = text.read(max(_CHUNK, len(buffer) - at))
-                if not piece or len(buffer) - at > _MAX_RECORD:
+                if not piece or len(buffer) - at > MAX_RECORD:
                     raise self._bad(number, f"not JSON: {error}") from None
                 # only here: cutting off each record would copy the rest of the buffer
                 buffer, at = buffer[at:] + piece, 0

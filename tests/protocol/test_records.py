@@ -110,7 +110,7 @@ def _blanks(path: Path) -> None:
 def test_a_line_without_end_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(records, "_MAX_RECORD", 1000)
+    monkeypatch.setattr(records, "MAX_RECORD", 1000)
     monkeypatch.setattr(records, "_CHUNK", 100)
     write(tmp_path / "q")
     with pytest.raises(UserError, match=r"(line|record) 2 of "):
