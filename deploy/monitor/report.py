@@ -143,7 +143,7 @@ def _staleness(entries: Sequence[JournalEntry], max_lag: int) -> list[Section]:
 
 
 def _trajectories(entries: Sequence[JournalEntry], tokens: Decoder, max_lag: int) -> list[Section]:
-    chosen = choose(entries, show=TRAJECTORIES, max_lag=max_lag)
+    chosen = choose(entries[-TRAJECTORIES:], max_lag=max_lag)
     examples = tuple(_example(shown, tokens) for shown in chosen)
     text = "The trajectory with the highest reward of each of the groups trained last."
     return [Section("Trajectories", (text,), examples=examples)] if examples else []
