@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ QUESTIONS = RecordKind(
 )
 _UNTELLING = SPLITS | {"questions", "data"}
 """File names that say nothing about the data set: the folder is then its name."""
+_ASKS, _ANSWERS = (re.compile(p, re.I) for p in ("quest|query|problem|prompt|input", "answ|gold|target|label|solution"))
+"""Columns that may hold questions and answers in a file of an unknown format, for advice."""
 _UNNAMEABLE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -162,8 +165,15 @@ def _detected(record: Record, source: QuestionSource) -> str:
     raise UserError(
         f"unknown format of questions: {source.path}",
         why=f"its first record has {', '.join(sorted(map(str, record)))}",
-        todo="foray data convert --question COLUMN --answers COLUMN, or one of the formats of `foray data formats`",
+        todo=f"{_convert(record, source.path)}, or use one of the formats of `foray data formats`",
     )
+
+
+def _convert(record: Record, path: Path) -> str:
+    """Return the command that converts records like this one, with its most likely columns."""
+    out, names = f"{path.name.partition('.')[0] or 'questions'}-converted.jsonl", list(map(str, record))
+    question, answers = (min(filter(found.search, names), key=len, default="COLUMN") for found in (_ASKS, _ANSWERS))
+    return shlex.join(["foray", "data", "convert", str(path), out, "--question", question, "--answers", answers])
 
 
 def _question(asked: Asked) -> Question:
