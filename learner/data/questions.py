@@ -88,16 +88,16 @@ def load_questions(
     return QuestionSet(whole, fingerprint(whole), tuple(shares) if weights[0] and len(sources) > 1 else ())
 
 
-def check_questions(source: QuestionSource, rows: int) -> tuple[int, str]:
+def check_questions(source: QuestionSource, rows: int, counts: RowCount | None = None) -> tuple[int, str]:
     """Read the first `rows` questions of a source of any size. Return (their number, the name of the format).
 
     Raises the errors of `load_questions` for these rows.
     """
-    with closing(read_questions(source)) as questions:
-        count = sum(1 for _ in islice(questions, rows))
-    if not count:
+    with closing(read_questions(source, rows=counts)) as questions:
+        found = sum(1 for _ in islice(questions, rows))
+    if not found:
         raise empty(source.path, RowCount())
-    return count, format_of(source)
+    return found, format_of(source)
 
 
 def format_of(source: QuestionSource) -> str:
