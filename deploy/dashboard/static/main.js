@@ -143,7 +143,7 @@ onToken((why) => {
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog")) return;
-  const typing = event.target.matches("input, select, textarea");
+  const typing = event.target.matches("input:not([type=checkbox]), select, textarea");
   if (event.key === "Escape") {
     if (typing) {
       event.preventDefault(); // which would empty a search field

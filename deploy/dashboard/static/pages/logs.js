@@ -30,7 +30,7 @@ export async function show(box, where) {
     const entries = found.entries.filter((e) => e.error || !only.checked);
     fill(title, file ? `logs/${file.name}.log, ${number(file.bytes / 1024, 1)} KiB, written ${clock(file.written)}` : "no process has written a log here");
     fill(body, entries.length ? h("ol", { class: "log" }, entries.map((e) => h("li", { class: e.error ? "error" : "" },
-      h("div", { class: "meta" }, clock(e.at), " ", e.error ? badge("error", "bad") : e.level), h("pre", {}, e.text))))
+      e.error ? badge("error", "bad") : null, h("pre", {}, e.text))))
       : h("p", { class: "dim" }, only.checked ? "no errors in the end of this log" : "nothing yet"));
   }
   await refresh(true);

@@ -17,7 +17,7 @@ export async function show(box) {
     const rows = settings.filter((s) => (!only.checked || differs(s)) && `${s.name} ${s.value}`.toLowerCase().includes(word));
     fill(count, `${number(rows.length)} of ${number(settings.length)} settings; ${number(settings.filter(differs).length)} differ from the defaults`);
     fill(body, table([
-      { title: "setting", cell: (s) => [s.name, differs(s) ? [" ", badge("differs")] : null] },
+      { title: "setting", cell: (s) => [s.name, differs(s) && !only.checked ? [" ", badge("differs")] : null] },
       { title: "value", cell: (s) => h("code", {}, s.value) }, { title: "default", cell: (s) => h("code", {}, s.default ?? "–") },
     ], rows, { empty: "no such setting", caption: "settings" }));
   }
