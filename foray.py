@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.config import RunConfig as RunConfig
 from deploy.config import load_config as load_config
+from deploy.launcher.progress import read_steps as read_steps
+from learner.checkpoint.journal import read_journal as read_journal
 from learner.config.learner import LearnerSettings as LearnerSettings
 from protocol.errors import ForayError as ForayError
 from protocol.errors import UserError as UserError
@@ -25,6 +27,7 @@ from retriever.config import RetrieverSettings as RetrieverSettings
 from rollout_server.config import RolloutSettings as RolloutSettings
 from rollout_server.environment.environment import Environment as Environment
 from rollout_server.environment.environment import build_environment as build_environment
+from rollout_server.environment.tokenizer import load_tokenizer as load_tokenizer
 from rollout_server.node.config import NodeSettings as NodeSettings
 from rollout_server.rewards.base import Reward as Reward
 from rollout_server.rewards.base import RewardError as RewardError

@@ -11,6 +11,9 @@ MOST = 10_000
 
 TEXT_CHARACTERS = 500
 
+ENGINE_LOST = "engine-lost"
+"""Kind of the events in which a node says why it replaces its engine: `foray up` prints them."""
+
 
 def fields(process: str, process_id: str, kind: str, text: str) -> dict[str, str]:
     """Return the fields of one entry.

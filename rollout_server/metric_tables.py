@@ -102,6 +102,7 @@ NODE: Table = {
     "restarts": counter("Restarts of the engine process."),
     "strikes": counter("Failures of the engine seen by its node. Several in a row restart or quarantine it."),
     "hangs": counter("Times that the engine was considered hung because it did not answer."),
+    "events_lost": ROLLOUT["events_lost"],
     "rechecks": counter("Checks of the weight version after the engine may have changed."),
     "found_paused": counter("Times that the engine was found paused for too long, so its weights were loaded again."),
     "pause_s": gauge("Pause of generation in the last weight update, in seconds."),

@@ -12,8 +12,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from protocol import events
 from protocol.codec import encode
-from protocol.errors import UserError
+from protocol.errors import StateLost, UserError
 from protocol.functions import REPORT
 from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
 from protocol.runtime.metrics import Histogram, MetricsPage, WaitTimer
@@ -180,3 +181,13 @@ def page_of(stats: Stats, run: str) -> MetricsPage:
     return MetricsPage(
         f"foray_{stats.process}_", TABLES[stats.process], stats.snapshot, lambda: stats.histograms, {"run": run}, WAITS
     )
+
+
+async def emit_event(redis: RedisClient, stats: Stats, kind: str, text: str) -> None:
+    """Append an event to the run's history (`protocol/events.py`); count it as lost if Redis does not accept it."""
+    flat = [part for pair in events.fields(stats.process, stats.id, kind, text).items() for part in pair]
+    try:
+        await redis.batch(("XADD", redis.keys.events, "MAXLEN", "~", events.MOST, "*", *flat))
+    except (RedisUnavailable, StateLost, UserError) as error:
+        log.info("could not write the event %r: %s", kind, error)
+        stats.counts["events_lost"] += 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.placement.inventory import HARDWARE
+from deploy.placement.inventory import CPU, HARDWARE
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
 
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to set, e.g. run.model=/models/qwen")
     parser.add_argument("--preset", choices=presets(), help="start from a published recipe (docs/presets.md)")
     parser.add_argument(
-        "--hardware", choices=tuple(HARDWARE), help="with --preset: settings for a machine (docs/hardware.md)"
+        "--hardware", choices=(CPU, *HARDWARE), help="with --preset: settings for a machine (docs/hardware.md)"
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="with --hardware: run.model")
     parser.add_argument("--data", type=Path, metavar="FILE", help="with --hardware: learner.questions")
@@ -100,7 +100,7 @@ def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence
     args.file.parent.mkdir(parents=True, exist_ok=True)
     title = f"preset {args.preset} for {args.hardware} (docs/presets.md, docs/hardware.md)"
     atomic_write(args.file, document(found, title), durable=False)
-    for line in table(found.placement, {}):
+    for line in table(found.placement, {}) if found.placement.gpus else ():
         print(line)
     print(f"wrote {args.file}; next: foray doctor {args.file}, then foray up {args.file} --dry-run")
     return 0

@@ -22,6 +22,7 @@ from aiohttp.typedefs import Handler
 
 from deploy.dashboard.conversation import GroupView
 from deploy.dashboard.events import EventFeed
+from deploy.dashboard.files import read_logs, read_settings
 from deploy.dashboard.live import LiveProxy
 from deploy.dashboard.openapi import ROUTES, describe
 from deploy.dashboard.source import RunData
@@ -88,6 +89,8 @@ def build_app(data: RunData, access: Access) -> web.Application:
         "/api/groups/{seq}/{place}/tokens": _reads(_tokens),
         "/api/letters": _reads(lambda data, request: data.letters()),
         "/api/evaluations": _reads(lambda data, request: data.evaluations()),
+        "/api/logs": _reads(lambda data, request: read_logs(data.directory, request.query.get("name", ""))),
+        "/api/settings": _reads(lambda data, request: read_settings(data.directory)),
         "/api/retrievers": _reads(lambda data, request: {"retrievers": data.retrievers()}),
         "/api/live": live.listing,
         "/api/live/{server}/{seq}/{place}": partial(_watch, live),

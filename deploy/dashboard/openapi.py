@@ -51,6 +51,8 @@ ROUTES: Mapping[str, DashboardRoute] = {
     "/api/groups/{seq}/{place}/tokens": DashboardRoute("The tokens of one trajectory.", query=("epoch",)),
     "/api/letters": DashboardRoute("The newest dead letters, and failed seqs."),
     "/api/evaluations": DashboardRoute("Validations, and results of `foray eval`."),
+    "/api/logs": DashboardRoute("The logs, and the end of one: its newest entry first.", query=("name",)),
+    "/api/settings": DashboardRoute("The settings of the run and their defaults."),
     "/api/retrievers": DashboardRoute("What each retriever that the launcher started says about itself."),
     "/api/live": DashboardRoute("Groups in flight at each rollout server that the launcher started."),
     "/api/live/{server}/{seq}/{place}": DashboardRoute(

@@ -51,6 +51,7 @@ def inspect_questions(path: Path, form: str, examples: int, config: Path | None,
         "format": format_of(source),
         "rows": len(questions),
         "dropped": dict(counts.dropped),
+        "of_several_lines": counts.of_several_lines(),
         "system_messages": sum(_has_system(record) for _, record in _raw(path)),
         "sources": dict(Counter(q.source for q in questions)),
         "schema": _schema(record for _, record in _raw(path)),
@@ -95,6 +96,7 @@ def inspect_corpus(path: Path, examples: int, counts: RowCount) -> dict[str, Any
         "rows": len(lengths),
         "dropped": dict(counts.dropped),
         "schema": _schema(record for _, record in _raw(path)),
+        "of_several_lines": counts.of_several_lines(),
         "with_a_title": titled,
         "repeated_ids": sum(count - 1 for count in ids.values()),
         "repeated_passages": sum(count - 1 for count in texts.values()),
@@ -136,6 +138,8 @@ def render(report: Mapping[str, Any]) -> str:
         )
     if "prompt" in report:
         lines += ["the first prompt:", *(f"  {escape_untrusted(line, 300)}" for line in report["prompt"].splitlines())]
+    if report["of_several_lines"]:
+        lines.append(f"note: {report['of_several_lines']}")
     if report.get("system_messages"):
         lines.append(
             f"note: {report['system_messages']:,} rows have a `system` message, which is not used: "

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from learner.model.tokenizer_check import USE_AS_IS
+from learner.model.tokenizer_check import USE_AS_IS, write_tokenizer_config
 from rollout_server.environment.prompts import demo
 
 # fmt: off
@@ -398,7 +398,7 @@ def decode(ids: list[int]) -> str:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`: one token per word and per tag.
+    """Write the files of a tokenizer into `directory`: one token per word and per tag.
 
     Text is split at spaces, so tokens of prompt, policy and observation never merge at their boundaries. The tags are
     added tokens that are *not* special: they are recognised without spaces around them, and decoding keeps them, so
@@ -422,7 +422,7 @@ def save_tokenizer(directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 512,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tokenizer_config(directory, config)
 
 
 def main() -> None:

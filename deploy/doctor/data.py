@@ -15,6 +15,7 @@ from deploy.launcher.learning import MOST_DEAD
 from learner.config.questions import QuestionSource, question_sources
 from learner.data.questions import check_questions, read_questions
 from protocol.errors import UserError
+from protocol.runtime.records import RowCount
 from protocol.runtime.torch_safety import refuse_pickled
 
 LENGTHS_S = 5.0
@@ -117,11 +118,14 @@ def _corpus(config: RunConfig) -> Finding:
 
 
 def _questions(source: QuestionSource, check: str) -> Finding:
+    counts = RowCount()
     try:
-        count, form = check_questions(source, ROWS)
+        count, form = check_questions(source, ROWS, counts)
     except UserError as error:
         return Finding.of(check, error)
     detail = f"{source.path}: the first {count} questions are readable (format {form})"
+    if counts.broken:
+        return Finding(check, "warn", detail, "foray data inspect shows them", counts.of_several_lines())
     return Finding(check, "ok", detail)
 
 

@@ -33,7 +33,7 @@ from deploy.launcher.process import ManagedProcess, ProcessFailed
 from deploy.launcher.progress import StepTail, read_history
 from deploy.launcher.redis_server import check_server
 from deploy.launcher.run_dir import RESOLVED, discard, hold, write_record
-from deploy.launcher.supervisor import POLL_S, Readiness, Say, Supervisor
+from deploy.launcher.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
 from deploy.placement.run import cores, on_this_machine
 from deploy.secrets.env import SECRET_VARIABLES
 from learner.delivery.identity import ensure_lineage_id
@@ -131,6 +131,7 @@ class Launcher:
         )
         launch = self.config.launch
         self._readiness = Readiness(self._redis_url, self.config.run.id)
+        self._losses = EngineLosses(self._redis_url, self.config.run.id)
         self.supervisor = Supervisor(
             is_ready=self._readiness,
             ready_s=launch.ready_s,
@@ -189,6 +190,8 @@ class Launcher:
             self._say("  ".join(filter(None, (step_line(record, steps=self.config.run.steps), left))))
         if self._steps.last is not newest:
             self._say_problems()
+        for line in self._losses.read():
+            self._say(for_terminal(line))
         for record in self._validations.read():
             self._say(f"validation of {describe(record)}")
         if before != {name: child.pid for name, child in self.supervisor.children.items()}:

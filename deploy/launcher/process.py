@@ -20,7 +20,7 @@ from deploy.launcher.plan import ProcessSpec
 from deploy.terminal import escape_untrusted
 from protocol.errors import ForayError
 from protocol.redaction import for_terminal
-from protocol.runtime.service_cli import EXIT_NO_SIGNAL, INTERRUPTED, NOT_RESTARTED
+from protocol.runtime.service_cli import INTERRUPTED, NOT_RESTARTED
 
 PR_SET_PDEATHSIG = 1
 TAIL_LINES = 25
@@ -142,18 +142,6 @@ class ManagedProcess:
         except (ProcessLookupError, PermissionError):
             # empty, or only zombies
             pass
-
-
-def describe_exit(code: int) -> str:
-    """Return how a process ended: `exited with code 1`, `was killed by SIGKILL`, `was stopped by SIGTERM`."""
-    if code in INTERRUPTED:
-        return f"was stopped by {signal.Signals(abs(code) % 128).name}"
-    if code >= 0:
-        return f"exited with code {code}" + (": no training signal" if code == EXIT_NO_SIGNAL else "")
-    try:
-        return f"was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -9 else "")
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:

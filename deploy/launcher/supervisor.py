@@ -11,15 +11,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import ManagedProcess, describe_exit
+from deploy.launcher.process import ManagedProcess
 from deploy.launcher.redis_server import connect, ping
+from protocol import events
 from protocol.codec import decode_as
 from protocol.errors import ProtocolError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
-from protocol.runtime.service_cli import NOT_RESTARTED
+from protocol.runtime.service_cli import NOT_RESTARTED, describe_exit
 
 STOP_ORDER = ("learner", "rollout", "engine", "retriever", "redis")
 POLL_S = 0.05
@@ -93,7 +95,8 @@ class Supervisor:
                 raise child.failed(f"{describe_exit(code)}{again}")
             recent.append(now)
             self.restarts[name] = self.restarts.get(name, 0) + 1
-            self._say(f"{name} {describe_exit(code)}: restarting it ({len(recent)} of {child.spec.restarts} per hour)")
+            limit = f"({len(recent)} of {child.spec.restarts} per hour)"
+            self._say(f"{name} {describe_exit(code)}: restarting it {limit}, the run continues")
             self.spawn(child.spec)
 
     def ended(self, name: str) -> bool:
@@ -148,6 +151,8 @@ class Supervisor:
 
 ANSWER_S = 1.0
 """Timeout for one answer; a starting process is polled again."""
+LOOK_S, LOOKED_AT = 2.0, 1000
+"""Seconds between two looks at the event log, and entries per look."""
 
 
 class Readiness:
@@ -193,6 +198,35 @@ class Readiness:
             return None
         finally:
             client.close()
+
+
+class EngineLosses:
+    """What nodes on any host report about lost engines in the event log of run `run_id`, since the first `read`."""
+
+    def __init__(self, redis_url: str, run_id: str) -> None:
+        self._url, self._events = redis_url, Keys(run_id).events
+        self._after, self._due = "", 0.0
+
+    def read(self) -> list[str]:
+        """Return new lines; none within LOOK_S of the last look, and none while Redis does not answer."""
+        import redis
+
+        if (now := time.monotonic()) < self._due:
+            return []
+        self._due, client = now + LOOK_S, connect(self._url, timeout_s=ANSWER_S)
+        try:
+            if not self._after:
+                found: Any = client.xrevrange(self._events, count=1)
+                self._after = found[0][0].decode() if found else "0-0"
+                return []
+            found = client.xrange(self._events, min=f"({self._after}", count=LOOKED_AT)
+        except (redis.RedisError, OSError):
+            return []
+        finally:
+            client.close()
+        self._after = found[-1][0].decode() if found else self._after
+        told = (events.parse(fields) for _, fields in found)
+        return [f"{e['id']}: {e['text']}, the run continues" for e in told if e["kind"] == events.ENGINE_LOST]
 
 
 def answers(url: str) -> bool:

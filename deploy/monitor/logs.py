@@ -22,6 +22,7 @@ _STAMP = re.compile(
     rf"(?:\[?(?P<level>{'|'.join(LEVELS)}|WARN)\b)?"
 )
 _REDIS = re.compile(r"\d+:[XCSM] (?P<at>\d\d \w{3} \d{4} \d\d:\d\d:\d\d)\.(?P<part>\d+) (?P<level>[.\-*#]) ")
+_FAILS = re.compile(r"Traceback \(most recent call last\)|error: ")
 _OF_REDIS = {".": "DEBUG", "-": "DEBUG", "*": "INFO", "#": "WARNING"}
 MAX_LINE = 16 * 1024
 """Longer lines are cut, in bytes."""
@@ -35,6 +36,11 @@ class LogEntry:
     at: float
     level: str
     lines: tuple[str, ...]
+
+    @property
+    def is_error(self) -> bool:
+        """Return whether it reports an error: by its level, or by a traceback or message without one after it."""
+        return self.level in ("ERROR", "CRITICAL") or any(map(_FAILS.match, self.lines))
 
 
 def stamp_of(line: str) -> tuple[float, str] | None:
@@ -53,10 +59,11 @@ def stamp_of(line: str) -> tuple[float, str] | None:
 
 
 class LogFile:
-    """A log that is read from its beginning, and again after it was rotated: moved away, or truncated."""
+    """A log that is read from its beginning, or its last `end` bytes, and again after it was rotated: moved away, or
+    truncated."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.process = path, path.stem
+    def __init__(self, path: Path, *, end: int = 0) -> None:
+        self.path, self.process, self._end = path, path.stem, end
         self._file: BinaryIO | None = None
         self._rest = b""
         self._at, self._level = 0.0, "INFO"
@@ -82,6 +89,11 @@ class LogFile:
                     self._file = self.path.open("rb")
                 except FileNotFoundError:
                     return
+                if self._end and self._file.seek(0, os.SEEK_END) > self._end:
+                    self._file.seek(-self._end, os.SEEK_END)
+                    self._file.readline(self._end)  # the rest of a line
+                else:
+                    self._file.seek(0)
             for raw in self._file:
                 self._rest += raw
                 if raw.endswith(b"\n"):

@@ -8,7 +8,6 @@ because a terminal would interpret them.
 from __future__ import annotations
 
 import unicodedata
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,23 +57,17 @@ class Shown:
 
 
 def choose(
-    entries: Iterable[Any], *, show: int, seq: int | None = None, every: bool = False, max_lag: int | None = None
-) -> list[Shown]:
-    """Select the trajectories to print from the journal's entries (objects with `step`, `epoch` and `group`).
+    entries: Iterable[Any], *, best: int = 1, every: bool = False, max_lag: int | None = None
+) -> Iterator[Shown]:
+    """Yield trajectories of the journal's entries (objects with `step`, `epoch` and `group`), one entry at a time.
 
-    seq given     that group, each time it was trained (exactly once unless there is a bug)
-    otherwise     the last `show` groups, oldest first: the trajectory with the highest reward (of equals, the first
-                  with most searches), or all with `every`
+    Of each group the `best` with the highest reward (of equals, the first with most searches), or all with `every`.
     """
-    last: deque[Any] = deque(maxlen=None if seq is not None else max(1, show))
-    last.extend(entry for entry in entries if seq is None or entry.group.seq == seq)
-    chosen: list[Shown] = []
-    for entry in last:
+    for entry in entries:
         trajectories = entry.group.trajectories
         order = sorted(range(len(trajectories)), key=lambda i: (-trajectories[i].reward, -trajectories[i].searches, i))
-        indices = range(len(trajectories)) if every else order[: show if seq is not None else 1]
-        chosen += [Shown(entry.group, index, entry.step, entry.epoch, max_lag) for index in indices]
-    return chosen
+        for index in range(len(trajectories)) if every else order[:best]:
+            yield Shown(entry.group, index, entry.step, entry.epoch, max_lag)
 
 
 def render(shown: Shown, tokens: Decoder, *, colour: bool) -> str:

@@ -143,7 +143,7 @@ def _staleness(entries: Sequence[JournalEntry], max_lag: int) -> list[Section]:
 
 
 def _trajectories(entries: Sequence[JournalEntry], tokens: Decoder, max_lag: int) -> list[Section]:
-    chosen = choose(entries, show=TRAJECTORIES, max_lag=max_lag)
+    chosen = choose(entries[-TRAJECTORIES:], max_lag=max_lag)
     examples = tuple(_example(shown, tokens) for shown in chosen)
     text = "The trajectory with the highest reward of each of the groups trained last."
     return [Section("Trajectories", (text,), examples=examples)] if examples else []
@@ -166,13 +166,14 @@ def _configuration(directory: Path) -> list[Section]:
     path = configuration_of(directory)
     if path is None:
         return []
-    flat = tuple(_flat(read_configuration(path, directory)))
-    return [Section("Configuration", examples=(Example(path.name, flat),))]
+    values = tuple(flat(read_configuration(path, directory)))
+    return [Section("Configuration", examples=(Example(path.name, values),))]
 
 
-def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
+def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
+    """Return (dotted name, redacted text) of each value of a tree of settings."""
     if isinstance(value, Mapping):
-        return [leaf for key in value for leaf in _flat(value[key], f"{path}.{key}" if path else str(key))]
+        return [leaf for key in value for leaf in flat(value[key], f"{path}.{key}" if path else str(key))]
     return [(path, "null" if value is None else redact(str(value)))]
 
 

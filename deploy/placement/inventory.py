@@ -42,6 +42,9 @@ HARDWARE: dict[str, tuple[Host, ...]] = {
 }
 """Machines of the hardware profiles. Memory is what CUDA reports for such a GPU, slightly below its name."""
 
+CPU = "cpu"
+"""Name of the profile of a machine with two cores and no GPU."""
+
 
 def this_machine(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     """Return the GPUs that CUDA shows to this process, () without a driver or GPU.

@@ -15,8 +15,8 @@ import yaml
 
 from deploy.config import RunConfig, from_tree
 from deploy.doctor.redis import memory_needed
-from deploy.placement.assign import EngineArgs, Placement, needs, place
-from deploy.placement.inventory import HARDWARE, Host
+from deploy.placement.assign import NO_GPUS, EngineArgs, Placement, needs, place
+from deploy.placement.inventory import CPU, HARDWARE, Host
 from deploy.placement.shape import read_shape
 from protocol.errors import UserError
 from retriever.index.config import IndexSettings
@@ -40,6 +40,8 @@ ADAPTERS = (
 )
 """The layers are those of the learner's adapters. With `all` SGLang also wraps the output layer, and computes its
 logits in bfloat16 whatever --enable-fp32-lm-head says."""
+CPU_GROUPS = 8
+"""Largest `run.groups_per_step` on CPU."""
 OWN_GPU = ("--mem-fraction-static", "0.85")
 STAGES: tuple[dict[str, Any], ...] = ({"zero_stage": 2}, {"zero_stage": 3, "overlap_comm": True}, {"zero_stage": 3})
 """ZeRO in order of preference. Stage 3 gathers the weights two or three times per micro-batch, beside the computation
@@ -102,6 +104,9 @@ def resolve(
             why="memory is computed from the model's shape",
             todo="give the model's directory with --model DIR; `foray data get` downloads one",
         )
+    if hardware == CPU:
+        merged = _merged(tree, _on_cpu(from_tree(tree), facts))
+        return Resolved(merged, from_tree(merged), NO_GPUS, Layout(1, 1))
     if read_shape(facts) is None:
         raise UserError(
             f"the memory of a {facts.get('model_type', 'model without a type')} cannot be computed",
@@ -140,6 +145,24 @@ def _on(
     merged["launch"]["redis_maxmemory_mb"] = max(config.launch.redis_maxmemory_mb, needed)
     config = from_tree(merged)
     return Resolved(merged, config, place(config, hosts, needs(config, facts, index=index)), layout)
+
+
+def _on_cpu(config: RunConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the CPU profile sets: the recipe's loss and rewards in small batches, for a small model."""
+    longest = min(config.rollout.episode.max_context, facts.get("max_position_embeddings") or math.inf)
+    groups = min(CPU_GROUPS, config.run.groups_per_step)
+    return {
+        "run": {"groups_per_step": groups},
+        "rollout": {"concurrency_groups": 2 * groups, "episode": {"max_context": longest}},
+        "learner": {
+            "algorithm": {"minibatches": 1},
+            "model": {"dtype": "float32", "gradient_checkpointing": False},
+            "engine": {"zero_stage": 0},
+            "batch": {"row_tokens": longest, "micro_batch_tokens": longest},
+        },
+        "engine": {"kind": {"type": "cpu"}},
+        "launch": {"engines": 1, "learner_ranks": 1, "rollouts": 1, "threads": 1},
+    }
 
 
 def _settings(

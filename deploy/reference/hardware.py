@@ -85,6 +85,12 @@ planned; the rest is for fragmentation and the CUDA context. An engine gets {gib
 KV cache. Both are assumptions. `foray doctor` checks main memory: 12 bytes per parameter for snapshots of the state,
 12 with `offload_optimizer`, and a copy of the weights where they are broadcast.
 
+## Without a GPU
+
+`--hardware cpu` is for trying a recipe on two cores with a small model
+([make one](quickstart.md#try-a-preset-without-a-gpu)): the embedded engine, float32, no ZeRO, one minibatch of at most
+8 groups. Loss, rewards and prompts are those of the preset.
+
 ## Profiles
 
 | profile | GPUs | memory of each | preferred layout |

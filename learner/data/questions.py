@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ QUESTIONS = RecordKind(
 )
 _UNTELLING = SPLITS | {"questions", "data"}
 """File names that say nothing about the data set: the folder is then its name."""
+_ASKS, _ANSWERS = (re.compile(p, re.I) for p in ("quest|query|problem|prompt|input", "answ|gold|target|label|solution"))
+"""Columns that may hold questions and answers in a file of an unknown format, for advice."""
 _UNNAMEABLE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -85,16 +88,16 @@ def load_questions(
     return QuestionSet(whole, fingerprint(whole), tuple(shares) if weights[0] and len(sources) > 1 else ())
 
 
-def check_questions(source: QuestionSource, rows: int) -> tuple[int, str]:
+def check_questions(source: QuestionSource, rows: int, counts: RowCount | None = None) -> tuple[int, str]:
     """Read the first `rows` questions of a source of any size. Return (their number, the name of the format).
 
     Raises the errors of `load_questions` for these rows.
     """
-    with closing(read_questions(source)) as questions:
-        count = sum(1 for _ in islice(questions, rows))
-    if not count:
+    with closing(read_questions(source, rows=counts)) as questions:
+        found = sum(1 for _ in islice(questions, rows))
+    if not found:
         raise empty(source.path, RowCount())
-    return count, format_of(source)
+    return found, format_of(source)
 
 
 def format_of(source: QuestionSource) -> str:
@@ -162,8 +165,15 @@ def _detected(record: Record, source: QuestionSource) -> str:
     raise UserError(
         f"unknown format of questions: {source.path}",
         why=f"its first record has {', '.join(sorted(map(str, record)))}",
-        todo="foray data convert --question COLUMN --answers COLUMN, or one of the formats of `foray data formats`",
+        todo=f"{_convert(record, source.path)}, or use one of the formats of `foray data formats`",
     )
+
+
+def _convert(record: Record, path: Path) -> str:
+    """Return the command that converts records like this one, with its most likely columns."""
+    out, names = f"{path.name.partition('.')[0] or 'questions'}-converted.jsonl", list(map(str, record))
+    question, answers = (min(filter(found.search, names), key=len, default="COLUMN") for found in (_ASKS, _ANSWERS))
+    return shlex.join(["foray", "data", "convert", str(path), out, "--question", question, "--answers", answers])
 
 
 def _question(asked: Asked) -> Question:

@@ -17,11 +17,25 @@ TEXTS, LENGTH = 1000, 16
 
 USE_AS_IS: Mapping[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
-    "auto_map": {"AutoTokenizer": [None, "tokenization.PreTrainedTokenizerFast"]},
+    "auto_map": {"AutoTokenizer": [None, "tokenization.FileTokenizer"]},
 }
 """Fields of tokenizer_config.json with which AutoTokenizer uses tokenizer.json as it is. For some architectures (qwen2,
-phi3) transformers ignores the class, unless there is code for another one, which it does not run without
-trust_remote_code."""
+phi3) transformers ignores the class, unless there is code for another, which it runs only with trust_remote_code."""
+
+# A subclass, because transformers marks the class that it loads from code: its own would stay marked in the process.
+CODE = '''from transformers import PreTrainedTokenizerFast
+
+
+class FileTokenizer(PreTrainedTokenizerFast):
+    """Use tokenizer.json as it is."""
+'''
+
+
+def write_tokenizer_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write tokenizer_config.json and, if the `auto_map` of USE_AS_IS is in it, the module that it names."""
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if config.get("auto_map") == USE_AS_IS["auto_map"]:
+        (folder / "tokenization.py").write_text(CODE, encoding="utf-8")
 
 
 def different_texts(folder: Path) -> int | None:
@@ -58,7 +72,7 @@ def make_auto_load_it(folder: Path) -> int | None:
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for name, value in USE_AS_IS.items():
         config[name] = value
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_tokenizer_config(folder, config)
         if not (differ := different_texts(folder)):
             break
     return differ

@@ -33,8 +33,10 @@ _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}\b")
 _ROWS = 64
 """Rows of a parquet or Arrow file in memory: each may repeat one large value of a small file."""
 _CHUNK = 1 << 20
-_MAX_RECORD, _MAX_BATCH = 1 << 26, 1 << 28
+MAX_RECORD, _MAX_BATCH = 1 << 26, 1 << 28
 """Characters of one line or record, and bytes of `_ROWS` rows, beyond which a file counts as damaged."""
+_MAX_LINES = 200
+"""Lines of one row of a CSV table."""
 _DENSE = 100
 """Compression ratio of a column from which its rows are read one by one."""
 _BLANK = " \t\r\n"
@@ -63,6 +65,7 @@ class RowCount:
 
     skip_invalid  drop invalid rows, instead of raising at the first one
     first         reason -> the first row that was dropped for it
+    broken        rows of tables whose fields have line breaks; `first_broken` is the first
     stems         file -> name of the file, unique in this reading, for ids of rows without one
     """
 
@@ -70,6 +73,8 @@ class RowCount:
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
+    broken: int = 0
+    first_broken: str = ""
     stems: dict[Path, str] = field(default_factory=dict)
 
     @property
@@ -93,7 +98,14 @@ class RowCount:
         counts = {"written": written, rest: self.valid - written}
         parts = [f"{count} {what}" for what, count in counts.items() if count or what == "written"]
         parts += [f"{count} dropped: {why} (first: {self.first[why]})" for why, count in self.dropped.items()]
-        return f"{self.read} rows read: " + ", ".join(parts)
+        return "; ".join(filter(None, [f"{self.read} rows read: {', '.join(parts)}", self.of_several_lines()]))
+
+    def of_several_lines(self) -> str:
+        """Return what to check if fields have line breaks: a quote that is closed by chance takes in other rows."""
+        few = (
+            f"{self.broken} rows have line breaks in a field (first: {self.first_broken}): check that they are one row"
+        )
+        return few if self.broken else ""
 
 
 class RecordReader:
@@ -171,10 +183,10 @@ class RecordReader:
                     yield from self._line(line, number)
 
     def _bounded(self, text: IO[str]) -> Iterator[str]:
-        """Yield the lines. Raises UserError for one beyond `_MAX_RECORD`, which may be a decompression bomb."""
-        for number, line in enumerate(iter(lambda: text.readline(_MAX_RECORD + 1), ""), start=1):
-            if len(line) > _MAX_RECORD:
-                raise self._bad(number, f"it has more than {_MAX_RECORD:,} characters")
+        """Yield the lines. Raises UserError for one beyond `MAX_RECORD`, which may be a decompression bomb."""
+        for number, line in enumerate(iter(lambda: text.readline(MAX_RECORD + 1), ""), start=1):
+            if len(line) > MAX_RECORD:
+                raise self._bad(number, f"it has more than {MAX_RECORD:,} characters")
             yield line
 
     def _line(self, line: str, number: int) -> Iterator[Where]:
@@ -216,7 +228,7 @@ class RecordReader:
             except ValueError as error:
                 # twice as much each time: the start of a long record is parsed again
                 piece = text.read(max(_CHUNK, len(buffer) - at))
-                if not piece or len(buffer) - at > _MAX_RECORD:
+                if not piece or len(buffer) - at > MAX_RECORD:
                     raise self._bad(number, f"not JSON: {error}") from None
                 # only here: cutting off each record would copy the rest of the buffer
                 buffer, at = buffer[at:] + piece, 0
@@ -248,6 +260,7 @@ class RecordReader:
         while True:
             try:
                 if row := next(reader):
+                    self._check_lines(number, reader.line_num)
                     yield number, row
             except StopIteration:
                 return
@@ -256,6 +269,15 @@ class RecordReader:
                     raise self._bad(number, f"{error}; a quote in it is not closed") from None
                 self._refuse(number, f"{error}")
             number = reader.line_num + 1
+
+    def _check_lines(self, first: int, last: int) -> None:
+        """Count a row of several lines. Raises UserError for more than _MAX_LINES."""
+        if last - first >= _MAX_LINES:
+            also = "texts of so many lines belong in JSON lines or parquet"
+            raise self._bad(first, f"a quote in it is closed {last - first} lines later; {also}")
+        if last > first:
+            self.rows.broken += 1
+            self.rows.first_broken = self.rows.first_broken or f"lines {first} to {last} of {self.path}"
 
 
 def _tab_rows(lines: Iterable[str], width: int) -> Iterator[tuple[int, list[str]]]:

@@ -24,6 +24,21 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signa
 Serve = Callable[[Namespace, SettingsTree], int | None]
 
 
+def describe_exit(code: int) -> str:
+    """Return how a process ended: `exited with code 1`, `was killed by SIGKILL`, `was stopped by SIGTERM`.
+
+    code  128 + n, or -n, for signal n
+    """
+    number = -code if code < 0 else code - 128
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"exited with code {code}" + (": no training signal" if code == EXIT_NO_SIGNAL else "")
+    if code in INTERRUPTED:
+        return f"was stopped by {name}"
+    return f"was killed by {name}" + (" (out of memory?)" if number == signal.SIGKILL else "")
+
+
 def run_service(
     parser: ArgumentParser, argv: Sequence[str] | None, serve: Serve, *, log_format: str = LOG_FORMAT, prefix: str = ""
 ) -> int:

@@ -10,16 +10,17 @@ import hashlib
 import json
 import mmap
 from array import array
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
+from protocol.runtime.records import MAX_RECORD
 from protocol.search import Passage
 from retriever.corpus.formats.base import MAX_FIELDS, cleaned, fields_of
 
@@ -94,7 +95,7 @@ def scan_corpus(path: Path, directory: Path, progress: Callable[[int, int], None
         ColumnWriter(directory / _OFFSETS, np.int64) as offsets,
         ColumnWriter(unsorted, np.uint64) as hashes,
     ):
-        for number, line in enumerate(file, start=1):
+        for number, line in _lines(file, path):
             start, end = end, end + len(line)
             digest.update(line)
             if not line.strip():
@@ -116,7 +117,7 @@ def read_texts(path: Path, offset: int = 0) -> Generator[str, None, None]:
     """Yield the contents of every passage in order, from the line that starts at byte `offset`."""
     with open_corpus(path).open("rb") as file:
         file.seek(offset)
-        for number, line in enumerate(file, start=1):
+        for number, line in _lines(file, path):
             if line.strip():
                 yield _checked(line, number, path)[1]
 
@@ -223,15 +224,24 @@ def _id_hash(passage_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(passage_id.encode(), digest_size=8).digest(), "little")
 
 
+def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line). Raises UserError for a line beyond MAX_RECORD, before it is in memory."""
+    for number, line in enumerate(iter(lambda: file.readline(MAX_RECORD + 1), b""), start=1):
+        if len(line) > MAX_RECORD:
+            raise _invalid(number, path, f"it has more than {MAX_RECORD:,} bytes")
+        yield number, line
+
+
+def _invalid(number: int, path: Path, why: str) -> UserError:
+    todo = 'every line must be a JSON object with "id" and "contents"'
+    return UserError(f"line {number} of {path} is not a valid passage", why=why, todo=todo)
+
+
 def _checked(line: bytes, number: int, path: Path) -> tuple[str, str, dict[str, Any]]:
     try:
         return _read(line)
     except ValueError as error:
-        raise UserError(
-            f"line {number} of {path} is not a valid passage",
-            why=str(error),
-            todo='every line must be a JSON object with "id" and "contents"',
-        ) from None
+        raise _invalid(number, path, str(error)) from None
 
 
 def _sort_ids(hashes: npt.NDArray[np.uint64], directory: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from retriever.corpus.formats.base import PASSAGES
 from retriever.corpus.formats.synthetic import corpus_spec
 from retriever.index import index_identity
 from retriever.index.config import IndexSettings
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -117,10 +121,14 @@ def corpus_of(directory: Path, configured: Path | None, *, verify: bool = False)
             why=f"no file {corpus}",
             todo="set retriever.corpus (or --corpus) to its current path",
         )
-    if configured is not None and "sha256" in manifest.source and configured.absolute() != corpus.absolute():
+    converted = manifest.source.get("format") != "synthetic" and corpus.parent.absolute() == directory.absolute()
+    if configured is not None and converted and configured.absolute() != corpus.absolute():
         files = record_files(configured, PASSAGES)
         if not all(path.is_file() for path in files):
             return corpus  # removed after the conversion, which needs it no longer
+        if "sha256" not in manifest.source:
+            _say_unverified(configured, _rebuild(manifest, directory, configured))
+            return corpus
         now = input_facts(files, whole=verify)
         if any(manifest.source.get(name) != value for name, value in now.items()):
             raise UserError(
@@ -129,6 +137,15 @@ def corpus_of(directory: Path, configured: Path | None, *, verify: bool = False)
                 todo=f"rebuild: {_rebuild(manifest, directory, configured)}",
             )
     return corpus
+
+
+@cache
+def _say_unverified(corpus: Path, again: str) -> None:
+    """Say it once in this process."""
+    why = "an older version built the index and kept no checksum of it"
+    log.warning(
+        "unverified: whether %s has changed since it was indexed is unknown, because %s; %s", corpus, why, again
+    )
 
 
 def _rebuild(manifest: Manifest, directory: Path, corpus: Path) -> str:

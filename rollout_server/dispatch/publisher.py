@@ -16,16 +16,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from protocol import events
 from protocol.codec import encode
-from protocol.errors import MessageTooLarge, ProtocolError, StateLost, UserError
+from protocol.errors import MessageTooLarge, ProtocolError
 from protocol.functions import BEAT, PUBLISH, RETRY
 from protocol.header import seal
 from protocol.keys import TASK_GROUP
 from protocol.messages import TASK_UNREADABLE, GroupFailed, Task, TrajectoryGroup
 from protocol.runtime.redis.aio import Backoff, RedisClient, retry_until_available
-from protocol.runtime.redis.errors import RedisRefused, RedisUnavailable
-from rollout_server.metrics import Stats
+from protocol.runtime.redis.errors import RedisRefused
+from rollout_server.metrics import Stats, emit_event
 
 log = logging.getLogger(__name__)
 
@@ -146,14 +145,8 @@ class GroupPublisher:
             await retry_until_available(backoff, lambda: self._acknowledge(entry))
 
     async def emit_event(self, kind: str, text: str) -> None:
-        """Append an event to the run's history (`protocol/events.py`); count it as lost if Redis does not accept it."""
-        fields = events.fields(self._stats.process, self._stats.id, kind, text)
-        flat = [part for pair in fields.items() for part in pair]
-        try:
-            await self._redis.batch(("XADD", self._redis.keys.events, "MAXLEN", "~", events.MOST, "*", *flat))
-        except (RedisUnavailable, StateLost, UserError) as error:
-            log.info("could not write the event %r: %s", kind, error)
-            self._stats.counts["events_lost"] += 1
+        """Append an event to the run's history, as `emit_event` of `rollout_server/metrics.py`."""
+        await emit_event(self._redis, self._stats, kind, text)
 
     async def write_dead_letter(self, entry: str, seq: int | None, raw: bytes, reason: str, detail: str) -> None:
         """Append a dead letter (fields: `deploy/dlq/dead_letters.py`) for the task at `entry`."""

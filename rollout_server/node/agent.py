@@ -24,12 +24,14 @@ from pathlib import Path
 
 import aiohttp
 
+from protocol import events
 from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.redis.aio import Backoff, retry_until_available
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import parse_redis_url
+from protocol.runtime.service_cli import describe_exit
 from protocol.runtime.timing import LoopClock, backoff_s
 from protocol.runtime.torch_safety import interface_variables
 from protocol.settings import RunSettings
@@ -127,7 +129,10 @@ class Agent:
                 tasks.create_task(watchdog.watch(), name="watchdog")
                 tasks.create_task(self._exit(child), name="exit")
         except* EngineLost:
-            self._stats.counts["restarts"] += not isinstance(self._settings.kind, AttachedEngine)
+            ours = not isinstance(self._settings.kind, AttachedEngine)
+            self._stats.counts["restarts"] += ours
+            then = "its node launches it again" if ours else "its node waits until it answers again"
+            await self._registry.emit_event(self._stats, events.ENGINE_LOST, f"{self._status.detail}; {then}")
 
     async def drain_on_request(self, hurry: asyncio.Event) -> None:
         """Wait until an operator asks for a drain, and drain. The node then stays, and serves again after a restart."""
@@ -334,7 +339,7 @@ class Agent:
             await asyncio.sleep(0.1)
 
     def _start_failure(self, child: EngineProcess, model: Path) -> Exception:
-        what = f"the engine exited with status {child.returncode} during startup"
+        what = f"the engine {describe_exit(child.returncode or 0)} during startup"
         if not model.is_dir():
             # The learner has removed that version during the launch: try the newest one next.
             return report_lost(self._status, NodeState.SUSPECT, f"{what}: its weights were removed")
@@ -372,4 +377,4 @@ class Agent:
         """Raise EngineLost when the engine exits. An attached engine is checked by the watchdog only."""
         if child is not None:
             status = await child.wait()
-            raise report_lost(self._status, NodeState.SUSPECT, f"the engine exited with status {status}")
+            raise report_lost(self._status, NodeState.SUSPECT, f"the engine {describe_exit(status)}")

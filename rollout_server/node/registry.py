@@ -18,6 +18,7 @@ from protocol.runtime.lifecycle import has_ended, process_token
 from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.dispatch.fleet import RunCompatibility
+from rollout_server.metrics import Stats, emit_event
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,10 @@ class Registry:
         keys = self._redis.keys
         if await self._is_ours(engine_id):
             await self._redis.batch(("ZREM", keys.engines, engine_id), ("DEL", keys.engine(engine_id)))
+
+    async def emit_event(self, stats: Stats, kind: str, text: str) -> None:
+        """Append an event to the run's history."""
+        await emit_event(self._redis, stats, kind, text)
 
     async def take_drain_request(self, engine_id: str) -> bool:
         """Return whether an operator has asked the engine to drain, and remove the request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import re
 import secrets
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -19,6 +21,7 @@ import redis
 
 from deploy.dashboard import app as app_module
 from deploy.dashboard import events as events_module
+from deploy.dashboard import files as files_module
 from deploy.dashboard.app import HEADERS, STATIC, TYPES, build_app
 from deploy.dashboard.openapi import ROUTES, describe
 from deploy.dashboard.source import RunData
@@ -57,6 +60,45 @@ async def test_every_route_answers_for_a_finished_run(run_dir: Path) -> None:
             assert (await answer.json())["columns"] == {"reward_mean": [0.1, 0.2, 0.3, 0.4], "seconds/wait": [0.5] * 4}
         async with session.get("/api/evaluations") as answer:
             assert (await answer.json())["validations"][0]["suites"]["held_out"]["em"] == 0.5
+
+
+async def test_logs_are_shown_from_their_end_and_settings_beside_their_defaults(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.utime(run_dir / "logs" / "rollout-1.log", (1, 1))
+    async with dashboard(run_dir) as url, aiohttp.ClientSession(url) as session:
+
+        async def read(path: str) -> Any:
+            async with session.get(path) as answer:
+                return await answer.json()
+
+        newest = await read("/api/logs")
+        assert [file["name"] for file in newest["files"]] == ["learner", "rollout-1"] and newest["name"] == "learner"
+        (entry,) = newest["entries"]
+        assert entry["error"] and "error: no model" in entry["text"] and "pw" not in entry["text"]
+        entries = (await read("/api/logs?name=rollout-1"))["entries"]
+        assert [(one["level"], one["error"]) for one in entries] == [("INFO", False), ("ERROR", True), ("INFO", False)]
+        assert "stopped" in entries[0]["text"] and entries[0]["at"] > entries[2]["at"]
+        for wrong in ("engine-9", "../run", "%2e%2e%2fresolved"):
+            assert "there is no log" in (await read(f"/api/logs?name={wrong}"))["error"]
+        monkeypatch.setattr(files_module, "LOG_BYTES", 80)
+        (entry,) = (await read("/api/logs?name=rollout-1"))["entries"]
+        assert "stopped" in entry["text"], "half a line is left out"
+
+        settings = {one["name"]: one for one in (await read("/api/settings"))["settings"]}
+        assert (settings["run.steps"]["value"], settings["run.max_lag"]["value"]) == ("4", "0")
+        assert (
+            settings["run.steps"]["default"] != "4" and settings["run.seed"]["value"] == settings["run.seed"]["default"]
+        )
+        other = {"run": {"id": "test", "dir": str(run_dir)}, "engine": {"kind": {"type": "sglang"}}}
+        (run_dir / "resolved.yaml").write_text(json.dumps(other))
+        settings = {one["name"]: one for one in (await read("/api/settings"))["settings"]}
+        assert (settings["engine.kind.type"]["value"], settings["engine.kind.type"]["default"]) == ("sglang", "cpu")
+        assert settings["engine.kind.max_running"]["value"] == settings["engine.kind.max_running"]["default"] == "256"
+        (run_dir / "resolved.yaml").write_text(json.dumps({"run": {"id": "test", "of_another_version": 1}}))
+        found = await read("/api/settings")
+        assert "of_another_version" in found["note"]
+        assert {one["name"]: one["default"] for one in found["settings"]}["run.of_another_version"] is None
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,10 @@ def test_any_format_converts_and_own_columns_too(tmp_path: Path, capsys: pytest.
 
     pq.write_table(pa.Table.from_pylist([{"key": 7, "query": "who ?", "gold": "Ada"}]), tmp_path / "own.parquet")
     assert run("convert", tmp_path / "own.parquet", out) == 2
-    assert "gold, key, query" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "gold, key, query" in said and "own-converted.jsonl --question query --answers gold, or" in said
+    assert run("convert", tmp_path / "own.parquet", out, "--question", "querry", "--answers", "gold") == 2
+    assert "no column `querry`: did you mean 'query'?" in capsys.readouterr().err
     columns = ("--question", "query", "--answers", "gold", "--id", "key", "--source", "mine")
     assert run("convert", tmp_path / "own.parquet", out, *columns) == 0
     assert records(out) == [{"id": "7", "question": "who ?", "answers": ["Ada"], "source": "mine"}]

@@ -28,7 +28,7 @@ FEW, MANY = 25, int(os.environ.get("FORAY_EXAMPLES", "2000"))
 WORD = st.sampled_from(["ada", "emma", "7 + 3", "7 - 3", "C#", "c++", '"Heroes', 'of "x"'])
 VALID = st.fixed_dictionaries(
     {"question": st.lists(WORD, min_size=1, max_size=3).map(" ".join), "answers": st.lists(WORD, min_size=1)},
-    optional={"id": st.sampled_from(["1", "2"])},
+    optional={"id": st.sampled_from(["1", "2"]), "supporting_ids": st.sampled_from([["p1"], ["p1", "Emma"], ["?"]])},
 )
 INVALID = st.sampled_from(["{", "[1]", '{"question": "who ?"}', '{"question": "who ?", "answers": [" "]}', "3", '"x"'])
 LINES = st.lists(st.one_of(VALID.map(json.dumps), INVALID), max_size=12).map(
@@ -56,7 +56,7 @@ def run(*argv: object) -> tuple[int, str]:
 def account(said: str) -> tuple[int, Counter[str]]:
     """Return the rows read, and where they went."""
     line = next(line for line in said.splitlines() if re.match(r"\d+ rows read: ", line))
-    parts = re.findall(r"(?:: |, )(\d+) (written|not drawn|in no part|removed|dropped)", line)
+    parts = re.findall(r"(?:: |, )(\d+) (written|not drawn|in no part|removed|left out|dropped)", line)
     where: Counter[str] = Counter()
     for count, name in parts:
         where[name] += int(count)
@@ -117,6 +117,48 @@ def test_rows_are_conserved(lines: list[str], other: list[str], share: float, se
 @given(LINES, LINES, SHARES, st.integers(0, 9))
 def test_rows_are_conserved_in_many_files(lines: list[str], other: list[str], share: float, seed: int) -> None:
     check_rows(lines, other, share, seed)
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration whose index is built."""
+    folder = tmp_path_factory.mktemp("indexed")
+    corpus, index = folder / "corpus.jsonl", folder / "index"
+    passages = {"p1": '"Ada"\nada wrote emma', "p2": '"Emma"\nC# and c++ of x'}
+    corpus.write_text("".join(f'{{"id": "{n}", "contents": {json.dumps(text)}}}\n' for n, text in passages.items()))
+    assert main(["index", "build", "--corpus", str(corpus), "--out", str(index), "--index", "bm25"]) == 0
+    (folder / "run.yaml").write_text(json.dumps({"retriever": {"corpus": str(corpus), "index_dir": str(index)}}))
+    return folder / "run.yaml"
+
+
+def check_demonstrations(config: Path, lines: list[str], limit: int) -> None:
+    """Check that each valid row becomes a demonstration or is counted with the reason."""
+    with TemporaryDirectory() as name:
+        path, out = Path(name, "q.jsonl"), Path(name, "out.jsonl")
+        path.write_text("\n".join(lines), encoding="utf-8")
+        argv = ("demonstrate", path, "--config", config, "--limit", limit, "--out", out, "--skip-invalid")
+        code, said = run(*argv)
+        assert code == 0, said
+        (total, where), valid = account(said), sum(map(is_valid, lines))
+        assert total == len(lines) == where.total(), said
+        assert where["written"] == len(written(out)) and where["dropped"] == len(lines) - valid
+        named = sum(int(count) for count in re.findall(r"left out: (\d+) questions, \w", said))
+        assert where["written"] + named == min(limit, valid), said
+        assert where["left out"] == named + max(0, valid - limit)
+
+
+@settings(max_examples=FEW)
+@given(lines=LINES, limit=st.integers(1, 9))
+def test_questions_are_demonstrated_or_named(indexed: Path, lines: list[str], limit: int) -> None:
+    check_demonstrations(indexed, lines, limit)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
+@given(lines=LINES, limit=st.integers(1, 9))
+def test_questions_are_demonstrated_or_named_in_many_files(indexed: Path, lines: list[str], limit: int) -> None:
+    check_demonstrations(indexed, lines, limit)
 
 
 PASSAGE = st.fixed_dictionaries({"text": st.sampled_from(["", "a", "b"])}, optional={"id": st.sampled_from(["", "1"])})

@@ -61,6 +61,12 @@ def test_questions_that_are_too_long_for_the_context_are_counted(run_files: Path
     assert "max_context" in found.fix and "prompt_too_long" in found.why
 
 
+def test_rows_of_several_lines_are_named(run_files: Path) -> None:
+    (run_files / "q.csv").write_text('id,question,answers\n1,"Heroes who?,a\n2,who is 12",b\n')
+    found = findings(run_files, f"learner.questions={run_files / 'q.csv'}")["learner.questions"]
+    assert found.verdict == "warn" and "first: lines 2 to 3 of " in found.why and "inspect" in found.fix
+
+
 def test_more_minibatches_than_groups_are_named(run_files: Path) -> None:
     given = ("run.groups_per_step=1", "learner.algorithm={type: grpo, minibatches: 10}")
     found = findings(run_files, *given)["learner.algorithm.minibatches"]

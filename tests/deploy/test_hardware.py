@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
+from deploy.commands.init import presets
 from deploy.config import from_tree, load_config
+from deploy.demo.world import save_tokenizer
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor import model as doctor_model
 from deploy.doctor.access import binds
@@ -111,6 +113,27 @@ def test_a_file_for_a_machine_is_short_and_reads_back(
     assert config.learner.questions == tmp_path / "q.jsonl" and config.learner.algorithm.minibatches == 10
     assert config.engine.kind.type == "sglang" and config.learner.optim.lr == (1e-5 if profile == "1x24gb" else 1e-6)
     assert bool(config.learner.model.lora.rank) == (config.learner.publish.type == "adapter") == (profile == "1x24gb")
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_is_made_small_enough_for_two_cores(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(tmp_path / "model")
+    facts = SHAPES["Qwen2.5-0.5B"] | {"hidden_size": 56, "intermediate_size": 128, "num_hidden_layers": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(facts | {"max_position_embeddings": 2048}))
+    given = ["--hardware", "cpu", "--model", "model", "--data", "q.jsonl", "--index", "index"]
+    assert main(["init", "run.yaml", "--preset", preset, *given]) == 0
+    assert "CUDA" not in capsys.readouterr().out
+    assert len(Path("run.yaml").read_text().splitlines()) <= 60
+    config = load_config(Path("run.yaml"))
+    assert config.engine.kind.type == "cpu" and config.learner.model.dtype == "float32"
+    assert config.learner.engine.zero_stage == 0 and config.learner.algorithm.minibatches == 1
+    assert (config.launch.engines, config.launch.rollouts, config.launch.learner_ranks) == (1, 1, 1)
+    assert config.run.groups_per_step <= 8 and config.rollout.episode.max_context <= 2048
+    checks = [*doctor_engine.engine(config), *doctor_engine.learner(config), *doctor_engine.gpus(config)]
+    assert [f for f in checks if f.verdict != "ok" and f.check != "sampling"] == []
 
 
 def test_a_model_that_does_not_fit_or_is_unknown_leaves_no_file(

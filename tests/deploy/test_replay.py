@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 
 from deploy.commands.watch import replay as command
 from deploy.monitor.replay_view import Shown, choose, render, to_json, visible
-from learner.checkpoint.journal import GroupJournal, read_journal
+from learner.checkpoint import journal
+from learner.checkpoint.journal import GroupJournal, JournalEntry, read_journal
 from protocol.errors import UserError
 from protocol.header import seal
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
@@ -86,14 +89,14 @@ def tokens(model: Path) -> TrajectoryTokenizer:
 
 
 def test_the_best_trajectory_of_each_of_the_last_groups_is_chosen(run_dir: Path) -> None:
-    shown = choose(read_journal(run_dir / "journal"), show=2)
+    shown = choose(read_journal(run_dir / "journal", last=2))
     assert [(s.group.seq, s.index) for s in shown] == [(3, 1), (4, 1)]
-    assert len(choose(read_journal(run_dir / "journal"), show=2, every=True)) == 4
-    assert [s.group.seq for s in choose(read_journal(run_dir / "journal"), show=3, seq=2)] == [2, 2]
+    assert len(list(choose(read_journal(run_dir / "journal", last=2), every=True))) == 4
+    assert [s.group.seq for s in choose(read_journal(run_dir / "journal", seq=2), best=3)] == [2, 2]
 
 
 def test_masks_versions_and_lags_are_visible_without_colour(run_dir: Path, tokens: TrajectoryTokenizer) -> None:
-    text = render(choose(read_journal(run_dir / "journal"), show=1, max_lag=2)[0], tokens, colour=False)
+    text = render(next(choose(read_journal(run_dir / "journal", last=1), max_lag=2)), tokens, colour=False)
     lines = text.splitlines()
     assert "│prompt│ who wrote it ?" in lines
     assert "answer austen" in lines, "what the policy wrote stands bare"
@@ -121,13 +124,13 @@ def test_what_a_tool_was_called_with_is_shown_by_its_name(tokens: TrajectoryToke
 
 
 def test_with_colours_only_the_policys_words_are_bold(run_dir: Path, tokens: TrajectoryTokenizer) -> None:
-    lines = render(choose(read_journal(run_dir / "journal"), show=1)[0], tokens, colour=True).splitlines()
+    lines = render(next(choose(read_journal(run_dir / "journal", last=1))), tokens, colour=True).splitlines()
     assert "\x1b[1manswer austen\x1b[0m" in lines
     assert sum(line.startswith("\x1b[2m│env│") for line in lines) == 1
 
 
 def test_the_json_holds_texts_masks_and_lags(run_dir: Path, tokens: TrajectoryTokenizer) -> None:
-    report = json.loads(json.dumps(to_json(choose(read_journal(run_dir / "journal"), show=1)[0], tokens)))
+    report = json.loads(json.dumps(to_json(next(choose(read_journal(run_dir / "journal", last=1))), tokens)))
     assert [s["trained"] for s in report["segments"]] == [False, True, False, True]
     assert report["segments"][1]["lags"] == [3, 1] and report["segments"][2]["query"] == "emma"
 
@@ -144,6 +147,36 @@ def test_the_command_prints_trajectories(run_dir: Path, capsys: pytest.CaptureFi
     args.json = True
     assert command.run(args) == 0
     assert [item["seq"] for item in json.loads(capsys.readouterr().out)] == [2, 3, 4]
+    args.all = True
+    assert command.run(args) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(item["seq"], item["index"]) for item in lines] == [(s, i) for s in (2, 3, 4) for i in (0, 1)]
+
+
+def test_all_trajectories_of_a_run_are_not_in_memory_together(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[TrajectoryGroup]] = []
+
+    def counted(folder: Path, **given: object) -> Iterator[JournalEntry]:
+        for entry in read_journal(folder, **given):  # type: ignore[arg-type]
+            seen.append(weakref.ref(entry.group))
+            assert sum(group() is not None for group in seen) <= 3, "of four"
+            yield entry
+
+    monkeypatch.setattr(journal, "read_journal", counted)
+    args = argparse.Namespace(run_dir=run_dir, show=99, seq=None, all=True, model=None, json=True)
+    assert command.run(args) == 0 and len(capsys.readouterr().out.splitlines()) == 8
+
+
+def test_a_script_reads_steps_and_trajectories(run_dir: Path) -> None:
+    import foray
+
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "los')
+    assert foray.read_steps(run_dir / "metrics.jsonl") == {1: {"step": 1, "loss": 0.5}}
+    (entry,) = foray.read_journal(run_dir / "journal", last=1)
+    tokens = foray.load_tokenizer(run_dir.parent / "model")
+    assert (entry.step, tokens.decode(entry.group.trajectories[1].segments[3].ids.tolist())) == (7, "answer austen")
 
 
 def test_nothing_to_show_is_said_with_what_to_do(run_dir: Path) -> None:

@@ -15,10 +15,12 @@ import redis
 
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess, ProcessFailed
-from deploy.launcher.supervisor import RESTARTS_S, Readiness, Supervisor
+from deploy.launcher.supervisor import RESTARTS_S, EngineLosses, Readiness, Supervisor
+from protocol import events
 from protocol.codec import encode
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.service_cli import describe_exit
 from tests.support.waiting import wait_until
 
 SLEEP = "import time; time.sleep(60)"
@@ -176,6 +178,33 @@ def test_a_registration_that_a_killed_run_left_is_no_ready_engine(tmp_path: Path
         assert not readiness(engine)
         register("new", NodeState.READY)
         assert readiness(engine)
+
+
+def test_what_nodes_report_about_lost_engines_is_read_once_and_not_while_redis_is_away(
+    redis_socket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.launcher.supervisor.LOOK_S", 0.0)
+    keys = Keys(f"losses-{os.getpid()}")
+    losses = EngineLosses(f"unix://{redis_socket}", keys.run)
+    with redis.Redis.from_url(f"unix://{redis_socket}") as client:
+
+        def report(name: str, kind: str, text: str) -> None:
+            client.xadd(keys.events, events.fields("node", name, kind, text))
+            client.expire(keys.events, 60)
+
+        report("engine-1", events.ENGINE_LOST, "of an earlier start")
+        assert losses.read() == []
+        report("engine-1", "joined", "of no interest")
+        report("engine-2", events.ENGINE_LOST, "the engine was killed by SIGKILL; its node launches it again")
+        line = "engine-2: the engine was killed by SIGKILL; its node launches it again, the run continues"
+        assert (losses.read(), losses.read()) == ([line], [])
+    assert EngineLosses(f"unix://{redis_socket}.away", keys.run).read() == []
+
+
+def test_how_a_process_ended_is_the_same_from_its_parent_and_from_the_guard_of_an_engine() -> None:
+    assert describe_exit(-9) == describe_exit(128 + 9) == "was killed by SIGKILL (out of memory?)"
+    assert describe_exit(-15) == describe_exit(128 + 15) == "was stopped by SIGTERM"
+    assert describe_exit(3) == "exited with code 3" and describe_exit(65).endswith(": no training signal")
 
 
 def test_the_stop_goes_from_the_learner_to_redis(tmp_path: Path, supervisor: Supervisor) -> None:

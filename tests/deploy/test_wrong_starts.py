@@ -176,7 +176,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     # error: how it is caused, texts in the first error message
     "parquet of unknown columns": (
         parquet({"query": "who ?", "gold": "Ada"}),
-        ["unknown format of questions", "train.parquet", "gold, query", "foray data convert --question COLUMN"],
+        ["unknown format of questions", "train.parquet", "gold, query", "--question query --answers gold"],
     ),
     "a passage file as questions": (
         holds("questions.jsonl", [{"id": "0", "contents": "Ada"}]),

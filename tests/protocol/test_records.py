@@ -63,6 +63,20 @@ def test_a_row_of_another_width_is_refused_or_counted(
     assert rows.read == len(kept) + rows.dropped.total() and rows.valid == len(kept)
 
 
+def test_a_quote_that_is_closed_by_chance_is_counted_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "q.csv"
+    path.write_text('id,question,answer\n1,x,a\n2,"Heroes who?,a\n3,who is 12",b\n\n4,"y\nz",c\n')
+    found, rows = read(path)
+    assert [number for number, _ in found] == [2, 3, 6] and rows.broken == 2
+    said = f"2 rows have line breaks in a field (first: lines 3 to 4 of {path}): check that they are one row"
+    assert rows.account(3, "") == f"3 rows read: 3 written; {said}"
+    path.write_text('a,b\n1,"' + "x\n" * 300 + 'y",2\n')
+    for skip in (False, True):
+        with pytest.raises(UserError, match=r"line 2 of ") as refused:
+            read(path, skip=skip)
+        assert "closed 300 lines later" in refused.value.why
+
+
 def test_the_last_suffix_says_whether_a_file_is_a_table(tmp_path: Path) -> None:
     (tmp_path / "q.tsv.jsonl").write_text('{"a": "x\\ty"}\n')
     assert read(tmp_path / "q.tsv.jsonl")[0] == [(1, {"a": "x\ty"})]
@@ -110,7 +124,7 @@ def _blanks(path: Path) -> None:
 def test_a_line_without_end_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(records, "_MAX_RECORD", 1000)
+    monkeypatch.setattr(records, "MAX_RECORD", 1000)
     monkeypatch.setattr(records, "_CHUNK", 100)
     write(tmp_path / "q")
     with pytest.raises(UserError, match=r"(line|record) 2 of "):

@@ -136,6 +136,17 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     assert complaint in caught.value.why
 
 
+def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "corpus.jsonl"
+    line = '{"id": "1", "contents": "a"}'
+    path.write_text(line + "\n" + line.replace("a", "a" * 5000))
+    monkeypatch.setattr("retriever.corpus.corpus.MAX_RECORD", 1000)
+    for read in (lambda: scan_corpus(path, tmp_path), lambda: list(read_texts(path))):
+        with pytest.raises(UserError, match=r"line 2 of .*/corpus.jsonl") as refused:
+            read()
+        assert refused.value.why == "it has more than 1,000 bytes"
+
+
 def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_bytes(b'{"id": "1", "contents": "\xff"}')

@@ -85,6 +85,21 @@ def test_a_converted_corpus_that_has_changed_is_not_served_stale(tmp_path: Path,
         assert open_searcher(settings).search(["rang"], 1)[0].documents, "the copy is complete"
 
 
+def test_an_index_without_a_checksum_of_its_input_is_used_and_said_once_to_be_unverified(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table, index = tmp_path / "a.tsv", tmp_path / "index"
+    table.write_text("id\ttext\ttitle\n1\tAda wrote a program\tAda\n")
+    build_index(table, index, Bm25Settings(), progress=quiet)
+    manifest = json.loads((index / MANIFEST).read_text())
+    del manifest["source"]["sha256"], manifest["source"]["bytes"]
+    (index / MANIFEST).write_text(json.dumps(manifest))
+    for configured in (None, table, table):
+        assert corpus_of(index, configured) == index / "corpus.jsonl"
+    (said,) = caplog.messages
+    assert said.startswith(f"unverified: whether {table} has changed") and "--overwrite" in said
+
+
 def test_an_input_that_changes_while_it_is_converted_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -373,7 +373,7 @@ async def test_an_engine_that_cannot_start_is_a_user_error(world, tmp_path: Path
     broken = SglangEngine(python=sys.executable, launcher=_script(tmp_path, "import sys; sys.exit('no such GPU')"))
     with pytest.raises(UserError) as caught:
         await asyncio.wait_for(serve(run, NodeSettings(id="e", kind=broken), stop=ShutdownSignal()), 20)
-    assert "status 1" in caught.value.what and "no such GPU" in caught.value.why
+    assert "exited with code 1 during startup" in caught.value.what and "no such GPU" in caught.value.why
     assert world.registered("e") is None
 
 
@@ -465,6 +465,8 @@ async def test_the_embedded_engine_joins_late_is_killed_and_dies_with_its_node(
         await eventually(lambda: world.registered("e").state is not NodeState.READY, "its death is noticed", 5)
         await eventually(has_state(world, NodeState.READY, V2), "restarted at the target", 60)
         assert world.registered("e").incarnation != born
+        ((_, event),) = world.sync.xrange(world.keys.events)
+        assert event[b"text"].startswith(b"the engine was killed by SIGKILL (out of memory?); its node launches it")
         engines = descendants(process.pid)
         assert len(engines) == 2, "the guard and the engine"
         process.kill()

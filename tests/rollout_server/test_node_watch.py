@@ -232,6 +232,9 @@ async def test_a_hanging_engine_is_killed_and_restarted_at_the_target(
         assert launches(tmp_path) == ["1.0", "1.1"] and info(world).incarnation != born
         assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
         await eventually(lambda: (counts(world).get("hangs"), counts(world).get("restarts")) == (1.0, 1.0), "counted")
+        ((_, event),) = world.sync.xrange(world.keys.events)
+        assert event[b"text"].startswith(b"hung: no sign of life for ")
+        assert event[b"text"].endswith(b"; its node launches it again")
 
 
 async def test_a_busy_engine_that_answers_late_is_no_hanging_one(world, tmp_path: Path) -> None:

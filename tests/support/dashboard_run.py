@@ -141,6 +141,11 @@ def write_run(directory: Path, *, redis_url: str = "") -> Path:
     settings = {"id": "test", "model": str(model), "dir": str(directory), "max_lag": 0, "steps": 4}
     (directory / "resolved.yaml").write_text(json.dumps({"run": settings | {"redis_url": redis_url}}))
     (directory / "run.json").write_text(json.dumps({"id": "test", "state": "done", "redis_url": redis_url}))
+    (directory / "logs").mkdir()
+    lines = ("00,123 INFO rollout: started", f"01,000 ERROR rollout: {EVIL}", "02,000 INFO rollout: stopped")
+    (directory / "logs" / "rollout-1.log").write_text("".join(f"2026-11-27 05:00:{line}\n" for line in lines))
+    last = "2026-11-27 05:00:03,000 INFO learner: loading\nerror: no model\n  why: it is https://u:pw@host/x\n"
+    (directory / "logs" / "learner.log").write_text(last)
     return directory
 
 

@@ -39,6 +39,29 @@ def test_passages_with_scripts_are_shown_as_text(hostile: str, tab: NewTab, view
     inert(shown.page)
 
 
+def test_logs_and_settings_are_read_and_found(hostile: str, tab: NewTab) -> None:
+    shown = tab()
+    shown.open(f"{hostile}/#/logs")
+    shown.page.get_by_role("link", name="rollout-1").click()
+    entries = shown.page.locator(".log li")
+    shown.until(lambda: entries.count() == 3, "the log of rollout-1")
+    assert "stopped" in entries.first.inner_text() and shown.page.url.endswith("#/logs/rollout-1")
+    shown.page.get_by_label("only errors").check()
+    shown.until(lambda: entries.count() == 1, "its error")
+    assert EVIL in entries.first.inner_text() and entries.first.locator(".badge").inner_text() == "error"
+    inert(shown.page)
+
+    shown.page.keyboard.press("0")
+    rows = shown.page.get_by_role("region", name="settings").locator("tbody tr")
+    rows.first.wait_for()
+    assert any(text.startswith("run.max_lag\t0\t2") for text in rows.all_inner_texts())
+    changed = rows.count()
+    shown.page.get_by_label("only what differs").uncheck()
+    assert rows.count() > 10 * changed and "run.max_lag differs\t0\t2" in rows.all_inner_texts()
+    shown.page.get_by_label("find").fill("clip_low")
+    assert 0 < rows.count() < 9 and all("clip_low" in text for text in rows.all_inner_texts())
+
+
 def test_markup_would_be_noticed(hostile: str, tab: NewTab) -> None:
     """The control of the test above: the same text as HTML is an element, and its script is refused and reported."""
     shown = tab()

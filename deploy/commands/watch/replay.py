@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 
 from deploy.launcher.run_dir import require
@@ -24,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, help="print the best trajectory of this seq instead")
     parser.add_argument("--all", action="store_true", help="print every trajectory of a group, not only the best one")
     parser.add_argument("--model", type=Path, help="directory with the tokenizer (default: the run's own)")
-    parser.add_argument("--json", action="store_true", help="print one JSON array")
+    parser.add_argument("--json", action="store_true", help="print one JSON array; with --all one JSON object per line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,8 +42,10 @@ def run(args: argparse.Namespace) -> int:
     lineage = totals.lineage if totals else ()
     entries = read_journal(directory / "journal", lineage=lineage, seq=args.seq, last=last)
     run = read_settings(directory)
-    shown = choose(entries, show=args.show, seq=args.seq, every=args.all, max_lag=run.max_lag if run else None)
-    if not shown:
+    best = 1 if args.seq is None else args.show
+    shown = choose(entries, best=best, every=args.all, max_lag=run.max_lag if run else None)
+    first = next(shown, None)
+    if first is None:
         where = f"no group of seq {args.seq}" if args.seq is not None else "no trained group"
         raise UserError(
             f"{directory} has {where}",
@@ -50,9 +53,16 @@ def run(args: argparse.Namespace) -> int:
             todo="wait for the first step, or run `foray status`",
         )
     tokens = find_tokenizer(directory, args.model, run)
-    if args.json:
-        print(json.dumps([to_json(item, tokens) for item in shown], ensure_ascii=False))
-        return 0
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print("\n\n".join(render(item, tokens, colour=colour) for item in shown))
+    start, between, end = ("", "\n", "") if args.all else ("[", ", ", "]")
+    if not args.json:
+        start, between, end = "", "\n\n", ""
+    print(start, end="")
+    # one at a time: all trajectories of a run do not fit in memory
+    for number, item in enumerate(chain([first], shown)):
+        text = (
+            json.dumps(to_json(item, tokens), ensure_ascii=False) if args.json else render(item, tokens, colour=colour)
+        )
+        print(f"{between if number else ''}{text}", end="")
+    print(end)
     return 0

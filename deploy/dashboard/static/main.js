@@ -8,15 +8,17 @@ import * as evaluations from "./pages/evaluations.js";
 import * as fleet from "./pages/fleet.js";
 import * as group from "./pages/group.js";
 import * as live from "./pages/live.js";
+import * as logs from "./pages/logs.js";
 import * as overview from "./pages/overview.js";
+import * as settings from "./pages/settings.js";
 import * as staleness from "./pages/staleness.js";
 import * as throughput from "./pages/throughput.js";
 import * as trajectories from "./pages/trajectories.js";
 
-const TABS = { overview, throughput, staleness, fleet, live, trajectories, accounting, evaluations };
+const TABS = { overview, throughput, staleness, fleet, live, trajectories, accounting, evaluations, logs, settings };
 const PAGES = { ...TABS, group };
 const KEYS = [
-  ["1 to 8", "the pages, from left to right"], ["j / k", "next / previous row or trajectory"], ["Enter", "open the row"],
+  ["1 to 9, 0", "the pages, from left to right"], ["j / k", "next / previous row or trajectory"], ["Enter", "open the row"],
   ["Esc", "back"], ["/", "search the trajectories"], ["t", "tokens of the trajectory"], ["d", "light or dark"], ["?", "this help"],
 ];
 const main = document.getElementById("main");
@@ -141,7 +143,7 @@ onToken((why) => {
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog")) return;
-  const typing = event.target.matches("input, select, textarea");
+  const typing = event.target.matches("input:not([type=checkbox]), select, textarea");
   if (event.key === "Escape") {
     if (typing) {
       event.preventDefault(); // which would empty a search field
@@ -150,8 +152,8 @@ document.addEventListener("keydown", (event) => {
     return state.page?.key?.("Escape") || (state.shown === "group" && context.go(state.list));
   }
   if (typing) return;
-  const number = Number(event.key);
-  if (number >= 1 && number <= Object.keys(TABS).length) context.go(`#/${Object.keys(TABS)[number - 1]}`);
+  const place = "1234567890".indexOf(event.key);
+  if (place >= 0 && event.key) context.go(`#/${Object.keys(TABS)[place]}`);
   else if (event.key === "?") help();
   else if (event.key === "d") theme();
   else if (event.key === "/") {

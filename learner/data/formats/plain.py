@@ -13,6 +13,7 @@ from learner.data.formats.base import (
     text_of,
 )
 from protocol.runtime.records import Record
+from protocol.runtime.settings_errors import suggest
 
 
 def _read(record: Record) -> Asked:
@@ -51,6 +52,9 @@ def columns(question: str, answers: str, id_: str = "") -> QuestionFormat:
     """Return the format of records with the question and the answers in columns of your own."""
 
     def read(record: Record) -> Asked:
+        for name in (question, answers):
+            if name not in record:
+                raise ValueError(f"no column `{name}`: {suggest(name, list(map(str, record)))}")
         golds = golds_of(record.get(answers), answers)
         return Asked(id_of(record, *([id_] if id_ else [])), text_of(record, question), golds, source_of(record))
 

@@ -43,7 +43,7 @@ export async function show(box, _, context) {
       card("lag", short(last.lag_mean), `largest ${short(last.lag_max)}, bound ${seen.max_lag}`),
       card("step time", span(last.step_s), `${number(last.tokens_trained / last.step_s)} tokens/s trained`));
     const problems = seen.problems.map((p) => h("li", {}, h("strong", {}, p.what), h("div", {}, "→ ", p.todo)));
-    if (seen.failure && seen.state === "failed") problems.push(h("li", {}, h("strong", {}, "What the launcher printed"), h("pre", { class: "scroll" }, seen.failure)));
+    if (seen.failure && seen.state === "failed") problems.push(h("li", {}, h("strong", {}, "What the launcher printed"), h("pre", { class: "scroll" }, seen.failure), h("p", {}, h("a", { href: "#/logs" }, "logs of its processes"))));
     fill(health, problems.length ? h("section", { class: "panel bad", role: "status" }, h("h2", {}, "Problems"), h("ul", {}, problems)) : null,
       seen.evaluation_lines.length ? h("p", { class: "dim" }, seen.evaluation_lines.join(" · ")) : null);
     const x = steps.step;
