@@ -91,6 +91,8 @@ def _left_out(causal: Any, name: str) -> str:
         return f"peft and engines take this name for experts of a {causal.config.model_type} model"
     if path[-1] == "out_proj" and hasattr(above, "D"):
         return "Mamba's kernels read the matrix of out_proj past its adapter"
+    if path[-1] in ("correction_coefs", "prediction_coefs"):
+        return "Gemma 3n clips these matrices in training, past their adapters"
     if not isinstance(causal.get_submodule(name), torch.nn.Linear):
         return "its matrices are transposed (Conv1D of transformers), which adapters do not support"
     return ""

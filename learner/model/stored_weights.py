@@ -134,6 +134,9 @@ def empty_model(config: Any, **options: Any) -> Any:
             if kept.search(name):
                 placeholder = isinstance(tensor, torch.nn.Parameter)
                 tensor.data = torch.zeros(()).expand(tensor.shape) if placeholder else tensor.data.float()
+    for module in causal.modules():
+        if module._non_persistent_buffers_set and not module._parameters:
+            causal._init_weights(module)  # in float32, as from_pretrained computes them
     causal.tie_weights()
     return causal
 

@@ -52,6 +52,18 @@ def test_an_ejection_is_excused_only_by_a_fault_of_that_engine(
     assert len(ejections([("rollout-1.0001.log", late)], [fault]).healthy) == 1
 
 
+def test_a_server_that_slept_may_learn_late_of_an_engines_fault() -> None:
+    killed, slept = injected("kill", "engine-1", 100.0, 101.0), injected("standstill", "rollout-1", 95.0, 185.0)
+    log = "chaos: 185.5 ejected engine-1/ab12: ('unreachable',)"
+    for name, faults, faulty in (
+        ("rollout-1.0001.log", [killed, slept], 1),
+        ("rollout-2.0001.log", [killed, slept], 0),
+        ("rollout-1.0001.log", [slept], 0),
+        ("rollout-1.0001.log", [injected("kill", "engine-1", 60.0, 61.0), slept], 0),
+    ):
+        assert ejections([(name, log)], faults).faulty == faulty
+
+
 def test_an_end_that_a_standstill_delays_is_explained() -> None:
     now = time.time()
     ring: Any = SimpleNamespace(excuses={name: [(now + 5, "no space", 0.0)] for name in ("learner", "rollout-1")})

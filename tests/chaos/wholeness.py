@@ -131,13 +131,21 @@ class Ejections:
 
 
 def ejections(logs: Iterable[tuple[str, str]], faults: Sequence[Injected]) -> Ejections:
-    """Judge the ejections in the logs (name, text) of rollout servers."""
+    """Judge the ejections in the logs (name, text) of rollout servers.
+
+    A server that stood still learns late of an engine's fault: what happened meanwhile counts as present.
+    """
     found = Ejections()
     for name, text in logs:
+        server = name.partition(".")[0]
+        slept = [item for item in faults if item.planned.target == server and item.kind == "standstill"]
         for at, engine, why in EJECTED.findall(text):
             when = float(at)
+            near = [item.began for item in slept if item.began <= when <= (item.ended or when) + GRACE_S]
+            since = min(near, default=when)
             if any(
-                engine in item.fault.sick and item.began <= when <= (item.ended or when) + GRACE_S for item in faults
+                engine in item.fault.sick and item.began <= when and since <= (item.ended or when) + GRACE_S
+                for item in faults
             ):
                 found.faulty += 1
                 continue
