@@ -16,7 +16,7 @@ from learner.model.architecture import refuse_settings, without_dropout
 from learner.model.lora import add_adapters
 from learner.model.parity_check import first_layers, settle_attention
 from learner.model.policy import PolicyModel
-from learner.model.stored_weights import StoredWeights, empty_model
+from learner.model.stored_weights import StoredWeights, empty_model, stored_elements
 from protocol.errors import UserError
 from protocol.runtime.torch_safety import refuse_pickled
 
@@ -135,13 +135,14 @@ def load_causal(
         if sharded:
             causal, stored = _stored(directory, config, options)
         if causal is None or stored is None:
+            _refuse_larger(directory, config, options)
             options |= {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
             causal, report = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
             refuse_missing(directory, report["missing_keys"])
-    except (ValueError, OSError) as error:  # no such attention, no causal model of this type, or no weights
+    except (ValueError, OSError, RuntimeError) as error:  # no such attention or type, no weights, other shapes
         raise UserError(
             f"transformers cannot load {directory} ({config.model_type})",
-            why=str(error)[:400],
+            why=" ".join(str(error).split())[:400],
             todo="try learner.model.attention=eager, or another model",
         ) from None
     causal.stored = stored
@@ -170,6 +171,22 @@ def refuse_missing(directory: Path, names: Iterable[str]) -> None:
         raise UserError(
             f"the files in {directory} lack {len(missing)} tensors of the model, for example {missing[0]}",
             why="transformers would give them random values",
+            todo="download the complete model directory again, or use another model",
+        )
+
+
+def _refuse_larger(directory: Path, config: Any, options: dict[str, Any]) -> None:
+    """Raise UserError if config.json describes a larger model than the files hold: random weights could fill the
+    memory before anything is noticed."""
+    try:
+        described = sum(p.numel() for p in empty_model(config, **options).parameters())
+    except Exception as error:  # from_pretrained will report it, or can build it
+        log.debug("%s cannot be built without its weights: %s", directory, error)
+        return
+    if described > 1.25 * (there := stored_elements(directory)) > 0:
+        raise UserError(
+            f"config.json in {directory} describes {described:,} weights, its files have {there:,}",
+            why="transformers would give the rest random values",
             todo="download the complete model directory again, or use another model",
         )
 

@@ -11,6 +11,7 @@ file's tensors; where they are views of the parameter, copying into the views is
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,6 +117,15 @@ def _files(directory: Path) -> dict[str, Path]:
         return {}
     with safe_open(directory / SINGLE, framework="pt", device="cpu") as file:
         return dict.fromkeys(file.keys(), directory / SINGLE)
+
+
+def stored_elements(directory: Path) -> int:
+    """Return the number of elements of all tensors in the safetensors files in `directory`. Reads their headers."""
+    total = 0
+    for path in set(_files(directory).values()):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
 
 
 def empty_model(config: Any, **options: Any) -> Any:

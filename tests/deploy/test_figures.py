@@ -282,4 +282,4 @@ def test_gpu_check_runs_tests_that_exist() -> None:
     listed = re.search(r"^CUDA_TESTS := ((?:.*\\\n)*.*)", makefile, re.M)
     assert listed and set(NEEDS_GPU) <= set(figures())
     tests = [word for word in listed[1].split() if word != "\\"]
-    assert len(tests) > 5 and all((PAGE.parents[1] / name).is_file() for name in tests)
+    assert len(tests) >= 4 and all((PAGE.parents[1] / name).is_file() for name in tests)

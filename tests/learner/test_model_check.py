@@ -214,11 +214,23 @@ def broken(directory: Path, kind: str) -> str:
         tensors.pop("model.layers.1.mlp.up_proj.weight")
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         return "lack 1 tensors"
+    if kind in ("much larger", "other shapes"):
+        size = config["intermediate_size"] * 50 if kind == "much larger" else config["intermediate_size"] + 1
+        path.write_text(json.dumps(config | {"intermediate_size": size}))
+        return "describes .* weights, its files have" if kind == "much larger" else "transformers cannot load"
     path.write_text(json.dumps(config | {"model_type": "qwen3_vl", "vision_config": {"hidden_size": 8}}))
     return "a vision_config"
 
 
-BROKEN = ("unknown type", "its own code", "no weights", "missing tensors", "more than text")
+BROKEN = (
+    "unknown type",
+    "its own code",
+    "no weights",
+    "missing tensors",
+    "much larger",
+    "other shapes",
+    "more than text",
+)
 
 
 @pytest.mark.parametrize("kind", BROKEN)
