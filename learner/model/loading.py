@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 from learner.config.model import CriticSettings, ModelSettings
 from learner.engine.accelerator import without_gpu
@@ -139,11 +140,13 @@ def load_causal(
             options |= {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
             causal, report = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
             refuse_missing(directory, report["missing_keys"])
-    except (ValueError, OSError, RuntimeError) as error:  # no such attention or type, no weights, other shapes
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:  # no such attention, broken weights, shapes
+        if layers and isinstance(error, RuntimeError):
+            raise  # the whole model may fit its files
         raise UserError(
             f"transformers cannot load {directory} ({config.model_type})",
             why=" ".join(str(error).split())[:400],
-            todo="try learner.model.attention=eager, or another model",
+            todo="copy the files again, try learner.model.attention=eager, or use another model",
         ) from None
     causal.stored = stored
     if settings.gradient_checkpointing:
@@ -180,10 +183,11 @@ def _refuse_larger(directory: Path, config: Any, options: dict[str, Any]) -> Non
     memory before anything is noticed."""
     try:
         described = sum(p.numel() for p in empty_model(config, **options).parameters())
+        there = stored_elements(directory)
     except Exception as error:  # from_pretrained will report it, or can build it
-        log.debug("%s cannot be built without its weights: %s", directory, error)
+        log.debug("the weights of %s cannot be counted: %s", directory, error)
         return
-    if described > 1.25 * (there := stored_elements(directory)) > 0:
+    if described > 1.25 * there > 0:
         raise UserError(
             f"config.json in {directory} describes {described:,} weights, its files have {there:,}",
             why="transformers would give the rest random values",

@@ -132,7 +132,7 @@ def empty_model(config: Any, **options: Any) -> Any:
     """Return transformers' causal model of `config`, its buffers computed, its parameters placeholders: one element,
     expanded to the shape. `options` as for `from_config`; dtypes are those of `from_pretrained`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
     from transformers.core_model_loading import build_glob_alternation
     from transformers.initialization import no_init_weights
 
@@ -144,9 +144,10 @@ def empty_model(config: Any, **options: Any) -> Any:
             if kept.search(name):
                 placeholder = isinstance(tensor, torch.nn.Parameter)
                 tensor.data = torch.zeros(()).expand(tensor.shape) if placeholder else tensor.data.float()
-    for module in causal.modules():
+    owners = {m: owner for owner in causal.modules() if isinstance(owner, PreTrainedModel) for m in owner.modules()}
+    for module, owner in owners.items():
         if module._non_persistent_buffers_set and not module._parameters:
-            causal._init_weights(module)  # in float32, as from_pretrained computes them
+            owner._init_weights(module)  # in float32, as from_pretrained computes them
     causal.tie_weights()
     return causal
 

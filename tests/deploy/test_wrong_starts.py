@@ -221,7 +221,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
     ),
     "rows that cannot be packed": (
         served_elsewhere(LINEAR, "learner.batch.row_tokens=512"),
-        ["several trajectories in one row", "linear_attention", "learner.batch.row_tokens to 0"],
+        ["several trajectories in one row", "a state from one token to the next", "learner.batch.row_tokens to 0"],
     ),
     "capped attention under sdpa": (
         served_elsewhere(CAPPED),
