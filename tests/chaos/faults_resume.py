@@ -100,7 +100,8 @@ class SecondInResume(SecondLearner):
         self.flag.unlink(missing_ok=True)
         if self.launched:
             super().heal()
-            if not super().happened():
+            # one that another fault ended (a full disk) leaves the run to the second; 75: it was fenced
+            if not super().happened() and self.new.status in (None, 75):
                 self.ring.finding(f"a second learner during a resume ended with {self.status}, not refused", self.log)
 
     def happened(self) -> str:
