@@ -235,7 +235,10 @@ class Launcher:
         try:
             self._record()
         finally:  # also on a full disk
-            self.supervisor.stop()
+            try:
+                self.supervisor.stop()
+            except OSError:  # the reader of the lines has ended, as the `tee` of a pipe by the same Ctrl-C: none follow
+                self.supervisor.stop()
         self._state = state
         self._record()
 

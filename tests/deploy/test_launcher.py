@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from deploy.launcher.run_dir import is_held, read_record
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.run_meta import LINEAGE_FILE, RunMeta
+from protocol.runtime.progress import Progress
 from tests.support.waiting import wait_until
 
 STAND_IN = """#!{python}
@@ -254,14 +256,19 @@ def test_what_work_raises_comes_out_of_during(run_files: Path) -> None:
         started.during(work)
 
 
-def test_a_signal_stops_the_run_in_order(run_files: Path) -> None:
+def test_a_signal_that_also_ends_the_reader_of_the_lines_stops_the_run_in_order(run_files: Path) -> None:
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell has started pytest in the background
-    with pytest.raises(RunStopped) as stopped, launcher(configured(run_files, "wait"), run_files) as started:
-        started.start()
-        wait_until(lambda: "start learner" in order(run_files), "the learner is there")
-        os.kill(os.getpid(), signal.SIGINT)
-        started.wait()
+    reader, writer = os.pipe()
+    with suppress(BrokenPipeError), os.fdopen(writer, "w") as lines, pytest.raises(RunStopped) as stopped:
+        say = Progress.on(lines)
+        with Launcher(configured(run_files, "wait"), say=say, python=str(run_files / "python")) as started:
+            started.start()
+            wait_until(lambda: "start learner" in order(run_files), "the learner is there")
+            os.close(reader)  # `foray up run.yaml | tee log`: Ctrl-C ends tee too, and at once
+            os.kill(os.getpid(), signal.SIGINT)
+            started.wait()
     assert stopped.value.number == signal.SIGINT
+    assert read_record(run_files / "run")["state"] == "stopped"
     assert next(line for line in order(run_files) if line.startswith("stop")) == "stop learner"
     assert signal.getsignal(signal.SIGINT) is before, "the handlers are as before"
 
