@@ -61,10 +61,10 @@ def keep_step(steps: dict[int, Kept], step: int, record: Kept) -> None:
     steps[step] = record
 
 
-def read_steps(path: Path, last_bytes: int = WHOLE) -> dict[int, dict[str, Any]]:
+def read_steps(path: str | Path, last_bytes: int = WHOLE) -> dict[int, dict[str, Any]]:
     """Return step -> record of a `metrics.jsonl`, ascending, without rolled-back steps and half lines; {}: no file."""
     steps: dict[int, dict[str, Any]] = {}
-    for record in StepTail(path, start=last_bytes).read():
+    for record in StepTail(Path(path), start=last_bytes).read():
         if isinstance(step := record.get("step"), int):
             keep_step(steps, step, record)
     return steps

@@ -275,7 +275,7 @@ class GroupJournal:
 
 
 def read_journal(
-    folder: Path, *, lineage: Sequence[PolicyVersion] = (), seq: int | None = None, last: int | None = None
+    folder: str | Path, *, lineage: Sequence[PolicyVersion] = (), seq: int | None = None, last: int | None = None
 ) -> Iterator[JournalEntry]:
     """Yield every group in order of training, or those of `seq`, or the `last` ones (at least 1).
 
@@ -283,7 +283,7 @@ def read_journal(
     lineage: leave out groups that a crash rolled back.
     """
     wanted: list[FrameLocation] = []
-    for path in reversed(data_files(folder)):
+    for path in reversed(data_files(Path(folder))):
         wanted[:0] = [p for p in locations(path) if not rolled_back(p, lineage) and seq in (None, p.seq)]
         if last is not None and len(wanted) >= last:
             wanted = wanted[-last:]

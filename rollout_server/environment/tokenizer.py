@@ -129,11 +129,12 @@ class TrajectoryTokenizer:
         return self.decode(ids[:end])
 
 
-def load_tokenizer(model_dir: Path, day: date | None = None) -> TrajectoryTokenizer:
+def load_tokenizer(model_dir: str | Path, day: date | None = None) -> TrajectoryTokenizer:
     """Load the tokenizer of a model directory in Hugging Face layout. `day` is for its chat template.
 
     Raises UserError if tokenizer.json is missing or broken, or if the chat template is broken.
     """
+    model_dir = Path(model_dir)
     path = model_dir / "tokenizer.json"
     config = _read_json(model_dir / "tokenizer_config.json")
     try:

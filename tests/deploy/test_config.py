@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import foray
 from deploy.commands.init import PRESETS
 from deploy.config import expand, from_tree, load_config
 from deploy.demo.run import CONFIG
@@ -18,7 +19,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_a_path_may_be_a_text(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("run: {steps: 7}\n")
-    assert load_config(str(tmp_path / "run.yaml")).run.steps == 7
+    assert foray.load_config(str(tmp_path / "run.yaml")).run.steps == 7
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert foray.read_steps(str(tmp_path / "metrics.jsonl")) == {1: {"step": 1}}
+    assert list(foray.read_journal(str(tmp_path))) == []
+    with pytest.raises(UserError, match="tokenizer"):
+        foray.load_tokenizer(str(tmp_path))
 
 
 def test_every_shipped_configuration_can_be_read() -> None:
