@@ -83,13 +83,14 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
     // as many digits as tell two ticks apart; equal values do not make a scale of their own
     const text = (raw, by) => (percent ? `${Math.round(100 * raw)}%` : by < 1 ? number(raw, Math.min(9, String(by).split(".")[1]?.length ?? Math.ceil(-Math.log10(by)))) : short(raw));
     const range = (_, min, max) => (min === max ? [Math.min(min, 0), Math.max(max, 0) || 1] : uPlot.rangeNum(min, max, 0.1, true));
+    const width = (_, texts) => Math.max(62, 20 + 7 * Math.max(0, ...(texts ?? []).map((t) => t?.length ?? 0)));
     const sum = (at) => data.series.reduce((all, s) => all + (s.values[at] || 0), 0);
     return {
       width: Math.max(200, frame.clientWidth),
       height,
       cursor: { drag: { x: true, y: false }, points: { size: 6 } },
       scales: { x: { time: false }, y: stacked ? { range: (_, __, max) => [0, percent ? 1 : max * 1.05 || 1] } : { range } },
-      axes: [{ ...axis, incrs: STEPS }, { ...axis, size: 62, values: (_, ticks, __, ___, by) => ticks.map((t) => text(t, by)) }],
+      axes: [{ ...axis, incrs: STEPS }, { ...axis, size: width, values: (_, ticks, __, ___, by) => ticks.map((t) => text(t, by)) }],
       legend: { live: true },
       series: [
         { label: "step", value: (_, v) => short(v ?? data.x.at(-1)) },
