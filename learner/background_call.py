@@ -1,4 +1,4 @@
-"""One call in a thread of its own."""
+"""One call in a separate thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Validation during training: when it is due, what is reported, and which checkpoint is the best.
 
-A validation runs in a thread of its own and uses the run's rollout servers; the training thread only begins it and
+A validation runs in a separate thread and uses the run's rollout servers; the training thread only begins it and
 collects its result. It needs the version that was just published, so it is asked for before the next one is.
 """
 
@@ -51,9 +51,7 @@ def load_suites(settings: ValidationSettings) -> Suites:
         for question in load_questions([QuestionSource(path=suite.path)]).questions:
             sets.setdefault(suite.name or question.source, []).append(question)
         if twice := found.keys() & sets.keys():
-            raise UserError(
-                f"two of learner.eval.suites are named {min(twice)!r}", todo="give each a `name` of its own"
-            )
+            raise UserError(f"two of learner.eval.suites are named {min(twice)!r}", todo="give each a different `name`")
         found |= {name: tuple(questions[: suite.limit]) for name, questions in sets.items()}
     for name, questions in found.items():
         if len({question.id for question in questions}) < len(questions):

@@ -273,7 +273,7 @@ class RecordReader:
     def _check_lines(self, first: int, last: int) -> None:
         """Count a row of several lines. Raises UserError for more than _MAX_LINES."""
         if last - first >= _MAX_LINES:
-            also = "texts of so many lines belong in JSON lines or parquet"
+            also = "use JSON lines or parquet for long texts"
             raise self._bad(first, f"a quote in it is closed {last - first} lines later; {also}")
         if last > first:
             self.rows.broken += 1

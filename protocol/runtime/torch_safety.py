@@ -57,7 +57,7 @@ def set_nccl_defaults(environ: MutableMapping[str, str]) -> None:
 def torch_versions() -> dict[str, str]:
     """Return the versions of "torch" and "nccl" that are installed in this environment; without those that are not.
 
-    From package metadata. NCCL is a package of its own (`nvidia-nccl-cu13`) beside torch's wheels for CUDA.
+    From package metadata. NCCL is a separate package (`nvidia-nccl-cu13`) beside torch's wheels for CUDA.
     """
     found: dict[str, str] = {}
     for package in distributions():

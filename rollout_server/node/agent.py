@@ -357,7 +357,7 @@ class Agent:
     async def _read_version(self) -> None:
         """Set READY at the version that the engine reports, or SYNCING if it is not of the current epoch.
 
-        The label of an attached engine may be another run's, or of a node that failed: it is loaded anew.
+        The label of an attached engine may be another run's: the engine loads the weights again.
         """
         try:
             facts = await read_capabilities(self._client, pause_mode=self._settings.pause_mode)

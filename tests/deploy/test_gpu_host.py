@@ -33,7 +33,7 @@ def test_nvcc_is_found_where_sglang_looks_for_it(home: Path) -> None:
     both = {"CUDA toolkit": "ok", "C++ compiler": "ok"}
     assert verdicts({"PATH": f"{home}/bin"}) == both
     assert verdicts({"CUDA_HOME": str(home), "PATH": "", "CXX": f"{home}/bin/c++"}) == both
-    assert verdicts({"CUDA_PATH": str(home), "PATH": "", "CXX": "g++-of-nobody"})["C++ compiler"] == "fail"
+    assert verdicts({"CUDA_PATH": str(home), "PATH": "", "CXX": "no-such-g++"})["C++ compiler"] == "fail"
     (home / "lib64" / "libcudart.so").unlink()  # the wheels of nvcc have lib, and no libcudart.so
     (found, _) = toolkit({"PATH": f"{home}/bin"})
     assert found.verdict == "fail" and "lib64/libcudart.so" in found.detail and "cuda-toolkit-13" in found.fix

@@ -40,7 +40,7 @@ def _child(name: str, out: Path) -> None:
 
 
 def measure(names: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield (name, row), each from a process of its own: one that crashes or takes too long is a row that says so."""
+    """Yield (name, row), each measured in a separate process: one that crashes or takes too long has a row too."""
     context, waiting = multiprocessing.get_context("fork"), list(names)
     running: dict[str, tuple[Any, float]] = {}
     with tempfile.TemporaryDirectory() as folder:

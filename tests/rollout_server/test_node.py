@@ -188,7 +188,7 @@ def _digest(world) -> str:
 
 
 async def test_an_evaluation_on_engines_of_its_own_holds_up_only_those(world, tmp_path: Path) -> None:
-    world.sync.set(world.keys.evaluation, "eval-engines:somebody")
+    world.sync.set(world.keys.evaluation, "eval-engines:another-run")
     async with FakeServer() as engine, node(world, engine, tmp_path):
         await eventually(has_state(world, NodeState.READY), "READY")
         world.publish_weights(tmp_path / "weights", V1)
@@ -196,7 +196,7 @@ async def test_an_evaluation_on_engines_of_its_own_holds_up_only_those(world, tm
     world.sync.delete(world.keys.evaluation)
     async with FakeServer() as engine, node(world, engine, tmp_path, role="eval"):
         await eventually(has_state(world, NodeState.READY, V1), "READY")
-        world.sync.set(world.keys.evaluation, "eval-engines:somebody")
+        world.sync.set(world.keys.evaluation, "eval-engines:another-run")
         world.publish_weights(tmp_path / "weights", V2)
         await asyncio.sleep(0.3)
         assert has_state(world, NodeState.READY, V1)(), "it serves the evaluation, and waits"

@@ -1,6 +1,6 @@
 """Run the phases of the demo, each once: a finished phase is skipped, a stopped one continues.
 
-A phase is a `foray` command in a process of its own, which resumes by itself. `phases.json` records which are finished
+A phase is a `foray` command in a separate process, which resumes by itself. `phases.json` records which are finished
 and what they used, over all starts.
 """
 

@@ -123,7 +123,7 @@ DEMO = Prompts(
     stops=("</answer>",),
     tagged=True,
 )
-"""The demo's model: `rag` is a first search with the question itself, in the form of its own searches."""
+"""The demo's model: `rag` is a first search with the question itself, in the form in which the model searches."""
 
 
 def prompts_for(template: str) -> Prompts:

@@ -346,7 +346,7 @@ class Scheduler:
         self.running.pop()
 
     def _room(self, more: int) -> int:
-        """Return the room for prefixes in tokens, after freeing rows that nobody needs if it is short of `more`."""
+        """Return the room for prefixes in tokens, after freeing unused rows if it is short of `more`."""
         kv, rows = self.runner.kv, len(self.running)
         if self.cache.tokens + more > kv.budget - kv.tokens:
             longest = self._longest

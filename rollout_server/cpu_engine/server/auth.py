@@ -43,7 +43,7 @@ ADMIN = frozenset(
 )
 
 CLIENT_GONE = 499
-"""nginx's status of a request whose client has disconnected. Nobody receives it."""
+"""Status of nginx for a request whose client has disconnected. It cannot be sent."""
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"} | dict.fromkeys(
     (500, 503), "server_error"
 )
