@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib import import_module
 from importlib.metadata import packages_distributions
@@ -44,6 +45,16 @@ def test_our_names_are_ours() -> None:
         module = import_module(name)
         assert module.__file__ and Path(module.__file__).resolve().is_relative_to(ROOT)
         assert set(known.get(name, ["foray"])) == {"foray"}, name
+
+
+def test_a_tag_publishes_only_the_version_that_has_a_section_in_the_changelog() -> None:
+    def release(tag: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, ROOT / ".github/release.py", tag], capture_output=True, text=True)
+
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    right, wrong = release(f"v{version}"), release("v0.0.1")
+    assert right.returncode == 0 and "### Added" in right.stdout and "## [" not in right.stdout
+    assert wrong.returncode == 1 and "v0.0.1" in wrong.stderr and version in wrong.stderr
 
 
 def test_no_test_folder_is_a_package() -> None:
