@@ -46,14 +46,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {},
     "olmo2": {},
     "glm4": {"head_dim": 16},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4},
     "glm4_moe": {"head_dim": 16, **ROUTED},
     "cohere2": {"head_dim": 16, "layer_types": ["full_attention", "full_attention"]},
 }
 """model_type -> settings. SGLang on the CPU does not run gemma2 (it stops responding while it builds the model),
-gpt_oss (its attention backends need a GPU), qwen3_next, qwen3_5 (snapshots of their state) and lfm2 (a kernel of
-sgl_kernel): for these see test_engine_loaders.py."""
+gpt_oss (its attention backends need a GPU), qwen3_next, qwen3_5 (snapshots of their state), qwen2_moe (a kernel of
+Triton) and lfm2 (a kernel of sgl_kernel): for these see test_engine_loaders.py."""
 QUICK = {("qwen2", 2), ("qwen3_moe", 1)}
 """Those that `make test-sglang` runs; the others: `make test-sglang ARGS="-m architectures"`."""
 

@@ -28,6 +28,10 @@ YARN = {
     **{"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 DEEPSEEK = {"moe_layer_freq": 1, "rope_scaling": YARN, "rope_parameters": YARN}
+DELTA = {
+    "full_attention_interval": 2,
+    **{"linear_num_value_heads_cpu": 4, "linear_num_key_heads_cpu": 2},  # which SGLang sets itself when it serves
+}
 LIKE_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": DEEPSEEK | {"scoring_func": "softmax"},
     "deepseek_v3": DEEPSEEK | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
@@ -39,12 +43,7 @@ LIKE_CHECKPOINTS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
     },
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
-    "qwen3_next": {
-        "full_attention_interval": 2,
-        **{"linear_num_value_heads_cpu": 4, "linear_num_key_heads_cpu": 2},  # which SGLang sets itself when it serves
-    },
-    "qwen3_5_text": {"full_attention_interval": 2},
-    "qwen3_5_moe_text": {"full_attention_interval": 2},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA),
 }
 """Keys of original checkpoints' config.json that SGLang reads, and transformers' own config.json does not have."""
 CHANGED: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": []}}
