@@ -332,6 +332,8 @@ class WeightView(Message):
     members   "engine id/incarnation" of rank 1, 2, ... in order
     rank_offsets  first rank of each member, which has `EngineInfo.ranks` ranks (tensor parallel)
     deadline  seconds on the Redis clock; a member that has heard nothing by then treats the view as aborted
+    committed  numbers of the epoch's last committed views: a member that missed the commit of its view finds it here,
+              and one whose view is not listed treats it as aborted
     """
 
     run: Name
@@ -349,6 +351,7 @@ class WeightView(Message):
     buckets: tuple[WeightBucket, ...] = Field(default=(), max_length=65536)
     flattened: bool = True
     deadline: Number = 0.0
+    committed: tuple[Count, ...] = Field(default=(), max_length=64)
     proof: WeightBucket | None = None
     """A bucket of one tensor that the members hold already: broadcast in a new group before they answer "prepared".
     None: no proof of connection is needed, or a member cannot give it."""

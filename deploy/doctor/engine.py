@@ -19,6 +19,7 @@ from deploy.placement.assign import EngineArgs
 from deploy.placement.inventory import HARDWARE
 from deploy.placement.run import planned, read_facts
 from learner.config.learner import DistributedPublishSettings, require_groups
+from learner.config.model import ModelSettings
 from learner.config.policy import GroupSettings
 from learner.model.architecture import refuse_context, refuse_settings
 from protocol.errors import UserError
@@ -256,22 +257,37 @@ def _trainable(config: RunConfig, facts: dict[str, Any]) -> Finding:
 
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
-    """Load run.model and check it as the learner does at its start. Takes seconds: not before each start."""
-    model, learner = config.run.model, config.learner
-    if not config.launch.learner or not read_facts(model):
+    """Load run.model and the models of reference and critic, and check them as the learner does at its start. Takes
+    seconds: not before each start."""
+    learner = config.learner
+    if not config.launch.learner or not read_facts(config.run.model):
         return  # another check reports a missing model
     try:
         from learner.model.loading import load_settled
     except ImportError as error:
         yield Finding("learner check", "ok", f"not run, because {error.name} is not installed")
         return
-    large = sum(path.stat().st_size for path in model.glob("*.safetensors")) > LARGE_BYTES
-    try:
-        load_settled(model, learner.model, **learner.batch.rows, sharded=learner.engine.zero_stage == 3 or large)
-    except UserError as error:
-        yield Finding.of("learner check", error)
-    else:
-        yield Finding("learner check", "ok", "log-probs and gradient in the run's rows are those of transformers")
+    for check, model, settings in _loaded(config):
+        large = sum(path.stat().st_size for path in model.glob("*.safetensors")) > LARGE_BYTES
+        try:
+            load_settled(model, settings, **learner.batch.rows, sharded=learner.engine.zero_stage == 3 or large)
+        except UserError as error:
+            yield Finding.of(check, error)
+        else:
+            yield Finding(check, "ok", "log-probs and gradient in the run's rows are those of transformers")
+
+
+def _loaded(config: RunConfig) -> Iterator[tuple[str, Path, ModelSettings]]:
+    """Yield the models that the learner loads, with their settings; each once."""
+    from learner.algorithms import build_algorithm
+
+    learner, needed = config.learner, build_algorithm(config.learner.algorithm).requirements
+    yield "learner check", config.run.model, learner.model
+    other = learner.model.model_copy(update={"dtype": learner.reference.dtype or learner.model.dtype})
+    if needed.reference and (learner.reference.model or other != learner.model):
+        yield "reference check", learner.reference.model or config.run.model, other
+    if needed.values and learner.critic.backbone == "own" and learner.critic.model:
+        yield "critic check", learner.critic.model, learner.model
 
 
 def _unusable(model: Path, error: Exception) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def load_settled(
         except Exception as error:  # other layers depend on their number, or a part of the configuration does
             _log_whole(directory, f"its first layers are no model by themselves ({type(error).__name__}: {error})")
             causal = whole = load_causal(directory, settings, packed=packed)
+    _refuse_other_dtypes(directory, causal, whole)
     settle_attention(PolicyModel(whole, settings), directory, packed=packed, shared=shared)
     if whole is not causal:
         causal.set_attn_implementation(whole.config._attn_implementation)
@@ -77,12 +78,41 @@ def _refuse_float32(directory: Path, causal: Any) -> None:
     """Raise UserError if transformers keeps parameters of a bfloat16 model in float32, which DeepSpeed would round."""
     kept = [name for name, parameter in causal.named_parameters() if parameter.dtype != causal.dtype]
     if kept:
-        raise UserError(
-            f"{directory} contains a {causal.config.model_type} model, which needs some weights in float32: "
-            f"{kept[0]} and {len(kept) - 1} others",
-            why="DeepSpeed would round them to bfloat16: log-probs would differ from those of transformers and engines",
-            todo="set learner.model.dtype (of a reference: learner.reference.dtype) to float32",
-        )
+        raise needs_float32(directory, causal, kept, "learner.model.dtype (of a reference: learner.reference.dtype)")
+
+
+def needs_float32(directory: Path, causal: Any, names: Sequence[str], setting: str) -> UserError:
+    """Return the error for a model whose parameters `names` a training in bfloat16 would round."""
+    return UserError(
+        f"{directory} contains a {causal.config.model_type} model, which needs some weights in float32: "
+        f"{names[0]} and {len(names) - 1} others",
+        why="training would round them to bfloat16: log-probs would differ from those of transformers and engines",
+        todo=f"set {setting} to float32",
+    )
+
+
+def refuse_rounding(directory: Path, causal: Any, setting: str) -> None:
+    """Raise UserError if transformers keeps parameters of `causal`, loaded in float32, so also in a bfloat16 model."""
+    try:
+        rounded = empty_model(causal.config, dtype=torch.bfloat16)
+    except Exception as error:  # it cannot be built without its weights
+        log.warning("cannot find out which weights of %s need float32 (%s: %s)", directory, type(error).__name__, error)
+        return
+    if kept := [name for name, parameter in rounded.named_parameters() if parameter.dtype != torch.bfloat16]:
+        raise needs_float32(directory, causal, kept, setting)
+
+
+def _refuse_other_dtypes(directory: Path, causal: Any, loaded: Any) -> None:
+    """Raise UserError if a tensor of `causal` has another dtype than in `loaded`, which transformers has loaded: all of
+    the model, or its first layers."""
+    own = {name: tensor.dtype for name, tensor in [*causal.named_parameters(), *causal.named_buffers()]}
+    for name, tensor in [*loaded.named_parameters(), *loaded.named_buffers()]:
+        if own.get(name) != tensor.dtype:
+            raise UserError(
+                f"{directory} contains a {causal.config.model_type} model, whose {name} would be {own.get(name)}",
+                why=f"transformers keeps it in {tensor.dtype}: log-probs would differ",
+                todo="set learner.engine.zero_stage to 2 or less, or use a model of another type",
+            )
 
 
 def _first_layers(directory: Path, settings: ModelSettings, config: Any, *, packed: bool) -> Any:

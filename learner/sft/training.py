@@ -21,7 +21,7 @@ from learner.checkpoint.checkpoint import STATE, Checkpoints
 from learner.config.model import LoraSettings
 from learner.engine.optimizer import GuardedAdamW, learning_rate, parameter_groups
 from learner.model.export import write_model
-from learner.model.loading import load_policy
+from learner.model.loading import load_policy, refuse_rounding
 from learner.sft.batches import SftExample, SftMicroBatch, examples_of_update, micro_batches
 from learner.sft.record import RECORD, SftPlan, SftProgress
 from protocol.errors import ForayError, UserError
@@ -78,6 +78,8 @@ class _SftTrainer:
         dtype = fast_dtype(plan.settings.dtype, self._device)
         given = plan.trainer.model.model_copy(update={"dtype": "float32", "lora": LoraSettings()})
         self._policy = load_policy(plan.model, given, packed=plan.trainer.batch.row_tokens > 0)
+        if dtype != torch.float32:
+            refuse_rounding(plan.model, self._policy.causal, "sft.dtype")
         self._policy.to(self._device).train()
         self._masters: dict[str, torch.Tensor] = {}
         """The parameters themselves in float32, else their float32 copies."""

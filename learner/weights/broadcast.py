@@ -50,6 +50,10 @@ PIECES, SMALLEST_BUCKET = 8, 8 << 20
 cost."""
 
 
+COMMITTED = 16
+"""Committed views that are named in the next ones."""
+
+
 class DistributedPublisher:
     """Sends versions over a process group, or writes files as `DiskPublisher` does where needed."""
 
@@ -72,6 +76,8 @@ class DistributedPublisher:
         self._transfer: Transfer | None = None
         """A verified transfer that waits for its announcement."""
         self._epoch, self._number = 0, 0
+        self._committed: deque[int] = deque(maxlen=COMMITTED)
+        """Numbers of the epoch's last committed views."""
         self._hashing = ThreadPoolExecutor(1, "hash weights")
         self._counts = dict.fromkeys(("publish_distributed", "publish_disk", "publish_fallbacks", "publish_again"), 0)
         self._last: dict[str, float] = {}
@@ -137,6 +143,7 @@ class DistributedPublisher:
         try:
             self._run_transfer(transfer, packed)
             transfer.commit()
+            self._committed.append(transfer.view.number)
         except (TransferFailed, PackingError, RedisUnavailable) as error:
             self._failed(transfer, error)
             log.warning("could not send %s again: %s", last.version.label, error)
@@ -174,6 +181,7 @@ class DistributedPublisher:
         self._proof.published(update.version)
         transfer, self._transfer = self._transfer, None
         if transfer is not None and transfer.view.version == update.version:
+            self._committed.append(transfer.view.number)  # by the target: its phase may not reach Redis
             transfer.commit()
             self._last["publish_commit_s"] = time.monotonic() - began
 
@@ -217,8 +225,10 @@ class DistributedPublisher:
 
     def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceChecksums | None) -> Transfer:
         members = tuple(member_of(e) for e in engines)
-        self._number = self._number + 1 if self._epoch == version.epoch else 1
-        self._epoch = version.epoch
+        if self._epoch != version.epoch:
+            self._epoch, self._number = version.epoch, 0
+            self._committed.clear()
+        self._number += 1
         offsets = [1]
         for engine in engines:
             offsets.append(offsets[-1] + engine.ranks)
@@ -251,6 +261,7 @@ class DistributedPublisher:
             backend=self._settings.backend,
             buckets=self._plan,
             flattened=self._settings.flattened,
+            committed=tuple(self._committed),
             proof=proof.bucket if proof else None,
         )
         return Transfer(

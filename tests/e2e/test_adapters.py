@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from deploy.cli import main as foray
 from deploy.demo.warmstart import new_model, save_model
@@ -24,6 +24,13 @@ ADAPTERS = (
     "learner.publish={type: adapter, alpha: 8}",
     "learner.optim.lr=0.05",
 )
+FAMILIES = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
+    "olmoe": {"num_experts": 4, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "granitemoe": {"num_local_experts": 4},
+}
 
 
 def by_chance(outcome: object) -> float:
@@ -33,15 +40,18 @@ def by_chance(outcome: object) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_adapters_of_a_mixture_of_experts_are_served_as_they_are_trained_and_exported(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_adapters_of_a_mixture_of_experts_are_served_as_they_are_trained_and_exported(
+    kind: str, tmp_path: Path
+) -> None:
     plain = {
         name: value
         for name, value in new_model(0).config.to_dict().items()
         if name not in ("model_type", "architectures")
     }
     torch.manual_seed(3)
-    save_model(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(plain | experts))).float(), tmp_path / "model")  # type: ignore[arg-type]
+    config = AutoConfig.for_model(kind, **plain | {"num_experts_per_tok": 2} | FAMILIES[kind])
+    save_model(AutoModelForCausalLM.from_config(config).float(), tmp_path / "model")
     run = tmp_path / "run"
     given = ["--prepare-only", "--dir", str(run), "--model", str(tmp_path / "model"), *SMALL, *ADAPTERS]
     assert foray(["demo", *given]) == 0

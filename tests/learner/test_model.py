@@ -315,11 +315,11 @@ def test_the_check_sees_a_mask_that_leaks_in_any_dtype(dtype, tmp_path, monkeypa
 def test_differences_from_equal_log_probs_are_not_scaled(monkeypatch):
     model = policy("qwen3")
 
-    def weight(policy):
-        return next(p for p in policy.causal.model.parameters() if p.ndim == 1).sum().repeat(31)
+    def weight(causal):
+        return next(p for p in causal.model.parameters() if p.ndim == 1).sum().repeat(31)
 
-    monkeypatch.setattr("learner.model.parity_check._by_transformers", lambda policy, texts: 0 * weight(policy))
-    monkeypatch.setattr("learner.model.parity_check._in_rows", lambda policy, texts: 0 * weight(policy) + 0.25)
+    monkeypatch.setattr("learner.model.parity_check._by_transformers", lambda causal, texts: 0 * weight(causal))
+    monkeypatch.setattr("learner.model.parity_check._in_rows", lambda policy, texts: 0 * weight(policy.causal) + 0.25)
     found = differences(model, packed=False)
     assert (found["eager"], found["chunk"], found["alone"], found["noise"]) == (0.0, 0.0, 0.25, 0.0)
 

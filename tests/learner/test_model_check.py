@@ -18,7 +18,7 @@ from learner.config.model import ModelSettings
 from learner.model import parity_check
 from learner.model.architecture import length_limit, refuse_context
 from learner.model.attention import block_mask
-from learner.model.loading import load_causal, load_policy
+from learner.model.loading import load_causal, load_policy, load_settled
 from learner.model.policy import PolicyModel
 from learner.model.stored_weights import StoredWeights, empty_model
 from protocol.errors import UserError
@@ -271,6 +271,42 @@ def test_the_doctor_gives_the_learners_verdict(family, name: str, overrides: tup
     assert not early or expected is not None, "the quick check refuses nothing else"
     if "row_tokens" in str(overrides) or "share_prompts=true" in str(overrides):
         assert bool(early) == (expected is not None and name != "qwen3")
+
+
+@pytest.mark.parametrize("kind", ["falcon", "nemotron", "diffllama", "qwen3"])
+def test_attention_is_compared_with_eager_also_where_a_type_chooses_it_when_it_is_built(
+    kind: str, family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, attend = family(kind), torch.nn.functional.scaled_dot_product_attention
+    load_settled(directory, ModelSettings(), packed=False)
+
+    def sharper(query: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        return attend(1.5 * query, *others, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sharper)
+    with pytest.raises(UserError, match="attention sdpa computes wrongly"):
+        load_settled(directory, ModelSettings(), packed=False)
+    load_settled(directory, ModelSettings(attention="eager"), packed=False)
+
+
+def test_the_doctor_checks_the_models_of_reference_and_critic(family) -> None:
+    good, bad = family("qwen3"), family("phimoe")
+    kl, ppo = "learner.algorithm.kl={type: k3, coefficient: 0.1}", "learner.algorithm.type=ppo"
+    for overrides, checks in (
+        ((kl, f"learner.reference.model={bad}"), {"learner check": "ok", "reference check": "fail"}),
+        ((f"learner.reference.model={bad}",), {"learner check": "ok"}),
+        ((kl,), {"learner check": "ok"}),
+        ((kl, "learner.reference.dtype=bfloat16"), {"learner check": "ok", "reference check": "ok"}),
+        (
+            ("learner.algorithm.type=ppo", f"learner.critic.model={bad}"),
+            {"learner check": "ok", "critic check": "fail"},
+        ),
+        ((ppo,), {"learner check": "ok"}),
+    ):
+        config = load_config(None, [f"run.model={good}", *overrides])
+        found = list(doctor.check_model(config))
+        assert {one.check: one.verdict for one in found} == checks
+        assert all("phimoe" in one.detail for one in found if one.verdict == "fail")
 
 
 def test_the_doctor_refuses_a_context_beyond_the_original_length(family) -> None:

@@ -67,6 +67,7 @@ def test_two_engines_hold_what_was_sent_bit_for_bit(fleet: Fleet, flattened: boo
         groups.add(fleet.view().group)
         assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(number / 8))
     assert len(groups) == 1, "the group is kept while its members are the same"
+    assert (fleet.view().number, fleet.view().committed) == (2, (1,))
     facts = publisher.facts()
     assert (facts["publish_distributed"], facts["publish_fallbacks"], facts["publish_members"]) == (2, 0, 2)
     assert facts["publish_bytes"] == sum(t.numel() * 4 for t in fleet.weights.values())
@@ -114,6 +115,7 @@ def test_a_member_that_dies_in_mid_transfer_costs_one_version_by_files_and_nothi
     assert step(publisher, v[3], fleet.shifted(0.75)).transport == "distributed"
     fleet.ready("a", "b", at=v[3])
     assert len(fleet.view().members) == 2, "the joiner is in the next view"
+    assert (fleet.view().number, fleet.view().committed) == (3, (2,)), "the first one failed"
     assert fleet.checksums("a") == fleet.checksums("b") == fleet.expected(fleet.shifted(0.75))
 
 

@@ -124,6 +124,7 @@ def test_an_engine_that_joins_is_in_the_next_view_at_whatever_version_it_is(flee
         fleet.ready("a", "b", "c", at=v[2])
         assert fleet.checksums("c") == fleet.expected(fleet.shifted(0.25))
         assert publisher.facts()["publish_again"] == 1, "only the first version"
+        assert fleet.view().committed == tuple(range(1, fleet.view().number)), "also the one that was sent again"
     finally:
         leave(fleet, "c")
 

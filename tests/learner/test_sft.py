@@ -27,6 +27,7 @@ from learner.sft.training import SftFailed, _SftTrainer, fast_dtype, train
 from protocol.errors import UserError
 from tests.support.forks import Zygote
 from tests.support.sft_model import tiny_chat_model
+from tests.support.tiny_families import write_family
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"dtype": "float32", "lr": 0.01, "batch_size": 4, "epochs": 2, "weight_decay": 0.1}
@@ -219,6 +220,18 @@ def test_bfloat16_keeps_changes_smaller_than_its_precision(plan_of: Callable[...
     written = weights(plan.out)
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert json.loads((plan.out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "hunyuan_v1_moe", "olmo_hybrid"])
+def test_weights_that_bfloat16_would_round_are_refused(
+    kind: str, plan_of: Callable[..., SftPlan], tmp_path: Path
+) -> None:
+    plan = plan_of(batch=BatchSettings(row_tokens=0), dtype="bfloat16")
+    plan = replace(plan, model=write_family(kind, tmp_path / kind))
+    with pytest.raises(UserError, match="weights in float32") as caught:
+        _SftTrainer(plan)
+    assert caught.value.todo == "set sft.dtype to float32"
+    _SftTrainer(replace(plan, settings=plan.settings.model_copy(update={"dtype": "float32"})))
 
 
 def test_bfloat16_continues_exactly_too(plan_of: Callable[..., SftPlan]) -> None:

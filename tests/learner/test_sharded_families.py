@@ -93,6 +93,26 @@ def test_codes_of_8_bit_floats_are_not_copied_as_weights(tmp_path: Path) -> None
     assert StoredWeights.of(tmp_path, causal) is None
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+def test_a_tensor_of_another_dtype_than_that_of_transformers_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_family(kind, tmp_path, torch.bfloat16)
+    settings = ModelSettings(dtype="bfloat16", attention="eager")
+    load_settled(directory, settings, packed=False, sharded=True)
+
+    def computed(*names: Any, **options: Any) -> Any:
+        causal = empty_model(*names, **options)
+        for _, buffer in causal.named_buffers():
+            buffer.data = buffer.data.to(torch.bfloat16)
+        return causal
+
+    monkeypatch.setattr(loading, "empty_model", computed)
+    with pytest.raises(UserError, match=r"would be torch.bfloat16") as caught:
+        load_settled(directory, settings, packed=False, sharded=True)
+    assert "float32" in str(caught.value.why)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", sorted(BFLOAT16_IN_PARTS))
 def test_weights_that_deepspeed_would_round_are_refused(kind: str, sharded: bool, tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ from rollout_server.cpu_engine.scheduler.request import Request, SamplingParams
 from rollout_server.cpu_engine.scheduler.scheduler import Scheduler, one_of
 from tests.rollout_server.test_cpu_engine_model import scheduler, write
 
-FAMILIES = ("qwen2 tied", "qwen3 own head size", "mistral with a window", "gemma3", "qwen3_moe", "llama 3 rotary")
+FAMILIES = (
+    *("qwen2 tied", "qwen3 own head size", "mistral with a window", "gemma3", "qwen3_moe", "llama 3 rotary"),
+    *("olmoe", "mixtral with a window", "qwen2_moe", "qwen2_moe with windows, without biases", "granitemoe"),
+)
 REQUESTS, SEEDS = 250, 20
 DRAWN = 500
 """Requests of each chi-square test."""

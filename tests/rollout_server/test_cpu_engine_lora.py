@@ -16,10 +16,14 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -60,7 +64,7 @@ def write_adapter(path: Path, base: Path, seed: int, modules: tuple[str, ...] = 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(base / "model.safetensors").items():
-        if name.endswith(".weight") and name.split(".")[-2] in modules:
+        if name.endswith(tuple(f".{module}.weight" for module in modules)):
             at = "base_model.model." + name.removesuffix(".weight")
             tensors[f"{at}.lora_A.weight"] = torch.randn(3, weight.shape[1], generator=generator) * 0.2
             tensors[f"{at}.lora_B.weight"] = torch.randn(weight.shape[0], 3, generator=generator) * 0.2
@@ -151,11 +155,15 @@ FURTHER: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "smollm3": (SmolLM3Config, {"pad_token_id": 0, "no_rope_layer_interval": 2}, MODULES),
     "granite": (GraniteConfig, {"residual_multiplier": 0.4, "logits_scaling": 3.0}, MODULES),
     "gemma3": (Gemma3TextConfig, {"head_dim": 16, "query_pre_attn_scalar": 24}, MODULES),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
-        MODULES[:4],
+    "qwen3_moe": (Qwen3MoeConfig, MOE, MODULES[:4]),
+    "olmoe": (OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}, MODULES[:4]),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}, MODULES[:4]),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        {**MOE, "shared_expert_intermediate_size": 24},
+        (*MODULES[:4], *(f"shared_expert.{name}" for name in MODULES[4:])),
     ),
+    "granitemoe": (GraniteMoeConfig, {"num_local_experts": 4, "residual_multiplier": 0.4}, MODULES[:4]),
 }
 
 

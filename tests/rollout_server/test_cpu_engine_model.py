@@ -17,16 +17,24 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -109,6 +117,39 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**MOE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe as the router weighs": (Qwen3MoeConfig, Qwen3MoeForCausalLM, MOE),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM, {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe normalized": (
+        OlmoeConfig,
+        OlmoeForCausalLM,
+        {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 6}),
+    "mixtral with a window": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_local_experts": 6, "sliding_window": 16, "head_dim": 16},
+    ),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {**MOE, "head_dim": 12, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+    ),
+    "qwen2_moe with windows, without biases": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {
+            **{**MOE, "shared_expert_intermediate_size": 24, "norm_topk_prob": True, "qkv_bias": False},
+            **{"use_sliding_window": True, "sliding_window": 16},
+        },
+    ),
+    "granitemoe": (
+        GraniteMoeConfig,
+        GraniteMoeForCausalLM,
+        {
+            **{"num_local_experts": 6, "embedding_multiplier": 6.0, "attention_multiplier": 0.2},
+            **{"residual_multiplier": 0.4, "logits_scaling": 3.0, "attention_bias": True},
+        },
+    ),
     "gemma3": (
         Gemma3TextConfig,
         Gemma3ForCausalLM,
@@ -469,6 +510,13 @@ def test_a_score_that_is_not_finite_fails_though_the_last_output_is(tmp_path: Pa
         ("qwen3_moe", {"use_sliding_window": True}, ["sliding_window"]),
         ("granite", {}, ["attention_multiplier"]),
         ("olmo2", {}, ["rms_norm_eps"]),
+        ("olmoe", {}, ["rms_norm_eps"]),
+        ("mixtral with a window", {}, ["rms_norm_eps", "sliding_window"]),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "max_window_layers": 3, "num_hidden_layers": 5},
+            ["layer_types", "sliding_window", "qkv_bias"],
+        ),
         ("phi3", {}, ["rms_norm_eps"]),
         ("llama 3 rotary", {}, ["rms_norm_eps"]),
     ],
@@ -483,6 +531,7 @@ def test_keys_that_a_config_leaves_out_have_the_defaults_of_transformers(
     expected = kind(**{name: value for name, value in raw.items() if name != "model_type"})
     found = read_model_config(tmp_path)
     assert found.eps == expected.rms_norm_eps
+    assert found.qkv_bias == getattr(expected, "qkv_bias", found.qkv_bias)
     kinds = getattr(expected, "layer_types", None) or ["sliding_attention"] * found.layers
     window = getattr(expected, "sliding_window", None) or 0
     assert [layer.window for layer in found.plan] == [window if k == "sliding_attention" else 0 for k in kinds]
@@ -508,6 +557,7 @@ def test_norms_of_gemma_in_bfloat16_add_one_to_their_weights_in_float32(tmp_path
         ({"model_type": "gpt_oss"}, "gpt_oss"),
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ({"final_logit_softcapping": 30.0}, "softcapping"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
         ({"vocab_size": None}, "usable"),
     ],

@@ -102,7 +102,7 @@ class Learner:
         assert answer is not None
         return answer
 
-    def announce(self, version: PolicyVersion) -> None:
+    def announce(self, version: PolicyVersion, redis: Any = None) -> None:
         update = WeightUpdate(
             run=self.world.keys.run,
             epoch=version.epoch,
@@ -111,7 +111,7 @@ class Learner:
             transport="distributed",
             path="",
         )
-        self.world.sync.hset(self.world.keys.target, mapping={"b": encode(update), "state": "ready"})
+        (redis or self.world.sync).hset(self.world.keys.target, mapping={"b": encode(update), "state": "ready"})
 
 
 @contextlib.asynccontextmanager
@@ -351,6 +351,39 @@ async def test_a_quarantined_engine_that_does_not_load_is_lost(world, tmp_path: 
         world.publish_weights(tmp_path / "weights", V2)
         await eventually(has_state(world, NodeState.READY, V2), "READY at V2 in another incarnation")
         assert world.registered("e").incarnation != incarnation and not engine.paused
+
+
+@pytest.mark.fault(15)
+@pytest.mark.parametrize("again", [False, True], ids=["next", "again"])
+@pytest.mark.parametrize("committed", [True, False], ids=["committed", "aborted"])
+async def test_a_node_that_missed_the_end_of_its_view_learns_from_the_next_one_whether_it_was_committed(
+    world, tmp_path: Path, committed: bool, again: bool
+) -> None:
+    async with ring(world, tmp_path) as (engine, learner):
+        world.sync.delete(world.keys.target)
+        if again:
+            learner.announce(V2)  # the view sends the target again
+        learner.say("prepare")
+        await learner.hears("prepared")
+        learner.say("transfer")
+        await learner.hears("loaded")
+        later = PolicyVersion(1, 2)
+        numbers = (1, 3) if committed else (3,)
+        view = learner.view.model_copy(
+            update={"number": 4, "step": 3, "phase": "prepare", "members": (), "committed": numbers}
+        )
+        with world.sync.pipeline(transaction=True) as both:  # as after a sleep: nothing in between is seen
+            learner.announce(later, both)
+            both.set(world.keys.view, encode(view))
+            both.execute()
+        if committed:
+            await eventually(has_state(world, NodeState.READY, V2), "READY at what it received")
+            assert engine.swap()[-2:] == [LABEL, CONTINUE] and not engine.paused
+        else:
+            await eventually(has_state(world, NodeState.QUARANTINED, V0), "QUARANTINED")
+            assert engine.paused and LABEL not in engine.calls
+        world.publish_weights(tmp_path / "weights", later)
+        await eventually(has_state(world, NodeState.READY, later), "READY by files")
 
 
 @pytest.mark.fault(15)

@@ -16,9 +16,12 @@ class Family:
 
     norms     position of the norms around attention and MLP: before, after, or both
     qk_norm   norm of queries and keys: per head, over all heads together, or none
-    windowed  layers with a sliding window if there is no `layer_types`: "all", "late" (from max_window_layers on), or
-              "unrotated" (those without rotary embedding)
+    windowed  layers with a sliding window if there is no `layer_types`: "all", "late" (from max_window_layers on),
+              "even" (every second one before max_window_layers), or "unrotated" (those without rotary embedding)
     asks      the window applies only with use_sliding_window
+    experts   how the files name experts (`loader.py`, EXPERTS); "" without experts
+    shared    a SwiGLU beside the experts that each token uses, with a gate of its own
+    normalized  default of `norm_topk_prob`
     """
 
     norms: Literal["before", "after", "both"] = "before"
@@ -26,10 +29,10 @@ class Family:
     fused: bool = False
     """The files have fused qkv_proj and gate_up_proj."""
     qkv_bias: bool | None = None
-    """Whether q, k and v (not out) have biases; None: `attention_bias` applies to all four."""
+    """Default of `qkv_bias`, whether q, k and v (not out) have biases; None: `attention_bias` applies to all four."""
     mlp_bias: bool = False
     """Whether `mlp_bias` is used."""
-    windowed: Literal["", "all", "late", "pattern", "unrotated"] = ""
+    windowed: Literal["", "all", "late", "even", "pattern", "unrotated"] = ""
     asks: bool = True
     window: int | None = None
     """Its default."""
@@ -41,7 +44,9 @@ class Family:
     norm_offset: float = 0.0
     """Offset added to the weights of norms."""
     activation: str = "silu"
-    experts: bool = False
+    experts: Literal["", "gate_proj", "w1", "stacked"] = ""
+    shared: bool = False
+    normalized: bool = False
 
 
 FAMILIES = {
@@ -56,13 +61,17 @@ FAMILIES = {
         activation="gelu_pytorch_tanh",
     ),
     "granite": Family(mlp_bias=True, attention_multiplier=1.0),
+    "granitemoe": Family(attention_multiplier=1.0, experts="stacked", normalized=True),
     "llama": Family(mlp_bias=True),
     "mistral": Family(windowed="all", asks=False, window=4096),
+    "mixtral": Family(qkv_bias=False, windowed="all", asks=False, eps=1e-5, theta=1e6, experts="w1", normalized=True),
     "olmo2": Family(norms="after", qk_norm="all", eps=1e-5),
+    "olmoe": Family(qk_norm="all", eps=1e-5, experts="gate_proj"),
     "phi3": Family(fused=True, windowed="all", asks=False, eps=1e-5),
     "qwen2": Family(qkv_bias=True, windowed="late", window=4096),
+    "qwen2_moe": Family(qkv_bias=True, windowed="even", window=4096, experts="gate_proj", shared=True),
     "qwen3": Family(qk_norm="head", windowed="late", window=4096),
-    "qwen3_moe": Family(qk_norm="head", windowed="all", window=4096, experts=True),
+    "qwen3_moe": Family(qk_norm="head", windowed="all", window=4096, experts="gate_proj"),
     "smollm3": Family(mlp_bias=True, windowed="unrotated", theta=2e6),
 }
 """model_type -> its family."""
@@ -95,12 +104,13 @@ class LayerPlan:
 @dataclass(frozen=True)
 class Experts:
     """Mixture of experts (Shazeer et al. 2017): each token uses `chosen` of `count` SwiGLUs of width `intermediate`,
-    weighted by the softmax of the router, over the chosen ones if `normalized`."""
+    weighted by the softmax of the router, over the chosen ones if `normalized`. `shared`: width of the shared one."""
 
     count: int
     chosen: int
     intermediate: int
     normalized: bool
+    shared: int
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,8 @@ class ModelConfig:
 
     def _mlp_parameters(self, sparse: bool) -> int:
         if sparse and self.experts is not None:
-            return self.experts.count * (3 * self.experts.intermediate + 1) * self.hidden
+            e = self.experts
+            return (e.count * (3 * e.intermediate + 1) + 3 * e.shared + bool(e.shared)) * self.hidden
         return 3 * self.hidden * self.intermediate
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
@@ -180,8 +191,9 @@ def _convert(raw: dict[str, Any]) -> ModelConfig:
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or traits.activation
     if activation != traits.activation:
         raise UserError(f"activation {activation!r} is not supported", todo=f"use a model with {traits.activation}")
-    if raw.get("attn_logit_softcapping") or raw.get("final_logit_softcapping"):
-        raise UserError("softcapping of logits is not supported", todo="use a model without it")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"):
+        if raw.get(name):
+            raise UserError(f"{name} is not supported", todo="use a model without it")
     heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
     head_dim = int(raw.get("head_dim") or hidden // heads)
     bias = bool(raw.get("attention_bias", False))
@@ -198,11 +210,11 @@ def _convert(raw: dict[str, Any]) -> ModelConfig:
         context=int(raw["max_position_embeddings"]),
         eps=float(raw.get("rms_norm_eps", traits.eps)),
         tied=bool(raw.get("tie_word_embeddings", gemma or family == "smollm3")),
-        qkv_bias=bias if traits.qkv_bias is None else traits.qkv_bias,
+        qkv_bias=bias if traits.qkv_bias is None else bool(raw.get("qkv_bias", traits.qkv_bias)),
         o_bias=bias if traits.qkv_bias is None else False,
         mlp_bias=traits.mlp_bias and bool(raw.get("mlp_bias", False)),
         plan=_plan(raw, traits, head_dim),
-        experts=_experts(raw) if traits.experts else None,
+        experts=_experts(raw, traits) if traits.experts else None,
         embedding_scale=hidden**0.5 if gemma else float(raw.get("embedding_multiplier", 1.0)),
         attention_scale=float(raw["query_pre_attn_scalar"]) ** -0.5
         if gemma
@@ -215,12 +227,13 @@ def _convert(raw: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def _experts(raw: dict[str, Any]) -> Experts:
+def _experts(raw: dict[str, Any], traits: Family) -> Experts:
     return Experts(
         count=int(raw.get("num_experts") or raw["num_local_experts"]),
         chosen=int(raw["num_experts_per_tok"]),
-        intermediate=int(raw["moe_intermediate_size"]),
-        normalized=bool(raw.get("norm_topk_prob", False)),
+        intermediate=int(raw.get("moe_intermediate_size") or raw["intermediate_size"]),
+        normalized=bool(raw.get("norm_topk_prob", traits.normalized)),
+        shared=int(raw["shared_expert_intermediate_size"]) if traits.shared else 0,
     )
 
 
@@ -241,6 +254,7 @@ def _plan(raw: dict[str, Any], traits: Family, head_dim: int) -> tuple[LayerPlan
             slides = {
                 "all": True,
                 "late": i >= late,
+                "even": not i % 2 and i < late,
                 "pattern": bool((i + 1) % pattern),
                 "unrotated": not rotated[i],
                 "": False,
@@ -253,7 +267,7 @@ def _plan(raw: dict[str, Any], traits: Family, head_dim: int) -> tuple[LayerPlan
         if raw["model_type"] == "smollm3" and not rotated[i]:
             rope = None
         sparse = i not in (raw.get("mlp_only_layers") or []) and not (i + 1) % int(raw.get("decoder_sparse_step", 1))
-        plan.append(LayerPlan(rope, window if slides else 0, traits.experts and sparse))
+        plan.append(LayerPlan(rope, window if slides else 0, bool(traits.experts) and sparse))
     return tuple(plan)
 
 

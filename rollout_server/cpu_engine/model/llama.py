@@ -98,7 +98,14 @@ class CausalLM:
             out = adapted(F.linear(mixed, layer.out, layer.out_bias), mixed, adapters, number, "out")
             x = self._add(x, self._norm(out, layer.after_attention))
             h = self._norm(x, layer.before_mlp)
-            out = self._mix(h, layer.mixture) if layer.mixture is not None else self._mlp(h, layer, adapters, number)
+            mixture = layer.mixture
+            if mixture is None:
+                out = self._mlp(h, layer, adapters, number)
+            else:
+                out = self._mix(h, mixture)
+                if mixture.shared_gate is not None:
+                    share = torch.sigmoid(F.linear(h, mixture.shared_gate))
+                    out += share * self._mlp(h, layer, adapters, number)
             x = self._add(x, self._norm(out, layer.after_mlp))
         return self._norm(x, self.weights.norm)
 

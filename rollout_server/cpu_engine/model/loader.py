@@ -33,6 +33,12 @@ NORMS = {
     },
 }
 """Hugging Face's names of a layer's norms, by position."""
+EXPERTS = {
+    "gate_proj": ("mlp.", "gate", ("gate_proj", "up_proj", "down_proj")),
+    "w1": ("block_sparse_moe.", "gate", ("w1", "w3", "w2")),
+    "stacked": ("block_sparse_moe.", "router.layer", ("input_linear", "output_linear")),
+}
+"""Hugging Face's names of a mixture of experts: the module, its router, and the matrices of each expert or of all."""
 
 
 class WeightsError(Exception):
@@ -80,6 +86,7 @@ class MoeTensors:
     router: torch.Tensor  # [N, E]
     gate_up: torch.Tensor  # [N, 2 * M, E]
     down: torch.Tensor  # [N, E, M]
+    shared_gate: torch.Tensor | None  # [1, E]; None without a shared expert, which is the layer's MLP
 
 
 @dataclass(frozen=True)
@@ -96,9 +103,9 @@ class Layer:
     k_norm: torch.Tensor | None  # [D], or [K * D]
     out: torch.Tensor  # [E, H * D]
     out_bias: torch.Tensor | None
-    gate_up: torch.Tensor | None  # [2 * M, E]; None with experts
+    gate_up: torch.Tensor | None  # [2 * M, E]; None with experts only
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor | None  # [E, M]; None with experts
+    down: torch.Tensor | None  # [E, M]; None with experts only
     down_bias: torch.Tensor | None
     mixture: MoeTensors | None
 
@@ -241,36 +248,44 @@ class Weights:
             after_attention=norm("after_attention"),
             before_mlp=norm("before_mlp"),
             after_mlp=norm("after_mlp"),
-            **(self._mixture(at + "mlp.") if plan.experts else self._mlp(at + "mlp.")),
+            **(self._mixture(at) if plan.experts else self._mlp(at + "mlp.", c.intermediate)),
         )
 
-    def _mlp(self, at: str) -> MlpTensors:
+    def _mlp(self, at: str, intermediate: int) -> MlpTensors:
         c = self.config
 
         def gate_up(kind: str, *tail: int) -> torch.Tensor:
             if c.traits.fused:
-                return self._fused([(f"{at}gate_up_proj.{kind}", [RowSpan(2 * c.intermediate)])], *tail)
+                return self._fused([(f"{at}gate_up_proj.{kind}", [RowSpan(2 * intermediate)])], *tail)
             names = ("gate_proj", "up_proj")
-            return self._fused([(f"{at}{name}.{kind}", [RowSpan(c.intermediate)]) for name in names], *tail)
+            return self._fused([(f"{at}{name}.{kind}", [RowSpan(intermediate)]) for name in names], *tail)
 
         return {
             "gate_up": gate_up("weight", c.hidden),
             "gate_up_bias": gate_up("bias") if c.mlp_bias else None,
-            "down": self._whole(at + "down_proj.weight", c.hidden, c.intermediate),
+            "down": self._whole(at + "down_proj.weight", c.hidden, intermediate),
             "down_bias": self._whole(at + "down_proj.bias", c.hidden) if c.mlp_bias else None,
             "mixture": None,
         }
 
-    def _mixture(self, at: str) -> MlpTensors:
+    def _mixture(self, layer: str) -> MlpTensors:
         c, e = self.config, self.config.experts
-        assert e is not None
+        assert e is not None and c.traits.experts
+        module, router, names = EXPERTS[c.traits.experts]
+        at = layer + module
         gate_up = torch.empty(e.count, 2 * e.intermediate, c.hidden, dtype=self.dtype)
         down = torch.empty(e.count, c.hidden, e.intermediate, dtype=self.dtype)
-        for i in range(e.count):
-            self.places[f"{at}experts.{i}.gate_proj.weight"] = TensorSlot(gate_up[i, : e.intermediate])
-            self.places[f"{at}experts.{i}.up_proj.weight"] = TensorSlot(gate_up[i, e.intermediate :])
-            self.places[f"{at}experts.{i}.down_proj.weight"] = TensorSlot(down[i])
-        mixture = MoeTensors(self._whole(at + "gate.weight", e.count, c.hidden), gate_up, down)
+        if len(names) == 2:
+            self.places |= {f"{at}{n}.weight": TensorSlot(t) for n, t in zip(names, (gate_up, down), strict=True)}
+        else:
+            for i in range(e.count):
+                parts = gate_up[i, : e.intermediate], gate_up[i, e.intermediate :], down[i]
+                named = zip(names, parts, strict=True)
+                self.places |= {f"{at}experts.{i}.{name}.weight": TensorSlot(part) for name, part in named}
+        shared = self._whole(at + "shared_expert_gate.weight", 1, c.hidden) if e.shared else None
+        mixture = MoeTensors(self._whole(f"{at}{router}.weight", e.count, c.hidden), gate_up, down, shared)
+        if shared is not None:
+            return {**self._mlp(at + "shared_expert.", e.shared), "mixture": mixture}
         return {"gate_up": None, "gate_up_bias": None, "down": None, "down_bias": None, "mixture": mixture}
 
 

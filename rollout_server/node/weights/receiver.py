@@ -232,6 +232,10 @@ class WeightReceiver:
                 await asyncio.sleep(10 * PHASE_POLL_S)
                 continue
             target, now = target_view.target, target_view.view
+            if target is not None and target.epoch > view.epoch:
+                raise TransferAborted(f"epoch {target.epoch} has started")
+            if wanted == "commit" and now is not None and now.epoch == view.epoch and view.number in now.committed:
+                return  # this node missed it, asleep or without Redis; another view has begun
             if part.again:
                 if target is None or target.version != view.version:
                     raise TransferAborted("another version was announced")
@@ -239,8 +243,6 @@ class WeightReceiver:
                 if wanted == "commit" and target.transport == "distributed":
                     return  # the commit itself; its phase is written after the target
                 raise TransferAborted("the version was published as files")
-            if target is not None and target.epoch > view.epoch:
-                raise TransferAborted(f"epoch {target.epoch} has started")
             if now is not None and (now.epoch, now.number) == (view.epoch, view.number):
                 if now.phase == wanted:
                     part.view, part.deadline = now, time.monotonic() + target_view.left_s

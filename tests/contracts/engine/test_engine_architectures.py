@@ -24,10 +24,15 @@ from contract_proof import close, reported
 from safetensors.torch import load_file, save_file
 
 from learner.config.model import ModelSettings
+from learner.engine.deepspeed import saved_buffers
 from learner.model.loading import as_saved, load_policy
 
 PYTHON = os.environ.get("FORAY_SGLANG_PYTHON", "")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
@@ -41,10 +46,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {},
     "olmo2": {},
     "glm4": {"head_dim": 16},
+    "granitemoe": {"num_local_experts": 4},
+    "glm4_moe": {"head_dim": 16, **ROUTED},
     "cohere2": {"head_dim": 16, "layer_types": ["full_attention", "full_attention"]},
 }
 """model_type -> settings. SGLang on the CPU does not run gemma2 (it stops responding while it builds the model),
-gpt_oss (its attention backends need a GPU), qwen3_next (snapshots of its state) and lfm2 (a kernel of sgl_kernel)."""
+gpt_oss (its attention backends need a GPU), qwen3_next, qwen3_5 (snapshots of their state), qwen2_moe (a kernel of
+Triton) and lfm2 (a kernel of sgl_kernel): for these see test_engine_loaders.py."""
 QUICK = {("qwen2", 2), ("qwen3_moe", 1)}
 """Those that `make test-sglang` runs; the others: `make test-sglang ARGS="-m architectures"`."""
 
@@ -81,7 +89,7 @@ def poisoned(source: Path, target: Path) -> Path:
 def published(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that a learner publishes of the model."""
     causal = load_policy(path, ModelSettings(attention="eager")).causal
-    yield from as_saved(causal, ((name, p.detach()) for name, p in causal.named_parameters()))
+    yield from as_saved(causal, ((n, p.detach()) for n, p in [*causal.named_parameters(), *saved_buffers(causal)]))
 
 
 @pytest.mark.skipif(not PYTHON, reason="FORAY_SGLANG_PYTHON names no interpreter with SGLang")
