@@ -21,7 +21,7 @@ ENGINE_VENV := .venv-engine
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
-.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang test-peers test-ui mutants mutants-sample reliability families figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
+.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang sglang-source test-peers test-ui mutants mutants-sample reliability families figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -77,6 +77,11 @@ $(SGLANG_STAMP): requirements/sglang_cpu.txt
 # ARGS="-m architectures" loads published weights of every architecture into it (about 10 minutes).
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine -m "not architectures" $(ARGS)
+
+# The names that Foray sends to SGLang and reads from it, against the source of SGLANG_VERSION: a wheel, not installed.
+sglang-source: setup
+	rm -rf .cache/sglang && $(BIN)/python -m pip download --quiet --no-deps --only-binary :all: -d .cache/sglang sglang==$(SGLANG_VERSION)
+	FORAY_SGLANG_SOURCE="$$(echo $(CURDIR)/.cache/sglang/*.whl)" $(BIN)/python -m pytest tests/contracts/engine/test_engine_source.py $(ARGS)
 
 $(PEERS_STAMP): requirements/peers.txt
 	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
