@@ -56,7 +56,18 @@ a member killed or hanging is noticed after `stall_s` (10 s), and the next group
 | flat scan of 21M x 768 float16, 131 candidates | figure `retriever_gpu`: 97 % of the bandwidth for one query, \
 10 % of the arithmetic for 2,560 |
 
-SGLang on a GPU, the demo, a run with engines on GPUs and `make gpu-check` as a whole have not been run yet.
+SGLang on a GPU, the demo and a run with engines on GPUs have not been run yet.
+
+## Check a machine
+
+`make gpu-check` checks a machine with one NVIDIA GPU in ten stages of minutes, one line each: driver and CUDA toolkit,
+both environments, FAISS beside torch, tests on CUDA, SGLang cold and warm with the first `top_p` request and log-probs
+against the learner's, the engine contract over HTTP, transfer of weights, learner, retriever, demo. A second call
+continues after what has passed. `make gpu-check NET=no` uses the machine's own torch and transformers, and the packages
+that `make gpu-carry` put in `.cache/gpu-carry` on a machine with a network; stages whose packages are missing are
+skipped. `FORAY_GPU_CHECK=cpu make gpu-check` tries all stages without a GPU.
+
+{{checked}}
 
 ## Placement
 
@@ -96,6 +107,8 @@ KV cache. Both are assumptions. `foray doctor` checks main memory: 12 bytes per 
 | profile | GPUs | memory of each | preferred layout |
 |---|---|---|---|
 """
+CHECKED = Path("docs/figures/gpu-check.json")
+"""The stages of `make gpu-check` on a GPU, relative to the checkout."""
 PAIRS = """
 ## Presets on profiles
 
@@ -172,7 +185,9 @@ def on_profile(preset: str, model: str, profile: str, directory: Path, *override
 
 def page() -> str:
     """Return the page as Markdown."""
-    out = [HEAD.rstrip("\n")]
+    path = Path(__file__).parents[2] / CHECKED
+    checked = stage_table(json.loads(path.read_text())) if path.is_file() else ["It has not been run on a GPU yet."]
+    out = [HEAD.rstrip("\n").replace("{checked}", "\n".join(checked))]
     for name, hosts in HARDWARE.items():
         first = PROFILES[name][0]
         gpus, memory = sum(len(host.gpus) for host in hosts), gib(hosts[0].gpus[0].memory)
@@ -189,6 +204,17 @@ def page() -> str:
             found = on_profile("search_r1_grpo", "Qwen2.5-7B", name, Path(folder))
             out += ["", f"### {name}", "", "```text", *_by_host(found), "```"]
     return "\n".join(out) + "\n"
+
+
+def stage_table(kept: Mapping[str, Any]) -> list[str]:
+    """Return the stages of `make gpu-check` as a table, with the machine."""
+    facts = kept["machine"]
+    rows = [
+        f"| {name} | {one['result']} | {one['seconds']:.0f} | {one['line'].partition(chr(10))[0].replace('|', '/')} |"
+        for name, one in kept["stages"].items()
+    ]
+    where = f"{facts['date']}, commit {facts['commit']}, {facts['gpu'] or facts['cpu']}:"
+    return [where, "", "| stage | result | seconds | figures |", "|---|---|---|---|", *rows]
 
 
 def _row(preset: str, model: str, profile: str, folder: Path) -> str:
