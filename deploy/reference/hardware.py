@@ -18,7 +18,7 @@ from deploy.config import load_config
 from deploy.placement.assign import Assignment, table
 from deploy.placement.inventory import HARDWARE, gib
 from deploy.placement.memory import ENGINE_OVERHEAD, USABLE
-from deploy.placement.profiles import PROFILES, Resolved, resolve
+from deploy.placement.profiles import PROFILES, Resolved, choices, resolve
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree
 
@@ -113,10 +113,11 @@ PAIRS = """
 ## Presets on profiles
 
 Memory per GPU of one engine and of one learner rank, against that of the GPU. An engine takes the rest of its GPU for
-its cache, if it has its own.
+its cache, if it has its own. Engines run in `.venv-engine/bin/python` (`make gpu-env`). `weights`: how they are
+published; `nccl` has never run between two GPUs, files are its fall-back. `host`: main memory of the learner.
 
-| preset | model | profile | engines | ranks | engine | learner | there |
-|---|---|---|---|---|---|---|---|
+| preset | model | profile | engines | ranks | engine | learner | there | ZeRO | weights | host |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 HOSTS = """
 ## Several machines
@@ -222,13 +223,14 @@ def _row(preset: str, model: str, profile: str, folder: Path) -> str:
     try:
         found = on_profile(preset, model, profile, folder)
     except UserError as error:
-        return f"{start} **refused** | | {error.what.partition(': ')[2]} ({error.why}) | | |"
+        return f"{start} **refused** | | {error.what.partition(': ')[2]} ({error.why}) | | | | | |"
     layout = found.layout
     by_kind: Mapping[str, Assignment] = {a.need.kind: a for a in reversed(found.placement.assignments)}
     extra = ", adapters" if layout.lora else ", optimizer offloaded" if layout.offload else ""
     there = gib(by_kind["learner"].gpus[0].memory) + (", shared" if layout.cache_tokens else "")
     cells = (layout.engines, f"{layout.ranks}{extra}", *(gib(by_kind[k].need.memory) for k in ("engine", "learner")))
-    return f"{start} {' | '.join(str(cell) for cell in cells)} | {there} |"
+    _, *chosen = choices(found, SHAPES[model]).values()
+    return f"{start} {' | '.join(str(cell) for cell in (*cells, there, *chosen))} |"
 
 
 def _by_host(found: Resolved) -> Iterator[str]:
