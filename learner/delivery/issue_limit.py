@@ -29,7 +29,8 @@ class IssueReservation:
 
     def highest(self) -> int | None:
         """Return the bound on the seqs issued from this directory; None if an older Foray wrote none."""
-        return max((number_of(path.read_bytes().strip()) for path in entries(self._folder, f"e*{SUFFIX}")), default=None)
+        files = entries(self._folder, f"e*{SUFFIX}")
+        return max((number_of(path.read_bytes().strip()) for path in files), default=None)
 
     def reserve(self, seq: int, epoch: int) -> None:
         """Reserve tasks up to `seq` for the learner of `epoch`. Raises OSError if the write fails."""
