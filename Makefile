@@ -137,7 +137,7 @@ gpu-check: $(if $(filter cpu,$(FORAY_GPU_CHECK)),setup)
 	  ,no) python=$(PYTHON); export NET PYTHONPATH=$(CARRY) ;; \
 	  *) nvidia-smi -L || { echo "gpu-check needs a machine with an NVIDIA GPU: nvidia-smi finds none"; exit 2; }; \
 	     $(MAKE) gpu-env || exit 1; python=$(GPU_VENV)/bin/python ;; esac; \
-	$$python -m benchmarks.gpu_check $(ARGS); checked=$$?; \
+	$$python -m tests.gpu.check $(ARGS); checked=$$?; \
 	if [ -f docs/figures/gpu-check.json ]; then $$python -m deploy.reference.hardware > .cache/hardware.md && cp .cache/hardware.md docs/hardware.md; fi; \
 	exit $$checked
 

@@ -75,11 +75,13 @@ Calculated for Qwen2.5-7B on 8 H100, not measured, and left until a GPU can judg
 
 | what | cost | left because |
 |---|---|---|
-| output layer in float32 chunks | 11 % of a micro-batch | memory-bound passes: a fused kernel has to be written and compared on a GPU |
-| torch's variable-length attention is FlashAttention 2 | 3 % of a step | FlashAttention 3 is no package on PyPI; the call is chosen by a check at load |
-| a pause requeues all requests, which are prefilled again | 8 s of an engine a version | `engine.pause_mode: in_place` keeps them, without \
-overlap scheduling |
-| first start of SGLang compiles kernels | 2 to 4 minutes once | profiles wait 10 minutes and more; keep `~/.cache` of a container |
+| output layer in float32 chunks | 11 % of a micro-batch | a fused kernel has to be written and compared on a GPU |
+| torch's variable-length attention is FlashAttention 2 | 3 % of a step | FlashAttention 3 is not on PyPI; the call is \
+chosen by a check at load |
+| a pause requeues all requests, which are prefilled again | 8 s of an engine a version | \
+`engine.pause_mode: in_place` keeps them, without overlap scheduling |
+| first start of SGLang compiles kernels | 2 to 4 minutes once | profiles wait 10 minutes and more; keep `~/.cache` of \
+a container |
 
 ## Placement
 

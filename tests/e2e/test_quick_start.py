@@ -1,6 +1,7 @@
 """The four lines of Search-R1's quick start in docs/quickstart.md, as they stand, against a local hub with tiny files.
 
-The third line loses its hardware, and the last one gets more: settings for a machine without a GPU, and one small step instead of 1,005 large ones.
+The third line loses its hardware. The last one gets more: settings for a machine without a GPU, and one small step
+instead of 1,005 large ones.
 """
 
 from __future__ import annotations

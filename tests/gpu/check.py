@@ -1,6 +1,6 @@
 """Check a machine with one NVIDIA GPU in stages: `make gpu-check`.
 
-    python -m benchmarks.gpu_check [STAGE ..] [--fresh]
+    python -m tests.gpu.check [STAGE ..] [--fresh]
 
 Each stage ends in minutes and prints one line. What has passed is kept in .cache/gpu-check.json and not repeated;
 --fresh repeats it. FORAY_GPU_CHECK=cpu tries every stage on a CPU, with small sizes. NET=no leaves out what needs
@@ -135,7 +135,7 @@ def contract(on: Machine) -> Figures:
 
 def _engine(on: Machine, what: str) -> Figures:
     where = (str(on.folder / what), on.device, on.sglang)
-    out: Figures = json.loads(on.python(what, 20, "-m", "benchmarks.gpu_check.engine", what, *where))
+    out: Figures = json.loads(on.python(what, 20, "-m", "tests.gpu.engine", what, *where))
     return out
 
 
@@ -201,7 +201,7 @@ def run_stage(stage: Stage, on: Machine, *, online: bool) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Return 0 if no stage failed, 1 if one did, 2 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description="Check a machine with a GPU.")
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description="Check a machine with a GPU.")
     parser.add_argument("stages", nargs="*", metavar="STAGE", choices=[[], *(s.name for s in STAGES)], default=[])
     parser.add_argument("--fresh", action="store_true", help="repeat what has passed")
     args = parser.parse_args(argv)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_check import __main__ as module
-from benchmarks.gpu_check.__main__ import STAGES, Machine, Stage, main, run_stage
 from deploy.reference.hardware import stage_table
 from protocol.errors import ForayError
+from tests.gpu import check as module
+from tests.gpu.check import STAGES, Machine, Stage, main, run_stage
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """SGLang as a node starts it: start times, the first request with top_p, log-probs against the learner's, the contract.
 
-`python -m benchmarks.gpu_check.engine parity|contract FOLDER DEVICE PYTHON` prints one JSON object.
+`python -m tests.gpu.engine parity|contract FOLDER DEVICE PYTHON` prints one JSON object.
 """
 
 from __future__ import annotations
