@@ -113,8 +113,8 @@ class StoredWeights:
 class _Views(TorchFunctionMode):
     """Leave out the copies that make tensors contiguous: transformers 5.19 copies every part for saving."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is torch.Tensor.contiguous else func(*args, **kwargs or {})
+    def __torch_function__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        return given[0] if func is torch.Tensor.contiguous else func(*given, **named or {})
 
 
 def _files(directory: Path) -> dict[str, Path]:
