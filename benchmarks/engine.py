@@ -245,7 +245,7 @@ class EngineBench(BenchSettings):
         """Start the engine and the baseline, run their rounds in turn, and stop them."""
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
             directory = Path(name)
-            model = self.model or _random_model(directory / "model", self.shape)
+            model = self.model or random_model(directory / "model", self.shape)
             with (
                 embedded_engine(directory, model, self.threads, self.dtype, say) as engine,
                 Baseline(directory, model, self.threads, self.dtype) as baseline,
@@ -272,7 +272,7 @@ def _figures(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: median(row[name] for row in rows) for name in rows[0]}
 
 
-def _random_model(directory: Path, shape: str) -> Path:
+def random_model(directory: Path, shape: str) -> Path:
     """Write a model of `shape`, "": the demo's."""
     if shape:
         from benchmarks.learner.settings import LearnerBench

@@ -74,7 +74,7 @@ UNUSED = {
         *("_global_grad_norm", "_disable_adapters", "__class__", "writeable", "excepthook", "exc_text", "maxother"),
         *("maxstring", "use_cache", "useFloat16", "efConstruction", "min_points_per_centroid", "own_fields"),
         *("max_points_per_centroid", "niter", "allow_fp16_reduced_precision_reduction"),
-        *("num_key_value_groups", "row_factory"),
+        *("num_key_value_groups", "row_factory", "_is_hf_initialized"),
     },
     "called by a library": {
         *("_zero_init_param", "_generate_and_score_completions", "on_step_begin", "on_step_end", "on_log", "kwargs"),

@@ -134,11 +134,16 @@ def _raw(root: Path, name: str) -> Path:
 
 def _run(name: str, argv: Sequence[str], root: Path, timeout_s: float) -> str:
     """Run `foray ARGV` and return its stdout; both streams are kept in files."""
-    raw = _raw(root, f"{name}.out")
+    return logged(name, (sys.executable, "-m", "deploy", *argv), root, timeout_s, root / RUNS)
+
+
+def logged(name: str, argv: Sequence[str], root: Path, timeout_s: float, folder: Path) -> str:
+    """Run a command in `root` and return its stdout; both streams are kept in files of `folder`. Raises ForayError."""
+    raw = folder / f"{name}.out"
     raw.parent.mkdir(parents=True, exist_ok=True)
     with raw.open("wb") as out, raw.with_suffix(".log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "deploy", *argv],
+            argv,
             cwd=root,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

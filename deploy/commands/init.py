@@ -86,7 +86,7 @@ def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence
     """Write the preset with the settings of a hardware profile. Return 0. Raises UserError if it does not fit."""
     from deploy.config import from_tree
     from deploy.placement.assign import table
-    from deploy.placement.profiles import document, resolve
+    from deploy.placement.profiles import choices, document, resolve
     from deploy.placement.run import built_index, read_facts
     from protocol.runtime.config import read_tree
 
@@ -96,12 +96,14 @@ def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence
     paths = [f"{setting}={path.absolute()}" for setting, path in files.items() if path is not None]
     tree = read_tree(recipe, [*given, *paths, *args.overrides])
     config = from_tree(tree)
-    found = resolve(tree, args.hardware, read_facts(config.run.model), built_index(config))
+    facts = read_facts(config.run.model)
+    found = resolve(tree, args.hardware, facts, built_index(config))
     args.file.parent.mkdir(parents=True, exist_ok=True)
     title = f"preset {args.preset} for {args.hardware} (docs/presets.md, docs/hardware.md)"
     atomic_write(args.file, document(found, title), durable=False)
-    for line in table(found.placement, {}) if found.placement.gpus else ():
-        print(line)
+    if found.placement.gpus:
+        print("\n".join(table(found.placement, {})))
+        print(", ".join(f"{name} {value}" for name, value in choices(found, facts).items()))
     print(f"wrote {args.file}; next: foray doctor {args.file}, then foray up {args.file} --dry-run")
     return 0
 

@@ -128,8 +128,10 @@ def disk(config: RunConfig) -> Iterator[Finding]:
         yield Finding("disk", "ok", detail)
 
 
-def memory_parts(config: RunConfig) -> dict[str, int]:
+def memory_parts(config: RunConfig, parameters: float = 0) -> dict[str, int]:
     """Return what the learner of all ranks keeps in main memory, in bytes: {} if the model's size is unknown here.
+
+    parameters     of the model; 0: as many as its files have
 
     snapshots      of the state, for checkpoints: float32 weights and two moments, and the moving average if there is
                    one; not for adapters, or without `async_checkpoints`
@@ -137,12 +139,11 @@ def memory_parts(config: RunConfig) -> dict[str, int]:
     transfer copy  the weights, if they are broadcast
     """
     learner, model = config.learner, config.run.model
-    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    if not weights or not config.launch.learner:
+    parameters = parameters or sum(path.stat().st_size for path in model.glob("*.safetensors")) / _stored_bytes(model)
+    if not parameters or not config.launch.learner:
         return {}
     averaged = bool(learner.algorithm.kl.coefficient) and learner.reference.kind != "frozen"
     critic = learner.algorithm.type == "ppo" and learner.critic.backbone == "own"
-    parameters = weights / _stored_bytes(model)
     state = 0 if learner.model.lora.rank else int(parameters * (12 + 4 * averaged + 12 * critic))
     parts = {
         "snapshots": state if learner.async_checkpoints else 0,

@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from deploy.config import RunConfig, from_tree
+from deploy.doctor.machine import memory_parts
 from deploy.doctor.redis import memory_needed
 from deploy.placement.assign import NO_GPUS, EngineArgs, Placement, needs, place
-from deploy.placement.inventory import CPU, HARDWARE, Host
+from deploy.placement.inventory import CPU, HARDWARE, Host, gib
 from deploy.placement.shape import read_shape
 from protocol.errors import UserError
 from retriever.index.config import IndexSettings
@@ -223,6 +224,20 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[name] = value
     return out
+
+
+def choices(resolved: Resolved, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a profile with GPUs has chosen: interpreter of the engines, ZeRO stage, how weights are published,
+    and main memory of the learner."""
+    kind, learner, shape = resolved.config.engine.kind, resolved.config.learner, read_shape(facts)
+    publish: Any = learner.publish
+    held = sum(memory_parts(resolved.config, shape.parameters if shape else 0).values())
+    return {
+        "engines run in": kind.python if isinstance(kind, SglangEngine) else kind.type,
+        "ZeRO stage": str(learner.engine.zero_stage),
+        "weights by": publish.backend if publish.type == "distributed" else publish.type,
+        "main memory of the learner": gib(held),
+    }
 
 
 def document(resolved: Resolved, title: str) -> str:

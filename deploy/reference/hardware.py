@@ -18,7 +18,7 @@ from deploy.config import load_config
 from deploy.placement.assign import Assignment, table
 from deploy.placement.inventory import HARDWARE, gib
 from deploy.placement.memory import ENGINE_OVERHEAD, USABLE
-from deploy.placement.profiles import PROFILES, Resolved, resolve
+from deploy.placement.profiles import PROFILES, Resolved, choices, resolve
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree
 
@@ -56,7 +56,32 @@ a member killed or hanging is noticed after `stall_s` (10 s), and the next group
 | flat scan of 21M x 768 float16, 131 candidates | figure `retriever_gpu`: 97 % of the bandwidth for one query, \
 10 % of the arithmetic for 2,560 |
 
-SGLang on a GPU, the demo, a run with engines on GPUs and `make gpu-check` as a whole have not been run yet.
+SGLang on a GPU, the demo and a run with engines on GPUs have not been run yet.
+
+## Check a machine
+
+`make gpu-check` checks a machine with one NVIDIA GPU in ten stages of minutes, one line each: driver and CUDA toolkit,
+both environments, FAISS beside torch, tests on CUDA, SGLang cold and warm with the first `top_p` request and log-probs
+against the learner's, the engine contract over HTTP, transfer of weights, learner, retriever, demo. A second call
+continues after what has passed. `make gpu-check NET=no` uses the machine's own torch and transformers, and the packages
+that `make gpu-carry` put in `.cache/gpu-carry` on a machine with a network; stages whose packages are missing are
+skipped. `FORAY_GPU_CHECK=cpu make gpu-check` tries all stages without a GPU.
+
+{{checked}}
+
+## Known costs
+
+Calculated for Qwen2.5-7B on 8 H100, not measured, and left until a GPU can judge a change:
+
+| what | cost | left because |
+|---|---|---|
+| output layer in float32 chunks | 11 % of a micro-batch | a fused kernel has to be written and compared on a GPU |
+| torch's variable-length attention is FlashAttention 2 | 3 % of a step | FlashAttention 3 is not on PyPI; the call is \
+chosen by a check at load |
+| a pause requeues all requests, which are prefilled again | 8 s of an engine a version | \
+`engine.pause_mode: in_place` keeps them, without overlap scheduling |
+| first start of SGLang compiles kernels | 2 to 4 minutes once | profiles wait 10 minutes and more; keep `~/.cache` of \
+a container |
 
 ## Placement
 
@@ -96,14 +121,17 @@ KV cache. Both are assumptions. `foray doctor` checks main memory: 12 bytes per 
 | profile | GPUs | memory of each | preferred layout |
 |---|---|---|---|
 """
+CHECKED = Path("docs/figures/gpu-check.json")
+"""The stages of `make gpu-check` on a GPU, relative to the checkout."""
 PAIRS = """
 ## Presets on profiles
 
 Memory per GPU of one engine and of one learner rank, against that of the GPU. An engine takes the rest of its GPU for
-its cache, if it has its own.
+its cache, if it has its own. Engines run in `.venv-engine/bin/python` (`make gpu-env`). `weights`: how they are
+published; `nccl` has never run between two GPUs, files are its fall-back. `host`: main memory of the learner.
 
-| preset | model | profile | engines | ranks | engine | learner | there |
-|---|---|---|---|---|---|---|---|
+| preset | model | profile | engines | ranks | engine | learner | there | ZeRO | weights | host |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 HOSTS = """
 ## Several machines
@@ -172,7 +200,9 @@ def on_profile(preset: str, model: str, profile: str, directory: Path, *override
 
 def page() -> str:
     """Return the page as Markdown."""
-    out = [HEAD.rstrip("\n")]
+    path = Path(__file__).parents[2] / CHECKED
+    checked = stage_table(json.loads(path.read_text())) if path.is_file() else ["It has not been run on a GPU yet."]
+    out = [HEAD.rstrip("\n").replace("{checked}", "\n".join(checked))]
     for name, hosts in HARDWARE.items():
         first = PROFILES[name][0]
         gpus, memory = sum(len(host.gpus) for host in hosts), gib(hosts[0].gpus[0].memory)
@@ -191,18 +221,30 @@ def page() -> str:
     return "\n".join(out) + "\n"
 
 
+def stage_table(kept: Mapping[str, Any]) -> list[str]:
+    """Return the stages of `make gpu-check` as a table, with the machine."""
+    facts = kept["machine"]
+    rows = [
+        f"| {name} | {one['result']} | {one['seconds']:.0f} | {one['line'].partition(chr(10))[0].replace('|', '/')} |"
+        for name, one in kept["stages"].items()
+    ]
+    where = f"{facts['date']}, commit {facts['commit']}, {facts['gpu'] or facts['cpu']}:"
+    return [where, "", "| stage | result | seconds | figures |", "|---|---|---|---|", *rows]
+
+
 def _row(preset: str, model: str, profile: str, folder: Path) -> str:
     start = f"| `{preset}` | {model} | `{profile}` |"
     try:
         found = on_profile(preset, model, profile, folder)
     except UserError as error:
-        return f"{start} **refused** | | {error.what.partition(': ')[2]} ({error.why}) | | |"
+        return f"{start} **refused** | | {error.what.partition(': ')[2]} ({error.why}) | | | | | |"
     layout = found.layout
     by_kind: Mapping[str, Assignment] = {a.need.kind: a for a in reversed(found.placement.assignments)}
     extra = ", adapters" if layout.lora else ", optimizer offloaded" if layout.offload else ""
     there = gib(by_kind["learner"].gpus[0].memory) + (", shared" if layout.cache_tokens else "")
     cells = (layout.engines, f"{layout.ranks}{extra}", *(gib(by_kind[k].need.memory) for k in ("engine", "learner")))
-    return f"{start} {' | '.join(str(cell) for cell in cells)} | {there} |"
+    _, *chosen = choices(found, SHAPES[model]).values()
+    return f"{start} {' | '.join(str(cell) for cell in (*cells, there, *chosen))} |"
 
 
 def _by_host(found: Resolved) -> Iterator[str]:

@@ -28,7 +28,7 @@ from protocol.codec import MAX_BYTES, decode_as, pack, unpack
 from protocol.errors import ProtocolError
 from protocol.header import read_header
 from protocol.messages import TrajectoryGroup
-from protocol.runtime.files import atomic_write, durable_mkdir, fsync_path
+from protocol.runtime.files import atomic_write, durable_mkdir, entries, fsync_path
 from protocol.versions import PolicyVersion, is_orphan
 
 log = logging.getLogger(__name__)
@@ -317,7 +317,7 @@ def rolled_back(location: FrameLocation, lineage: Sequence[PolicyVersion]) -> bo
 
 def data_files(folder: Path) -> list[Path]:
     """Return the files of the journal, oldest first."""
-    return sorted((p for p in folder.glob("groups-*.bin") if p.stem.split("-")[1].isdigit()), key=_number)
+    return sorted((p for p in entries(folder, "groups-*.bin") if p.stem.split("-")[1].isdigit()), key=_number)
 
 
 def _write(file: FileIO, data: bytearray) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from protocol.codec import number_of
-from protocol.runtime.files import atomic_write
+from protocol.runtime.files import atomic_write, entries
 
 AHEAD = 1000
 SUFFIX = ".issued"
@@ -25,11 +25,12 @@ class IssueReservation:
 
     def has_epochs(self) -> bool:
         """Return whether a learner has ever begun an epoch from this directory."""
-        return any(self._folder.glob("e*"))
+        return bool(entries(self._folder, "e*"))
 
     def highest(self) -> int | None:
         """Return the bound on the seqs issued from this directory; None if an older Foray wrote none."""
-        return max((number_of(path.read_bytes().strip()) for path in self._folder.glob(f"e*{SUFFIX}")), default=None)
+        files = entries(self._folder, f"e*{SUFFIX}")
+        return max((number_of(path.read_bytes().strip()) for path in files), default=None)
 
     def reserve(self, seq: int, epoch: int) -> None:
         """Reserve tasks up to `seq` for the learner of `epoch`. Raises OSError if the write fails."""

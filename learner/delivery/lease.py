@@ -16,7 +16,7 @@ from pathlib import Path
 from learner.delivery.store import LeaseHolder, RunStore
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.run_meta import another_run_error
-from protocol.runtime.files import create_once, durable_mkdir
+from protocol.runtime.files import create_once, durable_mkdir, entries
 from protocol.runtime.lifecycle import has_ended, place, process_token
 from protocol.runtime.redis.errors import RedisUnavailable
 
@@ -151,7 +151,7 @@ class LearnerLease:
 
     def _successor(self) -> LeaseHolder | None:
         """Return the newest epoch on disk and its holder, if it is higher than ours."""
-        epochs = {int(p.name[1:]): p for p in self.epochs_dir.glob("e*") if p.name[1:].isdigit()}
+        epochs = {int(p.name[1:]): p for p in entries(self.epochs_dir, "e*") if p.name[1:].isdigit()}
         newest = max(epochs, default=0)
         if newest <= self.epoch:
             return None

@@ -17,7 +17,7 @@ WINDOWED = (
 """Model types whose sliding windows are tested (docs/models.md)."""
 EAGER_ONLY = (
     *("bloom", "codegen", "deepseek_v4", "falcon_mamba", "gpt_neo", "gpt_oss", "gptj", "mamba", "mamba2", "mpt"),
-    *("recurrent_gemma", "rwkv", "xglm", "xlstm"),
+    *("rwkv", "xglm", "xlstm"),
 )
 """Causal models without torch's fused attention in transformers, known before loading. For other models the check at
 load finds out."""

@@ -89,8 +89,8 @@ def _left_out(causal: Any, name: str) -> str:
         return EXPERT
     if _means_experts(causal, path[-1]):
         return f"peft and engines take this name for experts of a {causal.config.model_type} model"
-    if path[-1] == "out_proj" and hasattr(above, "D"):
-        return "Mamba's kernels read the matrix of out_proj past its adapter"
+    if path[-1] in ("x_proj", "dt_proj", "out_proj") and hasattr(above, "D"):
+        return "Mamba's computation reads these matrices past their adapters"
     if path[-1] in ("correction_coefs", "prediction_coefs"):
         return "Gemma 3n clips these matrices in training, past their adapters"
     if not isinstance(causal.get_submodule(name), torch.nn.Linear):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.overrides import TorchFunctionMode
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of files that `copy_` converts; it would also copy the codes of 8-bit floats, without their scales."""
@@ -74,7 +75,8 @@ class StoredWeights:
         """Return the file's names of the parts of a parameter, each with a tensor of its shape."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        parts: dict[str, torch.Tensor] = revert_weight_conversion(self._causal, {name: whole})
+        with _Views():
+            parts: dict[str, torch.Tensor] = revert_weight_conversion(self._causal, {name: whole})
         return parts
 
     def _covers(self, name: str, whole: torch.Tensor) -> bool:
@@ -106,6 +108,13 @@ class StoredWeights:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
         return self._open[path]
+
+
+class _Views(TorchFunctionMode):
+    """Leave out the copies that make tensors contiguous: transformers 5.19 copies every part for saving."""
+
+    def __torch_function__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        return given[0] if func is torch.Tensor.contiguous else func(*given, **named or {})
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -161,6 +170,7 @@ def _placeholders() -> Iterator[None]:
         if parameter is not None:
             nothing = parameter.new_zeros(()).expand(parameter.shape)
             parameter = torch.nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers does not write to it
         register(module, name, parameter)
 
     torch.nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]

@@ -89,12 +89,14 @@ class BroadcastGroup:
     lazy = False
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        from torch.distributed.distributed_c10d import _set_pg_timeout
+        from torch.distributed import distributed_c10d
 
         self.name = rendezvous.name
         with gloo_at(rendezvous.address):
             self._store, self._group = open_group(rendezvous, timedelta(seconds=rendezvous.join_s))
-        _set_pg_timeout(timedelta(seconds=rendezvous.timeout_s), self._group)
+        # torch 2.14 has a public function, and warns of the other
+        set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=rendezvous.timeout_s), self._group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Send `tensor` to every other rank; blocks. Raises RuntimeError if a rank is gone or late."""

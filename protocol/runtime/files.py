@@ -17,6 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from fnmatch import fnmatch
 from io import BufferedReader
 from pathlib import Path
 
@@ -146,6 +147,17 @@ def _temporary(path: Path, data: str | bytes | Iterable[bytes], mode: int, *, du
         yield part
     finally:
         part.unlink(missing_ok=True)
+
+
+def entries(folder: Path, pattern: str) -> list[Path]:
+    """Return what `pattern` names directly in `folder`, [] if there is no folder.
+
+    Raises OSError if it cannot be listed: since Python 3.12 `Path.glob` shows such a folder as empty.
+    """
+    try:
+        return [folder / name for name in os.listdir(folder) if fnmatch(name, pattern)]
+    except FileNotFoundError:
+        return []
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -19,7 +19,9 @@ from benchmarks.figures.page import MET, PAGE, STALE, page
 from benchmarks.figures.table import NEEDS_GPU, Figure, figures, read, stale
 from benchmarks.report import digest, judged
 from deploy.doctor.gpus import without_cuda
+from deploy.reference.hardware import CHECKED
 from protocol.errors import ForayError
+from tests.gpu.check import TESTS
 from tests.support.waiting import wait_until
 
 VERSION = Figure("packing", ("version", "--json"), ("protocol/versions.py",), (Target("lots", 2.0, "how many"),))
@@ -75,7 +77,7 @@ def test_figures_are_commands_with_known_flags_and_all_that_was_measured_is_one(
         if figure.argv[0] == "bench":
             flags = {word[2:].replace("-", "_") for word in figure.argv if word.startswith("--")} - {"json"}
             assert flags <= set(BENCHMARKS[figure.argv[1]].model_fields), figure.command
-    assert {path.stem for path in PAGE.parent.glob("figures/*.json")} <= set(known)
+    assert {path.stem for path in PAGE.parent.glob("figures/*.json")} <= {*known, CHECKED.stem}
 
 
 def test_files_hold_no_place_of_one_machine() -> None:
@@ -278,8 +280,5 @@ def test_the_figures_of_a_gpu_are_refused_without_one(capsys: pytest.CaptureFixt
 
 
 def test_gpu_check_runs_tests_that_exist() -> None:
-    makefile = (PAGE.parents[1] / "Makefile").read_text()
-    listed = re.search(r"^CUDA_TESTS := ((?:.*\\\n)*.*)", makefile, re.M)
-    assert listed and set(NEEDS_GPU) <= set(figures())
-    tests = [word for word in listed[1].split() if word != "\\"]
-    assert len(tests) >= 4 and all((PAGE.parents[1] / name).is_file() for name in tests)
+    assert set(NEEDS_GPU) <= set(figures())
+    assert len(TESTS) >= 4 and all((PAGE.parents[1] / name).is_file() for name in TESTS)

@@ -21,8 +21,10 @@ from deploy.launcher.plan import plan
 from deploy.placement.assign import needs, place
 from deploy.placement.inventory import HARDWARE
 from deploy.placement.memory import USABLE
+from deploy.placement.profiles import choices
 from deploy.reference.hardware import SHAPES, on_profile, page, pairs
 from protocol.errors import UserError
+from tests.support.shell_blocks import foray_commands, shell_blocks
 
 DOCS = Path(__file__).parents[2] / "docs"
 NO_GPU_HERE = {"gpus", "engine", "tokenizer", "learner.publish"}
@@ -51,6 +53,13 @@ def test_a_pair_passes_the_checks_that_need_no_gpu(preset: str, model: str, prof
     assert all("CUDA_VISIBLE_DEVICES" in s.env for s in specs if s.kind != "redis")
     kind, learner = config.engine.kind, config.learner
     assert kind.type == "sglang" and kind.python == ".venv-engine/bin/python"
+    stated = choices(found, SHAPES[model])
+    assert stated["engines run in"] == kind.python and float(stated["main memory of the learner"].split()[0]) >= 0
+    assert stated["ZeRO stage"] == str(learner.engine.zero_stage) and stated["weights by"] in (
+        "nccl",
+        "disk",
+        "adapter",
+    )
     # from GPU to GPU where engine and learner have their own; NCCL refuses two ranks on one
     own = {"type": "distributed", "backend": "nccl"}
     wanted = {"type": "adapter"} if learner.model.lora.rank else {"type": "disk"} if config.launch.gpus.share else own
@@ -105,7 +114,10 @@ def test_a_file_for_a_machine_is_short_and_reads_back(
     files = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/q.jsonl", "--index", f"{tmp_path}/index"]
     given = ["--preset", "search_r1_grpo", "--hardware", profile, *files, "run.steps=7"]
     assert main(["init", str(path), *given]) == 0
-    assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "CUDA_VISIBLE_DEVICES" in said and re.search(
+        r"engines run in \S+, ZeRO stage \d, weights by \w+, main", said
+    )
     assert len(path.read_text().splitlines()) <= 40
     config = load_config(path)
     assert config.launch.hardware == profile and config.run.steps == 7
@@ -161,3 +173,26 @@ def test_the_flags_of_the_engine_in_the_file_are_kept_and_share_the_gpus(tmp_pat
     assert found.config.launch.engines == 2
     engine = next(a for a in found.placement.assignments if a.need.kind == "engine")
     assert len(engine.gpus) == 2
+
+
+@pytest.mark.parametrize("profile", [name for name, hosts in HARDWARE.items() if len(hosts) == 1])
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_blocks_for_8xh100_are_planned_on_each_profile(
+    page: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [block.text for block in shell_blocks(DOCS.parent / page) if "--hardware 8xh100" in block.text]
+    (init,) = [words for text in blocks for words in foray_commands(text) if words[0] == "init"]
+    words = [{"8xh100": profile, "DIR": "data/llama-3.2-3b"}.get(word, word) for word in init]
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(tmp_path / "data" / "llama-3.2-3b")
+    shape = "Llama-3.2-3B" if "quickstart" in page else "Qwen2.5-3B"
+    (tmp_path / "data" / "llama-3.2-3b" / "config.json").write_text(json.dumps(SHAPES[shape]))
+    code = main(words)
+    if code:
+        assert profile == "1x24gb" and "21.7 GiB of 23.6 GiB usable" in capsys.readouterr().err
+        return
+    capsys.readouterr()
+    main(["up", "run.yaml", "--dry-run"])
+    said = "".join(capsys.readouterr())
+    assert re.search(r"^#? *learner +\d[\d,]* +[\d.]+ GiB of", said, re.M), said
+    assert not re.search(r"needs \d+ GPUs|GiB needed", said), said

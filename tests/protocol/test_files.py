@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.runtime.files import atomic_write, create_once, durable_mkdir
+from protocol.runtime.files import atomic_write, create_once, durable_mkdir, entries
 
 
 @pytest.fixture
@@ -61,3 +61,11 @@ def test_a_file_is_created_once(tmp_path: Path) -> None:
 def test_missing_parents_are_created_and_flushed(tmp_path: Path, flushed: list[str]) -> None:
     durable_mkdir(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir() and flushed == [tmp_path.name, "a"]
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "e1").touch()
+    (tmp_path / "other").touch()
+    assert entries(tmp_path, "e*") == [tmp_path / "e1"] and entries(tmp_path / "absent", "*") == []
+    with pytest.raises(NotADirectoryError):
+        entries(tmp_path / "e1", "*")
