@@ -146,6 +146,7 @@ class RolloutServer:
             limits=TurnLimits(
                 timeout_s=settings.generate_timeout_s,
                 stall_s=settings.stall_s,
+                interval=settings.stream_interval,
                 attempts=settings.generate_attempts,
                 wait_s=settings.engine_wait_s,
             ),

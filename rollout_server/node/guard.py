@@ -70,6 +70,17 @@ def descendants(root: int) -> list[int]:
     return found[1:]
 
 
+def memory_mib(root: int) -> int:
+    """Return the resident memory of `root` and the processes below it, in MiB: it grows while they start and load."""
+    pages = 0
+    for pid in (root, *descendants(root)):
+        try:
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            continue  # it has exited
+    return pages * os.sysconf("SC_PAGESIZE") >> 20
+
+
 def kill_below(root: int, *, reap: bool = False) -> None:
     """Send SIGKILL to all processes below `root` until none is left or SWEEP_S have passed. Works on stopped ones.
 

@@ -39,6 +39,8 @@ KEYS_FILE = "keys.yaml"
 BEFORE_TEMPERATURE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Variable that makes SGLang report log-probs of softmax(logits), without the temperature."""
 ALWAYS = ("--incremental-streaming-output", "--enable-metrics")
+WATCHDOG = ("--watchdog-timeout", "86400")
+"""SGLang ends itself when a step takes 300 s, however slow the machine is: the node's watchdog decides instead."""
 FP32_LM_HEAD = "--enable-fp32-lm-head"
 SOURCE = Path(__file__).resolve().parents[2]
 """Directory of Foray's packages: the root of a checkout."""
@@ -125,6 +127,7 @@ def command(
             for flag in (*ALWAYS, *_fp32_lm_head(kind, model), *([NO_OVERLAP] if in_place else []))
             if flag not in kind.args
         ),
+        *(() if WATCHDOG[0] in kind.args else WATCHDOG),
         *_with_keys(kind.args, keys, home),
     ]
 
@@ -346,11 +349,12 @@ class EngineProcess:
         with suppress(ProcessLookupError):  # it has just exited
             self._process.send_signal(number)
 
-    def tail(self, lines: int = 15) -> str:
-        """Return the last lines of its output."""
-        try:
-            with self.log_path.open("rb") as file:
-                file.seek(max(0, self.log_path.stat().st_size - 8192))
-                return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-        except OSError as error:
-            return f"(cannot read its log: {error})"
+
+def tail(log_path: Path, lines: int = 15) -> str:
+    """Return the last lines of an engine's output."""
+    try:
+        with log_path.open("rb") as file:
+            file.seek(max(0, log_path.stat().st_size - 8192))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError as error:
+        return f"(cannot read its log: {error})"

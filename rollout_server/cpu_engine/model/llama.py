@@ -60,6 +60,8 @@ class CausalLM:
         self.scale, self.residual_scale = config.attention_scale, config.residual_scale
         self.norm_offset, self.silu = config.traits.norm_offset, config.traits.activation == "silu"
         self.windows = sorted({layer.window for layer in config.plan})
+        self.layers_done = 0
+        """Layers computed since the start, output heads included: shows progress within a step. Read by any thread."""
 
     def forward(
         self,
@@ -100,6 +102,7 @@ class CausalLM:
             h = self._norm(x, layer.before_mlp)
             out = self._mix(h, layer.mixture) if layer.mixture is not None else self._mlp(h, layer, adapters, number)
             x = self._add(x, self._norm(out, layer.after_mlp))
+            self.layers_done += 1
         return self._norm(x, self.weights.norm)
 
     def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -135,6 +138,7 @@ class CausalLM:
         """Return float32 [T, V], also for bfloat16 weights (SGLang: --enable-fp32-lm-head)."""
         with exact_bfloat16_products(hidden.dtype):
             logits = F.linear(hidden.float(), self.weights.float32_head)
+        self.layers_done += 1
         return logits if self.config.logits_scale == 1 else logits.mul_(self.config.logits_scale)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

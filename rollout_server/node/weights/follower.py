@@ -243,7 +243,10 @@ class WeightFollower:
         try:
             loading_at = time.monotonic()
             await client.update_weights_from_disk(
-                update.path, label=label, flush=settings.pause_mode == "retract", timeout_s=settings.update_timeout_s
+                update.path,
+                label=label,
+                flush=settings.pause_mode == "retract",
+                timeout_s=status.update_limit_s(settings.update_timeout_s),
             )
             status.load_s = time.monotonic() - loading_at
             held = await client.version()
