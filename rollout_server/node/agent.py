@@ -274,6 +274,7 @@ class Agent:
                 in_place=self._settings.pause_mode == "in_place",
                 day=self._run.date,
                 seed=seed_of(self._run.seed, status.id, status.incarnation),
+                update_s=self._settings.update_timeout_s,
             )
 
         hosts = parse_redis_url(self._run.redis_url).hosts

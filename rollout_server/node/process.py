@@ -53,6 +53,8 @@ VERSIONS_PROGRAM = (
     "import json, sys; sys.path.append(sys.argv[1]); from protocol.runtime.torch_safety import torch_versions; "
     "print(json.dumps(torch_versions()))"
 )
+LONGEST_UPDATE_S = 3600.0
+"""Largest --update-timeout-s of the embedded engine."""
 VERSIONS_S = 30.0
 """Timeout for an interpreter to start and read its packages' metadata, also from a network file system."""
 
@@ -99,12 +101,14 @@ def command(
     in_place: bool = False,
     day: date | None = None,
     seed: int = 0,
+    update_s: float = 300.0,
 ) -> list[str]:
     """Return the command line of an engine that serves `model` with the version label `label`. Raises UserError.
 
     home      private directory of this launch: SGLang reads its keys from a file there
     day       date for chat templates that contain one (`run.date`); SGLang has no such flag
     seed      of requests without one
+    update_s  timeout of the embedded engine for the learner in a group, which ends a transfer much earlier
     in_place  it will be paused in place: SGLang must then run without overlap scheduling (see `capabilities`)
     """
     common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]
@@ -114,6 +118,7 @@ def command(
             *(sys.executable, "-m", "rollout_server.cpu_engine", *common),
             *("--threads", str(kind.threads), "--max-running", str(kind.max_running)),
             *("--max-total-tokens", str(kind.max_total_tokens), "--dtype", kind.dtype, "--seed", str(seed)),
+            *("--update-timeout-s", f"{min(update_s, LONGEST_UPDATE_S):g}"),
             *(("--date", day.isoformat()) if day else ()),
             *(word for flag, name, value in named if value for word in (flag, name)),
         ]

@@ -90,7 +90,7 @@ def test_what_an_older_minor_wrote_is_still_read_as_it_was_meant(path: Path) -> 
 
 
 def test_every_kind_has_an_example_and_a_golden_file() -> None:
-    assert set(EXAMPLES) == set(codec.KINDS) == {p.stem.split("-")[1] for p in GOLDEN.glob("v1.5-*.msgpack")}
+    assert set(EXAMPLES) == set(codec.KINDS) == {p.stem.split("-")[1] for p in GOLDEN.glob("v1.6-*.msgpack")}
 
 
 def test_arrays_keep_dtype_shape_and_are_read_only() -> None:
