@@ -120,6 +120,7 @@ def _ask_policy(
 ) -> None:
     # ids are unique within one data set only
     by_id = {str(number): pair for number, pair in enumerate(remaining)}
+    failures = _Failures()
 
     def each(episode: dict[str, Any]) -> None:
         for name in ("run", "lineage_id"):
@@ -133,6 +134,7 @@ def _ask_policy(
         data_set, question = by_id[episode["question_id"]]
         store.add(row_of(data_set, question, POLICY, int(episode["index"]), _policy_episode(episode)))
         task.update(task.done + 1)
+        failures.note(episode | {"detail": episode.get("cause", "")})
 
     evaluate(
         served.rollout_url,

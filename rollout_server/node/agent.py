@@ -42,7 +42,7 @@ from rollout_server.metrics import Stats
 from rollout_server.node.attach import validate_engine
 from rollout_server.node.capabilities import read_capabilities
 from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
-from rollout_server.node.guard import memory_mib
+from rollout_server.node.guard import Growth
 from rollout_server.node.process import (
     STOP_S,
     EngineKeys,
@@ -350,18 +350,17 @@ class Agent:
 
         Raises EngineLost when it exits, and start_timeout_s after the memory of its processes has last grown.
         """
-        now, run, began, most = LoopClock.current().time, self._run, time.monotonic(), 0
-        deadline, wait_s = now(), self._settings.probe_timeout_s
+        now, run, began = LoopClock.current().time, self._run, time.monotonic()
+        growth, wait_s = Growth(self._settings.start_timeout_s, now), self._settings.probe_timeout_s
         sampling = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
         while True:
-            if (grown := await asyncio.to_thread(memory_mib, child.pid)) > most:
-                most, deadline = grown, now() + self._settings.start_timeout_s
+            has_ended = growth.has_ended([child.pid])
             try:
                 asked = now()
                 await self._client.health(timeout_s=wait_s)
                 if isinstance(self._settings.kind, SglangEngine):
                     # before READY: the watchdog would take a compilation of more than hang_s for a hang
-                    await self._client.warm_up(sampling, timeout_s=max(1.0, deadline - now()))
+                    await self._client.warm_up(sampling, timeout_s=max(1.0, growth.until - now()))
                 self._first_s = now() - asked
                 self._booted, self._unlaunchable = True, None
                 self._status.start_s = time.monotonic() - began
@@ -370,7 +369,7 @@ class Agent:
                 wait_s *= 2 if error.cause == "timeout" else 1  # its first token may take longer
                 if child.exited.done():
                     raise self._start_failure(child, model) from None
-                if now() > deadline:
+                if has_ended:
                     raise report_lost(self._status, NodeState.SUSPECT, f"not healthy in time: {error}") from None
             await asyncio.sleep(0.1)
 

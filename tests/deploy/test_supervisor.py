@@ -153,7 +153,7 @@ def test_a_process_that_is_never_ready_is_reported(tmp_path: Path) -> None:
     supervisor = Supervisor(is_ready=lambda given: False, ready_s=0.3, shutdown_s=1)
     supervisor.spawn(spec(tmp_path, "retriever-1", SLEEP, kind="retriever"))
     try:
-        with pytest.raises(ProcessFailed, match=r"retriever-1 was not ready after 0.3 s"):
+        with pytest.raises(ProcessFailed, match=r"retriever-1 was not ready 0.3 s after it last grew"):
             supervisor.await_ready(["retriever-1"])
     finally:
         supervisor.stop()
