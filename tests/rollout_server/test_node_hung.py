@@ -1,0 +1,99 @@
+"""A real embedded engine that hangs is found by its progress, killed and replaced; a relaunch loop ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import UserError
+from protocol.messages import NodeState
+from protocol.runtime.lifecycle import ShutdownSignal
+from protocol.settings import RunSettings
+from rollout_server.node import agent, watchdog
+from rollout_server.node.config import CpuEngine, NodeSettings
+from rollout_server.node.server import serve
+from tests.rollout_server.test_node_watch import counts, engine_tree, info
+from tests.support.engine_http import write_policy
+from tests.support.waiting import eventually
+
+HERE = Path(__file__).parents[1] / "support" / "slow_engine"
+FLOOR_S = 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.fault(19)
+@pytest.mark.parametrize("how", ["stopped", "blocked", "spinning"])
+async def test_a_hung_engine_is_found_and_replaced_within_three_times_the_limit(
+    how: str, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hang, limits = tmp_path / "hang", [0.0]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("HANG_FILE", str(hang))
+    monkeypatch.setattr(agent, "FIRST_BACKOFF_S", 0.1)
+    lost = watchdog.EngineHung.__init__
+
+    def noted(self: watchdog.EngineHung, *given: object) -> None:
+        limits.append(float(str(given[0]).partition("(limit ")[2].partition(" s)")[0]))
+        lost(self, *given)
+
+    monkeypatch.setattr(watchdog.EngineHung, "__init__", noted)
+    (tmp_path / "model").mkdir()
+    model = write_policy(tmp_path / "model")
+    run = RunSettings(id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=model)
+    quick = {"poll_s": 0.1, "heartbeat_s": 0.2, "probe_s": 0.2, "probe_timeout_s": 1.0, "drain_s": 0.1}
+    settings = NodeSettings.model_validate({"id": "e", "kind": CpuEngine(), "hang_s": FLOOR_S, **quick})
+    stop = ShutdownSignal()
+    task = asyncio.create_task(serve(run, settings, stop=stop))
+    try:
+        await eventually(lambda: (e := world.registered("e")) is not None and e.state is NodeState.READY, "READY", 90)
+        born = info(world).incarnation
+        began = time.monotonic()
+        if how == "stopped":
+            for pid in engine_tree():
+                os.kill(pid, signal.SIGSTOP)
+        else:
+            hang.write_text("spin" if how == "spinning" else "block")
+        await eventually(lambda: info(world).state is NodeState.SUSPECT, "found", 90)
+        took = time.monotonic() - began
+        hang.unlink(missing_ok=True)
+        await eventually(
+            lambda: info(world).state is NodeState.READY and info(world).incarnation != born, "replaced", 90
+        )
+        await eventually(lambda: counts(world).get("hangs") == 1.0, "counted")
+        with capsys.disabled():
+            print(f"\n{how}: limit {limits[-1]:.0f} s, found after {took:.1f} s, replaced")
+        assert limits[-1] >= FLOOR_S and took <= 3 * limits[-1]
+    finally:
+        stop.requested.set()
+        await asyncio.wait_for(task, 20)
+
+
+@pytest.mark.fault(19)
+async def test_a_relaunch_loop_ends_with_its_cause(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.rollout_server.test_node_watch import launched
+    from tests.support.environments import write_tokenizer
+
+    monkeypatch.setattr(agent, "FIRST_BACKOFF_S", 0.05)
+    kind = launched(tmp_path)
+    script = tmp_path / "launch.py"
+    ends = "import asyncio\n@app.on_startup.append\nasync def _(_):\n"
+    ends += "    print('out of memory: cannot allocate', flush=True)\n"
+    ends += "    asyncio.get_running_loop().call_later(0.4, os._exit, 9)\nweb.run_app"
+    script.write_text(script.read_text().replace("web.run_app", ends))
+    run = RunSettings(
+        id=world.keys.run, dir=tmp_path / "run", redis_url=world.url, model=write_tokenizer(tmp_path / "model", "words")
+    )
+    (run.model / "config.json").write_text("{}")
+    settings = NodeSettings(id="e", kind=kind, relaunches=2, poll_s=0.05, heartbeat_s=0.1)
+    with pytest.raises(UserError) as caught:
+        await asyncio.wait_for(serve(run, settings, stop=ShutdownSignal()), 60)
+    text = caught.value.render()
+    assert text.startswith("error: engine e was lost 3 times within an hour, the last time: the engine exited with")
+    assert "3 x the engine exited with code 9" in text and "out of memory: cannot allocate" in text
+    assert "e.engine.log" in text and "engine.relaunches" in text
+    assert (tmp_path / "launched").read_text().count("\n") == 3
