@@ -37,8 +37,8 @@ class WeightChecksums:
 class EngineAdmin:
     """One engine at `url`. The caller owns `session`; `name` appears in errors. Methods raise EngineError."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "") -> None:
-        self._http = EngineHttp(session, url, name=name)
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "", key: str = "") -> None:
+        self._http = EngineHttp(session, url, name=name, key=key)
         self.name = self._http.name
 
     def use_keys(self, api_key: str, admin_key: str) -> None:
