@@ -330,7 +330,7 @@ class Agent:
                 if paused:
                     await self._client.model_info()
                 else:
-                    await self._client.health(timeout_s=self._settings.probe_timeout_s)
+                    await self._client.health(timeout_s=self._status.limit_s(self._settings.probe_timeout_s))
                 return
             except EngineError as error:
                 self._status.transition_to(NodeState.GONE, f"waiting for it to answer: {error}")

@@ -119,7 +119,7 @@ class WeightFollower:
         if target is not None:
             self.highest_epoch = max(self.highest_epoch, target.epoch)
         try:
-            await client.health(timeout_s=self._settings.probe_timeout_s)
+            await client.health(timeout_s=status.limit_s(self._settings.probe_timeout_s))
             held = await client.version() or NO_VERSION
         except EngineError as error:
             status.transition_to(status.state, f"its health is not known yet: {error}")
