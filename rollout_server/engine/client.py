@@ -159,7 +159,8 @@ class EngineCall:
                 return
             self.last_data_at, self._heard_at = self._loop.time(), now  # it gets the full stall_s when it continues
             due = now + RECHECK_S
-        self._timer.arm(max(0.0, min(due, deadline) - now))
+        # not later than without the slow steps: they may be over
+        self._timer.arm(max(0.0, min(due, deadline, now + self._stall_s) - now))
 
 
 class EngineHttp:

@@ -67,8 +67,8 @@ class EngineStatus:
 
     @property
     def pace_s(self) -> float:
-        """Seconds of its slowest recent step, the one in progress included, as far as known."""
-        return max(0.0, self.silence_s, self.loads.get("pace_s", 0.0))
+        """Seconds of its slowest recent step, the one in progress included: its own figure, or its silence."""
+        return max(0.0, self.loads.get("pace_s", 0.0) or self.silence_s)
 
     @property
     def needs_broadcast(self) -> bool:
