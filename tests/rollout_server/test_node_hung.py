@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import UserError
-from protocol.messages import NodeState
+from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
-from rollout_server.node import agent, watchdog
+from rollout_server.node import agent, guard, watchdog
 from rollout_server.node.config import CpuEngine, NodeSettings
 from rollout_server.node.server import serve
+from rollout_server.node.status import EngineStatus
 from tests.rollout_server.test_node_watch import counts, engine_tree, info
-from tests.support.engine_http import write_policy
+from tests.support.engine_http import post, serving, write_policy
 from tests.support.waiting import eventually
 
 HERE = Path(__file__).parents[1] / "support" / "slow_engine"
@@ -95,3 +96,39 @@ async def test_a_relaunch_loop_ends_with_its_cause(world, tmp_path: Path, monkey
     assert "x the engine exited with code 9" in text and "out of memory: cannot allocate" in text
     assert "e.engine.log" in text and "engine.relaunches" in text
     assert (tmp_path / "launched").read_text().count("\n") == 3
+
+
+def test_a_start_has_failed_when_its_processes_have_stopped_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: the memory grows every 200 s for an hour, and then not any more."""
+    now, sizes = [0.0], {1: 10}
+    monkeypatch.setattr(guard, "memory_mib", lambda pid: sizes[pid])
+    growth = guard.Growth(300.0, lambda: now[0])
+    while now[0] < 3600:
+        now[0] += 1.0
+        sizes[1] += now[0] % 200 == 0
+        assert not growth.has_ended([1])
+    while not growth.has_ended([1]):
+        now[0] += 1.0
+    assert 3600 + 300 <= now[0] <= 3600 + 320
+
+
+def test_the_memory_of_a_tree_is_that_of_all_its_processes() -> None:
+    assert guard.memory_mib(os.getpid()) > 10
+
+
+def test_calls_of_a_node_wait_as_long_as_its_engine_is_slow() -> None:
+    status = EngineStatus(EngineInfo(id="e", url="http://e", state=NodeState.READY))
+    assert (status.limit_s(30.0), status.update_limit_s(300.0)) == (30.0, 300.0)
+    status.silence_s, status.start_s, status.load_s = 20.0, 400.0, 90.0  # SGLang
+    assert (status.limit_s(30.0), status.update_limit_s(300.0)) == (100.0, 2000.0)
+    status.loads = {"pace_s": 8.0}  # the embedded engine, which measures its steps
+    assert (status.limit_s(30.0), status.info().pace_s) == (40.0, 8.0)
+
+
+async def test_the_embedded_engine_tells_its_layers_and_its_slowest_step(tmp_path: Path) -> None:
+    async with serving(write_policy(tmp_path)) as client:
+        before = (await (await client.get("/v1/loads")).json())["loads"][0]
+        await post(client, "/generate", input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+        after = (await (await client.get("/v1/loads")).json())["loads"][0]
+    assert after["num_computed_layers"] == before["num_computed_layers"] + 3 * 3, "two layers and the head, each step"
+    assert 0 < after["slowest_step_s"] < 60
