@@ -90,7 +90,8 @@ class LaunchSettings(Settings):
     """Maximum number of restarts of the learner within an hour: it resumes from its checkpoint. Not restarted after an
     error that you must fix, without a training signal, or if another learner took over (exit codes 2, 65, 75)."""
     ready_s: float = Field(default=180.0, gt=0)
-    """Timeout for a process to become ready, in seconds."""
+    """Time for a process to become ready, in seconds. It starts again whenever the memory of its processes has grown:
+    what still loads is not given up."""
     shutdown_s: float = Field(default=20.0, gt=0)
     """Time between SIGTERM and SIGKILL at shutdown, in seconds. The learner may take longer for its last checkpoint:
     the time of 12 bytes per parameter at 0.25 GB/s."""

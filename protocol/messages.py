@@ -432,6 +432,8 @@ class EngineInfo(Message):
     """Capacity of its KV cache in tokens; 0 if unknown."""
     retractions: Count = 0
     """Requests retracted for lack of KV cache since its start: a sign of too much concurrency."""
+    pace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds of its slowest recent step, the one in progress included: limits on its answers are multiples of it."""
     dtype: Name = ""
     """dtype of its weights, as torch names it; "" if it does not report tensors one by one."""
     layout: Name = ""

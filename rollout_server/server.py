@@ -144,9 +144,7 @@ class RolloutServer:
             stats.waits,
             max_lag=run.max_lag if settings.max_engine_lag is None else settings.max_engine_lag,
             limits=TurnLimits(
-                timeout_s=settings.generate_timeout_s,
-                stall_s=settings.stall_s,
-                attempts=settings.generate_attempts,
+                *(settings.generate_timeout_s, settings.stall_s, settings.stream_interval, settings.generate_attempts),
                 wait_s=settings.engine_wait_s,
             ),
             stop_checker=StopChecker(environment.tokenizer.decode, environment.tokenizer.eos_ids),

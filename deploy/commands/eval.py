@@ -65,7 +65,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sampler.add_argument("--top-p", type=float, default=1.0, help="sample from tokens of this total probability")
     sampler.add_argument("--top-k", type=int, default=-1, help="sample from this many tokens (-1: all)")
     sampler.add_argument("--concurrency", type=int, default=64, help="episodes in flight at once (default: 64)")
-    sampler.add_argument("--timeout", type=float, default=600.0, help="timeout in seconds of an episode")
+    sampler.add_argument(
+        "--timeout", type=float, help="timeout in seconds of an episode (default: its turns have limits)"
+    )
     served = parser.add_argument_group("what is started")
     served.add_argument("--config", type=Path, help="configuration (default: that of the run)")
     served.add_argument("--retriever", default="", metavar="URL", help="use this retriever instead of starting one")

@@ -33,6 +33,7 @@ from protocol.messages import NodeState, Question
 from protocol.runtime.config import override, parse_yaml, read_tree
 from protocol.runtime.episodes import EvalScore, evaluate
 from protocol.runtime.progress import TaskProgress
+from protocol.runtime.timing import PATIENCE
 
 CONFIG = Path(__file__).with_name("demo.yaml")
 HARD_OVERRIDES = Path(__file__).with_name("hard.yaml")
@@ -262,15 +263,16 @@ def ask(
 
 def await_last_version(launcher: Launcher) -> RunSnapshot:
     """Return the snapshot in which every ready engine holds the target version. Raises ForayError on a timeout."""
-    deadline = time.monotonic() + LAST_VERSION_S
+    began = time.monotonic()
     while True:
         seen = take_snapshot(launcher.redis_url, launcher.config.run.id, launcher.directory)
         ready = [e for e in seen.engines if e.state is NodeState.READY]
         if seen.target is not None and ready and all(e.version == seen.target.version for e in ready):
             return seen
-        if time.monotonic() > deadline:
+        limit_s = max([LAST_VERSION_S, *(PATIENCE * max(e.pause_s, e.pace_s) for e in seen.engines)])
+        if time.monotonic() > began + limit_s:
             states = ", ".join(f"{e.id} {e.state} {e.version.label} {e.detail}" for e in seen.engines) or "no engine"
-            raise ForayError(f"the engines have not loaded the last version after {LAST_VERSION_S:.0f} s: {states}")
+            raise ForayError(f"the engines have not loaded the last version after {limit_s:.0f} s: {states}")
         time.sleep(0.2)
 
 

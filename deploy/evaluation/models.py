@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, Sampling
 from protocol.runtime.http.auth import engine_key, read_access
-from protocol.runtime.timing import backoff_s
+from protocol.runtime.timing import PATIENCE, backoff_s
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.environment.tokenizer import TrajectoryTokenizer
 from rollout_server.rewards.base import RewardError
@@ -37,7 +37,7 @@ engine that hangs or has ended (`engine.start_timeout_s`)."""
 MOST_USAGE = 10_000_000
 """Most tokens of one turn that are believed."""
 TURN_S = 600.0
-"""Timeout of one turn at an engine, in seconds."""
+"""Timeout of one turn, in seconds: PATIENCE slow steps of the engine for each token, if that is more."""
 
 
 class EpisodeFailed(ForayError):
@@ -138,6 +138,7 @@ class EngineModel:
         tokenizer: TrajectoryTokenizer,
         max_context: int,
     ) -> None:
+        from rollout_server.engine.admin import EngineAdmin
         from rollout_server.engine.client import SglangClient
 
         access = read_access(os.environ)
@@ -153,6 +154,9 @@ class EngineModel:
                         key=engine_key(access, engine.id, engine.incarnation),
                     ),
                     engine.version.label,
+                    EngineAdmin(
+                        session, engine.url, name=engine.id, key=engine_key(access, engine.id, engine.incarnation)
+                    ),
                 )
                 for engine in engines
             ]
@@ -185,9 +189,10 @@ class EngineModel:
         """Return what the next engine generates; wait for engines that fail. Raises EpisodeFailed."""
         failed_at = math.inf
         for failures in itertools.count(1):
-            client, label = next(self._clients)
+            client, label, admin = next(self._clients)
             try:
-                return await client.generate(request, version=label, timeout_s=TURN_S)
+                slow_s = PATIENCE * (await admin.loads())["pace_s"] * request.max_new_tokens
+                return await client.generate(request, version=label, timeout_s=max(TURN_S, slow_s))
             except EngineError as error:
                 failed_at, pause = min(failed_at, time.monotonic()), backoff_s(failures, PAUSE_S, LONGEST_PAUSE_S)
                 final = error.fault == "request" or error.cause == "denied"

@@ -36,11 +36,14 @@ from rollout_server.search.base import NoSearchSettings
 GIVE_UP = 20
 """Consecutive failed episodes that end the evaluation: a service is down or wrong."""
 JUDGED_AT_ONCE = 16
+SILENCE_S = 600.0
+"""Timeout of the rollout server, which sends something every few seconds while episodes run."""
 
 
 @dataclass(frozen=True)
 class AskOptions:
-    """How each question is asked. `n`: episodes per question; temperature 0 is greedy; search False: empty results."""
+    """How each question is asked. `n`: episodes per question; temperature 0 is greedy; search False: empty results.
+    timeout_s: of an episode of the methods; None: only its turns have limits."""
 
     n: int = 1
     temperature: float = 0.0
@@ -48,7 +51,7 @@ class AskOptions:
     top_k: int = -1
     search: bool = True
     concurrency: int = 64
-    timeout_s: float = 600.0
+    timeout_s: float | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -120,6 +123,7 @@ def _ask_policy(
 ) -> None:
     # ids are unique within one data set only
     by_id = {str(number): pair for number, pair in enumerate(remaining)}
+    failures = _Failures()
 
     def each(episode: dict[str, Any]) -> None:
         for name in ("run", "lineage_id"):
@@ -133,6 +137,7 @@ def _ask_policy(
         data_set, question = by_id[episode["question_id"]]
         store.add(row_of(data_set, question, POLICY, int(episode["index"]), _policy_episode(episode)))
         task.update(task.done + 1)
+        failures.note(episode | {"detail": episode.get("cause", "")})
 
     evaluate(
         served.rollout_url,
@@ -143,7 +148,7 @@ def _ask_policy(
         top_k=sampler.top_k,
         search=sampler.search,
         concurrency=sampler.concurrency,
-        timeout_s=sampler.timeout_s,
+        timeout_s=sampler.timeout_s or SILENCE_S,
         each=each,
     )
 
@@ -235,7 +240,7 @@ def _model(served: Served, session: Any, resources: RewardResources) -> Language
     return EngineModel(session, served.engines, tokenizer, served.config.rollout.episode.max_context)
 
 
-async def _play(method: Method, question: Question, episode: Episode, timeout_s: float) -> dict[str, Any]:
+async def _play(method: Method, question: Question, episode: Episode, timeout_s: float | None) -> dict[str, Any]:
     status, cause, detail, answer = Status.ANSWERED, "", "", None
     try:
         async with asyncio.timeout(timeout_s):

@@ -102,11 +102,16 @@ class During(Protocol):
     ) -> T: ...
 
 
-def monitoring(look: Callable[[], None], say: Say) -> During:
-    """Return what runs a function while `look` is called, and shows its progress."""
+def monitoring(
+    look: Callable[[], object], say: Say, explained: Callable[[ForayError], ForayError] = lambda error: error
+) -> During:
+    """Return what runs a function while `look` is called, and shows its progress. Raises `explained` of its errors."""
 
     def during(work: Callable[[TaskProgress], T], name: str, total: float | None = None, unit: str = "") -> T:
-        return Progress.of(say).beside(work, look, name, total, unit)
+        try:
+            return Progress.of(say).beside(work, look, name, total, unit)
+        except ForayError as error:
+            raise explained(error) from None
 
     return during
 
@@ -204,6 +209,8 @@ def _policy_only(what: str) -> UserError:
 
 
 def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) -> Served:
+    from deploy.launcher.supervisor import EngineLosses
+
     directory = target.path
     record = live_record(directory)
     urls = record.get("rollouts") or []
@@ -217,15 +224,18 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
     found = configuration_of(directory)
     config = from_tree(expand(read_configuration(found, directory), {})) if found else None
     engines: tuple[EngineInfo, ...] = ()
-    if needs.methods:
+    during = monitoring(lambda: None, say)
+    if found:
         run = locate(Namespace(given=[str(directory)], config=None))
-        engines = _ready(run.redis_url, run.run.id, directory)
+        losses = EngineLosses(run.redis_url, run.run.id)
+        during = monitoring(losses.read, say, lambda error: losses.explained(error, directory))
+        engines = _ready(run.redis_url, run.run.id, directory) if needs.methods else ()
     search = config.rollout.search if config and config.rollout.search.type == "http" else None
     if options.retriever:
         raise UserError("--retriever cannot be used with a run in progress", todo="leave it out: the run has its own")
     return Served(
         {"kind": "run", "where": target.where, "run": record.get("id"), "lineage_id": lineage_of(directory)},
-        monitoring(lambda: None, say),
+        during,
         str(urls[0]),
         engines,
         config.run.model if config else None,

@@ -181,7 +181,10 @@ class Launcher:
     def check(self) -> None:
         """Restart processes that exited and may be restarted; print new steps. Raises ProcessFailed or RunStopped."""
         before = {name: child.pid for name, child in self.supervisor.children.items()}
-        self.supervisor.check()
+        try:
+            self.supervisor.check()
+        except ProcessFailed as failure:
+            raise self._losses.explained(failure, self.directory) from None
         newest = self._steps.last
         for record in self._steps.read():
             if self._training is not None:
@@ -227,7 +230,12 @@ class Launcher:
         self, work: Callable[[TaskProgress], T], name: str = "working", total: float | None = None, unit: str = ""
     ) -> T:
         """Run `work` in a thread, monitor the processes meanwhile, and return the result. Raises what it raises."""
-        return self._say.beside(work, self.check, name, total, unit)
+        try:
+            return self._say.beside(work, self.check, name, total, unit)
+        except (RunStopped, ProcessFailed):
+            raise
+        except ForayError as error:
+            raise self._losses.explained(error, self.directory) from None
 
     def stop(self, state: str = "stopped") -> None:
         """Stop all started processes in order. Idempotent."""

@@ -41,6 +41,8 @@ class ProcessFailed(ForayError):
     def __init__(self, name: str, what: str, *, code: int | None, log: Path, tail: str) -> None:
         super().__init__(f"{name} {what}")
         self.name, self.what, self.code, self.log, self.tail = name, what, code, log, tail
+        self.cause = ""
+        """What happened before that, if it may be the cause."""
 
     @property
     def exit_code(self) -> int:
@@ -56,7 +58,8 @@ class ProcessFailed(ForayError):
         """Return what happened, the end of the process's log, and the path of the log."""
         indented = "\n".join(f"  | {line}" for line in self.tail.splitlines()) or "  | (its log is empty)"
         todo = f"\n   do: {OUT_OF_MEMORY}" if self.code == -signal.SIGKILL else ""
-        return for_terminal(f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}{todo}")
+        cause = f"\n  why: {self.cause}" if self.cause else ""
+        return for_terminal(f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}{cause}{todo}")
 
 
 class ManagedProcess:

@@ -11,17 +11,19 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import ManagedProcess
+from deploy.launcher.process import ManagedProcess, ProcessFailed
 from deploy.launcher.redis_server import connect, ping
 from protocol import events
 from protocol.codec import decode_as
-from protocol.errors import ProtocolError
+from protocol.errors import ForayError, ProtocolError, UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.service_cli import NOT_RESTARTED, describe_exit
+from rollout_server.node.guard import Growth
 
 STOP_ORDER = ("learner", "rollout", "engine", "retriever", "redis")
 POLL_S = 0.05
@@ -35,7 +37,7 @@ class Supervisor:
     """The child processes of one run.
 
     is_ready    returns whether a started process is ready; called every `POLL_S` * 2, must return quickly
-    ready_s     timeout for one process to become ready
+    ready_s     time for one process to become ready; it starts again whenever the memory of its processes has grown
     shutdown_s  time between SIGTERM and SIGKILL, for each stage of the stop
     beat        called in every iteration of a waiting loop with what it waits for
     interrupted called at each check; raises if the user stopped the run
@@ -68,13 +70,13 @@ class Supervisor:
 
     def await_ready(self, names: Sequence[str]) -> None:
         """Wait until all of `names` are ready. Raises ProcessFailed if one exits for good or the time is over."""
-        deadline = time.monotonic() + self._ready_s
+        growth = Growth(self._ready_s)
         while waiting := [name for name in names if not self._look(name)]:
             self.check()
             child = self.children[waiting[0]]
             self._beat(child.waiting_line)
-            if time.monotonic() > deadline:
-                raise child.failed(f"was not ready after {self._ready_s:g} s ({child.spec.ready})")
+            if growth.has_ended(self.children[name].pid for name in waiting):
+                raise child.failed(f"was not ready {self._ready_s:g} s after it last grew ({child.spec.ready})")
             time.sleep(POLL_S * 2)
 
     def check(self) -> None:
@@ -206,6 +208,7 @@ class EngineLosses:
     def __init__(self, redis_url: str, run_id: str) -> None:
         self._url, self._events = redis_url, Keys(run_id).events
         self._after, self._due = "", 0.0
+        self._lost: dict[str, list[str]] = {}
 
     def read(self) -> list[str]:
         """Return new lines; none within LOOK_S of the last look, and none while Redis does not answer."""
@@ -225,8 +228,26 @@ class EngineLosses:
         finally:
             client.close()
         self._after = found[-1][0].decode() if found else self._after
-        told = (events.parse(fields) for _, fields in found)
-        return [f"{e['id']}: {e['text']}, the run continues" for e in told if e["kind"] == events.ENGINE_LOST]
+        lost = [e for e in (events.parse(fields) for _, fields in found) if e["kind"] == events.ENGINE_LOST]
+        for event in lost:
+            self._lost.setdefault(event["id"], []).append(event["text"])
+        return [f"{e['id']}: {e['text']}, the run continues" for e in lost]
+
+    def explained(self, error: ForayError, directory: Path) -> ForayError:
+        """Return the error with the lost engine as its cause; `error` itself if none was lost, or if it says so."""
+        self._due = 0.0
+        self.read()
+        if isinstance(error, UserError) or not self._lost:
+            return error
+        name, texts = max(self._lost.items(), key=lambda one: len(one[1]))
+        what = f"engine {name} was lost {len(texts)} times, the last time: {texts[-1]}"
+        logs = directory / "logs"
+        seen = f"{logs / name}.log has each loss, {logs / name}.engine.log the output of the engine"
+        if isinstance(error, ProcessFailed):
+            error.cause = f"{what}; {seen}"
+            return error
+        todo = "the machine may be short of memory or of CPU time: `foray doctor` measures both; then start it again"
+        return UserError(what, why=f"so {error}. {seen}", todo=todo)
 
 
 def answers(url: str) -> bool:

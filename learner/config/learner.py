@@ -166,12 +166,13 @@ class DistributedPublishSettings(FilesSettings):
     """One broadcast per bucket; false: one per tensor."""
     prepare_s: float = Field(default=0.0, ge=0)
     """Timeout for the engines to join the group, in seconds; an engine that misses it is excluded for a minute. 0: 15,
-    with `nccl` 60, because it includes the connection of all ranks."""
+    with `nccl` 60, because it includes the connection of all ranks. Grows like `stall_s`."""
     transfer_s: float = Field(default=120.0, gt=0)
-    """Timeout for one version, in seconds, from its first byte to the checksums."""
+    """Timeout for one version, in seconds, from its first byte to the checksums, or `stall_s` for each bucket and the
+    checksums, if that is more."""
     stall_s: float = Field(default=20.0, gt=0)
     """Timeout for one bucket or the last checksum, in seconds: a hanging engine must not block training. An NCCL group
-    is aborted then."""
+    is aborted then. Grows to five times the longest recent wait, and doubles after a transfer that was too late."""
     patience_s: float = Field(default=5.0, ge=0)
     """Seconds that a serving engine which missed a version waits for the next one before files are written for it."""
 

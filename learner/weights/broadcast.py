@@ -34,7 +34,7 @@ from learner.weights.membership import SIMPLE, Membership, Proof, member_of
 from learner.weights.process_group import GroupSender, Rendezvous, is_lazy
 from learner.weights.snapshots import SnapshotWriter
 from learner.weights.staging import KeptBucket, staging_for
-from learner.weights.transfer import Transfer, TransferFailed
+from learner.weights.transfer import Transfer, TransferFailed, TransferLimits
 from protocol.messages import EngineInfo, WeightBucket, WeightUpdate, WeightView
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.net import free_port
@@ -81,6 +81,7 @@ class DistributedPublisher:
         self._hashing = ThreadPoolExecutor(1, "hash weights")
         self._counts = dict.fromkeys(("publish_distributed", "publish_disk", "publish_fallbacks", "publish_again"), 0)
         self._last: dict[str, float] = {}
+        self._limits = TransferLimits(settings)
         self._copy: tuple[PolicyVersion, list[KeptBucket]] | None = None
         self._copy_lock, self._writing = threading.Lock(), threading.Lock()
         self._snapshots = SnapshotWriter(link, self._announcement, self._snapshot, patience_s=settings.patience_s)
@@ -220,8 +221,10 @@ class DistributedPublisher:
         return sums.check if sums and blind else None
 
     def _run_transfer(self, transfer: Transfer, packed: Iterator[PackedBucket]) -> None:
-        s, room = self._settings, self._staging.room()
-        transfer.run(packed, prepare_s=s.join_s, transfer_s=s.transfer_s, stall_s=s.stall_s, room=room)
+        limits, room = self._limits, self._staging.room()
+        transfer_s = limits.transfer_s(len(self._plan))
+        transfer.run(packed, prepare_s=limits.join_s, transfer_s=transfer_s, stall_s=limits.stall_s, room=room)
+        limits.note(transfer)
 
     def _begin(self, version: PolicyVersion, engines: list[EngineInfo], sums: SourceChecksums | None) -> Transfer:
         members = tuple(member_of(e) for e in engines)
@@ -276,9 +279,9 @@ class DistributedPublisher:
             port=s.port or free_port(s.address),
             world_size=world_size,
             backend=s.backend,
-            join_s=s.join_s,
-            timeout_s=s.transfer_s,
-            stall_s=2 * s.stall_s,  # the transfer itself notices first, and knows who is late
+            join_s=self._limits.join_s,
+            timeout_s=self._limits.transfer_s(len(self._plan)),
+            stall_s=2 * self._limits.stall_s,  # the transfer itself notices first, and knows who is late
         )
 
     def _keep_copy(self, packed: Iterator[PackedBucket], copy: list[KeptBucket]) -> Iterator[PackedBucket]:
@@ -318,6 +321,7 @@ class DistributedPublisher:
         if self._sender is not None:
             self._sender.abort()
         self._close_group()
+        self._limits.failed(error)
         self._membership.failed(error.missing if isinstance(error, TransferFailed) else ())
         try:
             transfer.abort()

@@ -20,6 +20,7 @@ from concurrent.futures import Future, wait
 
 import torch
 
+from learner.config.learner import DistributedPublishSettings
 from learner.weights.base import EngineLink
 from learner.weights.buckets import PackedBucket
 from learner.weights.checksums import SourceChecksums
@@ -27,6 +28,7 @@ from learner.weights.process_group import GroupSender
 from protocol.errors import ForayError
 from protocol.messages import NodeState, ViewAnswer, WeightView
 from protocol.runtime.http.auth import Access, member_token, variable
+from protocol.runtime.timing import PATIENCE
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +36,17 @@ POLL_S = 0.005
 MEMBERSHIP_CHECK_S = 0.5
 """Seconds between checks of the members' registrations while waiting for them."""
 VIEW_OUTLIVES_S = 60.0
+MOST_DOUBLINGS = 6
+"""64 times the settings: a member that hangs is found by its node before that."""
 GONE = (NodeState.SUSPECT, NodeState.QUARANTINED, NodeState.GONE)
 
 
 class TransferFailed(ForayError):
-    """The version did not reach every member. `missing`: members to exclude for a while."""
+    """The version did not reach every member. `missing`: members to exclude for a while; `late`: a limit is over."""
 
-    def __init__(self, what: str, missing: Sequence[str] = ()) -> None:
+    def __init__(self, what: str, missing: Sequence[str] = (), *, late: bool = False) -> None:
         super().__init__(what)
-        self.missing = tuple(missing)
+        self.missing, self.late = tuple(missing), late
 
 
 class Transfer:
@@ -68,6 +72,8 @@ class Transfer:
         self.seconds: dict[str, float] = {}
         self.answers: dict[str, ViewAnswer] = {}
         self._next_roll_call = 0.0
+        self.slowest_s = 0.0
+        """Seconds of the longest wait for a bucket or the checksums."""
 
     def run(
         self, buckets: Iterator[PackedBucket], *, prepare_s: float, transfer_s: float, stall_s: float, room: int = 0
@@ -87,7 +93,9 @@ class Transfer:
         began = time.monotonic()
         self._write("transfer", transfer_s)
         self._send(staged, iter(()) if exhausted else buckets, began + transfer_s, stall_s)
-        self._wait(lambda: self._all("loaded"), min(began + transfer_s, time.monotonic() + stall_s), "transfer")
+        sent = time.monotonic()
+        self._wait(lambda: self._all("loaded"), min(began + transfer_s, sent + stall_s), "transfer")
+        self.slowest_s = max(self.slowest_s, time.monotonic() - sent)
         self.seconds["verify"] = max(answer.verify_s for answer in self.answers.values())
         self.seconds["transfer"] = time.monotonic() - began - self.seconds["verify"]
         self._compare()
@@ -120,7 +128,9 @@ class Transfer:
             packed = self._gather(rest)
             while under_way and (len(under_way) > 1 or packed is None):  # one being sent, one ready
                 sent = under_way[0]
-                self._wait(sent.done, min(deadline, time.monotonic() + stall_s), "transfer", sent)
+                asked = time.monotonic()
+                self._wait(sent.done, min(deadline, asked + stall_s), "transfer", sent)
+                self.slowest_s = max(self.slowest_s, time.monotonic() - asked)
                 self._settled(under_way.popleft())
             if packed is None:
                 return
@@ -171,7 +181,7 @@ class Transfer:
         silent = [member for member in self.view.members if member not in self.answers]
         behind = silent or [m for m in self.view.members if not self._through(self.answers[m])]
         blamed = behind if silent or len(behind) < len(self.view.members) else []
-        return TransferFailed(f"{phase} timed out, waiting for {', '.join(behind)}", blamed)
+        return TransferFailed(f"{phase} timed out, waiting for {', '.join(behind)}", blamed, late=True)
 
     def _admit(self) -> None:
         """Raise TransferFailed for a member without the token of the run: no tensor is sent before."""
@@ -221,3 +231,40 @@ class Transfer:
         """Return the members' checksums, by kind."""
         found = {answer.kind: answer.checksum[:32] for answer in self.answers.values()}
         return ",".join(f"{kind}:{checksum}" for kind, checksum in sorted(found.items()))[:256]
+
+
+class TransferLimits:
+    """The limits of the next transfer: of one wait `stall_s`, of the phases what follows from it.
+
+    The settings are floors. A wait may take PATIENCE times the longest recent one that ended well. Before there is one,
+    nothing says how fast network and engines are: each transfer that was too late doubles the floors, and each that
+    ended well takes one doubling back.
+    """
+
+    def __init__(self, settings: DistributedPublishSettings) -> None:
+        self._settings, self._doublings, self._slowest_s, self._prepare_s = settings, 0, 0.0, 0.0
+
+    @property
+    def stall_s(self) -> float:
+        """Limit of the wait for one bucket, or for the last checksum, in seconds."""
+        return max(self._settings.stall_s * 2.0**self._doublings, PATIENCE * self._slowest_s)
+
+    @property
+    def join_s(self) -> float:
+        """Limit of the first phase, in seconds."""
+        return max(self._settings.join_s * 2.0**self._doublings, PATIENCE * self._prepare_s)
+
+    def transfer_s(self, buckets: int) -> float:
+        """Limit of the second phase, in seconds: what the waits for its buckets and checksums may take together."""
+        return max(self._settings.transfer_s, self.stall_s * (buckets + 1))
+
+    def note(self, transfer: Transfer) -> None:
+        """Note a transfer that ended well."""
+        self._doublings = max(0, self._doublings - 1)
+        self._slowest_s = max(transfer.slowest_s, 0.9 * self._slowest_s)
+        self._prepare_s = max(transfer.seconds["prepare"], 0.9 * self._prepare_s)
+
+    def failed(self, error: BaseException | None) -> None:
+        """Note a transfer that failed."""
+        if isinstance(error, TransferFailed) and error.late:
+            self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)

@@ -76,7 +76,7 @@ class Progress:
     def beside(
         self,
         work: Callable[[TaskProgress], T],
-        look: Callable[[], None],
+        look: Callable[[], object],
         name: str,
         total: float | None = None,
         unit: str = "",

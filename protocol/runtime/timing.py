@@ -19,6 +19,8 @@ LATE_S = 0.25
 """A tick later than this means that the loop stood still."""
 GRACE_S = 0.5
 """Time to read the waiting data after a standstill, in seconds of the clock."""
+PATIENCE = 5.0
+"""A limit on what computes is this many times the longest that it has taken recently, and at least a floor."""
 
 _clocks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = weakref.WeakKeyDictionary()
 

@@ -12,6 +12,7 @@ GET  /v1/live, /v1/live/trajectory  see `rollout_server.api.live`
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -43,6 +44,8 @@ BODY_S = 60.0
 """Timeout for receiving a request body, in seconds."""
 READ_S = 60.0
 """Timeout for a streaming client that does not read, in seconds."""
+ALIVE_S = 15.0
+"""Interval of the comments in a stream, in seconds."""
 REDIS_SILENT_S = 5.0
 """The server is not ready when Redis has not answered for this long."""
 
@@ -191,30 +194,40 @@ async def _episodes(request: web.Request) -> web.StreamResponse:
 
 async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequest) -> web.StreamResponse:
     """Stream each finished episode as a `data:` line of JSON, then `event: summary`, or `event: error` when the
-    pinned version was lost. Disconnect a client that reads nothing for READ_S: its pin would delay training.
+    pinned version was lost. Disconnect a client that reads nothing for READ_S: its pin would delay training. A comment
+    every ALIVE_S tells the client that episodes run, however long one takes.
     """
     summary = EpisodesSummary()
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
+    one = asyncio.Lock()
+
     async def send(event: str) -> None:
         try:
-            async with loop_timeout(READ_S):
+            async with one, loop_timeout(READ_S):
+                if not response.prepared:
+                    await response.prepare(request)
                 await response.write(event.encode())
         except TimeoutError:
             raise ConnectionResetError(f"the client has read nothing for {READ_S:g} s") from None
 
-    async with aclosing(episodes.run(wanted)) as running:
-        try:
+    async def keep_alive() -> None:
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            await send(": episodes run\n\n")
+
+    alive = asyncio.create_task(keep_alive())
+    try:
+        async with aclosing(episodes.run(wanted)) as running:
             async for episode in running:
-                if not response.prepared:
-                    await response.prepare(request)
                 summary.add(episode)
                 await send(f"data: {json.dumps(episode)}\n\n")
-        except PinLost as error:
-            if not response.prepared:
-                raise
-            await send(f"event: error\ndata: {json.dumps({'error': str(error)})}\n\n")
-        else:
-            await send(f"event: summary\ndata: {json.dumps(summary.values())}\n\n")
+        await send(f"event: summary\ndata: {json.dumps(summary.values())}\n\n")
+    except PinLost as error:
+        if not response.prepared:
+            raise
+        await send(f"event: error\ndata: {json.dumps({'error': str(error)})}\n\n")
+    finally:
+        alive.cancel()
     await response.write_eof()
     return response

@@ -16,6 +16,11 @@ from protocol.versions import PolicyVersion
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.client import CONTROL_TIMEOUT_S, EngineHttp, json_object
 
+LAYERS = "num_computed_layers"
+"""Figure of the embedded engine in /v1/loads: layers computed since its start."""
+NO_PROGRESS = frozenset({"num_waiting_reqs", "num_total_reqs", "num_waiting_uncached_tokens", "queues", "timestamp"})
+"""Figures in /v1/loads that change without a step."""
+
 
 @dataclass(frozen=True)
 class WeightChecksums:
@@ -32,13 +37,17 @@ class WeightChecksums:
 class EngineAdmin:
     """One engine at `url`. The caller owns `session`; `name` appears in errors. Methods raise EngineError."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "") -> None:
-        self._http = EngineHttp(session, url, name=name)
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "", key: str = "") -> None:
+        self._http = EngineHttp(session, url, name=name, key=key)
         self.name = self._http.name
 
     def use_keys(self, api_key: str, admin_key: str) -> None:
         """Set the keys of the engine: every incarnation has different ones."""
         self._http.use_keys(api_key, admin_key)
+
+    def set_control_limit(self, seconds: float) -> None:
+        """Set the timeout of calls that are answered between two steps."""
+        self._http.control_s = seconds
 
     async def health(self, *, timeout_s: float) -> None:
         """Raise EngineError unless the engine can generate a token: an open HTTP port alone proves nothing."""
@@ -89,17 +98,22 @@ class EngineAdmin:
         return (await self._ask("POST", "/tokenize", body)).get("tokens")
 
     async def scheduler_figures(self, *, timeout_s: float) -> Any:
-        """Return `GET /v1/loads` unchanged, for each scheduler. It changes whenever a scheduler completes a step.
+        """Return what changes in `GET /v1/loads` only when a scheduler computes, for each scheduler.
 
-        The HTTP process answers at once, with the last values of its schedulers.
+        The embedded engine counts the layers within a step. Other figures change at the end of a step; the length of
+        the queue is left out, because a scheduler that only receives requests changes it too. The HTTP process answers
+        at once, with the last values of its schedulers.
         """
-        return (await self._ask("GET", "/v1/loads", None, timeout_s)).get("loads")
+        loads = (await self._ask("GET", "/v1/loads", None, timeout_s)).get("loads")
+        if not isinstance(loads, list) or not all(isinstance(rank, dict) for rank in loads):
+            return loads
+        return [rank.get(LAYERS, {k: v for k, v in rank.items() if k not in NO_PROGRESS}) for rank in loads]
 
     async def loads(self) -> dict[str, float]:
         """Return `GET /v1/loads`, summed over data-parallel ranks.
 
-        Keys: running, waiting, tokens_per_s, token_usage, max_running, max_tokens (of the KV cache), and retractions
-        since the start. 0 for a value that the engine does not report.
+        Keys: running, waiting, tokens_per_s, token_usage, max_running, max_tokens (of the KV cache), retractions
+        since the start, and pace_s (the slowest recent step). 0 for a value that the engine does not report.
         """
         reply = await self._ask("GET", "/v1/loads")
         ranks = reply.get("loads") or [reply]
@@ -111,6 +125,7 @@ class EngineAdmin:
             "max_running": "max_running_requests",
             "max_tokens": "max_total_num_tokens",
             "retractions": "num_retracted_reqs",
+            "pace_s": "slowest_step_s",
         }
         try:
             out = {ours: float(sum(rank.get(theirs) or 0 for rank in ranks)) for ours, theirs in names.items()}
@@ -203,7 +218,7 @@ class EngineAdmin:
     async def label(self, label: str) -> None:
         """Set the version label of the weights. Requests in flight continue (by default SGLang would abort them)."""
         body = {"new_version": label, "abort_all_requests": False}
-        await self._weights("/update_weight_version", body, CONTROL_TIMEOUT_S)
+        await self._weights("/update_weight_version", body, 0.0)
 
     async def checksums(self, *, timeout_s: float) -> WeightChecksums:
         """Return the checksums of the engine's weights."""

@@ -20,7 +20,7 @@ import aiohttp
 
 from protocol.runtime.http.body import AnswerTooLarge, parse_json, read_bounded, read_start
 from protocol.runtime.net import lacks_files
-from protocol.runtime.timing import LoopTimer, loop_timeout
+from protocol.runtime.timing import PATIENCE, LoopTimer, loop_timeout
 from rollout_server.engine.base import TOO_MANY_FILES, Completion, EngineError, GenerateRequest
 from rollout_server.engine.continuation import TurnAssembler
 from rollout_server.engine.decoding import LONGEST_LINE, ReceivedTokens, StreamDecoder, cause_of_status
@@ -32,7 +32,7 @@ RECHECK_S = 1.0
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "FORAY_ENGINE_API_KEY", "FORAY_ENGINE_ADMIN_KEY"
 CONTROL_TIMEOUT_S = 30.0
-"""Timeout of a control call that does not compute, in seconds."""
+"""Timeout of a control call that does not compute, in seconds. For an engine with slow steps a node sets more."""
 STREAM_INTERVAL = 8
 """Tokens per chunk: the maximum that is lost when an engine fails."""
 LARGEST_ANSWER = LONGEST_LINE
@@ -41,6 +41,10 @@ LARGEST_ANSWER = LONGEST_LINE
 
 def _never() -> bool:
     return False
+
+
+def _unknown() -> float:
+    return 0.0
 
 
 class EngineCall:
@@ -52,6 +56,9 @@ class EngineCall:
     received    owned by the caller: keeps the tokens however the call ends
     timeout_s   for the whole call
     stall_s     between two chunks of the answer, after the first
+    pace_s      returns the seconds of a recent slow step of the engine, 0 if unknown. A call takes at least as many
+                steps as it has tokens, and a chunk `interval`: both limits are at least PATIENCE times that
+    interval    tokens per chunk
     may_pause   returns whether the engine has a reason to be silent (it loads weights); then it is not a stall
     should_end  called after each chunk: True ends the call at once, without an error
     """
@@ -62,16 +69,19 @@ class EngineCall:
         *,
         timeout_s: float,
         stall_s: float = math.inf,
+        pace_s: Callable[[], float] = _unknown,
+        interval: int = STREAM_INTERVAL,
         may_pause: Callable[[], bool] = _never,
         should_end: Callable[[], bool] | None = None,
     ) -> None:
         self.received, self.should_end = received, should_end
         self._timeout_s, self._stall_s, self._may_pause = timeout_s, stall_s, may_pause
+        self._pace_s, self._interval = pace_s, interval
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
         self._timer = LoopTimer(self._check_limits)
         self._now = self._timer.clock.time
-        self._deadline = self._heard_at = math.inf
+        self._began_at = self._heard_at = math.inf
         """Times of the `LoopClock`; `_heard_at`: of the last chunk, of the start before the first."""
         self.last_data_at = -math.inf
         """Arrival time of the last chunk, by the loop's clock."""
@@ -114,8 +124,7 @@ class EngineCall:
         await self._scope.__aenter__()
         self._open = True
         self._timer.arm(self._timeout_s)
-        self._heard_at = self._now()
-        self._deadline = self._heard_at + self._timeout_s
+        self._began_at = self._heard_at = self._now()
         return self
 
     async def __aexit__(
@@ -135,18 +144,23 @@ class EngineCall:
 
     def _check_limits(self) -> None:
         """End the call if a limit has been reached; otherwise schedule the next check."""
-        now = self._now()
-        if now >= self._deadline:
-            self.abort("timeout", f"not finished within {self._timeout_s:g} s, after {len(self.received.ids)} tokens")
+        now, slow_s = self._now(), PATIENCE * self._pace_s()
+        timeout_s = max(self._timeout_s, slow_s * self.received.limit)
+        ends = self.received.finish_reason  # what is left needs no step
+        stall_s = self._stall_s if ends else max(self._stall_s, slow_s * self._interval)
+        deadline = self._began_at + timeout_s
+        if now >= deadline:
+            self.abort("timeout", f"not finished within {timeout_s:g} s, after {len(self.received.ids)} tokens")
             return
-        due = self._heard_at + self._stall_s if self.last_data_at > -math.inf else self._deadline
+        due = self._heard_at + stall_s if self.last_data_at > -math.inf else deadline
         if now >= due:
             if not self._may_pause():
-                self.abort("stalled", f"silent for {self._stall_s:g} s after {len(self.received.ids)} tokens")
+                self.abort("stalled", f"silent for {stall_s:g} s after {len(self.received.ids)} tokens")
                 return
             self.last_data_at, self._heard_at = self._loop.time(), now  # it gets the full stall_s when it continues
             due = now + RECHECK_S
-        self._timer.arm(max(0.0, min(due, self._deadline) - now))
+        # not later than without the slow steps: they may be over
+        self._timer.arm(max(0.0, min(due, deadline, now + self._stall_s) - now))
 
 
 class EngineHttp:
@@ -161,6 +175,7 @@ class EngineHttp:
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, name: str = "", key: str = "") -> None:
         self.session, self.url, self.name = session, url.rstrip("/"), name or url
+        self.control_s = CONTROL_TIMEOUT_S
         self.use_keys(os.environ.get(API_KEY_VARIABLE, "") or key, os.environ.get(ADMIN_KEY_VARIABLE, ""))
 
     def use_keys(self, api_key: str, admin_key: str) -> None:
@@ -168,11 +183,12 @@ class EngineHttp:
         self.open_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.admin_headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else self.open_headers
 
-    async def control(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> Any:
-        """Call a route that requires the admin key. Return the decoded JSON, or the text if the answer is not JSON."""
-        return await self.call(method, path, body, timeout_s=timeout_s, headers=self.admin_headers)
+    async def control(self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 0.0) -> Any:
+        """Call a route that requires the admin key, within timeout_s, by default control_s.
+
+        Return the decoded JSON, or the text if the answer is not JSON.
+        """
+        return await self.call(method, path, body, timeout_s=timeout_s or self.control_s, headers=self.admin_headers)
 
     async def call(
         self,

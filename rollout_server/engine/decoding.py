@@ -178,7 +178,7 @@ class ReceivedTokens:
         label: str = "",
         fixed: PolicyVersion | None = None,
     ) -> None:
-        self.engine, self._limit, self._vocab_size = engine, limit, vocab_size
+        self.engine, self.limit, self._vocab_size = engine, limit, vocab_size
         self._fixed = fixed
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -200,7 +200,7 @@ class ReceivedTokens:
             raise error
         try:
             chunk = read_chunk(reply, self.ids)
-            check_tokens(chunk, self._limit - len(self.ids), self._vocab_size)
+            check_tokens(chunk, self.limit - len(self.ids), self._vocab_size)
             if chunk.finish is not None and chunk.finish["type"] != "abort" and not (self.ids or chunk.ids):
                 raise ValueError("no tokens")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as problem:

@@ -26,11 +26,12 @@ from typing import Protocol
 
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.metrics import WaitTimer
+from protocol.runtime.timing import PATIENCE
 from protocol.runtime.tracing import span
 from rollout_server.dispatch.fleet import Fleet, FleetTable, same_tokenizer
 from rollout_server.engine.admission import InflightTracker, RequestQueue, Shortage, incarnation_key
 from rollout_server.engine.base import FAULTS, TOO_MANY_FILES, Completion, EngineError, GenerateRequest
-from rollout_server.engine.client import EngineCall
+from rollout_server.engine.client import STREAM_INTERVAL, EngineCall
 from rollout_server.engine.continuation import StopChecker, TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
 from rollout_server.engine.health import EngineHealth, RateLimitedLog
@@ -68,14 +69,16 @@ class EngineClient(Protocol):
 class TurnLimits:
     """Limits of one turn.
 
-    timeout_s  for a request to one engine
-    stall_s    between two chunks of its answer
+    timeout_s  for a request to one engine, or more if its steps are slow (`EngineCall`)
+    stall_s    between two chunks of its answer, or more if its steps are slow
+    interval   tokens per chunk
     attempts   maximum number of requests that fail because of the engine
     wait_s     maximum wait while no engine is usable
     """
 
     timeout_s: float = 120.0
     stall_s: float = 20.0
+    interval: int = STREAM_INTERVAL
     attempts: int = 4
     wait_s: float = 600.0
 
@@ -301,6 +304,8 @@ class Router:
             received,
             timeout_s=self._limits.timeout_s,
             stall_s=self._limits.stall_s,
+            pace_s=lambda: self._pace_s(engine),
+            interval=self._limits.interval,
             may_pause=lambda: self._is_in(engine, SILENT),
             # an engine cannot detect a stop string that started before its first token
             should_end=(lambda: turn.ends_within(received.ids)) if turn.ids else None,
@@ -358,7 +363,8 @@ class Router:
 
         Calls without a first chunk would otherwise wait for the timeout of a whole call.
         """
-        key, stall_s = incarnation_key(engine), self._limits.stall_s
+        key = incarnation_key(engine)
+        stall_s = max(self._limits.stall_s, PATIENCE * self._pace_s(engine) * self._limits.interval)
         self._suspects.discard(key)
         calls = [call for call, (at, _) in self._calls.items() if incarnation_key(at) == key]
         if self._is_in(engine, SILENT) or any(c.last_data_at > -math.inf and c.silent_s < stall_s for c in calls):
@@ -374,6 +380,10 @@ class Router:
     def _is_in(self, engine: EngineInfo, states: frozenset[NodeState]) -> bool:
         now = self._fleet.table.engines.get(engine.id)
         return now is not None and now.incarnation == engine.incarnation and now.state in states
+
+    def _pace_s(self, engine: EngineInfo) -> float:
+        """Return what the engine's node last reported: an entry that has expired says nothing about a later time."""
+        return self._fleet.table.engines.get(engine.id, engine).pace_s
 
     def _on_table(self, table: FleetTable) -> None:
         """Apply a new engine table: adjust limits, end calls that must end, admit waiting turns."""

@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ from rollout_server.metrics import Stats
 from rollout_server.node.attach import validate_engine
 from rollout_server.node.capabilities import read_capabilities
 from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
+from rollout_server.node.guard import Growth
 from rollout_server.node.process import (
     STOP_S,
     EngineKeys,
@@ -51,6 +53,7 @@ from rollout_server.node.process import (
     installed_versions,
     new_keys,
     seed_of,
+    tail,
 )
 from rollout_server.node.registry import Registry
 from rollout_server.node.status import NO_VERSION, EngineStatus
@@ -63,6 +66,8 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 STABLE_AFTER_S = 60.0
 """An engine that ran for this long is restarted without back-off."""
+RELAUNCHES_S = 3600.0
+"""Period of `engine.relaunches`."""
 NOTICE_S = 1.0
 """Time for rollout servers to notice that an engine drains: they poll twice a second."""
 LEFT_PAUSED = "it was left paused during an update; it continues when a complete version has been loaded"
@@ -91,6 +96,9 @@ class Agent:
         self._access = read_access(os.environ)
         if not isinstance(settings.kind, AttachedEngine):
             check_host(settings.host, self._access)
+        self._lost: list[tuple[float, str]] = []
+        """Time and reason of each loss of the last RELAUNCHES_S."""
+        self._first_s = 0.0
         self._validated = self._tainted = self._booted = False
         self._unlaunchable: Path | None = None
         """Directory of the version with which the last launch failed."""
@@ -115,8 +123,28 @@ class Agent:
                 life.cancel()
                 await asyncio.wait({life})
             life.result()
+            self._end_loop()
             losses = 1 if time.monotonic() - born > STABLE_AFTER_S else losses + 1
             await asyncio.sleep(backoff_s(losses, FIRST_BACKOFF_S, LONGEST_BACKOFF_S))
+
+    def _end_loop(self) -> None:
+        """Note a loss. Raises UserError after too many: the cause does not go away by another launch."""
+        now, detail, log_path = time.monotonic(), self._status.detail, self._log_path
+        self._lost = [one for one in self._lost if now - one[0] < RELAUNCHES_S] + [(now, detail)]
+        if len(self._lost) <= self._settings.relaunches or isinstance(self._settings.kind, AttachedEngine):
+            return
+        causes = Counter(why.partition(":")[0] for _, why in self._lost)
+        counted = ", ".join(f"{n} x {cause}" for cause, n in causes.items())
+        raise UserError(
+            f"engine {self._status.id} was lost {len(self._lost)} times within an hour, the last time: {detail}",
+            why=f"{counted}; the end of {log_path}:\n{tail(log_path)}",
+            todo=f"read {log_path} for the first of these losses; `foray doctor` checks the memory of this machine. "
+            "engine.relaunches is the limit",
+        )
+
+    @property
+    def _log_path(self) -> Path:
+        return (self._run.dir / "logs" / f"{self._status.id}.engine.log").resolve()
 
     async def _run_incarnation(self) -> None:
         """Run one incarnation from launch to loss or cancellation. Raises UserError as `run` does."""
@@ -125,7 +153,9 @@ class Agent:
                 every_s = self._settings.heartbeat_s
                 tasks.create_task(self._follower.follow(self._client), name="follow")
                 tasks.create_task(self._status.poll_loads(self._client, every_s=every_s), name="measure")
-                watchdog = Watchdog(self._client, self._status, self._settings, self._stats, self._follower.swap_lock)
+                watchdog = Watchdog(
+                    *(self._client, self._status, self._settings, self._stats, self._follower.swap_lock, self._first_s)
+                )
                 tasks.create_task(watchdog.watch(), name="watchdog")
                 tasks.create_task(self._exit(child), name="exit")
         except* EngineLost:
@@ -244,14 +274,14 @@ class Agent:
                 in_place=self._settings.pause_mode == "in_place",
                 day=self._run.date,
                 seed=seed_of(self._run.seed, status.id, status.incarnation),
+                update_s=self._settings.update_timeout_s,
             )
 
-        log_path = (self._run.dir / "logs" / f"{status.id}.engine.log").resolve()
         hosts = parse_redis_url(self._run.redis_url).hosts
         interface = interface_variables(hosts[0][0]) if hosts else {}
         variables = {**interface, **environment(kind, keys)}
         try:
-            return await EngineProcess.start(argv, variables, log_path), model
+            return await EngineProcess.start(argv, variables, self._log_path), model
         except OSError as error:
             raise report_lost(status, NodeState.SUSPECT, f"the engine cannot be started: {error}") from error
 
@@ -300,7 +330,7 @@ class Agent:
                 if paused:
                     await self._client.model_info()
                 else:
-                    await self._client.health(timeout_s=self._settings.probe_timeout_s)
+                    await self._client.health(timeout_s=self._status.limit_s(self._settings.probe_timeout_s))
                 return
             except EngineError as error:
                 self._status.transition_to(NodeState.GONE, f"waiting for it to answer: {error}")
@@ -318,23 +348,28 @@ class Agent:
     async def _wait_healthy(self, child: EngineProcess, model: Path) -> None:
         """Wait until the engine launched with `model` is healthy, and has compiled what the run's sampling needs.
 
-        Raises EngineLost at the deadline or when it exits.
+        Raises EngineLost when it exits, and start_timeout_s after the memory of its processes has last grown.
         """
-        now, run = LoopClock.current().time, self._run
-        deadline = now() + self._settings.start_timeout_s
+        now, run, began = LoopClock.current().time, self._run, time.monotonic()
+        growth, wait_s = Growth(self._settings.start_timeout_s, now), self._settings.probe_timeout_s
         sampling = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
         while True:
+            has_ended = growth.has_ended([child.pid])
             try:
-                await self._client.health(timeout_s=self._settings.probe_timeout_s)
+                asked = now()
+                await self._client.health(timeout_s=wait_s)
                 if isinstance(self._settings.kind, SglangEngine):
                     # before READY: the watchdog would take a compilation of more than hang_s for a hang
-                    await self._client.warm_up(sampling, timeout_s=max(1.0, deadline - now()))
+                    await self._client.warm_up(sampling, timeout_s=max(1.0, growth.until - now()))
+                self._first_s = now() - asked
                 self._booted, self._unlaunchable = True, None
+                self._status.start_s = time.monotonic() - began
                 return
             except EngineError as error:
+                wait_s *= 2 if error.cause == "timeout" else 1  # its first token may take longer
                 if child.exited.done():
                     raise self._start_failure(child, model) from None
-                if now() > deadline:
+                if has_ended:
                     raise report_lost(self._status, NodeState.SUSPECT, f"not healthy in time: {error}") from None
             await asyncio.sleep(0.1)
 
@@ -350,7 +385,7 @@ class Agent:
             return report_lost(self._status, NodeState.SUSPECT, what)
         return UserError(
             what,
-            why=f"the end of {child.log_path}:\n{child.tail()}",
+            why=f"the end of {child.log_path}:\n{tail(child.log_path)}",
             todo="fix that and start again",
         )
 

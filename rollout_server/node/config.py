@@ -92,9 +92,13 @@ class NodeSettings(Settings):
     lease_s: float = Field(default=10.0, gt=0)
     """Lifetime of the registration in seconds: how long it outlives its node."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout in seconds for the engine to become healthy after its launch."""
+    """Time in seconds for the engine to become healthy after its launch. It starts again whenever the memory of its
+    processes has grown: an engine that still loads is not given up."""
     update_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout in seconds of each call of a weight update."""
+    """Timeout in seconds of a call that loads weights, or five times as long as the last one, or as the start of the
+    engine, if that is more."""
+    relaunches: int = Field(default=5, ge=0)
+    """Maximum number of launches after a loss of the engine within an hour; then the node ends with exit code 2."""
     verify_attempts: int = Field(default=2, ge=1)
     """Maximum attempts to read a published version whose checksums are wrong, before the engine is quarantined. Its
     files may still be being copied at first."""
@@ -102,12 +106,13 @@ class NodeSettings(Settings):
     """Interval in seconds of the watchdog's probes for a sign of life: a generated token, or progress of the
     scheduler."""
     probe_timeout_s: float = Field(default=10.0, gt=0)
-    """Timeout of one probe, in seconds."""
+    """Timeout of one probe, in seconds. A probe without an answer is no hang: see `hang_s`."""
     probe_failures: int = Field(default=3, ge=1)
     """An engine that refuses this many connections in a row is considered gone."""
-    hang_s: float = Field(default=30.0, gt=0)
-    """An engine without a sign of life for this many seconds gets no more requests. If the node launched it, it is
-    killed and restarted."""
+    hang_s: float = Field(default=0.0, ge=0)
+    """An engine without a sign of life gets no more requests; if the node launched it, it is killed and restarted. The
+    limit is five times its longest recent silence that ended well, but at least this many seconds. 0: 30, for SGLang
+    300, because it shows nothing within a step."""
     drain_s: float = Field(default=30.0, ge=0)
     """Time in seconds that requests in flight get to finish after SIGTERM. The rest are aborted, and continue at other
     engines with their tokens so far."""

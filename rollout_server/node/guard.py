@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -68,6 +69,38 @@ def descendants(root: int) -> list[int]:
     for pid in found:
         found += [child for child in children.get(pid, ()) if child]
     return found[1:]
+
+
+def memory_mib(root: int) -> int:
+    """Return the resident memory of `root` and the processes below it, in MiB: it grows while they start and load."""
+    pages = 0
+    for pid in (root, *descendants(root)):
+        try:
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            continue  # it has exited
+    return pages * os.sysconf("SC_PAGESIZE") >> 20
+
+
+class Growth:
+    """Tells processes that still load from those that have stopped to: by their memory, whatever the time.
+
+    patience_s  seconds without growth after which a start has failed, measured by `clock`
+    """
+
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience_s, self._clock = patience_s, clock
+        self._most = -1
+        self._look_at = self.until = clock()
+        """Time at which the start has failed."""
+
+    def has_ended(self, pids: Iterable[int]) -> bool:
+        """Return whether the processes below `pids` have not grown for patience_s."""
+        if (now := self._clock()) >= self._look_at:
+            self._look_at, grown = now + self._patience_s / 20, sum(map(memory_mib, pids))
+            if grown > self._most:
+                self._most, self.until = grown, now + self._patience_s
+        return now > self.until
 
 
 def kill_below(root: int, *, reap: bool = False) -> None:

@@ -39,6 +39,8 @@ KEYS_FILE = "keys.yaml"
 BEFORE_TEMPERATURE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Variable that makes SGLang report log-probs of softmax(logits), without the temperature."""
 ALWAYS = ("--incremental-streaming-output", "--enable-metrics")
+WATCHDOG = ("--watchdog-timeout", "86400")
+"""SGLang ends itself when a step takes 300 s, however slow the machine is: the node's watchdog decides instead."""
 FP32_LM_HEAD = "--enable-fp32-lm-head"
 SOURCE = Path(__file__).resolve().parents[2]
 """Directory of Foray's packages: the root of a checkout."""
@@ -51,6 +53,8 @@ VERSIONS_PROGRAM = (
     "import json, sys; sys.path.append(sys.argv[1]); from protocol.runtime.torch_safety import torch_versions; "
     "print(json.dumps(torch_versions()))"
 )
+LONGEST_UPDATE_S = 3600.0
+"""Largest --update-timeout-s of the embedded engine."""
 VERSIONS_S = 30.0
 """Timeout for an interpreter to start and read its packages' metadata, also from a network file system."""
 
@@ -97,12 +101,14 @@ def command(
     in_place: bool = False,
     day: date | None = None,
     seed: int = 0,
+    update_s: float = 300.0,
 ) -> list[str]:
     """Return the command line of an engine that serves `model` with the version label `label`. Raises UserError.
 
     home      private directory of this launch: SGLang reads its keys from a file there
     day       date for chat templates that contain one (`run.date`); SGLang has no such flag
     seed      of requests without one
+    update_s  timeout of the embedded engine for the learner in a group, which ends a transfer much earlier
     in_place  it will be paused in place: SGLang must then run without overlap scheduling (see `capabilities`)
     """
     common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]
@@ -112,6 +118,7 @@ def command(
             *(sys.executable, "-m", "rollout_server.cpu_engine", *common),
             *("--threads", str(kind.threads), "--max-running", str(kind.max_running)),
             *("--max-total-tokens", str(kind.max_total_tokens), "--dtype", kind.dtype, "--seed", str(seed)),
+            *("--update-timeout-s", f"{min(update_s, LONGEST_UPDATE_S):g}"),
             *(("--date", day.isoformat()) if day else ()),
             *(word for flag, name, value in named if value for word in (flag, name)),
         ]
@@ -125,6 +132,7 @@ def command(
             for flag in (*ALWAYS, *_fp32_lm_head(kind, model), *([NO_OVERLAP] if in_place else []))
             if flag not in kind.args
         ),
+        *(() if WATCHDOG[0] in kind.args else WATCHDOG),
         *_with_keys(kind.args, keys, home),
     ]
 
@@ -346,11 +354,12 @@ class EngineProcess:
         with suppress(ProcessLookupError):  # it has just exited
             self._process.send_signal(number)
 
-    def tail(self, lines: int = 15) -> str:
-        """Return the last lines of its output."""
-        try:
-            with self.log_path.open("rb") as file:
-                file.seek(max(0, self.log_path.stat().st_size - 8192))
-                return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-        except OSError as error:
-            return f"(cannot read its log: {error})"
+
+def tail(log_path: Path, lines: int = 15) -> str:
+    """Return the last lines of an engine's output."""
+    try:
+        with log_path.open("rb") as file:
+            file.seek(max(0, log_path.stat().st_size - 8192))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError as error:
+        return f"(cannot read its log: {error})"

@@ -22,7 +22,7 @@ from rollout_server.metrics import Stats, emit_event
 
 log = logging.getLogger(__name__)
 
-ANSWER_TTL_MS = 600_000
+ANSWER_TTL_MS = 3_600_000
 
 M = TypeVar("M", bound=Message)
 

@@ -13,9 +13,11 @@ from protocol.messages import NEEDS_BROADCAST, EngineInfo, NodeState
 from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.aio import Backoff
 from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.runtime.timing import PATIENCE
 from protocol.versions import PolicyVersion
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
+from rollout_server.engine.client import CONTROL_TIMEOUT_S
 from rollout_server.node.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class EngineStatus:
         """Incarnation in which it was last READY."""
         self.loads: dict[str, float] = {}
         self.pause_s = self.load_s = 0.0
+        self.start_s = self.silence_s = 0.0
+        """Seconds of its start, and of its longest recent silence that ended well or still lasts."""
         self.updates = 0
         self.needs_recheck = False
         """The registration had expired: the engine is not READY before its version has been checked again."""
@@ -60,6 +64,11 @@ class EngineStatus:
     @property
     def id(self) -> str:
         return self._fixed.id
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds of its slowest recent step, the one in progress included: its own figure, or its silence."""
+        return max(0.0, self.loads.get("pace_s", 0.0) or self.silence_s)
 
     @property
     def needs_broadcast(self) -> bool:
@@ -95,11 +104,20 @@ class EngineStatus:
                 "tokens_per_s": max(0.0, self.loads.get("tokens_per_s", 0.0)),
                 "token_usage": max(0.0, self.loads.get("token_usage", 0.0)),
                 "retractions": int(self.loads.get("retractions", 0)),
+                "pace_s": self.pace_s,
                 "updates": self.updates,
                 "pause_s": self.pause_s,
                 "detail": self.detail,
             }
         )
+
+    def limit_s(self, floor_s: float) -> float:
+        """Return the limit of a call that the engine answers between two steps, in seconds."""
+        return max(floor_s, PATIENCE * self.pace_s)
+
+    def update_limit_s(self, floor_s: float) -> float:
+        """Return the limit of a call that loads weights: the start of the engine has loaded as many."""
+        return max(floor_s, PATIENCE * max(self.start_s, self.load_s))
 
     async def heartbeat_loop(self, registry: Registry, waits: WaitTimer, *, every_s: float) -> None:
         """Consume changes of this record; produce registrations; wait every_s or for a change; ends cancelled.
@@ -146,6 +164,7 @@ class EngineStatus:
         while True:
             try:
                 self.loads = await client.loads()
+                client.set_control_limit(self.limit_s(CONTROL_TIMEOUT_S))
             except EngineError as error:
                 log.debug("no load figures: %s", error)  # the watchdog decides whether it is healthy
                 self.loads = {}

@@ -41,7 +41,13 @@ SMALL = (
     *("rollout.concurrency_groups=6", f"rollout.task_idle_ms={TASK_IDLE_MS}", "rollout.drain_s=1"),
     *("rollout.stall_s=4", "rollout.search.deadline_s=6", "rollout.search.outage_wait_s=60"),
     *("rollout.search.probe_s=1", "engine.hang_s=4", "engine.probe_s=0.5", "engine.probe_timeout_s=3"),
-    *("engine.lease_s=4", "engine.heartbeat_s=1", "engine.drain_s=1", "engine.kind.max_running=16"),
+    *(
+        "engine.relaunches=1000",
+        "engine.lease_s=4",
+        "engine.heartbeat_s=1",
+        "engine.drain_s=1",
+        "engine.kind.max_running=16",
+    ),
 )
 """Short leases, so that pauses exceed them; small groups, so that much happens in a minute."""
 SCARCE = ("learner.checkpoint_every=1000", "learner.checkpoint_s=60")

@@ -18,6 +18,7 @@ from deploy.launcher.process import ManagedProcess, ProcessFailed
 from deploy.launcher.supervisor import RESTARTS_S, EngineLosses, Readiness, Supervisor
 from protocol import events
 from protocol.codec import encode
+from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.service_cli import describe_exit
@@ -153,7 +154,7 @@ def test_a_process_that_is_never_ready_is_reported(tmp_path: Path) -> None:
     supervisor = Supervisor(is_ready=lambda given: False, ready_s=0.3, shutdown_s=1)
     supervisor.spawn(spec(tmp_path, "retriever-1", SLEEP, kind="retriever"))
     try:
-        with pytest.raises(ProcessFailed, match=r"retriever-1 was not ready after 0.3 s"):
+        with pytest.raises(ProcessFailed, match=r"retriever-1 was not ready 0.3 s after it last grew"):
             supervisor.await_ready(["retriever-1"])
     finally:
         supervisor.stop()
@@ -198,7 +199,24 @@ def test_what_nodes_report_about_lost_engines_is_read_once_and_not_while_redis_i
         report("engine-2", events.ENGINE_LOST, "the engine was killed by SIGKILL; its node launches it again")
         line = "engine-2: the engine was killed by SIGKILL; its node launches it again, the run continues"
         assert (losses.read(), losses.read()) == ([line], [])
-    assert EngineLosses(f"unix://{redis_socket}.away", keys.run).read() == []
+        failed, hint = ForayError("20 episodes failed one after the other"), UserError("no model", todo="set one")
+        for number in range(9):
+            report(
+                "engine-1", events.ENGINE_LOST, f"hung: no sign of life for {30 + number} s; its node launches it again"
+            )
+        said = losses.explained(failed, Path("runs/r"))
+        assert isinstance(said, UserError) and losses.explained(hint, Path("runs/r")) is hint
+        for part in (
+            "error: engine engine-1 was lost 9 times, the last time: hung: no sign of life for 38 s",
+            "why: so 20 episodes failed one after the other. runs/r/logs/engine-1.log has each loss",
+            "do: the machine may be short of memory or of CPU time: `foray doctor` measures both",
+        ):
+            assert part in said.render()
+        dead = ProcessFailed("learner", "exited with code 65", code=65, log=Path("learner.log"), tail="no signal")
+        assert losses.explained(dead, Path("runs/r")) is dead
+        assert "why: engine engine-1 was lost 9 times, the last time: hung" in dead.render()
+    away = EngineLosses(f"unix://{redis_socket}.away", keys.run)
+    assert away.read() == [] and away.explained(failed, Path("runs/r")) is failed
 
 
 def test_how_a_process_ended_is_the_same_from_its_parent_and_from_the_guard_of_an_engine() -> None:

@@ -70,7 +70,7 @@ def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, t
             born = shells.engines(keys)["a"].incarnation
             send(tree_of(shells.children["a"].pid)[1:], signal.SIGSTOP)
             note(f"a's engine is stopped, with {running} requests running")
-            wait_until(lambda: shells.engines(keys)["a"].state in LOST, "the hang is found", 20)
+            wait_until(lambda: shells.engines(keys)["a"].state in LOST, "the hang is found", 90)
             note(f"a is {shells.engines(keys)['a'].state}")
             wait_until(lambda: takes_part(shells, keys, "a", not_before=born), "a new engine", 60)
             note("a is ready again, restarted by its node")

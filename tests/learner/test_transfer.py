@@ -14,10 +14,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from learner.config.learner import DistributedPublishSettings
 from learner.weights.buckets import PackedBucket, layout
 from learner.weights.checksums import SourceChecksums
 from learner.weights.process_group import GroupSender
-from learner.weights.transfer import Transfer, TransferFailed
+from learner.weights.transfer import Transfer, TransferFailed, TransferLimits
 from protocol.messages import NodeState, ViewAnswer, WeightView
 from protocol.runtime.http.auth import Access, member_token
 
@@ -131,6 +132,22 @@ def test_the_next_bucket_is_sent_as_soon_as_the_last_one_is_and_not_at_the_next_
     monkeypatch.setattr("learner.weights.transfer.POLL_S", 30.0)
     made.run(iter([packed] * 3), prepare_s=60, transfer_s=60, stall_s=60)
     assert made.seconds["transfer"] < 15
+
+
+def test_the_limits_of_a_transfer_follow_the_network_and_the_engines() -> None:
+    limits = TransferLimits(DistributedPublishSettings())
+    assert (limits.join_s, limits.stall_s, limits.transfer_s(2), limits.transfer_s(9)) == (15.0, 20.0, 120.0, 200.0)
+    for _ in range(2):  # a bucket needs a minute
+        limits.failed(TransferFailed("transfer timed out", late=True))
+    limits.failed(TransferFailed("e/1 is gone", ["e/1"]))
+    assert (limits.join_s, limits.stall_s, limits.transfer_s(9)) == (60.0, 80.0, 800.0)
+    done = SimpleNamespace(slowest_s=60.0, seconds={"prepare": 30.0})
+    for _ in range(3):
+        limits.note(cast(Any, done))
+    assert (limits.join_s, limits.stall_s, limits.transfer_s(9)) == (150.0, 300.0, 3000.0)
+    for _ in range(50):
+        limits.note(cast(Any, SimpleNamespace(slowest_s=0.1, seconds={"prepare": 0.1})))
+    assert (limits.join_s, limits.stall_s) == (15.0, 20.0), "a network that is fast again"
 
 
 def test_members_that_hold_what_the_policy_has_are_committed() -> None:

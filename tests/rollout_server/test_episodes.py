@@ -20,6 +20,7 @@ from deploy.evaluation.store import open_store
 from deploy.evaluation.suites import data_set
 from deploy.evaluation.targets import Served, monitoring
 from protocol.messages import NodeState, Question, supporting_meta
+from protocol.runtime.episodes import evaluate
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.runtime.progress import Progress
 from protocol.settings import RunSettings
@@ -138,6 +139,21 @@ async def test_a_stream_sends_each_episode_as_it_ends(world, tmp_path: Path) -> 
     assert {e["question_id"] for e in finished} == {"q1", "q2"}
     name, _, data = events[-1].partition("\n")
     assert name == "event: summary" and json.loads(data.removeprefix("data: "))["em"] == 0.5
+
+
+async def test_a_stream_tells_that_a_slow_episode_runs(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client limits the silence of the server, and not the time of an episode on a slow machine."""
+    monkeypatch.setattr("rollout_server.api.app.ALIVE_S", 0.05)
+    async with serving(world, tmp_path, latency_s=0.3):
+        url, questions = (tmp_path / "port").read_text().strip(), [Question(id="q", text="a ?", answers=("c",))]
+        given = {"timeout_s": 0.25, "temperature": 0.0}
+        score = await asyncio.to_thread(lambda: evaluate(f"http://127.0.0.1:{url}", questions, **given))
+        assert score.means == {"em": 1.0}
+    async with (
+        serving(world, tmp_path / "more", latency_s=0.2) as (post, _),
+        post({"questions": QUESTIONS[:1], "stream": True, "pin": True}) as response,
+    ):
+        assert ": episodes run" in await response.text()
 
 
 async def test_no_more_episodes_run_at_once_than_were_asked_for(world, tmp_path: Path) -> None:

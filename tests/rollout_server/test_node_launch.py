@@ -37,6 +37,7 @@ from rollout_server.node.process import (
     environment,
     installed_versions,
     new_keys,
+    tail,
 )
 from rollout_server.node.server import addresses
 
@@ -372,7 +373,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: 
     argv = _forking(tmp_path, 1000)
     child = await EngineProcess.start(lambda home: argv, os.environ, tmp_path / "engine.log")
     tree = await asyncio.to_thread(_tree, child.pid, 2)
-    while "forked" not in child.tail():  # noqa: ASYNC110 - it writes to a file
+    while "forked" not in tail(child.log_path):  # noqa: ASYNC110 - it writes to a file
         await asyncio.sleep(0.01)
     began = time.monotonic()
     await child.stop(grace_s=0.5)

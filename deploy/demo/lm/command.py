@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"continue with: {args.again}")
         return 130 if stopped.number == signal.SIGINT else 1
     except PhaseFailed as failure:
-        print(f"error: {failure}; continue with: {args.again}", file=sys.stderr)
+        first = "do first what the error above says, then " if failure.acts else ""
+        print(f"error: {failure}; {first}continue with: {args.again}", file=sys.stderr)
         return failure.code if failure.code > 0 else 1
     result = summary(directory, facts)
     path = write(directory, result)

@@ -21,6 +21,7 @@ from typing import Any
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.lifecycle import SIGNALS
+from protocol.runtime.service_cli import NOT_RESTARTED
 
 RECORD = "phases.json"
 Record = dict[str, dict[str, Any]]
@@ -30,8 +31,10 @@ class PhaseFailed(ForayError):
     """A command failed. `code`: its exit code."""
 
     def __init__(self, name: str, code: int, log: Path) -> None:
-        super().__init__(f"{name} failed (exit code {code}): {log}")
+        super().__init__(f"{name} failed (exit code {code}); its output: {log}")
         self.code = code
+        self.acts = code in NOT_RESTARTED
+        """The error in its output says what to do first."""
 
 
 class PhaseStopped(ForayError):

@@ -60,6 +60,8 @@ class CausalLM:
         self.scale, self.residual_scale = config.attention_scale, config.residual_scale
         self.norm_offset, self.silu = config.traits.norm_offset, config.traits.activation == "silu"
         self.windows = sorted({layer.window for layer in config.plan})
+        self.layers_done = 0
+        """Layers computed since the start, output heads included: shows progress within a step. Read by any thread."""
 
     def forward(
         self,
@@ -107,6 +109,7 @@ class CausalLM:
                     share = torch.sigmoid(F.linear(h, mixture.shared_gate))
                     out += share * self._mlp(h, layer, adapters, number)
             x = self._add(x, self._norm(out, layer.after_mlp))
+            self.layers_done += 1
         return self._norm(x, self.weights.norm)
 
     def _add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -142,6 +145,7 @@ class CausalLM:
         """Return float32 [T, V], also for bfloat16 weights (SGLang: --enable-fp32-lm-head)."""
         with exact_bfloat16_products(hidden.dtype):
             logits = F.linear(hidden.float(), self.weights.float32_head)
+        self.layers_done += 1
         return logits if self.config.logits_scale == 1 else logits.mul_(self.config.logits_scale)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -261,13 +262,17 @@ class Engine:
             pass
 
     def _step(self) -> None:
+        counters = self.scheduler.counters
+        counters.step_began = time.perf_counter()
         try:
             self.scheduler.step()
         except Exception as error:
             # an error of one request must not end the engine; the running requests get status 500
             log.exception("a step failed; ending its requests")
-            self.scheduler.counters.step_errors += 1
+            counters.step_errors += 1
             self.scheduler.drop_everything(f"{type(error).__name__} in the engine: {error}")
+        finally:
+            counters.end_step(time.perf_counter())
 
     def _submit(self, requests: list[Request]) -> None:
         if self._update is not None:

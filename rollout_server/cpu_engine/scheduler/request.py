@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,7 @@ class EngineCounters:
 
     computed_tokens  prompt tokens in forward passes, counted before each
     throughput       generated tokens per second, over about the last second of work
+    step_began       time (perf_counter) at which the step in progress began; 0.0: none is
     """
 
     prompt_tokens: int = 0
@@ -132,10 +134,23 @@ class EngineCounters:
     step_errors: int = 0
     weight_updates: int = 0
     throughput: float = 0.0
+    step_began: float = 0.0
     first_token: Histogram = field(default_factory=Histogram)
     latency: Histogram = field(default_factory=Histogram)
     _since: float = 0.0
     _tokens: int = 0
+    _slowest_s: float = 0.0
+
+    def end_step(self, now: float) -> None:
+        """Note the duration of the step that ends at time `now` (perf_counter)."""
+        self._slowest_s = max(now - self.step_began, 0.95 * self._slowest_s)
+        self.step_began = 0.0
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds of the slowest recent step, the one in progress included. Half-life of an earlier one: 14 steps."""
+        began = self.step_began
+        return max(self._slowest_s, time.perf_counter() - began if began else 0.0)
 
     def count_tokens(self, tokens: int, now: float) -> None:
         """Count a step that generated `tokens` tokens, at time `now` (perf_counter)."""

@@ -209,6 +209,8 @@ class AdminRoutes:
             "num_used_tokens": used,
             "num_kept_tokens": s.cache.tokens,
             "num_computed_tokens": s.counters.computed_tokens,
+            "num_computed_layers": s.runner.model.layers_done,
+            "slowest_step_s": s.counters.pace_s,
             "max_total_num_tokens": budget,
             "max_running_requests": s.max_running,
             "token_usage": used / budget,

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -34,6 +34,9 @@ from rollout_server.cpu_engine.server.validation import (
 
 LARGE_ANSWER = 1 << 15
 """Number of log-probs from which an answer is serialised in a thread instead of on the event loop."""
+
+PROBE_S = 20.0
+"""Seconds that a probe for one token waits while no layer is computed."""
 
 
 class Inbox:
@@ -162,16 +165,21 @@ class Generation:
             ended.update(await inbox.take())
 
     async def probe(self) -> bool:
-        """Return whether one token is generated within 20 seconds."""
-        inbox = Inbox()
+        """Return whether one token is generated before PROBE_S pass without a computed layer."""
+        model, inbox = self._engine.scheduler.runner.model, Inbox()
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
         requests = self._requests(parse(body, self._tokenizer, self._limits).calls, False, inbox)
         self._engine.submit(requests)
+        before = -1
         try:
-            async with loop_timeout(20):
-                await inbox.take()
-        except TimeoutError:
-            self._engine.abort(one_of(requests))
+            while requests[0].finish is None and before != model.layers_done:
+                before = model.layers_done
+                with suppress(TimeoutError):
+                    async with loop_timeout(PROBE_S):
+                        await inbox.take()
+        finally:
+            if requests[0].finish is None:
+                self._engine.abort(one_of(requests))
         finish = requests[0].finish
         return finish is not None and finish["type"] != "abort"
 

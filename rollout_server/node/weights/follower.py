@@ -119,7 +119,7 @@ class WeightFollower:
         if target is not None:
             self.highest_epoch = max(self.highest_epoch, target.epoch)
         try:
-            await client.health(timeout_s=self._settings.probe_timeout_s)
+            await client.health(timeout_s=status.limit_s(self._settings.probe_timeout_s))
             held = await client.version() or NO_VERSION
         except EngineError as error:
             status.transition_to(status.state, f"its health is not known yet: {error}")
@@ -243,7 +243,10 @@ class WeightFollower:
         try:
             loading_at = time.monotonic()
             await client.update_weights_from_disk(
-                update.path, label=label, flush=settings.pause_mode == "retract", timeout_s=settings.update_timeout_s
+                update.path,
+                label=label,
+                flush=settings.pause_mode == "retract",
+                timeout_s=status.update_limit_s(settings.update_timeout_s),
             )
             status.load_s = time.monotonic() - loading_at
             held = await client.version()

@@ -49,7 +49,8 @@ class AdapterLoader:
                 )
             if not self._swept:
                 await self._sweep()
-            await self._client.load_adapter(label, update.path, timeout_s=self._settings.update_timeout_s)
+            limit_s = status.update_limit_s(self._settings.update_timeout_s)
+            await self._client.load_adapter(label, update.path, timeout_s=limit_s)
         except EngineError as error:
             self._stats.counts["strikes"] += 1
             status.transition_to(status.state, f"could not load adapter {label}: {error}")
@@ -68,7 +69,7 @@ class AdapterLoader:
     async def _sweep(self) -> None:
         """Unload the versions that the engine has from before, of a killed node or another run."""
         for name in await self._client.adapter_versions():
-            await self._client.unload_adapter(name, timeout_s=UNLOAD_S)
+            await self._client.unload_adapter(name, timeout_s=self._status.limit_s(UNLOAD_S))
             log.info("unloaded adapter %s, which was there before", name)
         self._swept = True
 
@@ -82,7 +83,7 @@ class AdapterLoader:
         while len(self._loaded) > self._settings.keep_adapters:
             name = self._loaded[0]
             try:
-                await self._client.unload_adapter(name, timeout_s=UNLOAD_S)
+                await self._client.unload_adapter(name, timeout_s=self._status.limit_s(UNLOAD_S))
             except EngineError as error:
                 log.warning("could not unload adapter %s: %s", name, error)
                 if error.cause == "timeout":

@@ -177,7 +177,7 @@ class WeightReceiver:
         except RedisUnavailable as error:
             raise TransferAborted(f"Redis: {error}") from None
         # an engine that hangs would block the whole group
-        await client.model_info(timeout_s=LISTENS_S)
+        await client.model_info(timeout_s=self._status.limit_s(LISTENS_S))
         if not (self.in_group and self._group == view.group):
             await self._leave(client)
             offset = view.rank_offsets[view.members.index(part.member)]
@@ -214,7 +214,7 @@ class WeightReceiver:
 
     async def _end_proof(self, client: EngineAdmin, part: TransferState) -> None:
         try:
-            await client.end_update(timeout_s=CLEAN_UP_S)
+            await client.end_update(timeout_s=self._status.limit_s(CLEAN_UP_S))
         except EngineError as error:
             if not (self._stages and error.cause == "refused"):  # one that stages refuses an incomplete set
                 part.touched = True  # unknown: the session may have left the weights unpacked
@@ -371,7 +371,7 @@ class WeightReceiver:
         try:
             if not part.paused_at:
                 await self._pause(client, part, self._settings.pause_mode)
-            await client.end_update(timeout_s=CLEAN_UP_S)
+            await client.end_update(timeout_s=self._status.limit_s(CLEAN_UP_S))
             part.touched = True
         except EngineError as error:
             part.touched = part.touched or error.cause != "refused"
@@ -384,7 +384,7 @@ class WeightReceiver:
         if not group:
             return
         try:
-            await client.leave_group(group, timeout_s=CLEAN_UP_S)
+            await client.leave_group(group, timeout_s=self._status.limit_s(CLEAN_UP_S))
         except EngineError as error:
             log.info("leaving group %s: %s", group, error)
 
