@@ -87,8 +87,9 @@ def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence
     from deploy.config import from_tree
     from deploy.placement.assign import table
     from deploy.placement.profiles import document, resolve
-    from deploy.placement.run import built_index, read_facts
+    from deploy.placement.run import built_index
     from protocol.runtime.config import read_tree
+    from protocol.runtime.number_format import read_facts
 
     if recipe is None or args.secure:
         raise UserError("--hardware needs --preset, and is not combined with --secure", todo="add --preset NAME")

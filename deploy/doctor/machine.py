@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from deploy.doctor.finding import Finding, Verdict
 from deploy.placement.memory import weight_bytes
 from protocol.errors import UserError
 from protocol.runtime.net import is_free, port_owner
+from protocol.runtime.number_format import stored_bytes, stored_parameters
 from rollout_server.tools.python import PythonSettings, sandbox_for
 from rollout_server.tools.sandbox.base import SandboxError
 
@@ -117,7 +117,7 @@ def disk(config: RunConfig) -> Iterator[Finding]:
     copies = 0 if publish.type == "adapter" else publish.keep_versions + SPARE_DISK
     if not config.learner.model.lora.rank:  # adapters are small
         # float32 weights and two moments, 12 bytes per parameter
-        copies += 12 / _stored_bytes(config.run.model) * (kept + 1)
+        copies += 12 / stored_bytes(config.run.model) * (kept + 1)
     held = sum(_size(path) for path in (config.run.weights_dir, config.run.checkpoint_dir))
     needed = max(int(weights * copies) - held, 0) + (1 << 28)
     detail = f"{_gib(free)} free at {place}, about {_gib(needed)} needed for weights and {kept} + 1 checkpoints"
@@ -142,7 +142,7 @@ def memory_parts(config: RunConfig) -> dict[str, int]:
         return {}
     averaged = bool(learner.algorithm.kl.coefficient) and learner.reference.kind != "frozen"
     critic = learner.algorithm.type == "ppo" and learner.critic.backbone == "own"
-    parameters = weights / _stored_bytes(model)
+    parameters = stored_parameters(model)
     state = 0 if learner.model.lora.rank else int(parameters * (12 + 4 * averaged + 12 * critic))
     parts = {
         "snapshots": state if learner.async_checkpoints else 0,
@@ -170,16 +170,6 @@ def available_memory() -> int:
     """Return the bytes of main memory that a new process can use without swapping."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-
-
-def _stored_bytes(model: Path) -> int:
-    """Return the bytes of one parameter in the files of `model`, by config.json; 4 if it has no dtype."""
-    try:
-        facts = json.loads((model / "config.json").read_bytes())
-        dtype = facts.get("dtype") or facts.get("torch_dtype")
-    except (OSError, ValueError, AttributeError):
-        dtype = None
-    return 2 if dtype in ("bfloat16", "float16") else 4
 
 
 def sandbox(config: RunConfig) -> Iterator[Finding]:

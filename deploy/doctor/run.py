@@ -16,6 +16,7 @@ from deploy.doctor import access, acl, data, engine, gpu_host, machine, model, r
 from deploy.doctor.finding import Finding
 from deploy.launcher.addresses import anchored, choose_redis
 from deploy.launcher.run_dir import RESOLVED, read_configuration
+from deploy.placement import speed
 from deploy.secrets.acl import REDIS_ROLES
 from deploy.secrets.env import redis_url_for
 from learner.checkpoint.checkpoint import Checkpoints
@@ -46,7 +47,8 @@ def examine(
     """Return all findings about this machine, and about `config` (read from `path`) if given."""
     found = [*machine.machine(), *machine.packages(config)]
     if config is None:
-        return [*found, *redis.program()]
+        return [*found, *speed.machine(), *redis.program()]
+    config = speed.with_dtypes(config, environ)
     found += [*machine.secrets(config, path), *_before_start(config, environ, clock)]
     found += [*model.family(config), *engine.check_model(config)]
     return [*found, *model.auto_tokenizer(config), *data.lengths(config)]
@@ -54,6 +56,7 @@ def examine(
 
 def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Return the findings that `foray up` needs before it starts a process. Takes about a second."""
+    config = speed.with_dtypes(config, environ)
     found = [*machine.packages(config), *machine.secrets(config, None)]
     return [*found, *_before_start(config, environ, time.time)]
 
@@ -69,6 +72,7 @@ def inputs(config: RunConfig) -> list[Finding]:
         *engine.gpus(config),
         *gpu_host.gpu_host(config),
         *engine.learner(config),
+        *speed.findings(config),
         *machine.disk(config),
         *machine.main_memory(config, machine.available_memory()),
     ]
