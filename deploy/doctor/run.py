@@ -134,7 +134,7 @@ def resume(config: RunConfig) -> Iterator[Finding]:
         before = read_configuration(config.run.dir / RESOLVED, config.run.dir)
     except UserError:
         return  # the first start, or a damaged file: this start writes it again
-    if changed := list(_changes(before, anchored(config).model_dump(mode="json"))):
+    if changed := list(_changes(before, anchored(speed.with_dtypes(config)).model_dump(mode="json"))):
         fix = "nothing, if you changed them: they are used from now on"
         yield Finding("settings", "warn", f"changed since the last start: {', '.join(changed)}", fix)
 
