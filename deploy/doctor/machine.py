@@ -16,6 +16,7 @@ from deploy.config import RunConfig
 from deploy.doctor.finding import Finding, Verdict
 from deploy.placement.memory import weight_bytes
 from protocol.errors import UserError
+from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.net import is_free, port_owner
 from protocol.runtime.number_format import stored_bytes, stored_parameters
 from rollout_server.tools.python import PythonSettings, sandbox_for
@@ -49,8 +50,17 @@ def packages(config: RunConfig | None = None) -> Iterator[Finding]:
             yield Finding(f"{process} packages", "ok", ", ".join(names))
 
 
+def system() -> Iterator[Finding]:
+    """Check that processes can be started and ended here."""
+    try:
+        require_linux("`foray up`")
+    except UserError as error:
+        yield Finding.of("system", error)
+
+
 def machine() -> Iterator[Finding]:
     """Describe this machine for a bug report."""
+    yield from system()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     python = ".".join(str(part) for part in sys.version_info[:3])
@@ -152,10 +162,10 @@ def memory_parts(config: RunConfig) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
-def main_memory(config: RunConfig, available: int) -> Iterator[Finding]:
-    """Check that `available` bytes of main memory suffice for what the learner keeps there."""
+def main_memory(config: RunConfig, available: int | None) -> Iterator[Finding]:
+    """Check that `available` bytes of main memory suffice for what the learner keeps there; None: unknown."""
     parts = memory_parts(config)
-    if not parts:
+    if not parts or available is None:
         return
     needed = sum(parts.values())
     named = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
@@ -164,12 +174,6 @@ def main_memory(config: RunConfig, available: int) -> Iterator[Finding]:
         yield Finding("main memory", "fail", detail, "set learner.async_checkpoints: false, or free main memory")
     else:
         yield Finding("main memory", "ok", detail)
-
-
-def available_memory() -> int:
-    """Return the bytes of main memory that a new process can use without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def sandbox(config: RunConfig) -> Iterator[Finding]:

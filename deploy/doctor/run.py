@@ -24,6 +24,7 @@ from learner.checkpoint.resume import require_resumable
 from learner.data.questions import load_questions
 from learner.data.sampler import Sampler
 from protocol.errors import UserError
+from protocol.runtime.lifecycle import memory_available
 
 CHOSEN = {
     "run.steps",
@@ -57,7 +58,7 @@ def examine(
 def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Return the findings that `foray up` needs before it starts a process. Takes about a second."""
     config = speed.with_dtypes(config, environ)
-    found = [*machine.packages(config), *machine.secrets(config, None)]
+    found = [*machine.system(), *machine.packages(config), *machine.secrets(config, None)]
     return [*found, *_before_start(config, environ, time.time)]
 
 
@@ -74,7 +75,7 @@ def inputs(config: RunConfig) -> list[Finding]:
         *engine.learner(config),
         *speed.findings(config),
         *machine.disk(config),
-        *machine.main_memory(config, machine.available_memory()),
+        *machine.main_memory(config, memory_available()),
     ]
 
 

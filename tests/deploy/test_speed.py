@@ -14,11 +14,14 @@ import pytest
 
 from deploy.config import RunConfig, load_config
 from deploy.demo.lm import command as demo_lm
+from deploy.doctor import machine
+from deploy.launcher.process import _die_with_parent
 from deploy.placement import speed as speeds
 from deploy.placement.speed import MEASURE, with_dtypes
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.resume import DTYPE, with_dtype
-from protocol.runtime import number_format
+from protocol.errors import UserError
+from protocol.runtime import lifecycle, number_format
 from protocol.runtime.number_format import KEEPS_FLOAT32, SMALL, CpuSpeed, resolve
 from protocol.versions import PolicyVersion
 
@@ -169,3 +172,16 @@ def test_a_cpu_limited_to_avx2_is_measured_as_slow_in_bfloat16() -> None:
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, env=limited, timeout=120)
     found = CpuSpeed(**json.loads(done.stdout))
     assert not found.native and found.best == "float32" and 0 < found.bfloat16 < found.float32
+
+
+def test_another_system_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not list(machine.system())
+    monkeypatch.setattr(sys, "platform", "darwin")
+    (refused,) = machine.system()
+    assert refused.verdict == "fail" and "needs Linux, this is darwin" in refused.detail and "container" in refused.fix
+    with pytest.raises(UserError, match="needs Linux"):
+        _die_with_parent(os.getpid())
+    monkeypatch.setattr(lifecycle, "Path", lambda name: tmp_path / "no proc")
+    given = config(tmp_path)
+    assert lifecycle.memory_available() is None
+    assert not list(machine.main_memory(given, None)), "unknown is not too little"
