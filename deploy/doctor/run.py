@@ -46,9 +46,9 @@ def examine(
     clock: Callable[[], float] = time.time,
 ) -> list[Finding]:
     """Return all findings about this machine, and about `config` (read from `path`) if given."""
-    found = [*machine.machine(), *machine.packages(config)]
+    found = [*machine.machine(), *speed.machine(), *machine.packages(config)]
     if config is None:
-        return [*found, *speed.machine(), *redis.program()]
+        return [*found, *redis.program()]
     config = speed.with_dtypes(config, environ)
     found += [*machine.secrets(config, path), *_before_start(config, environ, clock)]
     found += [*model.family(config), *engine.check_model(config)]
