@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_origin
 from pydantic import Field
 
 from protocol.errors import UserError
-from protocol.runtime.field_docs import descriptions
+from protocol.runtime.config import descriptions
 from protocol.runtime.number_format import DtypeSetting
 from protocol.settings import Settings
 
