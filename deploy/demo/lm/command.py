@@ -26,7 +26,7 @@ from deploy.placement.run import cores
 from deploy.placement.speed import cpu_speed
 from protocol.errors import UserError
 from protocol.runtime.config import override, read_tree
-from protocol.runtime.number_format import stored_parameters
+from protocol.runtime.number_format import SMALL, stored_parameters
 from protocol.runtime.progress import duration
 
 CONFIG = Path(__file__).parent / "run.yaml"
@@ -166,7 +166,8 @@ def prepare(args: argparse.Namespace, directory: Path, data: dict[str, Path]) ->
 def chosen_sizes(parameters: float) -> dict[str, Any]:
     """Return steps, updates and questions (`limit`) that this CPU finishes in time, and a sentence about it."""
     speed = cpu_speed()
-    rate = cores() * getattr(speed, speed.best) if speed else math.inf
+    dtype = speed.best if speed and parameters >= SMALL else "float32"
+    rate = cores() * getattr(speed, dtype) if speed else math.inf
     update, episode, step = (cost * parameters / 1e9 / rate for cost in (UPDATE, EPISODE, STEP))
     seconds = HOURS * 3600 * 0.8
     updates, limit, steps = 72, HELD_OUT, 50
@@ -180,8 +181,8 @@ def chosen_sizes(parameters: float) -> dict[str, Any]:
         steps = min(steps, max(2, int((seconds - updates * update - limit * EPISODES * episode) / step)))
     numbers = f"{updates} updates of the warm start, {steps} steps, {limit} questions of each set"
     expected = f"{cores()} cores: {speed or 'unknown speed'}\n{numbers}: about {duration(total())} in "
-    expected += f"{speed.best if speed else 'float32'} without other work (load now {os.getloadavg()[0]:.1f})"
-    return {"updates": updates, "limit": limit, "steps": steps, "expected": expected}
+    expected += f"{dtype} without other work (load now {os.getloadavg()[0]:.1f})"
+    return {"updates": updates, "limit": limit, "steps": steps, "dtype": dtype, "expected": expected}
 
 
 def config_tree(
@@ -201,7 +202,8 @@ def config_tree(
         override("learner.questions", questions / "train.jsonl"),
         f"learner.eval.suites={json.dumps([suite])}",
     ]
-    return dict(read_tree(CONFIG, [*chosen, *ENGINES[args.engine], *args.overrides]))
+    engine = [setting.replace("bfloat16", sizes["dtype"]) for setting in ENGINES[args.engine]]
+    return dict(read_tree(CONFIG, [*chosen, *engine, *args.overrides]))
 
 
 def phases(args: argparse.Namespace, directory: Path, sizes: dict[str, Any]) -> list[Phase]:
