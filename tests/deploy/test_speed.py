@@ -162,7 +162,7 @@ def test_the_demo_ends_within_two_hours_on_old_cores_and_says_so(on: Any) -> Non
     on(OLD)
     short = demo_lm.chosen_sizes(135e6)
     assert (full["updates"], full["limit"], full["steps"]) == (72, demo_lm.HELD_OUT, 50)
-    assert 2 <= short["steps"] < 50 and 10 <= short["limit"] < full["limit"] and "float32" in short["expected"]
+    assert 2 <= short["steps"] < 50 and short["updates"] < 72 and "in float32" in short["expected"]
     assert demo_lm.chosen_sizes(1e6)["steps"] == 50, "of a small model"
 
 

@@ -37,9 +37,9 @@ PARAMETERS = 135e6
 """Of SmolLM2-135M."""
 HOURS = 2
 """How long a demo may take; a fifth of it is a reserve."""
-UPDATE, EPISODE, STEP = 16_000, 3_700, 330_000
-"""Time of an update of the warm start, an evaluated question and a step of GRPO, in operations a parameter at the speed
-of products: from docs/figures/lm.json, at 2 x 400 GFLOP/s."""
+COSTS = {"update": (0.0, 2000), "episode": (0.5, 95), "step": (80.0, 11000)}
+"""Seconds of a core and GFLOP of an update of the warm start, an evaluated question, a step of GRPO with SmolLM2-135M:
+from CPU seconds with AVX512-BF16 (docs/figures/lm.json, 400 GFLOP/s a core) and with AVX2 (88)."""
 EPISODES = 8
 """Evaluations of a question of `limit`: two sets, four policies."""
 MOST_THREADS = 8
@@ -167,8 +167,8 @@ def chosen_sizes(parameters: float) -> dict[str, Any]:
     """Return steps, updates and questions (`limit`) that this CPU finishes in time, and a sentence about it."""
     speed = cpu_speed()
     dtype = speed.best if speed and parameters >= SMALL else "float32"
-    rate = cores() * getattr(speed, dtype) if speed else math.inf
-    update, episode, step = (cost * parameters / 1e9 / rate for cost in (UPDATE, EPISODE, STEP))
+    share, rate = parameters / PARAMETERS / cores(), getattr(speed, dtype) if speed else math.inf
+    update, episode, step = ((fixed + gflop / rate) * share for fixed, gflop in COSTS.values())
     seconds = HOURS * 3600 * 0.8
     updates, limit, steps = 72, HELD_OUT, 50
 
