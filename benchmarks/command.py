@@ -13,8 +13,7 @@ from typing import Any
 from benchmarks import BENCHMARKS
 from benchmarks.report import Circumstances
 from deploy.launcher.process import ProcessFailed
-from protocol.runtime.config import section
-from protocol.runtime.field_docs import descriptions
+from protocol.runtime.config import descriptions, section
 
 
 def subcommands() -> dict[str, str]:

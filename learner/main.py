@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from learner.checkpoint.checkpoint import STATE, Checkpoint, Checkpoints
 from learner.checkpoint.journal import GroupJournal, all_locations, frames, rolled_back
-from learner.checkpoint.resume import require_resumable
+from learner.checkpoint.resume import require_resumable, with_dtype
 from learner.checkpoint.signing import run_key
 from learner.config.learner import LearnerSettings
 from learner.context import LearnerContext
@@ -93,6 +93,7 @@ def serve(
     trust_checkpoint  resume from a checkpoint that is not signed with the run's key
     Raises UserError, Fenced if another learner took over, ForayError if the accounting is inconsistent.
     """
+    settings = with_dtype(run, settings)
     sampler = Sampler(load_questions(settings.questions), run.seed)
     lineage_id = ensure_lineage_id(run)
     store = RunStore(run.redis_url, run.id)

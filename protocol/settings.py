@@ -31,7 +31,7 @@ PATTERNS: dict[str, str] = {
 
 
 class Settings(BaseModel):
-    """Base of every settings class: frozen, no unknown keys; `field_docs` reads the docstring under a field.
+    """Base of every settings class: frozen, no unknown keys; `descriptions` reads the docstring under a field.
 
     NaN and infinity are refused: every comparison with NaN is false, so a bound of NaN would have no effect.
     """

@@ -34,9 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", choices=(CPU, *HARDWARE), help="with --preset: settings for a machine (docs/hardware.md)"
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="with --hardware: run.model")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="with --hardware: learner.questions")
-    parser.add_argument("--index", type=Path, metavar="DIR", help="with --hardware: retriever.index_dir")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="run.model, made absolute")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="learner.questions, made absolute")
+    parser.add_argument("--index", type=Path, metavar="DIR", help="retriever.index_dir, made absolute")
     parser.add_argument(
         "--force", action="store_true", help="replace an existing file, or with --secure existing secrets"
     )
@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = PRESETS / f"{args.preset}.yaml" if args.preset else None
     given = [override("launch.secrets", directory.absolute())] if args.secure else []
     given += _name(recipe, args.overrides)
+    files = {"run.model": args.model, "learner.questions": args.data, "retriever.index_dir": args.index}
+    given += [override(setting, path.absolute()) for setting, path in files.items() if path is not None]
     if args.hardware:
         return _for_hardware(args, recipe, given)
     # keep `${NAME}`: the file may be used on other machines
@@ -87,14 +89,13 @@ def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence
     from deploy.config import from_tree
     from deploy.placement.assign import table
     from deploy.placement.profiles import choices, document, resolve
-    from deploy.placement.run import built_index, read_facts
+    from deploy.placement.run import built_index
     from protocol.runtime.config import read_tree
+    from protocol.runtime.number_format import read_facts
 
     if recipe is None or args.secure:
         raise UserError("--hardware needs --preset, and is not combined with --secure", todo="add --preset NAME")
-    files = {"run.model": args.model, "learner.questions": args.data, "retriever.index_dir": args.index}
-    paths = [f"{setting}={path.absolute()}" for setting, path in files.items() if path is not None]
-    tree = read_tree(recipe, [*given, *paths, *args.overrides])
+    tree = read_tree(recipe, [*given, *args.overrides])
     config = from_tree(tree)
     facts = read_facts(config.run.model)
     found = resolve(tree, args.hardware, facts, built_index(config))

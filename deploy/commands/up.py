@@ -109,7 +109,9 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     from deploy.launcher.run_dir import RESOLVED
     from deploy.placement.assign import NO_GPUS, table
     from deploy.placement.run import cores, planned
+    from deploy.placement.speed import with_dtypes
 
+    config = with_dtypes(config)
     addresses = preview(config)
     resolved = config.run.dir / RESOLVED
     try:

@@ -17,12 +17,13 @@ from deploy.doctor.finding import Finding
 from deploy.doctor.gpus import no_device, without_cuda
 from deploy.placement.assign import EngineArgs
 from deploy.placement.inventory import HARDWARE
-from deploy.placement.run import planned, read_facts
+from deploy.placement.run import planned
 from learner.config.learner import DistributedPublishSettings, require_groups
 from learner.config.model import ModelSettings
 from learner.config.policy import GroupSettings
 from learner.model.architecture import refuse_context, refuse_settings
 from protocol.errors import UserError
+from protocol.runtime.number_format import read_facts
 from protocol.settings import RunSettings
 from rollout_server.cpu_engine.model.config import read_model_config
 from rollout_server.node.config import CpuEngine, SglangEngine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -17,7 +16,9 @@ from deploy.config import RunConfig
 from deploy.doctor.finding import Finding, Verdict
 from deploy.placement.memory import weight_bytes
 from protocol.errors import UserError
+from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.net import is_free, port_owner
+from protocol.runtime.number_format import stored_bytes, stored_parameters
 from rollout_server.tools.python import PythonSettings, sandbox_for
 from rollout_server.tools.sandbox.base import SandboxError
 
@@ -49,8 +50,17 @@ def packages(config: RunConfig | None = None) -> Iterator[Finding]:
             yield Finding(f"{process} packages", "ok", ", ".join(names))
 
 
+def system() -> Iterator[Finding]:
+    """Check that processes can be started and ended here."""
+    try:
+        require_linux("`foray up`")
+    except UserError as error:
+        yield Finding.of("system", error)
+
+
 def machine() -> Iterator[Finding]:
     """Describe this machine for a bug report."""
+    yield from system()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     python = ".".join(str(part) for part in sys.version_info[:3])
@@ -117,7 +127,7 @@ def disk(config: RunConfig) -> Iterator[Finding]:
     copies = 0 if publish.type == "adapter" else publish.keep_versions + SPARE_DISK
     if not config.learner.model.lora.rank:  # adapters are small
         # float32 weights and two moments, 12 bytes per parameter
-        copies += 12 / _stored_bytes(config.run.model) * (kept + 1)
+        copies += 12 / stored_bytes(config.run.model) * (kept + 1)
     held = sum(_size(path) for path in (config.run.weights_dir, config.run.checkpoint_dir))
     needed = max(int(weights * copies) - held, 0) + (1 << 28)
     detail = f"{_gib(free)} free at {place}, about {_gib(needed)} needed for weights and {kept} + 1 checkpoints"
@@ -139,7 +149,7 @@ def memory_parts(config: RunConfig, parameters: float = 0) -> dict[str, int]:
     transfer copy  the weights, if they are broadcast
     """
     learner, model = config.learner, config.run.model
-    parameters = parameters or sum(path.stat().st_size for path in model.glob("*.safetensors")) / _stored_bytes(model)
+    parameters = parameters or stored_parameters(model)
     if not parameters or not config.launch.learner:
         return {}
     averaged = bool(learner.algorithm.kl.coefficient) and learner.reference.kind != "frozen"
@@ -153,10 +163,10 @@ def memory_parts(config: RunConfig, parameters: float = 0) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
-def main_memory(config: RunConfig, available: int) -> Iterator[Finding]:
-    """Check that `available` bytes of main memory suffice for what the learner keeps there."""
+def main_memory(config: RunConfig, available: int | None) -> Iterator[Finding]:
+    """Check that `available` bytes of main memory suffice for what the learner keeps there; None: unknown."""
     parts = memory_parts(config)
-    if not parts:
+    if not parts or available is None:
         return
     needed = sum(parts.values())
     named = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
@@ -165,22 +175,6 @@ def main_memory(config: RunConfig, available: int) -> Iterator[Finding]:
         yield Finding("main memory", "fail", detail, "set learner.async_checkpoints: false, or free main memory")
     else:
         yield Finding("main memory", "ok", detail)
-
-
-def available_memory() -> int:
-    """Return the bytes of main memory that a new process can use without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-
-
-def _stored_bytes(model: Path) -> int:
-    """Return the bytes of one parameter in the files of `model`, by config.json; 4 if it has no dtype."""
-    try:
-        facts = json.loads((model / "config.json").read_bytes())
-        dtype = facts.get("dtype") or facts.get("torch_dtype")
-    except (OSError, ValueError, AttributeError):
-        dtype = None
-    return 2 if dtype in ("bfloat16", "float16") else 4
 
 
 def sandbox(config: RunConfig) -> Iterator[Finding]:

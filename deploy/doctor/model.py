@@ -12,12 +12,12 @@ from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
 from deploy.doctor.redis import ANSWER_S
 from deploy.launcher.redis_server import connect
-from deploy.placement.run import read_facts
 from protocol.codec import decode_as
 from protocol.errors import ForayError, ProtocolError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo
 from protocol.run_meta import parse_run_meta, tokenizer_digest
+from protocol.runtime.number_format import read_facts
 from rollout_server.node.config import SglangEngine
 
 RUN_TOKENIZER, ENGINE_TOKENIZER = "run tokenizer", "engine tokenizer"

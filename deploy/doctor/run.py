@@ -16,6 +16,7 @@ from deploy.doctor import access, acl, data, engine, gpu_host, machine, model, r
 from deploy.doctor.finding import Finding
 from deploy.launcher.addresses import anchored, choose_redis
 from deploy.launcher.run_dir import RESOLVED, read_configuration
+from deploy.placement import speed
 from deploy.secrets.acl import REDIS_ROLES
 from deploy.secrets.env import redis_url_for
 from learner.checkpoint.checkpoint import Checkpoints
@@ -23,6 +24,7 @@ from learner.checkpoint.resume import require_resumable
 from learner.data.questions import load_questions
 from learner.data.sampler import Sampler
 from protocol.errors import UserError
+from protocol.runtime.lifecycle import memory_available
 
 CHOSEN = {
     "run.steps",
@@ -44,9 +46,10 @@ def examine(
     clock: Callable[[], float] = time.time,
 ) -> list[Finding]:
     """Return all findings about this machine, and about `config` (read from `path`) if given."""
-    found = [*machine.machine(), *machine.packages(config)]
+    found = [*machine.machine(), *speed.machine(), *machine.packages(config)]
     if config is None:
         return [*found, *redis.program()]
+    config = speed.with_dtypes(config, environ)
     found += [*machine.secrets(config, path), *_before_start(config, environ, clock)]
     found += [*model.family(config), *engine.check_model(config)]
     return [*found, *model.auto_tokenizer(config), *data.lengths(config)]
@@ -54,7 +57,8 @@ def examine(
 
 def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Return the findings that `foray up` needs before it starts a process. Takes about a second."""
-    found = [*machine.packages(config), *machine.secrets(config, None)]
+    config = speed.with_dtypes(config, environ)
+    found = [*machine.system(), *machine.packages(config), *machine.secrets(config, None)]
     return [*found, *_before_start(config, environ, time.time)]
 
 
@@ -69,8 +73,9 @@ def inputs(config: RunConfig) -> list[Finding]:
         *engine.gpus(config),
         *gpu_host.gpu_host(config),
         *engine.learner(config),
+        *speed.findings(config),
         *machine.disk(config),
-        *machine.main_memory(config, machine.available_memory()),
+        *machine.main_memory(config, memory_available()),
     ]
 
 
@@ -130,7 +135,7 @@ def resume(config: RunConfig) -> Iterator[Finding]:
         before = read_configuration(config.run.dir / RESOLVED, config.run.dir)
     except UserError:
         return  # the first start, or a damaged file: this start writes it again
-    if changed := list(_changes(before, anchored(config).model_dump(mode="json"))):
+    if changed := list(_changes(before, anchored(speed.with_dtypes(config)).model_dump(mode="json"))):
         fix = "nothing, if you changed them: they are used from now on"
         yield Finding("settings", "warn", f"changed since the last start: {', '.join(changed)}", fix)
 

@@ -35,6 +35,7 @@ from deploy.launcher.redis_server import check_server
 from deploy.launcher.run_dir import RESOLVED, discard, hold, write_record
 from deploy.launcher.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
 from deploy.placement.run import cores, on_this_machine
+from deploy.placement.speed import with_dtypes
 from deploy.secrets.env import SECRET_VARIABLES
 from learner.delivery.identity import ensure_lineage_id
 from learner.observability.reporting import step_line
@@ -118,7 +119,7 @@ class Launcher:
         if self.addresses.server is None:
             self._say(f"redis: {check_server(self._redis_url)} at {redacted(self._redis_url)}")
         self.resolved = self.directory / RESOLVED
-        self.config = dated(settle(self._given, self.addresses), self.resolved)
+        self.config = dated(with_dtypes(settle(self._given, self.addresses)), self.resolved)
         atomic_write(self.resolved, self.config.to_yaml(), durable=False)
         self.specs = plan(
             self.config,
@@ -143,6 +144,8 @@ class Launcher:
         self._catch_signals()
         if not self.config.run.model.exists():
             self._make_model()
+            self.config = with_dtypes(self.config)
+            atomic_write(self.resolved, self.config.to_yaml(), durable=False)
             self._require(inputs(self.config))
 
     @property

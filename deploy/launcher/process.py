@@ -20,6 +20,7 @@ from deploy.launcher.plan import ProcessSpec
 from deploy.terminal import escape_untrusted
 from protocol.errors import ForayError
 from protocol.redaction import for_terminal
+from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.service_cli import INTERRUPTED, NOT_RESTARTED
 
 PR_SET_PDEATHSIG = 1
@@ -148,6 +149,7 @@ class ManagedProcess:
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
+    require_linux("starting processes")
     libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:

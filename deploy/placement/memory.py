@@ -132,7 +132,14 @@ def cache_bytes(shape: ModelShape, ranks: int) -> int:
 
 def weight_bytes(settings: TrainerSettings) -> int:
     """Return the bytes of one weight in the forward pass."""
-    return 2 if settings.model.dtype == "bfloat16" else FLOAT32
+    return 2 if _dtype(settings) == "bfloat16" else FLOAT32
+
+
+def _dtype(settings: TrainerSettings) -> str:
+    """Return the learner's dtype, with what auto stands for on a GPU."""
+    if settings.model.dtype == "auto":
+        return "bfloat16" if settings.engine.zero_stage else "float32"
+    return settings.model.dtype
 
 
 def _trained(
@@ -182,9 +189,9 @@ def _gradients(engine: DeepSpeedSettings, trained: int, ranks: int, size: int, *
 def _reference(shape: ModelShape, settings: TrainerSettings, ranks: int, *, other: bool) -> int:
     """Return the bytes of the reference: none without a divergence, or if adapters make it the policy itself."""
     own, stage = settings.reference, settings.engine.zero_stage
-    dtype = own.dtype or settings.model.dtype
+    dtype = own.dtype or _dtype(settings)
     size = 2 if dtype == "bfloat16" else FLOAT32
-    shared = settings.model.lora.rank and not other and dtype == settings.model.dtype
+    shared = settings.model.lora.rank and not other and dtype == _dtype(settings)
     if not settings.algorithm.kl.coefficient or (shared and (own.kind == "frozen" or stage < 3)):
         return 0
     if stage == 3 and ranks > 1:  # fully_shard gathers a layer, and embedding and output layer

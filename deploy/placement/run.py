@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from deploy.config import RunConfig
 from deploy.doctor.gpus import built_for_cuda
 from deploy.placement.assign import NO_GPUS, Placement, needs, place
 from deploy.placement.inventory import HARDWARE, VISIBLE, Host, this_machine
 from protocol.errors import UserError
+from protocol.runtime.number_format import read_facts
 from retriever.corpus.manifest import MANIFEST, settings_of
 from retriever.index.config import IndexSettings
 
@@ -24,15 +22,6 @@ def hosts_of(config: RunConfig, environ: Mapping[str, str]) -> tuple[Host, ...]:
     if given is not None:
         gpus = tuple(gpu for gpu in gpus if gpu.id in [word.strip() for word in given.split(",")])
     return (Host(gpus),) if gpus else ()
-
-
-def read_facts(model: Path) -> dict[str, Any]:
-    """Return the model's config.json, {} if it is missing or not an object."""
-    try:
-        found = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def built_index(config: RunConfig) -> IndexSettings | None:

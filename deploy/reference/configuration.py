@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deploy.config import RunConfig
-from protocol.runtime.field_docs import descriptions
+from protocol.runtime.config import descriptions
 
 HEAD = """\
 # Configuration

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from deploy.config import RunConfig
-from protocol.runtime.field_docs import descriptions
+from protocol.runtime.config import descriptions
 
 WIDTH = 110
 HEAD = """\

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from learner.config.learner import LearnerSettings
+from learner.checkpoint.checkpoint import Checkpoints
+from learner.config.learner import LearnerSettings, TrainerSettings
 from protocol.errors import UserError
 from protocol.runtime.files import model_digest
+from protocol.runtime.number_format import Dtype, DtypeSetting, resolve
 from protocol.settings import RunSettings
+
+log = logging.getLogger(__name__)
+AnyTrainer = TypeVar("AnyTrainer", bound=TrainerSettings)
+DTYPE = "learner.model.dtype"
 
 _model_digest = cache(model_digest)
 """A run does not change its run.model, and many checkpoints name it."""
@@ -23,7 +31,27 @@ def defining_settings(run: RunSettings, settings: LearnerSettings) -> dict[str, 
         "run.groups_per_step": run.groups_per_step,
         "learner.algorithm.type": settings.algorithm.type,
         "learner.model.lora.rank": settings.model.lora.rank,
+        DTYPE: settings.model.dtype,
     }
+
+
+def began_with(run: RunSettings) -> Dtype | None:
+    """Return the dtype of the run's checkpoint; None if there is none. Older ones do not name it: it was float32,
+    unless it was set, as it still is. Raises UserError for a damaged checkpoint."""
+    facts = Checkpoints(run.checkpoint_dir, 1).manifest()
+    return None if facts is None else facts.get("defining", {}).get(DTYPE, "float32")
+
+
+def with_dtype(run: RunSettings, settings: AnyTrainer) -> AnyTrainer:
+    """Return `settings` with the dtype that `auto` stands for in this run, on this machine. Warn of a slow one."""
+    given: DtypeSetting = settings.model.dtype
+    if given == "auto":
+        given = began_with(run) or ("auto" if settings.engine.zero_stage else "float32")
+    dtype = resolve(given, run.model, log.warning, lambda: importlib.import_module("torch"), gpu=True)
+    if dtype == settings.model.dtype:
+        return settings
+    log.info("learner.model.dtype: %s, chosen for this run and machine", dtype)
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"dtype": dtype})})
 
 
 def require_resumable(
@@ -52,7 +80,7 @@ def require_resumable(
             todo=f"restore them, or {new}",
         )
     now, then = defining_settings(run, settings), facts.get("defining", {})
-    if changed := [name for name in now if then.get(name, now[name]) != now[name]]:
+    if changed := [name for name in now if now[name] != "auto" and then.get(name, now[name]) != now[name]]:
         raise UserError(
             f"the run in {run.dir} was started with another {', '.join(changed)}: "
             + ", ".join(f"{str(then[name])[:12]}, not {str(now[name])[:12]}" for name in changed),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from protocol.runtime.number_format import Dtype, DtypeSetting
 from protocol.settings import Settings
 
 
@@ -124,8 +125,10 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     """Dtype, attention and memory use of the policy."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights in the forward pass; the optimiser keeps float32 (bfloat16 needs zero_stage 1 or more)."""
+    dtype: DtypeSetting = "auto"
+    """Dtype of the weights in the forward pass; the optimiser keeps float32. auto: as in the run's checkpoint, if there
+    is one, else bfloat16 on a GPU or a CPU that is faster in it; float32 with zero_stage 0, below 10 million
+    parameters, and for models that keep weights in float32."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention: torch's fused sdpa, or transformers' eager, which some models need (Gemma 2) and which uses more
     memory."""
@@ -138,6 +141,11 @@ class ModelSettings(Settings):
     does in SGLang; false: they are rounded to bfloat16, and log-probs are wrong by hundredths of a nat."""
     lora: LoraSettings = LoraSettings()
     """LoRA: train adapters instead of all weights."""
+
+    @property
+    def fixed_dtype(self) -> Dtype:
+        """Return the dtype; float32 for an `auto` that no trainer has resolved, as in an export or a check."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
 
 class CriticOptimSettings(OptimSettings):

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from learner.config.model import OptimSettings
+from protocol.runtime.number_format import DtypeSetting
 
 
 class SftSettings(OptimSettings):
@@ -24,9 +25,9 @@ class SftSettings(OptimSettings):
     """Updates of linear warm-up from lr / warmup_steps; not together with warmup_fraction."""
     warmup_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Warm-up as a share of all updates. Set it to 0 to give warmup_steps."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: DtypeSetting = "auto"
     """Dtype of the weights in forward and backward passes, and of the model that is written. auto: bfloat16 on a GPU or
-    a CPU that computes in it (avx512_bf16, amx), else float32."""
+    a CPU that is faster in it, if the model has 10 million parameters or more; else float32."""
     batch_size: int = Field(default=8, ge=1)
     """Conversations per update."""
     epochs: int = Field(default=1, ge=1)

@@ -85,7 +85,7 @@ def export_model(
             own[name].copy_(tensor)
 
     progress(f"writing {out}")
-    write_model(causal, model, settings.dtype, out)
+    write_model(causal, model, settings.fixed_dtype, out)
 
 
 def write_model(causal: Any, model: Path, dtype: str, out: Path, also: Mapping[str, str] | None = None) -> None:
@@ -146,7 +146,7 @@ def _read(state: Path, key: str, settings: ModelSettings, progress: Say) -> Tens
     with Progress.of(progress).task("reading the state", len(index["shapes"]), "tensors") as task:
         for name, tensor in chain.from_iterable(_tensors(state / file) for file in files):
             if name.startswith(PREFIX):
-                found[name] = tensor.to(getattr(torch, settings.dtype))
+                found[name] = tensor.to(getattr(torch, settings.fixed_dtype))
             task(len(found))
     found |= {name: tensor for name, tensor in _tensors(state / BUFFERS) if name.startswith(PREFIX)}
     missing = [name for name in index["shapes"] if name.startswith(PREFIX) and name not in found]

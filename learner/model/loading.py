@@ -157,7 +157,7 @@ def load_causal(
                 setattr(config, name, value[:layers])
         config.num_hidden_layers = layers
     options = {
-        "dtype": getattr(torch, settings.dtype),
+        "dtype": getattr(torch, settings.fixed_dtype),
         "trust_remote_code": False,
         "attn_implementation": settings.attention,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +27,13 @@ from learner.sft.batches import SftExample, SftMicroBatch, examples_of_update, m
 from learner.sft.record import RECORD, SftPlan, SftProgress
 from protocol.errors import ForayError, UserError
 from protocol.runtime.files import durable_mkdir, fsync_path
+from protocol.runtime.number_format import resolve
+
+log = logging.getLogger(__name__)
 
 TENSORS = "training.safetensors"
 KEYS = ("master", "exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps for each parameter (`GuardedAdamW.kept`)."""
-FAST_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
-"""CPU flags in /proc/cpuinfo (x86, Arm)."""
 
 
 class SftFailed(ForayError):
@@ -53,19 +55,6 @@ def train(plan: SftPlan, report: Callable[[SftProgress], None], should_stop: Cal
     return progress
 
 
-def fast_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that `sft.dtype` stands for on this machine."""
-    if setting != "auto":
-        return torch.float32 if setting == "float32" else torch.bfloat16
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        flags = set()
-    return torch.bfloat16 if flags & FAST_BFLOAT16 else torch.float32
-
-
 class _SftTrainer:
     """Model, master weights, optimiser and checkpoints of one training."""
 
@@ -75,7 +64,13 @@ class _SftTrainer:
             torch.set_num_threads(plan.trainer.engine.threads)
         torch.manual_seed(plan.seed)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = fast_dtype(plan.settings.dtype, self._device)
+        self._checkpoints = Checkpoints(plan.folder / "checkpoints", keep=1)
+        facts = self._checkpoints.manifest() or {}
+        setting = plan.settings.dtype
+        if setting == "auto":  # a training continues as it began
+            setting = facts.get("progress", {}).get("dtype") or setting
+        chosen = resolve(setting, plan.model, log.warning, lambda: torch, gpu=True)
+        dtype = getattr(torch, chosen)
         given = plan.trainer.model.model_copy(update={"dtype": "float32", "lora": LoraSettings()})
         self._policy = load_policy(plan.model, given, packed=plan.trainer.batch.row_tokens > 0)
         if dtype != torch.float32:
@@ -93,8 +88,7 @@ class _SftTrainer:
         own = {id(weight): self._masters[name] for name, weight in self._weights.items()}
         groups = [group | {"params": [own[id(weight)] for weight in group["params"]]} for group in groups]
         self._optimizer = GuardedAdamW(groups, plan.settings, guard=True)
-        self._checkpoints = Checkpoints(plan.folder / "checkpoints", keep=1)
-        self._progress = SftProgress(steps=plan.steps, dtype=str(dtype).removeprefix("torch."))
+        self._progress = SftProgress(steps=plan.steps, dtype=chosen)
         self._load()
 
     def run(self, report: Callable[[SftProgress], None], should_stop: Callable[[], bool]) -> SftProgress:
@@ -221,9 +215,7 @@ class _SftTrainer:
         with torch.no_grad():
             for name, tensor in self._state():
                 tensor.copy_(tensors[name])
-        dtype = self._progress.dtype
-        self._progress = SftProgress(**found.facts["progress"])
-        self._progress.dtype = dtype
+        self._progress = SftProgress(**found.facts["progress"] | {"dtype": self._progress.dtype})
         self._publish()
 
 

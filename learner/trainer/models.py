@@ -108,7 +108,7 @@ def build_models(run: RunSettings, settings: TrainerSettings, requirements: Requ
     if requirements.reference:
         reference = build_reference(settings.reference, run.model, settings.model, policy, **rows)
     if policy.device.type == "cuda":
-        use_varlen(module.causal.config, policy.device, getattr(torch, settings.model.dtype))
+        use_varlen(module.causal.config, policy.device, getattr(torch, settings.model.fixed_dtype))
     return Models(settings, policy, critic, reference, module.vocabulary)
 
 
@@ -119,7 +119,7 @@ def _engine(
         module,
         optim=optim,
         engine=settings.engine,
-        dtype=settings.model.dtype,
+        dtype=settings.model.fixed_dtype,
         total_updates=updates,
         seed=run.seed,
     )

@@ -199,8 +199,8 @@ def build_reference(
     for a reference with fewer.
     """
     frozen = settings.kind == "frozen"
-    dtype = settings.dtype or model.dtype
-    if frozen and settings.model is None and model.lora.rank and dtype == model.dtype:
+    dtype = settings.dtype or model.fixed_dtype
+    if frozen and settings.model is None and model.lora.rank and dtype == model.fixed_dtype:
         return Reference(settings, None, engine)
     changed: dict[str, Any] = {"dtype": dtype, "gradient_checkpointing": False}
     if frozen:

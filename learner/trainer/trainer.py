@@ -17,6 +17,7 @@ import torch
 
 from learner.algorithms import build_algorithm
 from learner.algorithms.base import Algorithm
+from learner.checkpoint.resume import with_dtype
 from learner.config.learner import TrainerSettings
 from learner.data.batch import Batch, RankBatch
 from learner.data.token_values import FOLDER, TokenValues
@@ -48,6 +49,8 @@ class Trainer:
         if settings.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
             torch.use_deterministic_algorithms(True)
+        if settings.model.dtype == "auto":  # without a run around it, or on another rank
+            settings = with_dtype(run, settings)
         self.algorithm: Algorithm = build_algorithm(settings.algorithm)
         self.settings = settings
         self._directory, self._adapters = run.model, adapters

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -175,3 +176,31 @@ def has_ended(token: str) -> bool:
     """Return whether the process was one of this machine and has ended; False if unknown."""
     pid = pid_here(token)
     return pid is not None and _started(pid) != token.split(":")[2]
+
+
+def memory_available() -> int | None:
+    """Return the bytes available to a new process: the kernel's estimate, or the rest of the control group's limit.
+
+    None if unknown, as on macOS.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        left = int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return left if free is None else min(free, left)
+
+
+def require_linux(what: str) -> None:
+    """Raise UserError on another system: processes are ended with their parents by prctl, pidfd and /proc."""
+    if not sys.platform.startswith("linux"):
+        raise UserError(
+            f"{what} needs Linux, this is {sys.platform}",
+            why="prctl, pidfd and /proc end each process together with the one that started it",
+            todo="run it in a Linux container or virtual machine",
+        )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
+from protocol.runtime.lifecycle import memory_available
 from protocol.runtime.progress import amount, duration
 from retriever.corpus.formats.synthetic import Synthetic
 from retriever.encoder import build_encoder
@@ -145,21 +146,6 @@ def probe(encoder: Encoder, texts: Sequence[str]) -> float:
         encoder.encode_passages(chunk)
         done += len(chunk)
     return done / spent
-
-
-def memory_available() -> int | None:
-    """Return the bytes available to a new process: the kernel's estimate, or the rest of the control group's limit."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        left = int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return left if free is None else min(free, left)
 
 
 def refuse_if_too_large(plan: BuildPlan, out: Path, *, have: int = 0) -> None:

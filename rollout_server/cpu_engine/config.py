@@ -12,7 +12,8 @@ from typing import Literal, get_args, get_origin
 from pydantic import Field
 
 from protocol.errors import UserError
-from protocol.runtime.field_docs import descriptions
+from protocol.runtime.config import descriptions
+from protocol.runtime.number_format import DtypeSetting
 from protocol.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -38,8 +39,9 @@ class EngineSettings(Settings):
     Default: the day (UTC) of the engine's start."""
     threads: int = Field(default=1, ge=1)
     """Number of torch threads."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of weights and KV cache; logits and log-probs are always float32."""
+    dtype: DtypeSetting = "auto"
+    """dtype of weights and KV cache; logits and log-probs are always float32. auto: bfloat16 where the CPU is faster in
+    it and the model has 10 million parameters or more, else float32."""
     api_key_env: str = ""
     """Name of the environment variable with the API key of all routes; empty: no key."""
     admin_api_key_env: str = ""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from protocol.runtime.number_format import DtypeSetting
 from protocol.settings import Settings
 
 GPU_INTERPRETER = ".venv-engine/bin/python"
@@ -24,9 +25,9 @@ class CpuEngine(Settings):
     """Maximum number of requests decoded together. Others are queued."""
     max_total_tokens: int = Field(default=65536, ge=256)
     """KV cache size in tokens."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of weights and KV cache. bfloat16 needs half of the memory; it is fast on processors with AVX512-BF16 or
-    AMX."""
+    dtype: DtypeSetting = "auto"
+    """dtype of weights and KV cache. auto: that of the run's learner; by itself bfloat16 where the CPU is faster in it
+    and the model has 10 million parameters or more, else float32."""
 
 
 class SglangEngine(Settings):

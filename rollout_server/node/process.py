@@ -27,6 +27,7 @@ from protocol.errors import UserError
 from protocol.redaction import is_secret_name, remember
 from protocol.runtime.config import NOT_YAML, parse_yaml
 from protocol.runtime.http.auth import Access, check_bind, engine_key
+from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.torch_safety import set_nccl_defaults, torch_versions
 from protocol.settings import REDIS_URL_VARIABLE
 from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
@@ -291,6 +292,7 @@ class EngineProcess:
 
         home  a new private directory: the working directory of the engine, removed at the end
         """
+        require_linux("an engine node")
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # not the repository: its folders must not become importable
         home = tempfile.TemporaryDirectory(prefix="foray-engine-")

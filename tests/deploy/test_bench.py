@@ -16,7 +16,7 @@ from benchmarks import BENCHMARKS
 from benchmarks.base import BenchResult, BenchSettings, Say
 from benchmarks.command import rounded
 from deploy.cli import main
-from protocol.runtime.field_docs import descriptions
+from protocol.runtime.config import descriptions
 
 
 class Sheep(BenchSettings):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deploy.cli import main
 from deploy.demo.lm import results
@@ -20,6 +21,7 @@ from deploy.demo.lm.phases import Phase, PhaseFailed, read_phases, run_phases
 from deploy.evaluation.store import EPISODES, PROTOCOL
 from learner.data.questions import load_questions
 from tests.support.sft_model import tiny_chat_model
+from tests.support.small_machine import AVX2
 from tests.support.waiting import wait_until
 
 TOWNS = 220
@@ -99,15 +101,18 @@ def test_without_data_the_command_says_what_to_fetch(
 
 SMALL = (
     *("run.steps=2", "run.group_size=2", "run.groups_per_step=2", "learner.filter.metric=''", "sft.max_steps=2"),
-    *("sft.dtype=float32", "learner.model.dtype=float32", "learner.engine.zero_stage=0", "engine.kind.dtype=float32"),
     *("learner.eval.every=100", "rollout.episode.max_new_tokens=40", "rollout.episode.max_context=2048"),
     *("sft.max_tokens=4096", "launch.ready_s=180"),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_all_phases_with_a_tiny_model_a_kill_and_the_control(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+def test_all_phases_on_avx2_with_a_tiny_model_a_kill_and_the_control(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in AVX2.items():
+        monkeypatch.setenv(name, value)
     folder, run = data(tmp_path / "data"), tmp_path / "run"
     model = tiny_chat_model(tmp_path / "model")
     argv = [
@@ -134,7 +139,7 @@ def test_all_phases_with_a_tiny_model_a_kill_and_the_control(tmp_path: Path) -> 
             assert child.wait(60) == 1
 
     killed(lambda: (run / "eval" / "untrained" / EPISODES).exists(), "an evaluation is in progress")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert json.loads((run / "result.json").read_text()) == result
@@ -145,10 +150,13 @@ def test_all_phases_with_a_tiny_model_a_kill_and_the_control(tmp_path: Path) -> 
     assert {sets["dev"]["em"]["n"] for sets in result["policies"].values()} == {2}
     assert [point["step"] for point in result["curve"]] == [0, 2]
     assert all(used["done"] for used in result["phases"].values())
+    assert "AVX2, without bfloat16 instructions" in done.stderr and "questions of each set: about" in done.stderr
+    resolved = yaml.safe_load((run / "grpo" / "resolved.yaml").read_text())
+    assert (resolved["learner"]["model"]["dtype"], resolved["engine"]["kind"]["dtype"]) == ("float32", "float32")
     assert result["phases"]["eval-untrained"]["starts"] == 2 and result["phases"]["grpo"]["starts"] == 1
     again = subprocess.run([*command, "run.steps=3"], capture_output=True, text=True, timeout=60)
     assert again.returncode == 2 and "holds a demo with another overrides" in again.stderr
-    control = subprocess.run([*command, "--control", "shuffled-reward"], capture_output=True, text=True, timeout=400)
+    control = subprocess.run([*command, "--control", "shuffled-reward"], capture_output=True, text=True, timeout=900)
     assert control.returncode == 0, control.stderr[-3000:]
     found = json.loads(control.stdout)
     assert list(found["policies"])[-1] == "GRPO, rewards shuffled" and len(found["control_curve"]) == 2

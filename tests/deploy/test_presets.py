@@ -136,7 +136,8 @@ def test_what_an_algorithm_needs_is_there(name: str) -> None:
 
 def test_a_recipe_becomes_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
-    assert main(["init", str(path), "--preset", "ema_pg", "run.model=/models/mine"]) == 0
+    assert main(["init", str(path), "--preset", "ema_pg", "--model", "/models/mine", "--data", "q.parquet"]) == 0
+    assert load_config(path).learner.questions == Path("q.parquet").absolute()
     config = load_config(path)
     assert str(config.run.model) == "/models/mine"
     assert config.learner.algorithm.type == "ema_pg"

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from deploy.config import RunConfig
-from protocol.runtime.field_docs import descriptions
+from protocol.runtime.config import descriptions
 from protocol.settings import Settings
 
 KIND = "type"

@@ -13,6 +13,7 @@ from deploy.doctor.finding import Finding, NotReady
 from deploy.doctor.run import resume
 from deploy.launcher.addresses import anchored
 from deploy.launcher.run_dir import RESOLVED, write_record
+from deploy.placement.speed import with_dtypes
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.resume import defining_settings
 from learner.data.questions import load_questions
@@ -30,7 +31,7 @@ def configured(files: Path, *overrides: str) -> RunConfig:
 @pytest.fixture
 def stopped(run_files: Path) -> Path:
     """A run with a checkpoint of step 9 and the settings of its last start."""
-    config = configured(run_files)
+    config = with_dtypes(configured(run_files))
     sampler = Sampler(load_questions(config.learner.questions), config.run.seed)
     facts: dict[str, Any] = {"run": config.run.id, "sampler": sampler.fingerprint, "ledger": Ledger().to_state()}
     facts["defining"] = defining_settings(config.run, config.learner)
@@ -64,6 +65,10 @@ def test_the_same_settings_and_more_steps_resume_without_a_word(stopped: Path) -
         ("run.groups_per_step=3", "another run.groups_per_step"),
         ("learner.algorithm.type=ppo", "another learner.algorithm.type: grpo, not ppo"),
         ("learner.model.lora.rank=8", "another learner.model.lora.rank: 0, not 8"),
+        (
+            "learner.model.dtype=bfloat16 learner.engine.zero_stage=1",
+            "another learner.model.dtype: float32, not bfloat",
+        ),
     ],
 )
 def test_what_the_checkpoint_rules_out_is_refused_and_nothing_is_started(
@@ -72,7 +77,7 @@ def test_what_the_checkpoint_rules_out_is_refused_and_nothing_is_started(
     before = set(stopped.rglob("*"))
     said: list[str] = []
     with pytest.raises(NotReady) as refused:
-        up(configured(stopped, override), said.append, again="foray up")
+        up(configured(stopped, *override.split()), said.append, again="foray up")
     assert says in refused.value.render() and refused.value.render().endswith("nothing was started")
     assert not said and set(stopped.rglob("*")) - before <= {stopped / "runs" / "mine" / "launcher.lock"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.demo.warmstart import BAND
+from tests.support.small_machine import AVX2, small_machine
 
 STEPS = 32
 GROUPS = 16
@@ -36,6 +38,17 @@ def test_the_demo_learns_to_search_through_the_whole_ring(warm_model: Path, tmp_
     # it answers from what it found, not from what it knows
     assert summary["em_after"] > summary["em_before"] + 0.2 and summary["em_after_without_search"] < 0.1
     assert json.loads((directory / "summary.json").read_text())["em_after"] == summary["em_after"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_demo_runs_on_one_old_core_with_little_shared_memory(warm_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deploy", "demo", "--dir", str(tmp_path / "demo"), "--model", str(warm_model)]
+    command = small_machine([*command, "--json", "run.steps=4"])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path, env=os.environ | AVX2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["steps"] == 4 and summary["settled"]["dead"] == 0 and summary["failed_after"] == 0
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/extending.md"])
 def test_the_blocks_of_a_page_run(finished: Path, tmp_path: Path, page: str) -> None:
     shutil.copytree(finished, tmp_path / "runs", symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
@@ -50,6 +50,6 @@ def test_the_blocks_of_a_page_run(finished: Path, tmp_path: Path, page: str) -> 
             env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
         assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

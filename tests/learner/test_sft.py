@@ -23,8 +23,10 @@ from learner.engine.optimizer import learning_rate
 from learner.model.loading import load_policy
 from learner.sft.batches import SftExample, examples_of_update, held_out, micro_batches, num_updates
 from learner.sft.record import RECORD, SftPlan, SftProgress
-from learner.sft.training import SftFailed, _SftTrainer, fast_dtype, train
+from learner.sft.training import SftFailed, _SftTrainer, train
 from protocol.errors import UserError
+from protocol.runtime import number_format
+from protocol.runtime.number_format import CpuSpeed
 from tests.support.forks import Zygote
 from tests.support.sft_model import tiny_chat_model
 from tests.support.tiny_families import write_family
@@ -254,12 +256,15 @@ def test_a_gradient_that_is_not_finite_ends_it_and_keeps_the_checkpoint(plan_of:
     assert run(plan).step == 6
 
 
-def test_auto_is_the_dtype_that_the_machine_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    for flags, dtype in (("flags : fpu avx512f avx512_bf16", torch.bfloat16), ("flags : fpu avx512f", torch.float32)):
-        monkeypatch.setattr(Path, "read_text", lambda self, flags=flags: flags)
-        assert fast_dtype("auto", cpu) == dtype
-    assert (fast_dtype("float32", cpu), fast_dtype("bfloat16", cpu)) == (torch.float32, torch.bfloat16)
+def test_a_training_continues_in_the_dtype_that_it_began_with(
+    plan_of: Callable[..., SftPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(number_format, "SMALL", 1)
+    monkeypatch.setattr(number_format, "measure", lambda torch: CpuSpeed("a", True, 1.0, 9.0))
+    run(plan_of("stopped", dtype="auto"), stop_at=3)
+    monkeypatch.setattr(number_format, "measure", lambda torch: CpuSpeed("another machine", False, 9.0, 1.0))
+    assert run(plan_of("stopped", dtype="auto")).dtype == "bfloat16"
+    assert run(plan_of("new", dtype="auto")).dtype == "float32"
 
 
 @pytest.mark.slow

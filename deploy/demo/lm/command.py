@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -21,13 +22,26 @@ from typing import Any
 import yaml
 
 from deploy.demo.lm.phases import Phase, PhaseFailed, PhaseStopped, run_phases
+from deploy.placement.run import cores
+from deploy.placement.speed import cpu_speed
 from protocol.errors import UserError
 from protocol.runtime.config import override, read_tree
+from protocol.runtime.number_format import SMALL, stored_parameters
+from protocol.runtime.progress import duration
 
 CONFIG = Path(__file__).parent / "run.yaml"
 CONFIG_COPY, FACTS = "demo-lm.yaml", "demo-lm.json"
 VARIABLE = "FORAY_DATA"
 HELD_OUT = 200
+PARAMETERS = 135e6
+"""Of SmolLM2-135M."""
+HOURS = 2
+"""How long a demo may take; a fifth of it is a reserve."""
+COSTS = {"update": (0.0, 2000), "episode": (0.5, 95), "step": (80.0, 11000)}
+"""Seconds of a core and GFLOP of an update of the warm start, an evaluated question, a step of GRPO with SmolLM2-135M:
+from CPU seconds with AVX512-BF16 (docs/figures/lm.json, 400 GFLOP/s a core) and with AVX2 (88)."""
+EPISODES = 8
+"""Evaluations of a question of `limit`: two sets, four policies."""
 MOST_THREADS = 8
 """Threads of one process: more than these wait for each other at this size."""
 FILES = {"train": "questions_train.jsonl", "dev": "questions_dev.jsonl", "corpus": "corpus_multihop.jsonl"}
@@ -57,7 +71,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="shuffled-reward: afterwards, train once more from the same warm start with shuffled rewards",
     )
     parser.add_argument("--engine", choices=list(ENGINES), default="cpu", help="cpu: the embedded engine (default)")
-    parser.add_argument("--limit", type=int, help="evaluate only the first LIMIT questions of each set")
+    parser.add_argument("--limit", type=int, help="evaluate only the first LIMIT questions of each set (default: as "
+                        f"many as this CPU evaluates within {HOURS} hours in all, at most all)")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="replace an existing demo in that directory")
     parser.add_argument("--json", action="store_true", help="print result.json at the end (progress on stderr)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, e.g. run.steps=20 sft.epochs=2")
@@ -76,8 +91,10 @@ def run(args: argparse.Namespace) -> int:
     directory = (args.dir or Path("runs") / f"demo-lm-{args.seed}").absolute()
     data = find_data(args.data)
     facts = prepare(args, directory, data)
+    for line in facts["sizes"]["expected"].splitlines():
+        say(line)
     try:
-        run_phases(phases(args, directory, data), directory, say)
+        run_phases(phases(args, directory, facts["sizes"]), directory, say)
     except PhaseStopped as stopped:
         say(f"{stopped}; what is finished is in {directory}")
         say(f"continue with: {args.again}")
@@ -139,18 +156,45 @@ def prepare(args: argparse.Namespace, directory: Path, data: dict[str, Path]) ->
     for name, questions in split(train.questions, [f"held_out={HELD_OUT}", f"shown={shown}", "train=rest"], 0).items():
         write_questions(directory / "questions" / f"{name}.jsonl", questions)
     write_questions(directory / "questions" / "dev.jsonl", list(dev.questions))
-    tree = config_tree(args, directory, data)
+    sizes = chosen_sizes(stored_parameters(args.model) if args.model else PARAMETERS)
+    tree = config_tree(args, directory, data, sizes)
     (directory / CONFIG_COPY).write_text(yaml.safe_dump(tree, sort_keys=False))
-    facts = same | {"foray": foray_version(), "cores": len(os.sched_getaffinity(0))}
+    facts = same | {"foray": foray_version(), "cores": cores(), "sizes": sizes}
     (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
     return facts
 
 
-def config_tree(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> dict[str, Any]:
-    """Return the configuration of the run, with paths, seed and overrides."""
+def chosen_sizes(parameters: float) -> dict[str, Any]:
+    """Return steps, updates and questions (`limit`) that this CPU finishes in time, and a sentence about it."""
+    speed = cpu_speed()
+    dtype = speed.best if speed and parameters >= SMALL else "float32"
+    share, rate = parameters / PARAMETERS / cores(), getattr(speed, dtype) if speed else math.inf
+    update, episode, step = ((fixed + gflop / rate) * share for fixed, gflop in COSTS.values())
+    seconds = HOURS * 3600 * 0.8
+    updates, limit, steps = 72, HELD_OUT, 50
+
+    def total() -> float:
+        return updates * update + limit * EPISODES * episode + steps * step
+
+    if total() > seconds:
+        updates = min(updates, max(4, int(0.2 * seconds / update)))
+        limit = min(limit, max(10, int(0.35 * seconds / episode / EPISODES)))
+        steps = min(steps, max(2, int((seconds - updates * update - limit * EPISODES * episode) / step)))
+    numbers = f"{updates} updates of the warm start, {steps} steps, {limit} questions of each set"
+    expected = f"{cores()} cores: {speed or 'unknown speed'}\n{numbers}: about {duration(total())} in "
+    expected += f"{dtype} without other work (load now {os.getloadavg()[0]:.1f})"
+    return {"updates": updates, "limit": limit, "steps": steps, "dtype": dtype, "expected": expected}
+
+
+def config_tree(
+    args: argparse.Namespace, directory: Path, data: dict[str, Path], sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the configuration of the run, with paths, seed, sizes and overrides."""
     questions = directory / "questions"
-    suite = {"path": str(questions / "held_out.jsonl"), "name": "held_out", "limit": 64}
+    suite = {"path": str(questions / "held_out.jsonl"), "name": "held_out", "limit": min(64, sizes["limit"])}
     chosen = [
+        f"run.steps={sizes['steps']}",
+        f"sft.max_steps={sizes['updates']}",
         override("run.dir", directory / "grpo"),
         override("run.model", directory / "warm"),
         f"run.seed={args.seed}",
@@ -159,18 +203,19 @@ def config_tree(args: argparse.Namespace, directory: Path, data: dict[str, Path]
         override("learner.questions", questions / "train.jsonl"),
         f"learner.eval.suites={json.dumps([suite])}",
     ]
-    return dict(read_tree(CONFIG, [*chosen, *ENGINES[args.engine], *args.overrides]))
+    engine = [setting.replace("bfloat16", sizes["dtype"]) for setting in ENGINES[args.engine]]
+    return dict(read_tree(CONFIG, [*chosen, *engine, *args.overrides]))
 
 
-def phases(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> list[Phase]:
+def phases(args: argparse.Namespace, directory: Path, sizes: dict[str, Any]) -> list[Phase]:
     """Return the phases of the demo, in order."""
     config, demos, warm = directory / CONFIG_COPY, directory / "demonstrations.jsonl", directory / "warm"
     model = args.model.absolute() if args.model else directory / "model"
     suites = [f"{name}={directory / 'questions' / name}.jsonl" for name in ("held_out", "dev")]
-    limit = ["--limit", str(args.limit)] if args.limit else []
+    limit = ["--limit", str(args.limit or sizes["limit"])]
     # during GRPO learner and engine share the cores; before and after, one of them has all
-    cores = min(len(os.sched_getaffinity(0)), MOST_THREADS)
-    alone = [f"engine.kind.threads={cores}"] if args.engine == "cpu" else []
+    threads = min(cores(), MOST_THREADS)
+    alone = [f"engine.kind.threads={threads}"] if args.engine == "cpu" else []
 
     def evaluation(name: str, target: Path, *methods: str) -> Phase:
         asked = [
@@ -194,7 +239,7 @@ def phases(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> 
         evaluation("untrained", model, "--methods", "policy", "rag"),
         Phase.foray(
             "sft", "supervised warm start", "sft", demos, "--model", model, "--out", warm, "--config", config,
-            f"learner.engine.threads={cores}",
+            f"learner.engine.threads={threads}",
         ),
         evaluation("warm", warm),
         Phase.foray("grpo", "GRPO through the ring", "up", config),

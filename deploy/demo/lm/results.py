@@ -210,6 +210,8 @@ def table(result: Mapping[str, Any]) -> str:
     lines.append("")
     for name, used in result["phases"].items():
         lines.append(f"{name:24}{used['seconds'] / 60:8.1f} min{used['cpu_seconds'] / 60:8.1f} CPU min")
+    if "sizes" in result:
+        lines.append(f"expected: {result['sizes']['expected']}")
     lines.append(f"{'all':24}{result['hours'] * 60:8.1f} min{result['cpu_hours'] * 60:8.1f} CPU min")
     return "\n".join(lines)
 

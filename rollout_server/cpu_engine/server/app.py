@@ -20,6 +20,7 @@ from protocol.errors import UserError
 from protocol.runtime.http.server import SERVER_OPTIONS, listening
 from protocol.runtime.lifecycle import shutdown_on_signals
 from protocol.runtime.log import start_logging
+from protocol.runtime.number_format import resolve
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model.config import ModelConfig, read_model_config
 from rollout_server.cpu_engine.model.llama import CausalLM
@@ -51,7 +52,8 @@ def build_engine(settings: EngineSettings) -> tuple[Engine, Tokenizer, ModelConf
     """Return the engine (not started), the tokenizer and the model config. Raises UserError."""
     torch.set_num_threads(settings.threads)
     config = read_model_config(settings.model_path)
-    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    chosen = resolve(settings.dtype, settings.model_path, log.warning, lambda: torch, gpu=False)
+    dtype = getattr(torch, chosen)
     weights = Weights(config, dtype)
     try:
         weights.load(settings.model_path)
@@ -95,7 +97,7 @@ def build_app(
         "context_length": config.context,
         "is_generation": True,
         "eos_token_ids": sorted(tokenizer.eos_ids),
-        "dtype": settings.dtype,
+        "dtype": str(engine.scheduler.runner.kv.dtype).removeprefix("torch."),
     }
     app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys)], handler_args=SERVER_OPTIONS)
     app.add_routes([web.post("/generate", generation.generate), web.put("/generate", generation.generate)])
