@@ -126,13 +126,22 @@ def _words(model: Path) -> dict[str, int]:
 
 
 def family(config: RunConfig) -> Iterator[Finding]:
-    """Print what docs/models.md says of the model's type."""
+    """Print what docs/models.md says of the model's type, and in what its other tested configurations differ."""
     kind = read_facts(config.run.model).get("model_type")
     table = _families()
-    for name, row in table["families"].items():
-        if row["type"] == kind:
-            said = (f"{title} {row['cells'][column][0]}" for column, title in table["columns"].items())
-            yield Finding("model family", "ok", f"{name}, tested at tiny size: {'; '.join(said)} (docs/models.md)")
+    verdicts = {
+        name: {title: row["cells"][column][0] for column, title in table["columns"].items()}
+        for name, row in table["families"].items()
+        if row["type"] == kind
+    }
+    if not verdicts:
+        return
+    usual = verdicts.get(str(kind)) or next(iter(verdicts.values()))
+    said = [f"{title} {verdict}" for title, verdict in usual.items()]
+    for name, row in verdicts.items():
+        if others := [f"{title} {verdict}" for title, verdict in row.items() if verdict != usual[title]]:
+            said.append(f"but {name}: {', '.join(others)}")
+    yield Finding("model family", "ok", f"{kind}, tested at tiny size: {'; '.join(said)} (docs/models.md)")
 
 
 def _families() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from deploy.doctor import machine
 from deploy.doctor.access import binds
 from deploy.doctor.data import lengths
 from deploy.doctor.finding import Finding
+from deploy.doctor.model import family
 from deploy.doctor.redis import memory_needed
 from deploy.doctor.run import examine
 from tests.support.sandboxes import require_bubblewrap
@@ -65,6 +66,13 @@ def test_rows_of_several_lines_are_named(run_files: Path) -> None:
     (run_files / "q.csv").write_text('id,question,answers\n1,"Heroes who?,a\n2,who is 12",b\n')
     found = findings(run_files, f"learner.questions={run_files / 'q.csv'}")["learner.questions"]
     assert found.verdict == "warn" and "first: lines 2 to 3 of " in found.why and "inspect" in found.fix
+
+
+def test_what_the_page_of_models_says_of_this_one_is_one_line(run_files: Path) -> None:
+    (run_files / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    (said,) = family(load_config(None, [f"run.model={run_files / 'model'}"]))
+    assert "packed rows exact" in said.detail and "but qwen2 yarn: embedded engine refused" in said.detail
+    assert "window" not in said.detail, "a configuration with the same verdicts"
 
 
 def test_more_minibatches_than_groups_are_named(run_files: Path) -> None:
