@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from protocol.errors import Fenced, ForayError, UserError
 from protocol.run_meta import LINEAGE_FIELD, lineage_id_in
 from protocol.runtime.files import (
     atomic_write,
+    below,
     durable_mkdir,
     folder_lock,
     fsync_path,
@@ -171,7 +173,7 @@ class Checkpoints:
         path = self._folder / found[0]
         facts = self._manifest(found)
         self._warn_of_newer(found)
-        inside = list(path.rglob("*"))
+        inside = below(path)
         there = {str(p.relative_to(path)) for p in inside if not p.is_dir() or p.is_symlink()}
         if strange := sorted(there - {MANIFEST, *facts["files"]}):
             raise self._damaged(path / strange[0], "the manifest does not list it, so its content cannot be verified")
@@ -402,7 +404,7 @@ def _listing(part: Path) -> dict[str, dict[str, Any]]:
     lists, known = _visible_lists(part)
     for path in lists:
         path.unlink()
-    files = [p for p in sorted(part.rglob("*")) if p.is_file()]
+    files = [p for p in below(part) if p.is_file()]
     rest = [p for p in files if p not in known]
     known |= _of_each({p: p.stat().st_size for p in rest}, written_file, f"hashing {part.name}", log.info)
     return {str(p.relative_to(part)): known[p] for p in files}
@@ -423,7 +425,7 @@ def _visible_lists(part: Path) -> tuple[list[Path], dict[Path, dict[str, Any]]]:
 def _lists_of_ranks(part: Path) -> tuple[list[Path], dict[Path, dict[str, Any]]]:
     """Return the lists below `part`, and the entries in them. Raises OSError if a planned or listed file is not whole,
     ValueError if a list is not."""
-    plans, lists = list(part.rglob(PLANNED)), sorted(part.rglob(f"{WRITTEN}.*.json"))
+    plans, lists = ([p for p in below(part) if fnmatch(p.name, name)] for name in (PLANNED, f"{WRITTEN}.*.json"))
     known: dict[Path, dict[str, Any]] = {}
     for path in lists:
         known |= {path.parent / name: entry for name, entry in json.loads(path.read_text()).items()}

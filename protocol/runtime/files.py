@@ -82,10 +82,8 @@ def fsync_path(path: Path) -> None:
 
 def fsync_tree(folder: Path) -> None:
     """Flush every file and folder below, each folder after its content, and `folder` last."""
-    for at, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            fsync_path(Path(at, name))
-        fsync_path(Path(at))
+    for path in reversed((folder, *below(folder))):
+        fsync_path(path)
 
 
 def durable_mkdir(folder: Path) -> None:
@@ -158,6 +156,19 @@ def entries(folder: Path, pattern: str) -> list[Path]:
         return [folder / name for name in os.listdir(folder) if fnmatch(name, pattern)]
     except FileNotFoundError:
         return []
+
+
+def below(folder: Path) -> list[Path]:
+    """Return every file and folder below `folder`, sorted, a folder before its content; links are not followed.
+
+    Raises OSError if one cannot be listed: `os.walk` and, since Python 3.12, `Path.rglob` show it as empty.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = os.walk(folder, onerror=fail)
+    return sorted(Path(at, name) for at, folders, files in found for name in (*folders, *files))
 
 
 def open_regular(path: Path) -> BufferedReader:

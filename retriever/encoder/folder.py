@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from protocol.errors import UserError
-from protocol.runtime.files import sha256_file
+from protocol.runtime.files import below, sha256_file
 from retriever.encoder.config import TransformerEncoderSettings
 from retriever.encoder.families import BY_NAME, FAMILIES, EncoderFamily, Pooling, family_of
 
@@ -181,7 +181,7 @@ def fingerprint(folder: Path) -> str:
     files does not matter. Other weight files are read in full. A change of a few numbers in the middle of one tensor is
     not detected.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and _counts(path))
+    files = [path for path in below(folder) if path.is_file() and _counts(path)]
     stamps = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     return _digest(folder, stamps)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
-from protocol.runtime.files import sha256_file
+from protocol.runtime.files import below, sha256_file
 from protocol.runtime.progress import Progress
 from retriever.corpus.corpus import Corpus
 from retriever.corpus.manifest import Manifest, check_manifest, corpus_of, read_manifest, settings_of
@@ -49,7 +49,7 @@ def verify_index(
     done = [f"{len(manifest.files)} files have the right sizes, the corpus the right {'size' if quick else 'SHA-256'}"]
     if not quick:
         done.append(_checksums(directory, manifest, progress))
-    for file in sorted(directory.rglob(store.FILE)):
+    for file in (path for path in below(directory) if path.name == store.FILE):
         done.append(_vectors(file, manifest.passages, full=full))
     return [*done, *_searches(directory, manifest, settings, path)]
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from protocol.errors import UserError
-from protocol.runtime.files import atomic_write, fsync_path, fsync_tree
+from protocol.runtime.files import atomic_write, below, fsync_path, fsync_tree
 from retriever.corpus.corpus import CorpusScan
 
 _LOCK = "lock"
@@ -209,5 +209,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 def files_in(directory: Path) -> list[str]:
     """Return the names of the files below a directory, in order, except the lock."""
-    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    found = (path.relative_to(directory).as_posix() for path in below(directory) if path.is_file())
     return sorted(name for name in found if name != _LOCK)

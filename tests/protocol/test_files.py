@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from protocol.runtime.files import atomic_write, create_once, durable_mkdir, entries
+from protocol.runtime.files import atomic_write, below, create_once, durable_mkdir, entries, fsync_tree
 
 
 @pytest.fixture
@@ -69,3 +70,23 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
     assert entries(tmp_path, "e*") == [tmp_path / "e1"] and entries(tmp_path / "absent", "*") == []
     with pytest.raises(NotADirectoryError):
         entries(tmp_path / "e1", "*")
+
+
+def test_a_tree_with_a_folder_that_cannot_be_listed_is_not_shorter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "file").touch()
+    assert below(tmp_path) == [tmp_path / "in", tmp_path / "in" / "file"]
+    scan = os.scandir
+
+    def failing(path: str) -> object:
+        if Path(path).name == "in":
+            raise OSError(errno.EIO, "Input/output error", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", failing)  # root may list every folder
+    with pytest.raises(OSError, match="Input/output error"):
+        below(tmp_path)
+    with pytest.raises(OSError, match="Input/output error"):
+        fsync_tree(tmp_path)

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
-from protocol.runtime.files import atomic_write
+from protocol.runtime.files import atomic_write, entries
 from protocol.search import Passage
 from retriever.backends.base import QueryResult
 
@@ -81,9 +81,9 @@ class MemoryJournal:
     def load(self) -> Iterator[tuple[str, MemoryEntry]]:
         """Yield (run, entry) of all files, oldest file first, in written order. Repairs torn files and skips invalid
         entries, with a warning."""
-        for unfinished in self.directory.glob(".*.tmp"):  # from a process that was killed while rewriting a file
+        for unfinished in entries(self.directory, ".*.tmp"):  # from a process that was killed while rewriting a file
             unfinished.unlink()
-        paths = sorted(self.directory.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        paths = sorted(entries(self.directory, "*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         for path in paths:
             whole = _without_torn_line(path)
             try:
