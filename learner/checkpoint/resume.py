@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping
 from functools import cache
@@ -47,11 +46,17 @@ def with_dtype(run: RunSettings, settings: AnyTrainer) -> AnyTrainer:
     given: DtypeSetting = settings.model.dtype
     if given == "auto":
         given = began_with(run) or ("auto" if settings.engine.zero_stage else "float32")
-    dtype = resolve(given, run.model, log.warning, lambda: importlib.import_module("torch"), gpu=True)
+    dtype = resolve(given, run.model, log.warning, _torch, gpu=True)
     if dtype == settings.model.dtype:
         return settings
     log.info("learner.model.dtype: %s, chosen for this run and machine", dtype)
     return settings.model_copy(update={"model": settings.model.model_copy(update={"dtype": dtype})})
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
 
 
 def require_resumable(

@@ -98,8 +98,8 @@ def test_the_phases_of_a_demo(tmp_path: Path, number: signal.Signals, code: int)
     """The phase waits for a file; the second call finds it."""
     argv = [sys.executable, "-c", PHASES, str(tmp_path), "demo-lm", "--dir", str(tmp_path / "a demo"), "--seed", "7"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: (tmp_path / "begun").exists(), "the phase runs", 60)
     try:
+        wait_until(lambda: (tmp_path / "begun").exists(), "the phase runs", 60)
         process.send_signal(number)
         said, _ = process.communicate(timeout=90)
     finally:
@@ -127,7 +127,7 @@ wait = (
     "while not (here / 'go').exists(): time.sleep(0.02)"
 )
 command.find_data = lambda given: {}
-command.prepare = lambda args, directory, data: directory.mkdir(exist_ok=True) or {}
+command.prepare = lambda args, directory, data: directory.mkdir(exist_ok=True) or {"sizes": {"expected": "in a minute"}}
 command.phases = lambda args, directory, data: [Phase("long", "a long phase", ("-c", wait))]
 results.summary, results.write, results.table = lambda *_: {}, lambda *_: here, lambda _: "the table"
 sys.exit(main(sys.argv[2:]))

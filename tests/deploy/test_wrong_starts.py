@@ -211,9 +211,9 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         holds("model/config.json", SMALL),
         ["the embedded engine", "'stablelm' is not supported", "engine.kind={type: sglang}"],
     ),
-    "mixtral on the embedded engine": (
-        holds("model/config.json", QWEN_3B | {"model_type": "mixtral"}),
-        ["'mixtral' is not supported", "engine.kind={type: sglang}"],
+    "deepseek on the embedded engine": (
+        holds("model/config.json", QWEN_3B | {"model_type": "deepseek_v3"}),
+        ["'deepseek_v3' is not supported", "engine.kind={type: sglang}"],
     ),
     "a stretched rotation on the embedded engine": (
         holds("model/config.json", STRETCHED),
