@@ -46,3 +46,7 @@ class BatchAhead:
     conditions: BatchConditions
     groups: list[TrajectoryGroup]
     call: BackgroundCall[UnscaledBatch]
+
+    def fits(self, conditions: BatchConditions, groups: Sequence[TrajectoryGroup]) -> bool:
+        """Return whether it was built for these conditions and these groups themselves."""
+        return self.conditions == conditions and list(map(id, self.groups)) == list(map(id, groups))

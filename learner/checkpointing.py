@@ -80,6 +80,15 @@ class CheckpointWriter:
         """Return the name of the checkpoint that is being written, "" if there is none."""
         return "" if self._writing is None else self._writing.part.name
 
+    def acknowledge_rest(self) -> None:
+        """Acknowledge entries of seqs that the loaded checkpoint has settled but its writer did not acknowledge."""
+        ctx = self.ctx
+        ids = list(ctx.delivery.unacked)
+        if pending := ctx.store.ack(ids):
+            log.info("acknowledged %d entries that the checkpoint had settled", pending)
+            ctx.delivery.counters.redelivered += pending
+        ctx.delivery.mark_acknowledged(ids)
+
     def write_if_due(self) -> None:
         """After a batch: commit what was written, then begin a checkpoint if one is due."""
         self.commit_written()

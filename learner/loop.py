@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from learner.announcing import WeightAnnouncer
 from learner.background_call import BackgroundCall
 from learner.batching import BatchAhead, batch_for_step
 from learner.checkpoint.journal import BatchConditions
@@ -28,11 +29,10 @@ from learner.delivery.token_accounting import token_split
 from learner.interfaces import NO_TOKENS, StepReport
 from learner.observability.metrics import StepTimer
 from learner.recovery import Recovery, SignalGuard, fewest_dead
-from learner.weights.base import BadWeights, GatheredWeights, in_use, wants_files
-from protocol.errors import NoSignal, StateLost, UserError
+from protocol.errors import NoSignal, UserError
 from protocol.ledger import Outcome
-from protocol.messages import TrajectoryGroup, WeightUpdate
-from protocol.runtime.redis.errors import BestEffort, RedisUnavailable
+from protocol.messages import TrajectoryGroup
+from protocol.runtime.redis.errors import BestEffort
 from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -57,22 +57,24 @@ class TrainingLoop:
         self.policy_step = ctx.delivery.step
         self.recovery = Recovery(ctx, stopping, self._begin_epoch)
         self.writer = CheckpointWriter(ctx, self.recovery, lineage)
-        self._update: WeightUpdate | None = None
-        self._files_wanted = False
+        self.announcer = WeightAnnouncer(ctx, self.recovery, self.writer, lambda: self.version)
         self._ahead: BatchAhead | None = None
         self._guard = SignalGuard(ctx.settings.max_skipped, ctx.run.dir / "skipped", fewest_dead(ctx.run))
         self._timer = StepTimer(ctx.meter)
-        self._devices = ctx.engine.world_size
-        """Ranks of the learner and of the engines that were registered at the last announcement."""
         self._best_effort = BestEffort()
         self._refusals: int | None = None
         """Number of writes that Redis had refused at the last check. Those before the first check may be days old."""
 
+    @property
+    def version(self) -> PolicyVersion:
+        """Return the version of the current weights."""
+        return PolicyVersion(self.ctx.lease.epoch, self.policy_step)
+
     def run(self) -> None:
         """Acknowledge what the checkpoint decided, announce the weights, enable issuing, and train."""
         ctx, retry = self.ctx, self.recovery.retry_until_available
-        retry(self._acknowledge_rest)
-        retry(self.announce)
+        retry(self.writer.acknowledge_rest)
+        retry(self.announcer.announce)
         retry(ctx.audit.begin)
         retry(ctx.issuer.recount)
         ctx.issuer.enabled.set()
@@ -111,7 +113,7 @@ class TrainingLoop:
             report = ctx.engine.train(batch)
         if report.skipped:
             self._skip(entries, report)
-            ctx.reporter.trace(entries, taken_s, report, PolicyVersion(ctx.lease.epoch, self.policy_step))
+            ctx.reporter.trace(entries, taken_s, report, self.version)
             return False
         if not report.reason:
             self._guard.trained()
@@ -119,14 +121,14 @@ class TrainingLoop:
         self.policy_step += 1
         self._append_to_journal(entries, conditions)  # before publishing: a replay needs the step
         ctx.replay_buffer.add(self.policy_step, groups)
-        self._publish()
+        self.announcer.publish()
         split = token_split(batch, everything, len(groups), report.minibatches)
         ctx.delivery.commit_step(
             [e.seq for e in entries], sampled=_sampled(entries), trained=report.tokens_trained, own=split
         )
         ctx.maintenance.wake.set()
-        ctx.reporter.trace(entries, taken_s, report, PolicyVersion(ctx.lease.epoch, self.policy_step))
-        more = {"replayed_groups": len(replayed), "devices": self._devices}
+        ctx.reporter.trace(entries, taken_s, report, self.version)
+        more = {"replayed_groups": len(replayed), "devices": self.announcer.devices}
         ctx.report_step(groups, report, self._timer.lap(), now_step=conditions.now_step, more=more)
         if report.reason:  # the step is booked: this may end the run
             log.warning("trained only a part of the batch of seqs %s: %s", [e.seq for e in entries], _why(report))
@@ -136,11 +138,7 @@ class TrainingLoop:
     def _batch(self, conditions: BatchConditions, groups: list[TrajectoryGroup]) -> UnscaledBatch:
         """Return the batch that was built for these groups and conditions during the last step, else build it."""
         ahead, self._ahead = self._ahead, None
-        if (
-            ahead is not None
-            and ahead.conditions == conditions
-            and list(map(id, ahead.groups)) == list(map(id, groups))
-        ):
+        if ahead is not None and ahead.fits(conditions, groups):
             return ahead.call.result()
         return batch_for_step(conditions, groups, self.ctx.engine, self.ctx.run, self.ctx.settings)
 
@@ -251,14 +249,11 @@ class TrainingLoop:
                 self.recovery.repair_if_needed()
                 self._guard.observe(ctx.delivery)
                 ctx.validator.collect(ctx.delivery.step)
-                if self.recovery.must_announce:
-                    self.recovery.retry_until_available(self.announce)
+                self.announcer.announce_if_lost()
                 if time.monotonic() > reminded + ctx.settings.reconcile_s:
                     reminded = time.monotonic()
-                    self.recovery.retry_until_available(self._announce_if_forgotten)
-                if self._update is not None and self._update.is_initial:
-                    self.recovery.retry_until_available(self._write_wanted_files)
-                self.recovery.retry_until_available(self._send_again)
+                    self.recovery.retry_until_available(self.announcer.announce_if_forgotten)
+                self.recovery.retry_until_available(self.announcer.serve_engines)
                 entries = ctx.consumer.take(run.groups_per_step, self.policy_step, max_lag=max_lag, timeout_s=POLL_S)
                 if entries:
                     return entries
@@ -285,80 +280,8 @@ class TrainingLoop:
         if removed := self.ctx.store.trim_diagnostics():
             log.warning("Redis is full: removed its %d oldest dead letters and events", removed)
 
-    # --- weights ---
-
-    def announce(self, state: str = "ready") -> None:
-        """Publish the current policy, unless done already, and make it the engines' target.
-
-        Raises UserError if the weights are rejected or cannot be written, RedisUnavailable, StateLost, Fenced.
-        """
-        ctx = self.ctx
-        version = PolicyVersion(ctx.lease.epoch, self.policy_step)
-        try:
-            if self._update is None or self._update.version != version:
-                weights = GatheredWeights(lambda: ctx.engine.iter_weights(ctx.publisher.device))
-                self._update = self._initial(version) or ctx.publisher.publish(version, weights)
-            ctx.publisher.announce(self._update, state)
-        except BadWeights as error:
-            ctx.event_log.emit("weights-refused", f"{version.label} was rejected: {error}")
-            self.writer.keep_written()  # the message names the last checkpoint
-            raise UserError(
-                f"the weights of version {version.label} were rejected: {error}",
-                why="engines would generate noise, and the run would train on it; the engines keep the previous "
-                "version",
-                todo=f"start again: it resumes from the checkpoint of step {self.writer.step}. If the error "
-                "returns, "
-                "lower learner.optim.lr (or raise learner.publish.max_norm_jump if the jump is intended)",
-            ) from error
-        except OSError as error:
-            ctx.event_log.emit("weights-refused", f"could not write {version.label}: {error}")
-            raise UserError(
-                f"cannot write the weights of version {version.label}: {error}",
-                why="they were not announced: the engines keep the previous version, which is complete",
-                todo=f"free disk space for {ctx.run.dir} and start again: it resumes from the last checkpoint",
-            ) from error
-        self.recovery.must_announce = False
-        engines = ctx.store.engines()
-        self._devices = ctx.engine.world_size + sum(engine.ranks for engine in engines)
-        ctx.publisher.collect(in_use(engines) | {v for v in (ctx.validator.needed,) if v is not None})
-
-    def _initial(self, version: PolicyVersion) -> WeightUpdate | None:
-        """Return the announcement of the run's initial model, which the engines were launched with, if the policy still
-        equals it and no engine needs files."""
-        if version.step or self._files_wanted:
-            return None
-        return self.ctx.publisher.initial(version, self.ctx.engine.iter_weights("meta"))
-
-    def _write_wanted_files(self) -> None:
-        """Publish the initial model as files if an engine has another one, and cannot take part otherwise."""
-        wanting = [e.id for e in self.ctx.store.engines() if wants_files(e)]
-        if wanting:
-            log.info("publishing the initial model as files for %s", ", ".join(wanting))
-            self._files_wanted, self._update = True, None
-            self.announce()
-
-    def _send_again(self) -> None:
-        """Send the announced version to engines that have no other way to get it: they may be the only ones."""
-        ctx = self.ctx
-        if self._update is not None and self._update.version == PolicyVersion(ctx.lease.epoch, self.policy_step):
-            ctx.publisher.send_again(GatheredWeights(lambda: ctx.engine.iter_weights(ctx.publisher.device)))
-
-    def _publish(self) -> None:
-        with self.ctx.meter.blocked_on("publish"):
-            try:
-                self.recovery.retry_until_available(self.announce)
-            except (RedisUnavailable, StateLost) as error:
-                # The run is stopping, but the step is done: a checkpoint will contain it, and the next start
-                # announces its version.
-                log.warning("version %d will be announced at the next start: %s", self.policy_step, error)
-
-    def _announce_if_forgotten(self) -> None:
-        """Announce again if Redis lost its last second, and with it only the target."""
-        if self._update is not None and self.ctx.store.announced() != self._update.version:
-            self.announce()
-
     def _begin_epoch(self) -> None:
-        self.lineage.append(PolicyVersion(self.ctx.lease.epoch, self.policy_step))
+        self.lineage.append(self.version)
 
     # --- validation ---
 
@@ -371,8 +294,8 @@ class TrainingLoop:
             self._begin_validation((self.writer.writing_name() or ctx.checkpoints.current_name()) if written else "")
 
     def _begin_validation(self, checkpoint: str) -> None:
-        if self._update is not None:
-            self.ctx.validator.begin(self._update, checkpoint)
+        if self.announcer.update is not None:
+            self.ctx.validator.begin(self.announcer.update, checkpoint)
 
     def _await_validation(self) -> None:
         """At the end of the run, wait for the validation in progress, then for that of the last policy."""
@@ -385,15 +308,6 @@ class TrainingLoop:
                     self.writer.commit_written()
                     self.ctx.validator.collect(self.ctx.delivery.step)
                     time.sleep(POLL_S / 5)
-
-    def _acknowledge_rest(self) -> None:
-        """Acknowledge entries of seqs that the loaded checkpoint has settled but its writer did not acknowledge."""
-        ctx = self.ctx
-        ids = list(ctx.delivery.unacked)
-        if pending := ctx.store.ack(ids):
-            log.info("acknowledged %d entries that the checkpoint had settled", pending)
-            ctx.delivery.counters.redelivered += pending
-        ctx.delivery.mark_acknowledged(ids)
 
 
 def _why(report: StepReport) -> str:

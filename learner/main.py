@@ -385,7 +385,7 @@ def _finish(ctx: LearnerContext, loop: TrainingLoop, stop: DeferredShutdown) -> 
         ctx.delivery.counters.excess += len(excess)
     if ctx.delivery.has_uncommitted() and not loop.writer.persist(stop.is_set):
         raise UserError("the last checkpoint could not be written", todo="free disk space and start again")
-    retry(lambda: loop.announce("done"))
+    retry(lambda: loop.announcer.announce("done"))
     if problem := retry(ctx.audit.problem):
         ctx.event_log.emit("inconsistent", f"the accounting is not consistent: {problem}")
         raise ForayError(f"the accounting is not consistent: {problem}")

@@ -48,12 +48,9 @@ class TokenValues:
     def __init__(self) -> None:
         self._parts: list[Columns] = []
 
-    def clear(self) -> None:
-        """Forget what was collected."""
-        self._parts = []
-
-    def add(self, **columns: npt.NDArray[np.generic] | None) -> None:
-        """Add trained tokens: one array of equal length for each column, None for one that is not computed.
+    def add(self, **values: npt.NDArray[np.generic] | None) -> None:
+        """Add trained tokens: arrays of equal length, None for one that is not computed. Without `logprob` they were
+        not trained, and are left out.
 
         trajectory  number in the batch
         position    place of the token in its trajectory
@@ -61,7 +58,8 @@ class TokenValues:
         reference   log-prob by the reference policy
         advantage   that its loss was computed with
         """
-        self._parts.append({name: values for name, values in columns.items() if values is not None})
+        if values.get("logprob") is not None:
+            self._parts.append({name: value for name, value in values.items() if value is not None})
 
     def write(self, folder: Path, source: TrajectorySource, *, rank: int, keep: int) -> None:
         """Write the file of `source.step`, and remove this rank's files but for the newest `keep`."""

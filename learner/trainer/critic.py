@@ -7,14 +7,11 @@ from typing import Any
 
 import torch
 
-from learner.algorithms.base import LossOutput
-from learner.algorithms.losses import value_loss, variance_sums, weighted_sum
 from learner.config.model import CriticSettings, LoraSettings, ModelSettings
 from learner.engine import DeepSpeedEngine
 from learner.model.loading import load_settled
 from learner.model.policy import ValueHead, backbone, hidden_states
 from learner.model.stored_weights import StoredWeights
-from learner.trainer.tensors import ForwardResult
 
 
 class ValueModel(torch.nn.Module):
@@ -70,36 +67,3 @@ class Critic:
     def is_warming_up(self) -> bool:
         """Return whether only the critic is trained."""
         return self.engine.updates < self._warmup
-
-    @torch.no_grad()
-    def values(self, *read: Any) -> torch.Tensor:
-        """Return [N] float32: the expected return from before each trained token on."""
-        values: torch.Tensor = self.engine.forward(*read)
-        return values
-
-    def loss(self, forward: ForwardResult) -> LossOutput:
-        """Return the loss of one micro-batch, with gradient."""
-        return value_loss_output(self.engine.forward(*forward.tensors.model_inputs), forward, self.settings)
-
-
-def value_loss_output(values: torch.Tensor, forward: ForwardResult, settings: CriticSettings) -> LossOutput:
-    """Return the clipped value loss of one micro-batch. Metrics: its mean, its clip fraction, and the sums for the
-    explained variance, which spans the batch (`learner.trainer.update`).
-    """
-    t = forward.tensors
-    assert forward.returns is not None and forward.values is not None
-    huber = settings.huber_delta if settings.loss == "huber" else None
-    found = value_loss(values, forward.values, forward.returns, t.mask, clip=settings.clip or None, huber=huber)
-    pieces = variance_sums(forward.values, forward.returns, t.mask)
-    return LossOutput(
-        weighted_sum(found.loss, t.weights, t.mask),
-        sums={
-            "value_loss": torch.where(t.mask, found.loss.detach(), 0.0).sum(),
-            "value_clip_fraction": found.clipped.sum(),
-            "value_mean": torch.where(t.mask, forward.values, 0.0).sum(),
-            "return_mean": pieces.returns,
-            "return_square": pieces.return_squares,
-            "value_error": pieces.errors,
-            "value_error_square": pieces.error_squares,
-        },
-    )

@@ -128,16 +128,15 @@ class Reference:
             module.to(engine.device)
 
     @torch.no_grad()
-    def scores(self, *inputs: Any, top: int = 0, at_ids: torch.Tensor | None = None) -> Scores:
-        """Return scores without gradient; arguments as `PolicyModel.forward`, up to `entropy_gradient`. Collective at
-        stage 3."""
+    def forward(self, *inputs: Any) -> Scores:
+        """Return scores without gradient; arguments as `PolicyModel.forward`. Collective at stage 3."""
         if self._module is not None:
-            return self._module(*inputs, top, at_ids)  # type: ignore[no-any-return]
+            return self._module(*inputs)  # type: ignore[no-any-return]
         with adapters_off(self._engine.module):
-            return self._engine.forward(*inputs, top, at_ids)  # type: ignore[no-any-return]
+            return self._engine.forward(*inputs)  # type: ignore[no-any-return]
 
     def onload(self) -> None:
-        """Move the module to the device, before `scores`."""
+        """Move the module to the device, before `forward`."""
         if self._module is not None:
             self._module.to(self._engine.device)
 

@@ -1,8 +1,5 @@
-"""One training step: takes a batch, updates the weights, returns a report. Implements `learner.interfaces.TrainEngine`.
-
-rank batch -> forward passes (policy, reference, critic: no gradient) -> advantages and returns (over all ranks)
-           -> epochs x minibatches: micro-batches forward and backward -> update of the policy, update of the critic
-           -> the reference is updated
+"""The trainer: takes a batch, updates the weights (`learner.trainer.step`), returns a report, and saves its state.
+Implements `learner.interfaces.TrainEngine`.
 """
 
 from __future__ import annotations
@@ -21,12 +18,10 @@ from learner.checkpoint.resume import with_dtype
 from learner.config.learner import TrainerSettings
 from learner.data.batch import Batch, RankBatch
 from learner.data.token_values import FOLDER, TokenValues
-from learner.engine import DeepSpeedEngine, OptimizerUpdate, leave_ranks
+from learner.engine import DeepSpeedEngine, leave_ranks
 from learner.interfaces import NO_TOKENS, StepReport
-from learner.trainer.forward import forward_batch
 from learner.trainer.models import Models, build_models
-from learner.trainer.tensors import ForwardBatch
-from learner.trainer.update import MetricSums, UpdateResult, update_minibatch
+from learner.trainer.step import run_step
 from protocol.errors import UserError
 from protocol.settings import RunSettings
 
@@ -89,7 +84,9 @@ class Trainer:
         """Return each rank's share. Raises UserError for tokens outside the model's vocabulary."""
         if len(batch.shares) != self.world_size:
             raise ValueError(f"a batch for {len(batch.shares)} ranks, but there are {self.world_size}")
-        largest = max((int(max(m.ids.max(), m.targets.max())) for m in batch.micro_batches), default=0)
+        largest = 0
+        for micro_batch in batch.micro_batches:
+            largest = max(largest, int(micro_batch.ids.max()), int(micro_batch.targets.max()))
         if largest >= self._models.vocabulary:
             # On a GPU the embedding would fail asynchronously, without details, and leave the process unusable.
             raise UserError(
@@ -101,61 +98,30 @@ class Trainer:
 
     def train(self, batch: Batch) -> StepReport:
         """Run `train_rank_batch` on this rank's share of a batch that every rank has; collective."""
-        return self.train_rank_batch(self.rank_batches(batch)[self.rank])
+        share = self.rank_batches(batch)[self.rank]
+        return self.train_rank_batch(share)
 
-    def train_rank_batch(self, rank_batch: RankBatch) -> StepReport:
-        """Update the weights with a batch, `rank_batch` being this rank's share; collective."""
-        start = time.perf_counter()
-        if not rank_batch.num_tokens:
-            return StepReport(0.0, 0.0, True, NO_TOKENS, dict(rank_batch.stats), 0, time.perf_counter() - start)
-        forwards = forward_batch(rank_batch, self._models, self.algorithm)
-        advantages, facts = self.algorithm.compute_advantages(forwards.flat, self.engine.total)
-        result = self._passes(rank_batch, forwards.with_advantages(advantages))
-        applied = result.minibatches > 0
-        if applied:
-            self.algorithm.after_update()
-            self._models.after_update()
-            if result.tokens is not None:
-                keep = self.settings.token_values.keep
-                result.tokens.write(self._token_values, rank_batch.source, rank=self.rank, keep=keep)
-        metrics, tokens = self._metrics(rank_batch, result)
-        metrics |= facts | result.facts
+    def train_rank_batch(self, share: RankBatch) -> StepReport:
+        """Update the weights with a batch, `share` being this rank's part; collective."""
+        start, keep = time.perf_counter(), self.settings.token_values
+        if not share.num_tokens:
+            return StepReport(0.0, 0.0, True, NO_TOKENS, dict(share.stats), 0, time.perf_counter() - start)
+        result = run_step(share, self._models, self.algorithm)
+        if result.minibatches and keep.due(share.source.step):
+            values = TokenValues()
+            for tokens in result.batch:
+                values.add(**tokens.columns)
+            values.write(self._token_values, share.source, rank=self.rank, keep=keep.keep)
         return StepReport(
-            loss=metrics.pop("loss"),
+            loss=result.metrics.pop("loss"),
             grad_norm=result.update.grad_norm,
-            skipped=not applied,
+            skipped=not result.minibatches,
             reason="" if result.update.applied else "not finite",
-            metrics=metrics,
-            tokens_trained=tokens,
+            metrics=result.metrics,
+            tokens_trained=result.tokens_trained,
             seconds=time.perf_counter() - start,
             minibatches=result.minibatches,
         )
-
-    def _passes(self, rank_batch: RankBatch, forwards: ForwardBatch) -> UpdateResult:
-        """Run every epoch over every minibatch, until an update is not finite.
-
-        Totals and token values are those of the last epoch.
-        """
-        due = self.settings.token_values.due(rank_batch.source.step)
-        result = UpdateResult(OptimizerUpdate(0.0, False), TokenValues() if due else None)
-        for _ in range(self.algorithm.epochs):
-            result.totals = MetricSums()
-            if result.tokens is not None:
-                result.tokens.clear()
-            for number in range(len(rank_batch.minibatches)):
-                update_minibatch(number, forwards, self._models, self.algorithm, result)
-                if not result.update.applied:
-                    return result
-        return result
-
-    def _metrics(self, rank_batch: RankBatch, result: UpdateResult) -> tuple[dict[str, float], int]:
-        """Return the metrics, and the number of tokens in applied updates, over all ranks; collective."""
-        totals = result.totals
-        trained = [m for part in rank_batch.minibatches[: result.minibatches] for m in part]
-        tokens = float(sum(int((m.weights > 0).sum()) for m in trained))
-        # Every rank has at least a dummy, so all ranks have the same names in the same order.
-        (tokens, *sums), maxima = self.engine.reduce([tokens, *totals.sums_list()], list(totals.maxima.values()))
-        return totals.report(sums, maxima) | rank_batch.stats, int(tokens)
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, tensor on `device`) of every weight, tied ones once, as `save_pretrained` would;

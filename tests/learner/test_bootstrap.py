@@ -13,7 +13,7 @@ from learner.algorithms.base import TokenScores
 from learner.config.algorithm import PpoSettings
 from learner.config.learner import TrainerSettings
 from learner.data.batch import build_batch
-from learner.trainer.forward import forward_batch
+from learner.trainer.scoring import score
 from learner.trainer.trainer import Trainer
 from protocol.messages import Status, Trajectory, TrajectoryGroup
 from protocol.settings import RunSettings
@@ -62,7 +62,11 @@ def values_of(trainer: Trainer, ids: list[int]) -> list[float]:
     read = (text, torch.arange(len(ids))[None], None, torch.arange(len(ids)))
     critic = trainer._models.critic
     with torch.no_grad():
-        found = trainer.engine.forward(*read, text[0], 1.0, False, 0).values if critic is None else critic.values(*read)
+        found = (
+            trainer.engine.forward(*read, text[0], 1.0, False, 0).values
+            if critic is None
+            else critic.engine.forward(*read)
+        )
     return [float(x) for x in found]
 
 
@@ -105,7 +109,7 @@ def test_what_truncation_cut_off_is_worth_the_state_after_it(
     )
     found: dict[int, tuple[list[float], list[float]]] = {}
     for share in batch.rank_batches:  # what three ranks do, one after the other: dummies and all
-        scored = forward_batch(share, trainer._models, algorithm).flat
+        scored = [tokens.scores for tokens in score(share, trainer._models, algorithm)]
         for s, judgement in zip(scored, algorithm.compute_advantages(scored, trainer.engine.total)[0], strict=True):
             for number in torch.unique(s.trajectory[s.mask]).tolist():
                 kept = s.trajectory == number

@@ -82,7 +82,7 @@ def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def seen(run: Run) -> torch.Tensor:
-    return run.reference.scores(*inputs()).logprobs
+    return run.reference.forward(*inputs()).logprobs
 
 
 @pytest.mark.parametrize(("rank", "stage"), [(0, 0), (4, 3)])
@@ -111,7 +111,7 @@ def test_a_frozen_reference_may_be_another_model(directory, tmp_path):
 def test_scores_at_given_tokens_and_the_likeliest(directory):
     run = Run(directory)
     at = torch.randint(0, 61, (17, 4), generator=torch.Generator().manual_seed(1))
-    found = run.reference.scores(*inputs(), top=3, at_ids=at)
+    found = run.reference.forward(*inputs(), 3, at)
     with torch.no_grad():
         logits = load_policy(directory, ModelSettings()).causal(inputs()[0]).logits.flatten(0, 1)[:17]
     assert_close(found.at, torch.log_softmax(logits, -1).gather(-1, at))
@@ -127,10 +127,10 @@ def test_the_likeliest_are_those_of_the_ids_that_the_policy_has(directory, tmp_p
     with torch.no_grad():
         table = torch.log_softmax(run.reference._module.causal(inputs()[0]).logits.flatten(0, 1)[:17], -1)
     assert (table.topk(20).indices >= 61).any(), "the test has something to cut off"
-    found = run.reference.scores(*inputs(), top=20)
+    found = run.reference.forward(*inputs(), 20)
     assert found.top.equal(table[:, :61].topk(20).indices)
     torch.testing.assert_close(found.at, table.gather(-1, found.top), rtol=1e-4, atol=1e-4)
-    assert run.reference.scores(*inputs(), top=99).top.shape == (17, 61)
+    assert run.reference.forward(*inputs(), 99).top.shape == (17, 61)
 
 
 def test_a_reference_of_fewer_ids_is_refused_at_load(directory, tmp_path):
@@ -334,7 +334,7 @@ def test_a_reference_in_another_dtype(directory):
         ReferenceSettings(kind="frozen", dtype="bfloat16"), directory, run.model, run.engine, packed=False
     )
     assert {p.dtype for p in narrow._module.parameters()} == {torch.bfloat16}
-    torch.testing.assert_close(narrow.scores(*inputs()).logprobs, run.policy(), rtol=0.1, atol=0.1)
+    torch.testing.assert_close(narrow.forward(*inputs()).logprobs, run.policy(), rtol=0.1, atol=0.1)
 
 
 @torch.no_grad()

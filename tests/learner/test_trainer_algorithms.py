@@ -322,11 +322,11 @@ def test_values_do_not_cross_from_one_trajectory_of_a_row_to_the_next(start: Sta
         rewards[m.trajectory == 3] += 7.0
         changed.append(dataclasses.replace(m, rewards=rewards))
     algorithm = build_algorithm(trainer.settings.algorithm.model_copy(update={"whiten": False}))
-    from learner.trainer.forward import forward_batch
+    from learner.trainer.scoring import score
 
     def judged(batch: Batch) -> dict[int, list[float]]:
         (share,) = trainer.rank_batches(batch)
-        scored = forward_batch(share, trainer._models, algorithm).flat
+        scored = [tokens.scores for tokens in score(share, trainer._models, algorithm)]
         judgements, _ = algorithm.compute_advantages(scored, trainer.engine.total)
         return {
             int(n): j.advantages[s.trajectory == n].tolist()

@@ -72,7 +72,8 @@ def explained_variance(sums: VarianceSums) -> float:
 
     0 where returns do not vary, up to float64's rounding: there is no variance to explain.
     """
-    n, r, rr, e, ee = (float(x) for x in sums)
+    n, r, rr = float(sums.tokens), float(sums.returns), float(sums.return_squares)
+    e, ee = float(sums.errors), float(sums.error_squares)
     if n == 0:
         return 0.0
     variance = rr / n - (r / n) ** 2
