@@ -86,8 +86,8 @@ def alone(_: int) -> Iterator[None]:
     yield
 
 
-SHORT = ("rollout.episode.max_new_tokens=18", "rollout.episode.max_turns=2")
-"""A turn of 18 tokens takes 144 s, with 64 s between two chunks of 8."""
+SHORT = ("rollout.episode.max_new_tokens=10", "rollout.episode.max_turns=2")
+"""A turn of 10 tokens takes 80 s, with 64 s between two chunks of 8."""
 
 
 @pytest.mark.slow
