@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from deploy.placement.inventory import HARDWARE
+from deploy.hardware.inventory import HARDWARE
 from learner.config.learner import LearnerSettings
 from learner.config.sft import SftSettings
 from protocol.errors import UserError

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.placement.inventory import CPU, HARDWARE
+from deploy.hardware.inventory import CPU, HARDWARE
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
 
@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
 def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence[str]) -> int:
     """Write the preset with the settings of a hardware profile. Return 0. Raises UserError if it does not fit."""
     from deploy.config import from_tree
-    from deploy.placement.assign import table
-    from deploy.placement.profiles import choices, document, resolve
-    from deploy.placement.run import built_index
+    from deploy.hardware.assign import table
+    from deploy.hardware.profiles import choices, document, resolve
+    from deploy.hardware.run import built_index
     from protocol.runtime.config import read_tree
     from protocol.runtime.number_format import read_facts
 

@@ -104,12 +104,12 @@ def up(
 def print_plan(config: RunConfig, *, as_json: bool) -> None:
     """Print the processes and settings of a run, and what would stop it. Starts and requires nothing."""
     from deploy.doctor.run import preflight
+    from deploy.hardware.assign import NO_GPUS, table
+    from deploy.hardware.run import cores, planned
+    from deploy.hardware.speed import with_dtypes
     from deploy.launcher.addresses import preview, settle
     from deploy.launcher.plan import plan
     from deploy.launcher.run_dir import RESOLVED
-    from deploy.placement.assign import NO_GPUS, table
-    from deploy.placement.run import cores, planned
-    from deploy.placement.speed import with_dtypes
 
     config = with_dtypes(config)
     addresses = preview(config)

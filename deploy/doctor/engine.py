@@ -15,9 +15,9 @@ from typing import Any
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
 from deploy.doctor.gpus import no_device, without_cuda
-from deploy.placement.assign import EngineArgs
-from deploy.placement.inventory import HARDWARE
-from deploy.placement.run import planned
+from deploy.hardware.assign import EngineArgs
+from deploy.hardware.inventory import HARDWARE
+from deploy.hardware.run import planned
 from learner.config.learner import DistributedPublishSettings, require_groups
 from learner.config.model import ModelSettings
 from learner.config.policy import GroupSettings

@@ -16,9 +16,9 @@ from pathlib import Path
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
 from deploy.doctor.gpus import cuda_of_driver, cuda_of_torch
-from deploy.placement.assign import EngineArgs
-from deploy.placement.inventory import GIB, gib
-from deploy.placement.run import hosts_of
+from deploy.hardware.assign import EngineArgs
+from deploy.hardware.inventory import GIB, gib
+from deploy.hardware.run import hosts_of
 from rollout_server.node.config import SglangEngine
 
 CUDA = 13

@@ -8,7 +8,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from deploy.placement.inventory import DRIVER
+from deploy.hardware.inventory import DRIVER
 
 
 def without_cuda() -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding, Verdict
-from deploy.placement.memory import weight_bytes
+from deploy.hardware.memory import weight_bytes
 from protocol.errors import UserError
 from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.net import is_free, port_owner

@@ -26,6 +26,8 @@ from deploy.doctor.identity import CHECK
 from deploy.doctor.machine import usable
 from deploy.doctor.model import ENGINE_TOKENIZER, RUN_TOKENIZER
 from deploy.doctor.run import inputs, preflight
+from deploy.hardware.run import cores, on_this_machine
+from deploy.hardware.speed import with_dtypes
 from deploy.launcher.addresses import choose, dated, seen_from_here, settle
 from deploy.launcher.learning import learning_problems
 from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
@@ -34,8 +36,6 @@ from deploy.launcher.progress import StepTail, read_history
 from deploy.launcher.redis_server import check_server
 from deploy.launcher.run_dir import RESOLVED, discard, hold, write_record
 from deploy.launcher.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
-from deploy.placement.run import cores, on_this_machine
-from deploy.placement.speed import with_dtypes
 from deploy.secrets.env import SECRET_VARIABLES
 from learner.delivery.identity import ensure_lineage_id
 from learner.observability.reporting import step_line

@@ -15,10 +15,10 @@ from typing import Any
 
 from deploy.commands.init import PRESETS, presets
 from deploy.config import load_config
-from deploy.placement.assign import Assignment, table
-from deploy.placement.inventory import HARDWARE, gib
-from deploy.placement.memory import ENGINE_OVERHEAD, USABLE
-from deploy.placement.profiles import PROFILES, Resolved, choices, resolve
+from deploy.hardware.assign import Assignment, table
+from deploy.hardware.inventory import HARDWARE, gib
+from deploy.hardware.memory import ENGINE_OVERHEAD, USABLE
+from deploy.hardware.profiles import PROFILES, Resolved, choices, resolve
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree
 
@@ -104,7 +104,7 @@ Without an NVIDIA GPU nothing is placed; AMD GPUs are not placed either.
 
 ## Memory
 
-`deploy/placement/memory.py` computes the memory per GPU from config.json and the settings. Activations agree with
+`deploy/hardware/memory.py` computes the memory per GPU from config.json and the settings. Activations agree with
 torch's memory tracker on fake tensors within 5 %: `tests/deploy/test_memory.py`. Up to {USABLE:.0%} of a GPU is
 planned; the rest is for fragmentation and the CUDA context. An engine gets {gib(ENGINE_OVERHEAD)} beside weights and
 KV cache. Both are assumptions. `foray doctor` checks main memory: 12 bytes per parameter for snapshots of the state,

@@ -9,7 +9,7 @@ import pytest
 from deploy.config import load_config
 from deploy.doctor import gpu_host as module
 from deploy.doctor.gpu_host import cache, driver, gpu_host, toolkit
-from deploy.placement.inventory import Gpu, Host
+from deploy.hardware.inventory import Gpu, Host
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from deploy.doctor import engine as doctor_engine
 from deploy.doctor import model as doctor_model
 from deploy.doctor.access import binds
 from deploy.doctor.redis import memory, memory_needed
+from deploy.hardware.assign import needs, place
+from deploy.hardware.inventory import HARDWARE
+from deploy.hardware.memory import USABLE
+from deploy.hardware.profiles import choices
 from deploy.launcher.addresses import preview
 from deploy.launcher.plan import plan
-from deploy.placement.assign import needs, place
-from deploy.placement.inventory import HARDWARE
-from deploy.placement.memory import USABLE
-from deploy.placement.profiles import choices
 from deploy.reference.hardware import SHAPES, on_profile, page, pairs
 from protocol.errors import UserError
 from tests.support.shell_blocks import foray_commands, shell_blocks

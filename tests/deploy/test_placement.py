@@ -14,11 +14,11 @@ from deploy.commands.init import PRESETS
 from deploy.config import RunConfig, load_config
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor.engine import gpus
+from deploy.hardware import run as placed
+from deploy.hardware.assign import EngineArgs, Placement, needs, place
+from deploy.hardware.inventory import HARDWARE, Gpu, Host, this_machine, visible
+from deploy.hardware.memory import USABLE
 from deploy.launcher.plan import Addresses, plan
-from deploy.placement import run as placed
-from deploy.placement.assign import EngineArgs, Placement, needs, place
-from deploy.placement.inventory import HARDWARE, Gpu, Host, this_machine, visible
-from deploy.placement.memory import USABLE
 from deploy.reference.hardware import SHAPES
 from protocol.errors import UserError
 
@@ -114,7 +114,7 @@ def test_only_the_gpus_that_the_caller_sees_are_used() -> None:
 
 
 def test_a_driver_that_is_missing_is_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.placement.inventory.DRIVER", "libnothing.so.1")
+    monkeypatch.setattr("deploy.hardware.inventory.DRIVER", "libnothing.so.1")
     assert this_machine({"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
 
 

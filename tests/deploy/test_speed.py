@@ -15,9 +15,9 @@ import pytest
 from deploy.config import RunConfig, load_config
 from deploy.demo.lm import command as demo_lm
 from deploy.doctor import machine
+from deploy.hardware import speed as speeds
+from deploy.hardware.speed import MEASURE, with_dtypes
 from deploy.launcher.process import _die_with_parent
-from deploy.placement import speed as speeds
-from deploy.placement.speed import MEASURE, with_dtypes
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.resume import DTYPE, with_dtype
 from protocol.errors import UserError

@@ -19,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.command import stdout_to_stderr
-from deploy.placement.profiles import ADAPTERS
+from deploy.hardware.profiles import ADAPTERS
 from protocol.errors import ForayError
 from protocol.messages import Sampling
 from protocol.runtime.http.body import bounded_session

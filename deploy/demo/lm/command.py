@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from deploy.demo.lm.phases import Phase, PhaseFailed, PhaseStopped, run_phases
-from deploy.placement.run import cores
-from deploy.placement.speed import cpu_speed
+from deploy.hardware.run import cores
+from deploy.hardware.speed import cpu_speed
 from protocol.errors import UserError
 from protocol.runtime.config import override, read_tree
 from protocol.runtime.number_format import SMALL, stored_parameters

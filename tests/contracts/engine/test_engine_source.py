@@ -18,7 +18,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from sglang_source import SERVER, SglangSource
 
-from deploy.placement.profiles import ADAPTERS, OWN_GPU
+from deploy.hardware.profiles import ADAPTERS, OWN_GPU
 from protocol.messages import Sampling, WeightBucket, WeightView
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError, GenerateRequest

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deploy.placement.shape import ModelShape
+from deploy.hardware.shape import ModelShape
 from learner.config.learner import TrainerSettings
 from learner.config.model import DeepSpeedSettings
 

@@ -16,9 +16,9 @@ import yaml
 from deploy.config import RunConfig, from_tree
 from deploy.doctor.machine import memory_parts
 from deploy.doctor.redis import memory_needed
-from deploy.placement.assign import NO_GPUS, EngineArgs, Placement, needs, place
-from deploy.placement.inventory import CPU, HARDWARE, Host, gib
-from deploy.placement.shape import read_shape
+from deploy.hardware.assign import NO_GPUS, EngineArgs, Placement, needs, place
+from deploy.hardware.inventory import CPU, HARDWARE, Host, gib
+from deploy.hardware.shape import read_shape
 from protocol.errors import UserError
 from retriever.index.config import IndexSettings
 from rollout_server.node.config import GPU_INTERPRETER, SglangEngine
@@ -111,7 +111,7 @@ def resolve(
     if read_shape(facts) is None:
         raise UserError(
             f"the memory of a {facts.get('model_type', 'model without a type')} cannot be computed",
-            why="its shape is not among those in deploy/placement/shape.py",
+            why="its shape is not among those in deploy/hardware/shape.py",
             todo="use a model of another family, or omit --hardware and set launch.engines and launch.learner_ranks",
         )
     hosts, refused = HARDWARE[hardware], UserError("")

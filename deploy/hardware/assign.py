@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.config import RunConfig
-from deploy.placement.inventory import VISIBLE, Gpu, Host, gib
-from deploy.placement.memory import USABLE, EngineNeed, MemoryEstimate, estimate_memory
-from deploy.placement.shape import read_shape
+from deploy.hardware.inventory import VISIBLE, Gpu, Host, gib
+from deploy.hardware.memory import USABLE, EngineNeed, MemoryEstimate, estimate_memory
+from deploy.hardware.shape import read_shape
 from protocol.errors import UserError
 from retriever.encoder.config import ComputeSettings
 from retriever.index.config import IndexSettings

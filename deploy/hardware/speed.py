@@ -11,7 +11,7 @@ from functools import cache
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
-from deploy.placement.run import cores, hosts_of
+from deploy.hardware.run import cores, hosts_of
 from learner.checkpoint.resume import began_with
 from protocol.errors import UserError
 from protocol.runtime.number_format import SMALL, CpuSpeed, Dtype, known_float32, stored_parameters
