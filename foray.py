@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.config import RunConfig as RunConfig
 from deploy.config import load_config as load_config
-from deploy.launcher.progress import read_steps as read_steps
+from deploy.run.history import read_steps as read_steps
 from learner.checkpoint.journal import read_journal as read_journal
 from learner.config.learner import LearnerSettings as LearnerSettings
 from protocol.errors import ForayError as ForayError

@@ -24,7 +24,7 @@ from pydantic import Field, field_validator, model_validator
 
 from benchmarks.base import BenchResult, BenchSettings, Say, Target, tree_cpu_seconds
 from benchmarks.report import digest
-from deploy.launcher.progress import read_steps
+from deploy.run.history import read_steps
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
             raise ForayError(f"{', '.join(restarted)} exited and was restarted, so the measurement is invalid")
     directory = prepared.config.run.dir
     steps = list(read_steps(directory / "metrics.jsonl").values())
-    from deploy.monitor.snapshot import read_ledger_totals
+    from deploy.run.snapshot import read_ledger_totals
 
     totals = read_ledger_totals(directory)
     return {

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from benchmarks.asynchrony import warm_model
 from benchmarks.base import BenchResult, BenchSettings, Say, Target, cpu_seconds
-from deploy.launcher.progress import read_steps
+from deploy.run.history import read_steps
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:

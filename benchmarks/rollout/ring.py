@@ -21,8 +21,8 @@ from benchmarks.base import Say, cpu_seconds
 from benchmarks.rollout.routing import OURS
 from benchmarks.rollout.script import Faults, Script
 from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.redis_server import child_url, connect, find_server, redis_argv
 from deploy.launcher.supervisor import Readiness, Supervisor
+from deploy.run.redis_server import child_url, connect, find_server, redis_argv
 from learner.delivery.store import RunStore
 from protocol.codec import decode, decode_as, encode
 from protocol.errors import ForayError

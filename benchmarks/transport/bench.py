@@ -24,7 +24,7 @@ from benchmarks.transport.chain import RUN, TransportRing, a_task, ring
 from benchmarks.transport.settings import TransportBench
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
-from deploy.launcher.redis_server import connect
+from deploy.run.redis_server import connect
 from protocol.errors import ForayError
 from protocol.keys import Keys
 from protocol.ledger import Ledger, Outcome

@@ -22,8 +22,8 @@ import msgpack
 from benchmarks.base import Say
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
-from deploy.launcher.redis_server import child_url, connect, find_server, redis_argv
 from deploy.launcher.supervisor import Readiness, Supervisor
+from deploy.run.redis_server import child_url, connect, find_server, redis_argv
 from protocol.keys import TASK_GROUP, Keys
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.launcher.run_dir import Located, locate
+from deploy.run.run_dir import Located, locate
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 def _client(found: Located, *, may_be_gone: bool) -> Iterator[redis.Redis | None]:
     import redis
 
-    from deploy.launcher.redis_server import connect
-    from deploy.monitor.snapshot import refuse_stranger
+    from deploy.run.redis_server import connect
+    from deploy.run.snapshot import refuse_stranger
     from protocol.runtime.redis.url import redacted
 
     client = connect(found.redis_url)
@@ -102,7 +102,7 @@ def _is_gone(client: redis.Redis, found: Located) -> bool:
 
 def _fates(found: Located, client: redis.Redis | None) -> Fates:
     from deploy.dlq.dead_letters import Fates
-    from deploy.monitor.snapshot import read_ledger
+    from deploy.run.snapshot import read_ledger
     from protocol.codec import number_of
     from protocol.keys import Keys
 
@@ -151,7 +151,7 @@ def _show(args: argparse.Namespace, found: Located, client: redis.Redis | None, 
 
 def _requeue(args: argparse.Namespace, found: Located, client: redis.Redis, wanted: list[str]) -> None:
     from deploy.dlq.dead_letters import choose, outlook
-    from deploy.monitor.snapshot import take_snapshot
+    from deploy.run.snapshot import take_snapshot
     from protocol.keys import Keys
 
     if sum((bool(wanted), bool(args.reason), args.all)) != 1:
@@ -171,7 +171,7 @@ def _requeue(args: argparse.Namespace, found: Located, client: redis.Redis, want
 
 def _purge(args: argparse.Namespace, found: Located, client: redis.Redis, wanted: list[str]) -> None:
     from deploy.dlq.dead_letters import purge_file, purge_stream
-    from deploy.monitor.snapshot import take_snapshot
+    from deploy.run.snapshot import take_snapshot
 
     letters = _letters(args, found, client, bodies=False)
     if wanted:

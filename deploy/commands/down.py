@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from deploy.launcher.run_dir import LOCK, is_held, launcher_pid, read_record, require, saved, wait_until_free
+from deploy.run.run_dir import LOCK, is_held, launcher_pid, read_record, require, saved, wait_until_free
 from protocol.errors import ForayError
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.launcher.run_dir import configuration_of, read_configuration
+from deploy.run.run_dir import configuration_of, read_configuration
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree, section
 from protocol.runtime.lifecycle import Terminated

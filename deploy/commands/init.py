@@ -111,7 +111,7 @@ def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence
 
 def _name(recipe: Path | None, overrides: Sequence[str]) -> list[str]:
     """Return overrides for a unique run id and directory, unless `overrides` sets them."""
-    from deploy.launcher.run_dir import unique_id
+    from deploy.run.run_dir import unique_id
     from protocol.runtime.config import read_tree
     from protocol.settings import RunSettings
 

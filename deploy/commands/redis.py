@@ -10,7 +10,7 @@ import argparse
 import os
 from pathlib import Path
 
-from deploy.launcher.redis_server import find_server, redis_argv
+from deploy.run.redis_server import find_server, redis_argv
 from protocol.errors import UserError
 from protocol.runtime.net import require_free
 

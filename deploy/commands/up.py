@@ -64,7 +64,7 @@ def up(
     """Return (exit code, summary of the run); print a failure to stderr. `again`: the command that resumes the run."""
     from deploy.launcher.launcher import Launcher, RunStopped
     from deploy.launcher.process import ProcessFailed
-    from deploy.launcher.run_dir import finished, saved
+    from deploy.run.run_dir import finished, saved
 
     began = time.monotonic()
     launcher = Launcher(config, say=say, again=again, takeover=takeover)
@@ -107,9 +107,9 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     from deploy.hardware.assign import NO_GPUS, table
     from deploy.hardware.run import cores, planned
     from deploy.hardware.speed import with_dtypes
-    from deploy.launcher.addresses import preview, settle
     from deploy.launcher.plan import plan
-    from deploy.launcher.run_dir import RESOLVED
+    from deploy.run.addresses import preview, settle
+    from deploy.run.run_dir import RESOLVED
 
     config = with_dtypes(config)
     addresses = preview(config)

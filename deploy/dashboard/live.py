@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from deploy.launcher.run_dir import live_record
+from deploy.run.run_dir import live_record
 from protocol.errors import UserError
 from protocol.runtime.http import sse
 from protocol.runtime.http.auth import Access

@@ -16,12 +16,12 @@ from deploy.dashboard.filters import parse_filter, read_ages, read_facets, read_
 from deploy.dashboard.index import TrajectoryIndex
 from deploy.dlq.dead_letters import Fates, read_letters
 from deploy.dlq.pages import as_json
-from deploy.launcher.redis_server import connect
-from deploy.launcher.run_dir import Located, live_record, read_record
 from deploy.monitor.replay_view import Decoder, find_tokenizer
-from deploy.monitor.snapshot import RunSnapshot, read_ledger, read_ledger_totals
 from deploy.monitor.status import conservation, look, problems, to_json
 from deploy.monitor.top import Looks, waits_in_words
+from deploy.run.redis_server import connect
+from deploy.run.run_dir import Located, live_record, read_record
+from deploy.run.snapshot import RunSnapshot, read_ledger, read_ledger_totals
 from learner.data.token_values import read_token_values
 from protocol import events
 from protocol.codec import number_of

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from deploy.demo.run import DemoOptions, prepare, run_demo
     from deploy.launcher.launcher import RunStopped
     from deploy.launcher.process import ProcessFailed
-    from deploy.launcher.run_dir import saved
+    from deploy.run.run_dir import saved
 
     out = sys.stderr if args.json else sys.stdout
     began = time.monotonic()

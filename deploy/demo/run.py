@@ -25,9 +25,9 @@ import yaml
 from deploy.config import RunConfig, from_tree
 from deploy.demo.world import HARD, SHORT, Hops, Level, Lookup, World, write_jsonl
 from deploy.launcher.launcher import Launcher
-from deploy.launcher.progress import read_steps
-from deploy.launcher.run_dir import is_held, read_record, unique_id
-from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
+from deploy.run.history import read_steps
+from deploy.run.run_dir import is_held, read_record, unique_id
+from deploy.run.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
 from protocol.runtime.config import override, parse_yaml, read_tree

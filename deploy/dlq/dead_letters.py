@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from deploy.monitor.snapshot import RunSnapshot
+from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import escape_untrusted
 from protocol.errors import UserError
 from protocol.keys import Keys

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.doctor.finding import Finding
 from deploy.doctor.redis import ANSWER_S
-from deploy.launcher.redis_server import connect
+from deploy.run.redis_server import connect
 from deploy.secrets.acl import REDIS_ROLES, RedisRole, rules
 from protocol.functions import ACQUIRE, PUBLISH, REGISTER, REPORT
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys

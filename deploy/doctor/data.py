@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
-from deploy.launcher.learning import MOST_DEAD
+from deploy.run.learning import MOST_DEAD
 from learner.config.questions import QuestionSource, question_sources
 from learner.data.questions import check_questions, read_questions
 from protocol.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
 from deploy.doctor.redis import ANSWER_S
-from deploy.launcher.redis_server import connect
+from deploy.run.redis_server import connect
 from protocol.codec import decode_as
 from protocol.errors import ForayError, ProtocolError
 from protocol.keys import Keys

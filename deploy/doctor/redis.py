@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
-from deploy.launcher.redis_server import OLDEST, connect, find_server
+from deploy.run.redis_server import OLDEST, connect, find_server
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.runtime.net import PortOwner, port_owner, unix_socket_owner

@@ -15,8 +15,8 @@ from deploy.config import RunConfig
 from deploy.doctor import access, acl, data, engine, gpu_host, machine, model, redis
 from deploy.doctor.finding import Finding
 from deploy.hardware import speed
-from deploy.launcher.addresses import anchored, choose_redis
-from deploy.launcher.run_dir import RESOLVED, read_configuration
+from deploy.run.addresses import anchored, choose_redis
+from deploy.run.run_dir import RESOLVED, read_configuration
 from deploy.secrets.acl import REDIS_ROLES
 from deploy.secrets.env import redis_url_for
 from learner.checkpoint.checkpoint import Checkpoints

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from deploy.commands.export import model_settings
 from deploy.config import RunConfig, expand, from_tree
 from deploy.evaluation.models import ModelEndpoint, endpoint_settings, only_model
-from deploy.launcher.run_dir import (
+from deploy.run.run_dir import (
     RESOLVED,
     configuration_of,
     is_held,
@@ -33,7 +33,7 @@ from deploy.launcher.run_dir import (
     read_record,
     unique_id,
 )
-from deploy.monitor.snapshot import take_snapshot
+from deploy.run.snapshot import take_snapshot
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.config import SettingsTree, read_tree, with_overrides
@@ -381,9 +381,9 @@ def _endpoint(target: Target, needs: Needs, options: ServingOptions, directory: 
 @contextmanager
 def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[str, During]]:
     """Run the retriever of a configuration inside the block. Yields its URL, and what runs a function beside it."""
-    from deploy.launcher.addresses import settle
     from deploy.launcher.plan import Addresses, plan
     from deploy.launcher.supervisor import Readiness, Supervisor
+    from deploy.run.addresses import settle
 
     url = f"http://127.0.0.1:{free_port()}"
     run = config.run.model_copy(update={"dir": directory, "id": unique_id("eval")})

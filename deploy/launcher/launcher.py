@@ -28,14 +28,14 @@ from deploy.doctor.model import ENGINE_TOKENIZER, RUN_TOKENIZER
 from deploy.doctor.run import inputs, preflight
 from deploy.hardware.run import cores, on_this_machine
 from deploy.hardware.speed import with_dtypes
-from deploy.launcher.addresses import choose, dated, seen_from_here, settle
-from deploy.launcher.learning import learning_problems
 from deploy.launcher.plan import KINDS, Addresses, ProcessSpec, Ready, plan
 from deploy.launcher.process import ManagedProcess, ProcessFailed
-from deploy.launcher.progress import StepTail, read_history
-from deploy.launcher.redis_server import check_server
-from deploy.launcher.run_dir import RESOLVED, discard, hold, write_record
 from deploy.launcher.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
+from deploy.run.addresses import choose, dated, seen_from_here, settle
+from deploy.run.history import StepTail, read_history
+from deploy.run.learning import learning_problems
+from deploy.run.redis_server import check_server
+from deploy.run.run_dir import RESOLVED, discard, hold, write_record
 from deploy.secrets.env import SECRET_VARIABLES
 from learner.delivery.identity import ensure_lineage_id
 from learner.observability.reporting import step_line

@@ -15,7 +15,7 @@ from typing import Any
 from deploy.config import RunConfig
 from deploy.hardware.assign import NO_GPUS, Placement
 from deploy.hardware.inventory import VISIBLE
-from deploy.launcher.redis_server import redis_argv
+from deploy.run.redis_server import redis_argv
 from deploy.secrets.env import SECRET_VARIABLES, env_of
 from protocol.redaction import is_secret_name
 from protocol.settings import REDIS_URL_VARIABLE

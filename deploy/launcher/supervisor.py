@@ -16,7 +16,7 @@ from typing import Any
 
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess, ProcessFailed
-from deploy.launcher.redis_server import connect, ping
+from deploy.run.redis_server import connect, ping
 from protocol import events
 from protocol.codec import decode_as
 from protocol.errors import ForayError, ProtocolError, UserError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from deploy.launcher.run_dir import configuration_of, read_configuration
+from deploy.run.run_dir import configuration_of, read_configuration
 from protocol.errors import UserError
 from protocol.messages import Owner, Segment, Trajectory, TrajectoryGroup, VersionSpan
 from protocol.runtime.config import section

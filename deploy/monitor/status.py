@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deploy.launcher.learning import Problem as Problem
-from deploy.launcher.learning import learning_problems
-from deploy.launcher.progress import read_history
-from deploy.launcher.run_dir import Located, is_held, read_record
-from deploy.monitor.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
+from deploy.run.history import read_history
+from deploy.run.learning import Problem as Problem
+from deploy.run.learning import learning_problems
+from deploy.run.run_dir import Located, is_held, read_record
+from deploy.run.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from deploy.terminal import escape_untrusted
 from protocol.messages import NodeState
 from rollout_server.search.base import NO_SUCH_PATH

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
-from deploy.monitor.snapshot import RunSnapshot
 from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_balance
+from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import escape_untrusted, sparkline, wrapped
 
 LABEL = 10

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 
-from deploy.monitor.snapshot import RunSnapshot
 from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_balance
+from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import sparkline, wrapped
 from protocol.messages import MetricsSnapshot
 from protocol.redaction import printable

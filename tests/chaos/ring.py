@@ -25,7 +25,7 @@ from hooks import FOLDER, NAME, OF
 from processes import Life, Ward, die_with_parent
 from proxy import FAIR, Links
 
-from deploy.launcher.redis_server import connect, find_server, redis_argv
+from deploy.run.redis_server import connect, find_server, redis_argv
 from protocol.keys import Keys
 from protocol.runtime.net import free_port
 from rollout_server.node.guard import descendants

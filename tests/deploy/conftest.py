@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from deploy.launcher.process import ManagedProcess
-from deploy.launcher.redis_server import connect
+from deploy.run.redis_server import connect
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.runtime.redis.server import function_library
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.config import load_config
-from deploy.launcher.addresses import dated
+from deploy.run.addresses import dated
 
 
 def test_the_day_of_a_run_is_that_of_its_first_start(tmp_path: Path) -> None:

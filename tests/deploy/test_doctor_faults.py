@@ -27,7 +27,7 @@ from deploy.doctor.machine import main_memory
 from deploy.doctor.run import examine
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
-from deploy.launcher.redis_server import find_server, ping, redis_argv
+from deploy.run.redis_server import find_server, ping, redis_argv
 from deploy.secrets.acl import rules
 from deploy.secrets.files import RedisEndpoint, write_secrets
 from protocol.codec import encode

@@ -13,7 +13,7 @@ import pytest
 
 from deploy.cli import main as foray
 from deploy.evaluation.store import EPISODES, read_rows, sole_writer
-from deploy.launcher.run_dir import hold, write_record
+from deploy.run.run_dir import hold, write_record
 from protocol.errors import ForayError, UserError
 from protocol.run_meta import LINEAGE_FILE
 from protocol.runtime import episodes as module

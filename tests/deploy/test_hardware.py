@@ -20,9 +20,9 @@ from deploy.hardware.assign import needs, place
 from deploy.hardware.inventory import HARDWARE
 from deploy.hardware.memory import USABLE
 from deploy.hardware.profiles import choices
-from deploy.launcher.addresses import preview
 from deploy.launcher.plan import plan
 from deploy.reference.hardware import SHAPES, on_profile, page, pairs
+from deploy.run.addresses import preview
 from protocol.errors import UserError
 from tests.support.shell_blocks import foray_commands, shell_blocks
 

@@ -24,8 +24,8 @@ from deploy.config import RunConfig, load_config
 from deploy.doctor.finding import NotReady
 from deploy.launcher.launcher import Launcher, RunStopped
 from deploy.launcher.process import ProcessFailed
-from deploy.launcher.redis_server import connect, ping
-from deploy.launcher.run_dir import is_held, read_record
+from deploy.run.redis_server import connect, ping
+from deploy.run.run_dir import is_held, read_record
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.run_meta import LINEAGE_FILE, RunMeta

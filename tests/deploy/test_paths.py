@@ -13,10 +13,10 @@ import yaml
 from deploy.cli import main
 from deploy.commands import export
 from deploy.config import load_config
-from deploy.launcher.addresses import anchored, settle
 from deploy.launcher.plan import Addresses
-from deploy.launcher.run_dir import read_configuration
 from deploy.monitor.replay_view import read_settings
+from deploy.run.addresses import anchored, settle
+from deploy.run.run_dir import read_configuration
 
 
 def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from deploy.launcher.progress import StepTail
+from deploy.run.history import StepTail
 from learner.observability.reporting import step_line
 
 RECORD = {"step": 3, "reward_mean": 0.5, "reward/em": 0.25, "lag_mean": 1.0, "lag_max": 2, "step_s": 2.0}

@@ -11,7 +11,7 @@ import redis
 
 from deploy.launcher.plan import ProcessSpec, Ready
 from deploy.launcher.process import ManagedProcess
-from deploy.launcher.redis_server import (
+from deploy.run.redis_server import (
     MAX_SOCKET_PATH,
     check_server,
     child_url,
@@ -55,7 +55,7 @@ def test_a_server_that_is_too_old_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_without_any_server_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.launcher.redis_server._wheel_binary", lambda: None)
+    monkeypatch.setattr("deploy.run.redis_server._wheel_binary", lambda: None)
     fake_server(tmp_path, "redis-server", "6.2.14")
     with pytest.raises(UserError) as caught:
         find_server(search_path=str(tmp_path))

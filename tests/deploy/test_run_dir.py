@@ -16,7 +16,7 @@ import redis
 from deploy.cli import main as foray
 from deploy.commands.watch.top import _looks
 from deploy.dashboard.source import RunData
-from deploy.launcher.run_dir import LOCK, RECORD, RESOLVED, hold, live_record, locate, read_configuration, write_record
+from deploy.run.run_dir import LOCK, RECORD, RESOLVED, hold, live_record, locate, read_configuration, write_record
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.run_meta import LINEAGE_FILE
@@ -24,7 +24,7 @@ from protocol.run_meta import LINEAGE_FILE
 HOLD = """
 import signal, sys
 from pathlib import Path
-from deploy.launcher.run_dir import hold
+from deploy.run.run_dir import hold
 
 class Stopped(BaseException): ...
 def stop(*_): raise Stopped

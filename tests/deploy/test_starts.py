@@ -12,8 +12,8 @@ from deploy.config import RunConfig, load_config
 from deploy.doctor.finding import Finding, NotReady
 from deploy.doctor.run import resume
 from deploy.hardware.speed import with_dtypes
-from deploy.launcher.addresses import anchored
-from deploy.launcher.run_dir import RESOLVED, write_record
+from deploy.run.addresses import anchored
+from deploy.run.run_dir import RESOLVED, write_record
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.resume import defining_settings
 from learner.data.questions import load_questions

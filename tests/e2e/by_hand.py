@@ -12,7 +12,7 @@ from types import TracebackType
 
 import redis
 
-from deploy.launcher.redis_server import connect
+from deploy.run.redis_server import connect
 from protocol.codec import decode_as
 from protocol.keys import Keys
 from protocol.messages import EngineInfo

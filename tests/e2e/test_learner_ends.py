@@ -12,8 +12,8 @@ import pytest
 
 from deploy.cli import main as foray
 from deploy.demo.warmstart import new_model, save_model
-from deploy.launcher.run_dir import read_record
-from deploy.monitor.snapshot import read_ledger_totals
+from deploy.run.run_dir import read_record
+from deploy.run.snapshot import read_ledger_totals
 from tests.support.waiting import wait_until
 
 SMALL = (

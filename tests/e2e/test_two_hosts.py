@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launcher.redis_server import find_server
+from deploy.run.redis_server import find_server
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
 from protocol.ledger import Ledger

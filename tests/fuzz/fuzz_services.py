@@ -71,7 +71,7 @@ async def rollout(scratch: Path) -> AsyncIterator[Running]:
     """With a Redis of its own and an engine that always answers."""
     import redis
 
-    from deploy.launcher.redis_server import find_server
+    from deploy.run.redis_server import find_server
     from protocol.codec import encode
     from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
     from protocol.messages import EngineInfo, NodeState, WeightUpdate

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.launcher.redis_server import find_server
+from deploy.run.redis_server import find_server
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import LearnerSettings
 from protocol import events

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.monitor.snapshot import read_ledger_totals
+from deploy.run.snapshot import read_ledger_totals
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.replay import replay
 from learner.checkpoint.signing import KEY_FILE

@@ -173,7 +173,7 @@ def _ask(url: str, headers: dict[str, str], body: dict[str, Any] | None = None) 
 
 
 def _engine(run: Run) -> EngineInfo:
-    from deploy.launcher.redis_server import connect
+    from deploy.run.redis_server import connect
     from deploy.secrets.env import redis_url_for
 
     url = redis_url_for(run.directory.parent / "secrets", "viewer", run.record["redis_url"])

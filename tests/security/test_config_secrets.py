@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from deploy.config import load_config
-from deploy.launcher.addresses import settle
 from deploy.launcher.plan import Addresses, plan
 from deploy.reference.settings import document
+from deploy.run.addresses import settle
 from protocol.errors import UserError
 from protocol.settings import REDIS_URL_VARIABLE
 

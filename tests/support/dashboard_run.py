@@ -12,7 +12,7 @@ import numpy as np
 
 from deploy.dashboard.app import build_app
 from deploy.dashboard.source import RunData
-from deploy.launcher.run_dir import Located, hold, read_configuration, read_record, write_record
+from deploy.run.run_dir import Located, hold, read_configuration, read_record, write_record
 from learner.checkpoint.journal import GroupJournal
 from protocol.header import seal
 from protocol.messages import Owner, Question, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan

@@ -13,7 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from deploy.launcher.redis_server import find_server
+from deploy.run.redis_server import find_server
 
 STARTS_S = 30.0
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.launcher.progress import RENAMED, read_steps
+from deploy.run.history import RENAMED, read_steps
 from learner.validation.results import ValidationFiles
 from protocol.errors import UserError
 

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import os
 
-from deploy.launcher.run_dir import add_arguments, locate
+from deploy.run.run_dir import add_arguments, locate
 
 PORT = 8650
 

@@ -11,7 +11,7 @@ import json
 import shutil
 from pathlib import Path
 
-from deploy.launcher.run_dir import Located, add_arguments, locate
+from deploy.run.run_dir import Located, add_arguments, locate
 from protocol.errors import UserError
 
 RULES_NAME = "rules.yml"
@@ -54,7 +54,7 @@ def _scrape_config(found: Located, token: Path | None) -> str:
     import yaml
 
     from deploy.monitor.grafana import scrape_config
-    from deploy.monitor.snapshot import take_snapshot
+    from deploy.run.snapshot import take_snapshot
 
     record = found.record
     engines = take_snapshot(found.redis_url, found.run.id).engines

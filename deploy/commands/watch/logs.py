@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.launcher.run_dir import require
+from deploy.run.run_dir import require
 from protocol.errors import UserError
 from protocol.runtime.settings_errors import suggest
 

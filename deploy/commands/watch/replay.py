@@ -9,7 +9,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from deploy.launcher.run_dir import require
+from deploy.run.run_dir import require
 from protocol.errors import UserError
 
 
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0. Raises UserError if there is nothing to show."""
     from deploy.monitor.replay_view import choose, find_tokenizer, read_settings, render, to_json
-    from deploy.monitor.snapshot import read_ledger_totals
+    from deploy.run.snapshot import read_ledger_totals
     from learner.checkpoint.journal import read_journal
 
     if args.show < 1:

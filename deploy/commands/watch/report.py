@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deploy.launcher.run_dir import add_arguments, locate
+from deploy.run.run_dir import add_arguments, locate
 from protocol.errors import UserError
 
 

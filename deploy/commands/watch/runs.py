@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.launcher.run_dir import RECORD, configuration_of, is_held, read_configuration, read_record
-from deploy.monitor.snapshot import ENDS
+from deploy.run.run_dir import RECORD, configuration_of, is_held, read_configuration, read_record
+from deploy.run.snapshot import ENDS
 from protocol.errors import UserError
 
 
@@ -64,7 +64,7 @@ def find_runs(root: Path) -> Iterator[FoundRun]:
 
 
 def _read(directory: Path, record: Mapping[str, Any]) -> FoundRun:
-    from deploy.launcher.progress import read_history
+    from deploy.run.history import read_history
 
     last = read_history(directory / "metrics.jsonl").last
     state = str(record.get("state", ""))

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 
-from deploy.launcher.run_dir import add_arguments, locate
+from deploy.run.run_dir import add_arguments, locate
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from deploy.launcher.run_dir import Located, add_arguments, locate
+from deploy.run.run_dir import Located, add_arguments, locate
 
 if TYPE_CHECKING:
-    from deploy.monitor.snapshot import RunSnapshot
     from deploy.monitor.top import Frame
+    from deploy.run.snapshot import RunSnapshot
 
     Look = tuple[RunSnapshot, RunSnapshot | None, Mapping[str, float]]
 
@@ -56,9 +56,9 @@ def _print(texts: Iterator[str], once: bool) -> None:
 
 def _looks(found: Located, interval: float) -> Iterator[Look]:
     """Yield one look at the run per refresh, until its launcher has ended."""
-    from deploy.launcher.run_dir import live_record
     from deploy.monitor.status import look
     from deploy.monitor.top import Looks, read_searches
+    from deploy.run.run_dir import live_record
 
     looks = Looks()
     while True:

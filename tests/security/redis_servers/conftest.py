@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.launcher.redis_server import find_server
+from deploy.run.redis_server import find_server
 from learner.config.learner import LearnerSettings
 from protocol.runtime.net import free_port
 from protocol.settings import RunSettings

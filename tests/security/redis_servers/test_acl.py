@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.launcher.redis_server import check_server, ping
-from deploy.monitor.snapshot import take_snapshot
+from deploy.run.redis_server import check_server, ping
+from deploy.run.snapshot import take_snapshot
 from deploy.secrets.acl import REDIS_ROLES, rules
 from deploy.secrets.env import login_at, read_env
 from deploy.secrets.files import RedisEndpoint, write_secrets

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launcher.redis_server import ping
+from deploy.run.redis_server import ping
 from learner.delivery.store import RunStore
 from protocol.keys import Keys
 from protocol.runtime.net import free_port

@@ -15,12 +15,12 @@ import pytest
 
 from deploy.cli import main
 from deploy.config import load_config
-from deploy.launcher.addresses import choose, preview, settle
 from deploy.launcher.launcher import Launcher
 from deploy.launcher.plan import Addresses, plan
-from deploy.launcher.redis_server import ping
-from deploy.launcher.run_dir import locate
-from deploy.monitor.snapshot import take_snapshot
+from deploy.run.addresses import choose, preview, settle
+from deploy.run.redis_server import ping
+from deploy.run.run_dir import locate
+from deploy.run.snapshot import take_snapshot
 from deploy.secrets.env import read_env
 from deploy.secrets.tls import make_certificates
 from protocol.errors import UserError

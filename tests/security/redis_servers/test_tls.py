@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launcher.redis_server import ping
+from deploy.run.redis_server import ping
 from deploy.secrets.env import read_env
 from deploy.secrets.files import RedisEndpoint, write_secrets
 from deploy.secrets.tls import make_certificates

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from deploy.config import RunConfig
 from deploy.launcher.plan import Addresses
-from deploy.launcher.redis_server import child_url, find_server, socket_url
+from deploy.run.redis_server import child_url, find_server, socket_url
 from deploy.secrets.env import redis_url_for
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree

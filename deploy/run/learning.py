@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.launcher.progress import RunHistory
+from deploy.run.history import RunHistory
 
 ENOUGH = 10
 """Steps before a run is judged: the first ones say little."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig, expand
-from deploy.monitor.snapshot import read_ledger_totals
+from deploy.run.snapshot import read_ledger_totals
 from deploy.secrets.env import login_at, redis_url_for
 from protocol.errors import UserError
 from protocol.run_meta import LINEAGE_FILE

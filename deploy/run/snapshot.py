@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deploy.launcher.progress import RunHistory
-from deploy.launcher.redis_server import connect
+from deploy.run.history import RunHistory
+from deploy.run.redis_server import connect
 from protocol import events
 from protocol.codec import decode_as, number_of
 from protocol.errors import ForayError, ProtocolError, UserError
