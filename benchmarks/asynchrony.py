@@ -72,7 +72,7 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
     Raises ProcessFailed, and ForayError if a process had to be restarted.
     """
     from deploy.demo.run import prepare
-    from deploy.launcher.launcher import Launcher
+    from deploy.launch.launcher import Launcher
 
     prepared = prepare(options, say)
     samples = CpuSamples()

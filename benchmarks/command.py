@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import BENCHMARKS
 from benchmarks.report import Circumstances
-from deploy.launcher.process import ProcessFailed
+from deploy.launch.process import ProcessFailed
 from protocol.runtime.config import descriptions, section
 
 

@@ -28,7 +28,7 @@ from deploy.run.history import read_steps
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
-    from deploy.launcher.launcher import Launcher
+    from deploy.launch.launcher import Launcher
 
 OBSERVED = ("learner", "rollout")
 NAMES = "reward_mean,reward/em,searches_mean,response_length_mean,turns_mean,entropy,seconds/wait,seconds/compute"
@@ -57,7 +57,7 @@ class DashboardBench(BenchSettings):
     def measure(self, say: Say) -> BenchResult:
         """Run the ring once, and the client in half of the windows."""
         from deploy.demo.run import DemoOptions, prepare
-        from deploy.launcher.launcher import Launcher
+        from deploy.launch.launcher import Launcher
 
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as folder:
             model = self.model or warm_model(Path(folder) / "model", say)

@@ -29,8 +29,8 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from benchmarks.base import BenchResult, BenchSettings, Say, Target, cpu_seconds
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.supervisor import Readiness, Supervisor
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.supervisor import Readiness, Supervisor
 from protocol.errors import ForayError
 from protocol.runtime.net import free_port
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from benchmarks.base import BenchResult, BenchSettings, Say, Target
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.supervisor import Readiness, Supervisor
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.supervisor import Readiness, Supervisor
 from deploy.run.redis_server import child_url, find_server, redis_argv
 from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
 from protocol.errors import ForayError

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 from benchmarks.base import Say, cpu_seconds
 from benchmarks.retriever.load import percentile
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.supervisor import Readiness, Supervisor
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.supervisor import Readiness, Supervisor
 from protocol.runtime.net import free_port
 from retriever.config import RetrieverSettings
 

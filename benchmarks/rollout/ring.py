@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.base import Say, cpu_seconds
 from benchmarks.rollout.routing import OURS
 from benchmarks.rollout.script import Faults, Script
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.supervisor import Readiness, Supervisor
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.supervisor import Readiness, Supervisor
 from deploy.run.redis_server import child_url, connect, find_server, redis_argv
 from learner.delivery.store import RunStore
 from protocol.codec import decode, decode_as, encode

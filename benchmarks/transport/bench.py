@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.base import BenchResult, Say
 from benchmarks.transport.chain import RUN, TransportRing, a_task, ring
 from benchmarks.transport.settings import TransportBench
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import ManagedProcess
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.process import ManagedProcess
 from deploy.run.redis_server import connect
 from protocol.errors import ForayError
 from protocol.keys import Keys

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from benchmarks.base import Say
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import ManagedProcess
-from deploy.launcher.supervisor import Readiness, Supervisor
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.process import ManagedProcess
+from deploy.launch.supervisor import Readiness, Supervisor
 from deploy.run.redis_server import child_url, connect, find_server, redis_argv
 from protocol.keys import TASK_GROUP, Keys
 

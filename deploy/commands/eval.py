@@ -130,8 +130,8 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
     from deploy.evaluation.runner import AskOptions
     from deploy.evaluation.store import open_store, sole_writer
     from deploy.evaluation.targets import Needs, ServingOptions, serving
-    from deploy.launcher.launcher import RunStopped
-    from deploy.launcher.process import ProcessFailed
+    from deploy.launch.launcher import RunStopped
+    from deploy.launch.process import ProcessFailed
 
     methods, judge = parse_methods(args.methods), _judge(args)
     sampler = AskOptions(

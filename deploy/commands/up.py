@@ -62,8 +62,8 @@ def up(
     config: RunConfig, say: Callable[[str], None], *, again: str = "", takeover: bool = False
 ) -> tuple[int, dict[str, Any]]:
     """Return (exit code, summary of the run); print a failure to stderr. `again`: the command that resumes the run."""
-    from deploy.launcher.launcher import Launcher, RunStopped
-    from deploy.launcher.process import ProcessFailed
+    from deploy.launch.launcher import Launcher, RunStopped
+    from deploy.launch.process import ProcessFailed
     from deploy.run.run_dir import finished, saved
 
     began = time.monotonic()
@@ -107,7 +107,7 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     from deploy.hardware.assign import NO_GPUS, table
     from deploy.hardware.run import cores, planned
     from deploy.hardware.speed import with_dtypes
-    from deploy.launcher.plan import plan
+    from deploy.launch.plan import plan
     from deploy.run.addresses import preview, settle
     from deploy.run.run_dir import RESOLVED
 

@@ -49,8 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 if the demo finished, 1 if a process failed, 130 after Ctrl-C."""
     from deploy.demo.run import DemoOptions, prepare, run_demo
-    from deploy.launcher.launcher import RunStopped
-    from deploy.launcher.process import ProcessFailed
+    from deploy.launch.launcher import RunStopped
+    from deploy.launch.process import ProcessFailed
     from deploy.run.run_dir import saved
 
     out = sys.stderr if args.json else sys.stdout

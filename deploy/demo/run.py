@@ -24,7 +24,7 @@ import yaml
 
 from deploy.config import RunConfig, from_tree
 from deploy.demo.world import HARD, SHORT, Hops, Level, Lookup, World, write_jsonl
-from deploy.launcher.launcher import Launcher
+from deploy.launch.launcher import Launcher
 from deploy.run.history import read_steps
 from deploy.run.run_dir import is_held, read_record, unique_id
 from deploy.run.snapshot import RunSnapshot, read_ledger_totals, take_snapshot

@@ -209,7 +209,7 @@ def _policy_only(what: str) -> UserError:
 
 
 def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) -> Served:
-    from deploy.launcher.supervisor import EngineLosses
+    from deploy.launch.supervisor import EngineLosses
 
     directory = target.path
     record = live_record(directory)
@@ -254,7 +254,7 @@ def _ready(redis_url: str, run: str, directory: Path) -> tuple[EngineInfo, ...]:
 
 @contextmanager
 def _started(target: Target, needs: Needs, options: ServingOptions, directory: Path, say: Say) -> Iterator[Served]:
-    from deploy.launcher.launcher import Launcher
+    from deploy.launch.launcher import Launcher
 
     tree = _tree(target, options, say)
     if target.kind == "checkpoint":
@@ -381,8 +381,8 @@ def _endpoint(target: Target, needs: Needs, options: ServingOptions, directory: 
 @contextmanager
 def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[str, During]]:
     """Run the retriever of a configuration inside the block. Yields its URL, and what runs a function beside it."""
-    from deploy.launcher.plan import Addresses, plan
-    from deploy.launcher.supervisor import Readiness, Supervisor
+    from deploy.launch.plan import Addresses, plan
+    from deploy.launch.supervisor import Readiness, Supervisor
     from deploy.run.addresses import settle
 
     url = f"http://127.0.0.1:{free_port()}"

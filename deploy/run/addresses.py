@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from deploy.config import RunConfig
-from deploy.launcher.plan import Addresses
+from deploy.launch.plan import Addresses
 from deploy.run.redis_server import child_url, find_server, socket_url
 from deploy.secrets.env import redis_url_for
 from protocol.errors import UserError

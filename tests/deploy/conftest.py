@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from deploy.launcher.process import ManagedProcess
+from deploy.launch.process import ManagedProcess
 from deploy.run.redis_server import connect
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.runtime.redis.server import function_library

@@ -25,8 +25,8 @@ from deploy.doctor import redis as doctor_redis
 from deploy.doctor.finding import Finding
 from deploy.doctor.machine import main_memory
 from deploy.doctor.run import examine
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import ManagedProcess
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.process import ManagedProcess
 from deploy.run.redis_server import find_server, ping, redis_argv
 from deploy.secrets.acl import rules
 from deploy.secrets.files import RedisEndpoint, write_secrets

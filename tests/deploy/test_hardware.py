@@ -20,7 +20,7 @@ from deploy.hardware.assign import needs, place
 from deploy.hardware.inventory import HARDWARE
 from deploy.hardware.memory import USABLE
 from deploy.hardware.profiles import choices
-from deploy.launcher.plan import plan
+from deploy.launch.plan import plan
 from deploy.reference.hardware import SHAPES, on_profile, page, pairs
 from deploy.run.addresses import preview
 from protocol.errors import UserError

@@ -22,8 +22,8 @@ from deploy.commands import down
 from deploy.commands.watch.runs import find_runs
 from deploy.config import RunConfig, load_config
 from deploy.doctor.finding import NotReady
-from deploy.launcher.launcher import Launcher, RunStopped
-from deploy.launcher.process import ProcessFailed
+from deploy.launch.launcher import Launcher, RunStopped
+from deploy.launch.process import ProcessFailed
 from deploy.run.redis_server import connect, ping
 from deploy.run.run_dir import is_held, read_record
 from protocol.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.config import load_config
-from deploy.launcher.launcher import Launcher
+from deploy.launch.launcher import Launcher
 from deploy.monitor.status import problems, to_json
 from deploy.monitor.status_page import render
 from deploy.run.history import RunHistory, read_history

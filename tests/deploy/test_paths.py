@@ -13,7 +13,7 @@ import yaml
 from deploy.cli import main
 from deploy.commands import export
 from deploy.config import load_config
-from deploy.launcher.plan import Addresses
+from deploy.launch.plan import Addresses
 from deploy.monitor.replay_view import read_settings
 from deploy.run.addresses import anchored, settle
 from deploy.run.run_dir import read_configuration

@@ -18,7 +18,7 @@ from deploy.hardware import run as placed
 from deploy.hardware.assign import EngineArgs, Placement, needs, place
 from deploy.hardware.inventory import HARDWARE, Gpu, Host, this_machine, visible
 from deploy.hardware.memory import USABLE
-from deploy.launcher.plan import Addresses, plan
+from deploy.launch.plan import Addresses, plan
 from deploy.reference.hardware import SHAPES
 from protocol.errors import UserError
 

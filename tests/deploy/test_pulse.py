@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import ManagedProcess
-from deploy.launcher.supervisor import Supervisor
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.process import ManagedProcess
+from deploy.launch.supervisor import Supervisor
 from protocol.runtime.progress import Progress
 
 

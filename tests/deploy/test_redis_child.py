@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import ManagedProcess
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.process import ManagedProcess
 from deploy.run.redis_server import (
     MAX_SOCKET_PATH,
     check_server,

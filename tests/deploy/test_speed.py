@@ -17,7 +17,7 @@ from deploy.demo.lm import command as demo_lm
 from deploy.doctor import machine
 from deploy.hardware import speed as speeds
 from deploy.hardware.speed import MEASURE, with_dtypes
-from deploy.launcher.process import _die_with_parent
+from deploy.launch.process import _die_with_parent
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.resume import DTYPE, with_dtype
 from protocol.errors import UserError

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import ManagedProcess, ProcessFailed
-from deploy.launcher.supervisor import RESTARTS_S, EngineLosses, Readiness, Supervisor
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.process import ManagedProcess, ProcessFailed
+from deploy.launch.supervisor import RESTARTS_S, EngineLosses, Readiness, Supervisor
 from protocol import events
 from protocol.codec import encode
 from protocol.errors import ForayError, UserError
@@ -184,7 +184,7 @@ def test_a_registration_that_a_killed_run_left_is_no_ready_engine(tmp_path: Path
 def test_what_nodes_report_about_lost_engines_is_read_once_and_not_while_redis_is_away(
     redis_socket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.launcher.supervisor.LOOK_S", 0.0)
+    monkeypatch.setattr("deploy.launch.supervisor.LOOK_S", 0.0)
     keys = Keys(f"losses-{os.getpid()}")
     losses = EngineLosses(f"unix://{redis_socket}", keys.run)
     with redis.Redis.from_url(f"unix://{redis_socket}") as client:
@@ -268,7 +268,7 @@ def test_what_a_killed_process_started_does_not_outlive_it(tmp_path: Path, super
 def test_children_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from deploy.launcher.process import ManagedProcess; from deploy.launcher.plan import ProcessSpec, Ready\n"
+        "from deploy.launch.process import ManagedProcess; from deploy.launch.plan import ProcessSpec, Ready\n"
         f"argv = (sys.executable, '-c', {SLEEP!r})\n"
         "child = ManagedProcess(ProcessSpec('x', 'engine', argv, Path(sys.argv[1]), Ready.RUNNING))\n"
         "print(child.pid, flush=True); time.sleep(60)"

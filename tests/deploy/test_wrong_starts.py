@@ -22,8 +22,8 @@ import redis
 from deploy.cli import main
 from deploy.commands.init import presets
 from deploy.config import load_config
-from deploy.launcher.plan import ProcessSpec
-from deploy.launcher.supervisor import Supervisor
+from deploy.launch.plan import ProcessSpec
+from deploy.launch.supervisor import Supervisor
 from deploy.run.run_dir import RECORD
 from learner.config.learner import LearnerSettings
 from learner.delivery.store import RunStore

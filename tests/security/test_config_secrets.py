@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.config import load_config
-from deploy.launcher.plan import Addresses, plan
+from deploy.launch.plan import Addresses, plan
 from deploy.reference.settings import document
 from deploy.run.addresses import settle
 from protocol.errors import UserError

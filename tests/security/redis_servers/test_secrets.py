@@ -15,8 +15,8 @@ import pytest
 
 from deploy.cli import main
 from deploy.config import load_config
-from deploy.launcher.launcher import Launcher
-from deploy.launcher.plan import Addresses, plan
+from deploy.launch.launcher import Launcher
+from deploy.launch.plan import Addresses, plan
 from deploy.run.addresses import choose, preview, settle
 from deploy.run.redis_server import ping
 from deploy.run.run_dir import locate

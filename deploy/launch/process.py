@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.launcher.plan import ProcessSpec
+from deploy.launch.plan import ProcessSpec
 from deploy.terminal import escape_untrusted
 from protocol.errors import ForayError
 from protocol.redaction import for_terminal

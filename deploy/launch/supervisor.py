@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.launcher.plan import ProcessSpec, Ready
-from deploy.launcher.process import ManagedProcess, ProcessFailed
+from deploy.launch.plan import ProcessSpec, Ready
+from deploy.launch.process import ManagedProcess, ProcessFailed
 from deploy.run.redis_server import connect, ping
 from protocol import events
 from protocol.codec import decode_as
