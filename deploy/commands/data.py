@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from deploy.data.catalogue import catalogue, entry, recorded
+    from foray.data.catalogue import catalogue, entry, recorded
 
     chosen = [entry(name) for name in args.names] or list(catalogue().values())
     if args.json or args.names:
@@ -140,8 +140,8 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _get(args: argparse.Namespace) -> int:
-    from deploy.data.catalogue import entry, get, get_url
-    from deploy.data.download import Interrupted
+    from foray.data.catalogue import entry, get, get_url
+    from foray.data.download import Interrupted
 
     urls = [name for name in args.names if "://" in name]
     if args.sha256 and (len(urls) != 1 or len(args.names) != 1):
@@ -160,7 +160,7 @@ def _get(args: argparse.Namespace) -> int:
 
 
 def _formats(args: argparse.Namespace) -> int:
-    from deploy.data.files import format_table
+    from foray.data.files import format_table
 
     table = format_table()
     if args.json:
@@ -176,7 +176,7 @@ def _formats(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from deploy.data.inspection import inspect_corpus, inspect_questions, is_corpus, render
+    from foray.data.inspection import inspect_corpus, inspect_questions, is_corpus, render
 
     reports = []
     for path in args.files:
@@ -190,7 +190,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from deploy.data.files import convert_corpus, convert_questions
+    from foray.data.files import convert_corpus, convert_questions
 
     if bool(args.question) != bool(args.answers):
         raise UserError("--question and --answers belong together", todo="give both columns")
@@ -206,7 +206,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from deploy.data.files import merge
+    from foray.data.files import merge
     from learner.config.questions import QuestionSource
 
     weights = _weights(args.weights, len(args.files))
@@ -216,7 +216,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _split(args: argparse.Namespace) -> int:
-    from deploy.data.files import split
+    from foray.data.files import split
 
     found, rows = _questions(args)
     parts = split(found, args.parts, args.seed)
@@ -224,7 +224,7 @@ def _split(args: argparse.Namespace) -> int:
 
 
 def _sample(args: argparse.Namespace) -> int:
-    from deploy.data.files import sample
+    from foray.data.files import sample
 
     if args.rows is None:
         raise UserError("`foray data sample` needs --rows", todo="give the number of questions, e.g. --rows 500")
@@ -233,8 +233,8 @@ def _sample(args: argparse.Namespace) -> int:
 
 
 def _dedupe(args: argparse.Namespace) -> int:
-    from deploy.data.dedupe import dedupe
-    from deploy.data.files import write_questions
+    from foray.data.dedupe import dedupe
+    from foray.data.files import write_questions
     from learner.data.questions import load_questions
 
     if not 0 <= args.near <= 1:
@@ -257,7 +257,7 @@ def _dedupe(args: argparse.Namespace) -> int:
 
 def _demonstrate(args: argparse.Namespace) -> int:
     from deploy.config import load_config
-    from deploy.data.demonstrate import demonstrate, opened_search, write_demonstrations
+    from foray.data.demonstrate import demonstrate, opened_search, write_demonstrations
     from rollout_server.environment.prompts import TEMPLATES
 
     if args.corpus is None and args.config is None:
@@ -302,7 +302,7 @@ def _questions(args: argparse.Namespace) -> tuple[Sequence[Question], RowCount]:
 
 def _write(parts: Mapping[Path, Sequence[Question]], rows: RowCount, rest: str) -> int:
     """Write the files, and say where all rows went; `rest` says why some valid ones were not written."""
-    from deploy.data.files import write_questions
+    from foray.data.files import write_questions
 
     for path, questions in parts.items():
         write_questions(path, questions)

@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 when the model is written, 1 after a SIGTERM, 130 after Ctrl-C: the same command then continues."""
     from deploy.config import load_config
-    from deploy.sft.encoding import DemonstrationEncoder, encode_files
+    from foray.data.encoding import DemonstrationEncoder, encode_files
     from learner.sft.record import SftPlan
 
     paths = [Path(word) for word in args.words if "=" not in word]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.cli import main
-from deploy.data.dedupe import dedupe, words_of
-from deploy.data.files import write_questions
+from foray.data.dedupe import dedupe, words_of
+from foray.data.files import write_questions
 from learner.config.questions import QuestionSource
 from learner.data.questions import load_questions, read_questions
 from protocol.messages import Question

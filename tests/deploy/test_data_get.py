@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from deploy.cli import main
-from deploy.data import catalogue, download
-from deploy.data.unpack import unpack
+from foray.data import catalogue, download
+from foray.data.unpack import unpack
 from learner.data.questions import load_questions
 from protocol.errors import UserError
 from protocol.runtime.progress import Progress

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deploy.cli import main
-from deploy.sft.encoding import DemonstrationEncoder, encode_files
+from foray.data.encoding import DemonstrationEncoder, encode_files
 from learner.sft.batches import SftExample
 from protocol.errors import UserError
 from protocol.messages import Owner, Question, Sampling, Status

@@ -15,9 +15,9 @@ from fuzz_targets import Decoder, scratch
 from fuzz_targets_protocol import entries, resealed
 
 from deploy.config import load_config
-from deploy.data.catalogue import recorded
 from deploy.doctor import data as doctor_data
 from deploy.doctor import engine as doctor_engine
+from foray.data.catalogue import recorded
 from learner.checkpoint.checkpoint import MANIFEST, Checkpoints
 from learner.checkpoint.journal import (
     FRAME,

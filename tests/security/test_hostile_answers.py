@@ -14,9 +14,9 @@ from aiohttp import web
 
 from deploy.commands.eval import _info
 from deploy.dashboard.live import LiveProxy
-from deploy.data.download import hub_listing
 from deploy.evaluation.models import only_model
 from deploy.monitor.top import read_searches
+from foray.data.download import hub_listing
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question, Sampling
 from protocol.runtime.episodes import evaluate
@@ -92,7 +92,7 @@ def bounded(server: Hostile) -> Iterator[None]:
 def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine_client, "LARGEST_ANSWER", LIMIT)
     monkeypatch.setattr("rollout_server.engine.decoding.LONGEST_LINE", LIMIT)
-    monkeypatch.setattr("deploy.data.download.LARGEST_LISTING", LIMIT)
+    monkeypatch.setattr("foray.data.download.LARGEST_LISTING", LIMIT)
     monkeypatch.setattr("deploy.dashboard.live.LARGEST_ANSWER", LIMIT)
     monkeypatch.setattr("protocol.runtime.episodes.LARGEST_ANSWER", LIMIT)
     monkeypatch.setattr(http_client.read_json, "__defaults__", (LIMIT,))

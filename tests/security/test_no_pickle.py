@@ -46,10 +46,10 @@ ALLOWED = {
         "importlib.import_module",
     ): "a tracker's library, by a name that is a constant",
     (
-        "deploy/data/unpack.py",
+        "foray/data/unpack.py",
         "tarfile",
     ): "regular files of a known download are copied; no path of the archive is used",
-    ("deploy/data/unpack.py", "zipfile"): "the same",
+    ("foray/data/unpack.py", "zipfile"): "the same",
     ("deploy/demo/lm/model.py", "zipfile"): "one named file of a package, whose checksum is then verified",
     ("deploy/doctor/model.py", "trust_remote_code"): "the doctor looks for the flag, and warns",
     ("deploy/cli.py", "importlib.import_module"): "a verb's module, from a constant table",

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from deploy.data.dedupe import words_of
 from deploy.terminal import escape_untrusted
+from foray.data.dedupe import words_of
 from learner.config.questions import QuestionSource
 from learner.data.formats import detect as detect_questions
 from learner.data.questions import QUESTIONS, empty, format_of, read_questions

@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deploy.data.dedupe import words_of
+from foray.data.dedupe import words_of
 from learner.config.questions import QuestionSource
 from learner.data.formats import FORMATS
 from learner.data.formats.plain import columns as columns_format

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, cast
 
-from deploy.data.download import require_space
+from foray.data.download import require_space
 from protocol.errors import UserError
 from protocol.runtime.progress import Progress
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from deploy.data.download import Remote, fetch, hub_file, hub_listing
-from deploy.data.unpack import join, unpack
+from foray.data.download import Remote, fetch, hub_file, hub_listing
+from foray.data.unpack import join, unpack
 from protocol.errors import UserError
 from protocol.runtime.config import parse_yaml
 from protocol.runtime.files import atomic_write

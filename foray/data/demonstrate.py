@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from deploy.data.dedupe import words_of
+from foray.data.dedupe import words_of
 from protocol.messages import Question
 from protocol.runtime.files import atomic_write
 from protocol.search import Passage
