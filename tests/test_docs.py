@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.monitor.status import BUCKETS
+from foray.watch.status import BUCKETS
 from protocol.messages import NodeState, Owner, Status
 from tests.support.settings_keys import every_key
 

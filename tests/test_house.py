@@ -43,7 +43,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "trl": ("benchmarks/learner/trl_baseline.py",),
     "datasets": ("benchmarks/learner/trl_baseline.py",),
     "peft": ("learner/model/lora.py",),
-    "matplotlib": ("deploy/monitor/plot.py",),
+    "matplotlib": ("foray/watch/plot.py",),
     "pyarrow": ("protocol/runtime/records.py",),
     "pickle": (),
 }

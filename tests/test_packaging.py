@@ -20,10 +20,10 @@ DATA = {
     "deploy/demo/demo.yaml",
     "deploy/demo/algorithms.yaml",
     "deploy/demo/hard.yaml",
-    "deploy/templates/page.html",
-    "deploy/templates/trajectory.html",
+    "foray/watch/templates/page.html",
+    "foray/watch/templates/trajectory.html",
     *(p.relative_to(ROOT).as_posix() for p in (ROOT / "deploy" / "dashboard" / "static").rglob("*") if p.is_file()),
-    "deploy/templates/prometheus_rules.yml",
+    "foray/watch/templates/prometheus_rules.yml",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "deploy" / "presets").glob("*.yaml")),
 }
 HEAVY = ("torch", "transformers", "deepspeed", "faiss", "aiohttp", "redis", "tokenizers")

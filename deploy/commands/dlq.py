@@ -27,7 +27,7 @@ from protocol.errors import UserError
 if TYPE_CHECKING:
     import redis
 
-    from deploy.dlq.dead_letters import DeadLetter, Fates
+    from foray.watch.dead_letters import DeadLetter, Fates
 
 _SEQ, _ID = re.compile(r"^[0-9]{1,18}$"), re.compile(r"^[0-9]{1,16}-[0-9]{1,20}$")
 
@@ -101,8 +101,8 @@ def _is_gone(client: redis.Redis, found: Located) -> bool:
 
 
 def _fates(found: Located, client: redis.Redis | None) -> Fates:
-    from deploy.dlq.dead_letters import Fates
     from deploy.run.snapshot import read_ledger
+    from foray.watch.dead_letters import Fates
     from protocol.codec import number_of
     from protocol.keys import Keys
 
@@ -111,14 +111,14 @@ def _fates(found: Located, client: redis.Redis | None) -> Fates:
 
 
 def _letters(args: argparse.Namespace, found: Located, client: redis.Redis | None, *, bodies: bool) -> list[DeadLetter]:
-    from deploy.dlq.dead_letters import read_letters
+    from foray.watch.dead_letters import read_letters
 
     letters = read_letters(client, found.run.id, found.directory, bodies=bodies)
     return [letter for letter in letters if not args.reason or letter.reason == args.reason]
 
 
 def _list(args: argparse.Namespace, found: Located, client: redis.Redis | None, wanted: list[str]) -> None:
-    from deploy.dlq.pages import as_json, listing
+    from foray.watch.dead_letter_pages import as_json, listing
 
     letters, fates = _letters(args, found, client, bodies=False), _fates(found, client)
     if wanted:
@@ -130,8 +130,8 @@ def _list(args: argparse.Namespace, found: Located, client: redis.Redis | None, 
 
 
 def _show(args: argparse.Namespace, found: Located, client: redis.Redis | None, wanted: list[str]) -> None:
-    from deploy.dlq.pages import as_json, page
     from deploy.terminal import escape_untrusted
+    from foray.watch.dead_letter_pages import as_json, page
 
     if not wanted:
         raise UserError("no seq or id is given", todo="`foray dlq list` shows them; then foray dlq show SEQ")
@@ -150,8 +150,8 @@ def _show(args: argparse.Namespace, found: Located, client: redis.Redis | None, 
 
 
 def _requeue(args: argparse.Namespace, found: Located, client: redis.Redis, wanted: list[str]) -> None:
-    from deploy.dlq.dead_letters import choose, outlook
     from deploy.run.snapshot import take_snapshot
+    from foray.watch.dead_letters import choose, outlook
     from protocol.keys import Keys
 
     if sum((bool(wanted), bool(args.reason), args.all)) != 1:
@@ -170,8 +170,8 @@ def _requeue(args: argparse.Namespace, found: Located, client: redis.Redis, want
 
 
 def _purge(args: argparse.Namespace, found: Located, client: redis.Redis, wanted: list[str]) -> None:
-    from deploy.dlq.dead_letters import purge_file, purge_stream
     from deploy.run.snapshot import take_snapshot
+    from foray.watch.dead_letters import purge_file, purge_stream
 
     letters = _letters(args, found, client, bodies=False)
     if wanted:

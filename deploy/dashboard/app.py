@@ -26,7 +26,7 @@ from deploy.dashboard.files import read_logs, read_settings
 from deploy.dashboard.live import LiveProxy
 from deploy.dashboard.openapi import ROUTES, describe
 from deploy.dashboard.source import RunData
-from deploy.page import render_template
+from foray.watch.page import render_template
 from protocol.errors import ForayError, UserError
 from protocol.runtime.http.auth import Access, RequestHead, check_request, decide
 from protocol.runtime.http.openapi import serve_document

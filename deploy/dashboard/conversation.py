@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from deploy.monitor.replay_view import Decoder, Shown, to_json
+from foray.watch.replay_view import Decoder, Shown, to_json
 from protocol.messages import Owner, Segment, TrajectoryGroup
 from protocol.search import unquoted
 from protocol.versions import PolicyVersion, is_orphan

@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from deploy.dashboard.source import RunData
-from deploy.monitor.status import state
+from foray.watch.status import state
 from protocol.runtime.http import sse
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from deploy.config import RunConfig, from_tree
-from deploy.monitor.logs import LogFile, processes_of
-from deploy.monitor.report import flat
 from deploy.run.history import WHOLE, StepTail, keep_step
 from deploy.run.run_dir import configuration_of, read_configuration
+from foray.watch.logs import LogFile, processes_of
+from foray.watch.report import flat
 from learner.validation.results import ValidationFiles
 from protocol.errors import UserError
 from protocol.redaction import redact

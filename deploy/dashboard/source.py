@@ -14,14 +14,14 @@ from deploy.dashboard.conversation import GroupView
 from deploy.dashboard.files import StepFile, read_evaluations, read_validations
 from deploy.dashboard.filters import parse_filter, read_ages, read_facets, read_page
 from deploy.dashboard.index import TrajectoryIndex
-from deploy.dlq.dead_letters import Fates, read_letters
-from deploy.dlq.pages import as_json
-from deploy.monitor.replay_view import Decoder, find_tokenizer
-from deploy.monitor.status import conservation, look, problems, to_json
-from deploy.monitor.top import Looks, waits_in_words
 from deploy.run.redis_server import connect
 from deploy.run.run_dir import Located, live_record, read_record
 from deploy.run.snapshot import RunSnapshot, read_ledger, read_ledger_totals
+from foray.watch.dead_letter_pages import as_json
+from foray.watch.dead_letters import Fates, read_letters
+from foray.watch.replay_view import Decoder, find_tokenizer
+from foray.watch.status import conservation, look, problems, to_json
+from foray.watch.top import Looks, waits_in_words
 from learner.data.token_values import read_token_values
 from protocol import events
 from protocol.codec import number_of

@@ -14,7 +14,7 @@ from deploy.evaluation.scoring import FAILURES
 from deploy.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
 from deploy.evaluation.store import Row
 from deploy.evaluation.summary import METRICS, REFERENCE, Cell, Comparison, Summary, compare
-from deploy.page import Example, Measured, Report, ReportTable, Section
+from foray.watch.page import Example, Measured, Report, ReportTable, Section
 from protocol.runtime.episodes import is_failed
 
 EXAMPLES = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from deploy.monitor.grafana import RULES
+from foray.watch.grafana import RULES
 from learner.observability.metric_table import LEARNER, STEP
 from learner.observability.metric_table import WAITS as LEARNER_WAITS
 from protocol.runtime.config import parse_yaml

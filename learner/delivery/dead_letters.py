@@ -1,7 +1,7 @@
 """Dead letters, in a file of the run directory (all) and in Redis (bounded); and the learner's event log.
 
 Fields of a dead letter, in both: id (of the entry), seq (0: unknown), reason, detail, from ("learner"; rollout servers
-write theirs, `deploy/dlq/dead_letters.py`), h and b (raw header and body, base64 in the file; at most
+write theirs, `foray/watch/dead_letters.py`), h and b (raw header and body, base64 in the file; at most
 FIELD_BYTES of each there, and STREAM_BYTES in Redis). The size is bounded so that foreign writes to the stream cannot
 fill the disk.
 """

@@ -149,7 +149,7 @@ class GroupPublisher:
         await emit_event(self._redis, self._stats, kind, text)
 
     async def write_dead_letter(self, entry: str, seq: int | None, raw: bytes, reason: str, detail: str) -> None:
-        """Append a dead letter (fields: `deploy/dlq/dead_letters.py`) for the task at `entry`."""
+        """Append a dead letter (fields: `foray/watch/dead_letters.py`) for the task at `entry`."""
         letter = {"id": entry, "seq": str(seq or 0), "reason": reason, "detail": detail[:1000], "from": self._stats.id}
         backoff = Backoff(f"storing the dead letter of task {entry}", self._stats.waits)
         await retry_until_available(backoff, lambda: self._append_dead_letter(letter, raw))

@@ -16,7 +16,7 @@ from deploy.evaluation.report import Other, document_of, to_json
 from deploy.evaluation.statistics import interval, paired_test
 from deploy.evaluation.store import EPISODES, PROTOCOL, ResultStore, key_of, open_store, read_protocol, read_rows
 from deploy.evaluation.summary import compare, summarise
-from deploy.page import Report, ReportTable, Section, to_html, to_markdown, to_text
+from foray.watch.page import Report, ReportTable, Section, to_html, to_markdown, to_text
 from protocol.errors import UserError
 from tests.support.eval_rows import make_protocol, make_row
 

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from deploy.commands.watch import grafana as command
-from deploy.monitor.grafana import INTERVAL, dashboard
-from deploy.monitor.grafana import RULES as RULES_FILE
 from deploy.reference.metrics import document
 from deploy.run.run_dir import write_record
+from foray.watch.grafana import INTERVAL, dashboard
+from foray.watch.grafana import RULES as RULES_FILE
 from protocol.errors import UserError
 
 RULES: dict[str, Any] = yaml.safe_load(RULES_FILE.read_text())

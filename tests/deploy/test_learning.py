@@ -9,11 +9,11 @@ import pytest
 
 from deploy.config import load_config
 from deploy.launch.launcher import Launcher
-from deploy.monitor.status import problems, to_json
-from deploy.monitor.status_page import render
 from deploy.run.history import RunHistory, read_history
 from deploy.run.learning import learning_problems
 from deploy.run.snapshot import RunSnapshot
+from foray.watch.status import problems, to_json
+from foray.watch.status_page import render
 from learner.observability.metrics import StepLog
 
 WELL = {"reward_mean": 0.4, "reward_std": 0.3, "searches_mean": 1.5, "status/truncated": 0.1, "entropy": 0.8}

@@ -15,8 +15,8 @@ import pytest
 
 from deploy.commands.watch import logs as command
 from deploy.commands.watch import runs as runs_command
-from deploy.monitor.logs import LogFile, is_of, merged, stamp_of
 from deploy.run.run_dir import LOCK, write_record
+from foray.watch.logs import LogFile, is_of, merged, stamp_of
 from protocol.errors import UserError
 
 NOON = datetime(2026, 1, 31, 12, 0, 0)

@@ -14,9 +14,9 @@ from deploy.cli import main
 from deploy.commands import export
 from deploy.config import load_config
 from deploy.launch.plan import Addresses
-from deploy.monitor.replay_view import read_settings
 from deploy.run.addresses import anchored, settle
 from deploy.run.run_dir import read_configuration
+from foray.watch.replay_view import read_settings
 
 
 def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

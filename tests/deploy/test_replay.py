@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deploy.commands.watch import replay as command
-from deploy.monitor.replay_view import Shown, choose, render, to_json, visible
+from foray.watch.replay_view import Shown, choose, render, to_json, visible
 from learner.checkpoint import journal
 from learner.checkpoint.journal import GroupJournal, JournalEntry, read_journal
 from protocol.errors import UserError

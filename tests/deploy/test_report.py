@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from deploy.commands.watch import report as command
-from deploy.monitor import report
-from deploy.page import Chart
 from deploy.run.run_dir import write_record
+from foray.watch import report
+from foray.watch.page import Chart
 from learner.checkpoint import journal as journal_module
 from learner.checkpoint.journal import BatchConditions, GroupJournal
 from learner.validation.results import ValidationFiles

@@ -13,11 +13,11 @@ import redis
 
 from deploy.commands.watch import status as status_command
 from deploy.commands.watch import top as top_command
-from deploy.monitor.status import BUCKETS, conservation, problems, state, to_json, with_record
-from deploy.monitor.status_page import render
-from deploy.monitor.top import frame, waits_in_words
 from deploy.run.run_dir import write_record
 from deploy.run.snapshot import RunSnapshot, read_ledger, read_ledger_totals, take_snapshot
+from foray.watch.status import BUCKETS, conservation, problems, state, to_json, with_record
+from foray.watch.status_page import render
+from foray.watch.top import frame, waits_in_words
 from learner.delivery.token_accounting import TokenOutcome
 from learner.observability import metric_table
 from protocol import events

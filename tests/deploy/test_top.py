@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from deploy.commands.watch import top as command
-from deploy.monitor.status import conservation, look, problems, state, step_line, to_json, with_record
-from deploy.monitor.status_page import render
-from deploy.monitor.top import ENGINE_COLUMNS, Frame, Looks, frame, waits_in_words
 from deploy.run.history import RECENT, RunHistory, read_history
 from deploy.run.run_dir import LOCK, Located, write_record
 from deploy.run.snapshot import LedgerTotals, RunSnapshot
 from deploy.terminal import BLOCKS, sparkline
+from foray.watch.status import conservation, look, problems, state, step_line, to_json, with_record
+from foray.watch.status_page import render
+from foray.watch.top import ENGINE_COLUMNS, Frame, Looks, frame, waits_in_words
 from learner.observability import metrics as learner_metrics
 from learner.observability.metrics import Meter
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, WeightUpdate

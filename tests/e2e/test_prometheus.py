@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from deploy.cli import main as foray
-from deploy.monitor.grafana import INTERVAL, RULES, dashboard
 from deploy.run.run_dir import read_record
+from foray.watch.grafana import INTERVAL, RULES, dashboard
 from tests.support.waiting import wait_until
 
 SMALL = ("run.steps=100000", "run.groups_per_step=4", "run.group_size=4", "learner.checkpoint_every=10")

@@ -205,7 +205,7 @@ def test_a_forged_task_does_not_throw_away_the_group_of_the_true_one(
 
 
 def test_dead_letters_on_disk_are_bounded(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deploy.dlq.dead_letters import DeadLetter, purge_file, read_letters
+    from foray.watch.dead_letters import DeadLetter, purge_file, read_letters
 
     monkeypatch.setattr(evidence, "FILE_BYTES", 20_000)
     path = tmp_path / "dead_letters.jsonl"

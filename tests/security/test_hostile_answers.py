@@ -15,8 +15,8 @@ from aiohttp import web
 from deploy.commands.eval import _info
 from deploy.dashboard.live import LiveProxy
 from deploy.evaluation.models import only_model
-from deploy.monitor.top import read_searches
 from foray.data.download import hub_listing
+from foray.watch.top import read_searches
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question, Sampling
 from protocol.runtime.episodes import evaluate

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         todo = f"give --metric one of {', '.join(fields)}" if fields else "wait for the first step"
         raise UserError(f"no step has {shown} yet, so there is nothing to plot", todo=todo)
     if args.plot:
-        from deploy.monitor.plot import plot_curves
+        from foray.watch.plot import plot_curves
 
         smooth = {label: running_means(curve, every) for label, curve in steps.get(shown, {}).items()}
         lines = baselines_of(args.baseline)

@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 when the files are written."""
-    from deploy.monitor.grafana import RULES, dashboard
+    from foray.watch.grafana import RULES, dashboard
 
     try:
         found = locate(args)
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
 def _scrape_config(found: Located, token: Path | None) -> str:
     import yaml
 
-    from deploy.monitor.grafana import scrape_config
     from deploy.run.snapshot import take_snapshot
+    from foray.watch.grafana import scrape_config
 
     record = found.record
     engines = take_snapshot(found.redis_url, found.run.id).engines

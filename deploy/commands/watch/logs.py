@@ -22,7 +22,7 @@ from protocol.errors import UserError
 from protocol.runtime.settings_errors import suggest
 
 if TYPE_CHECKING:
-    from deploy.monitor.logs import LogEntry
+    from foray.watch.logs import LogEntry
 
 LINES, POLL_S = 200, 0.3
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0. Raises UserError if there is no such run or process."""
-    from deploy.monitor.logs import LEVELS, is_of, processes_of
+    from foray.watch.logs import LEVELS, is_of, processes_of
 
     directory, wanted = _choose(args.given)
     names = list(processes_of(directory))
@@ -103,7 +103,7 @@ def _batches(
     directory: Path, wanted: Sequence[str], levels: Sequence[str], since: float, *, follow: bool
 ) -> Iterator[Iterator[LogEntry]]:
     """Yield the entries that there are, then with `follow` new ones again and again."""
-    from deploy.monitor.logs import LogFile, is_of, merged, processes_of
+    from foray.watch.logs import LogFile, is_of, merged, processes_of
 
     files: dict[str, LogFile] = {}
     try:
@@ -129,7 +129,7 @@ class _Printer:
         self._plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
 
     def show(self, entry: LogEntry) -> None:
-        from deploy.monitor.replay_view import visible
+        from foray.watch.replay_view import visible
 
         name = f"{entry.process:<{self._width}} |"
         if not self._plain:

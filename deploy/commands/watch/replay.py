@@ -30,8 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0. Raises UserError if there is nothing to show."""
-    from deploy.monitor.replay_view import choose, find_tokenizer, read_settings, render, to_json
     from deploy.run.snapshot import read_ledger_totals
+    from foray.watch.replay_view import choose, find_tokenizer, read_settings, render, to_json
     from learner.checkpoint.journal import read_journal
 
     if args.show < 1:

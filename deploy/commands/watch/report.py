@@ -21,10 +21,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 when the file is written. Raises UserError if it cannot be written."""
-    from deploy.monitor.replay_view import find_tokenizer
-    from deploy.monitor.report import build_report
-    from deploy.monitor.status import look
-    from deploy.page import to_html
+    from foray.watch.page import to_html
+    from foray.watch.replay_view import find_tokenizer
+    from foray.watch.report import build_report
+    from foray.watch.status import look
 
     found = locate(args, without_redis=True)
     out: Path = args.out or found.directory / "report.html"

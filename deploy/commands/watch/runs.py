@@ -93,8 +93,8 @@ def _steps(directory: Path) -> int | None:
 
 
 def _table(found: list[FoundRun], now: float) -> Iterator[str]:
-    from deploy.monitor.status import span
-    from deploy.monitor.top import TableRow, table
+    from foray.watch.status import span
+    from foray.watch.top import TableRow, table
 
     rows = (
         TableRow(

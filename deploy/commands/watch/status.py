@@ -22,8 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if the run is healthy or finished, 1 if it has problems."""
-    from deploy.monitor.status import look, problems, to_json
-    from deploy.monitor.status_page import render
+    from foray.watch.status import look, problems, to_json
+    from foray.watch.status_page import render
 
     found = locate(args)
     seen = look(found)

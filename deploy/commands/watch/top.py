@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from deploy.run.run_dir import Located, add_arguments, locate
 
 if TYPE_CHECKING:
-    from deploy.monitor.top import Frame
     from deploy.run.snapshot import RunSnapshot
+    from foray.watch.top import Frame
 
     Look = tuple[RunSnapshot, RunSnapshot | None, Mapping[str, float]]
 
@@ -56,9 +56,9 @@ def _print(texts: Iterator[str], once: bool) -> None:
 
 def _looks(found: Located, interval: float) -> Iterator[Look]:
     """Yield one look at the run per refresh, until its launcher has ended."""
-    from deploy.monitor.status import look
-    from deploy.monitor.top import Looks, read_searches
     from deploy.run.run_dir import live_record
+    from foray.watch.status import look
+    from foray.watch.top import Looks, read_searches
 
     looks = Looks()
     while True:
@@ -72,14 +72,14 @@ def _looks(found: Located, interval: float) -> Iterator[Look]:
 
 
 def _frames(found: Located, interval: float) -> Iterator[Frame]:
-    from deploy.monitor.top import frame
+    from foray.watch.top import frame
 
     return (frame(*look, max_lag=found.run.max_lag) for look in _looks(found, interval))
 
 
 def _line(found: Located, seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float]) -> str:
-    from deploy.monitor.status import to_json
-    from deploy.monitor.top import wait_shares
+    from foray.watch.status import to_json
+    from foray.watch.top import wait_shares
 
     waits: dict[str, dict[str, float]] = {}
     for (process, cause), share in wait_shares(seen, before).items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
-from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_balance
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import escape_untrusted, sparkline, wrapped
+from foray.watch.status import conservation, letters_line, problems, state, step_line, token_balance
 
 LABEL = 10
 """Columns of the first word of a line."""

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.dlq.dead_letters import DeadLetter, Fates
-from deploy.monitor.top import TableRow, table
 from deploy.terminal import escape_untrusted, hexdump
+from foray.watch.dead_letters import DeadLetter, Fates
+from foray.watch.top import TableRow, table
 from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.header import check_body, read_header

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from deploy.monitor.replay_view import visible
+from foray.watch.replay_view import visible
 from protocol.errors import UserError
 
 TEMPLATES = Path(__file__).with_name("templates")

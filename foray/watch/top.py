@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 
-from deploy.monitor.status import conservation, letters_line, problems, state, step_line, token_balance
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import sparkline, wrapped
+from foray.watch.status import conservation, letters_line, problems, state, step_line, token_balance
 from protocol.messages import MetricsSnapshot
 from protocol.redaction import printable
 from protocol.runtime.http.client import ask

@@ -1,1 +1,0 @@
-"""Dead letters of a run: read, show, requeue and purge them."""
