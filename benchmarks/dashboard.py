@@ -43,7 +43,7 @@ class DashboardBench(BenchSettings):
     help: ClassVar[str] = "CPU time of learner and rollout server with the dashboard open and closed, in turn"
     quick: ClassVar[dict[str, Any]] = {"turns": 2, "steps": 1, "skip": 1}
     targets: ClassVar[tuple[Target, ...]] = (Target("ratio", 0.95, "CPU time with the dashboard closed over open"),)
-    modules: ClassVar[tuple[str, ...]] = ("deploy/dashboard", "foray/watch", "benchmarks/dashboard.py")
+    modules: ClassVar[tuple[str, ...]] = ("foray/dashboard", "foray/watch", "benchmarks/dashboard.py")
 
     turns: int = Field(default=24, ge=2)
     """Windows, half of them with the page open."""

@@ -11,8 +11,8 @@ import pytest
 
 from deploy.cli import main
 from deploy.commands.watch.curves import running_means, windows
-from deploy.dashboard.files import StepFile
 from deploy.run.history import read_history, read_steps
+from foray.dashboard.files import StepFile
 
 
 def write_run(directory: Path, values: list[float], *, epoch: int = 1, first: int = 1, mode: str = "w") -> Path:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.dashboard import index as index_module
-from deploy.dashboard.conversation import GroupView
-from deploy.dashboard.files import MOST_POINTS, StepFile, read_evaluations
-from deploy.dashboard.filters import ORDERS, page_sql, parse_filter, read_ages, read_facets, read_page
-from deploy.dashboard.index import TrajectoryIndex
-from deploy.dashboard.source import RunData
+from foray.dashboard import index as index_module
+from foray.dashboard.conversation import GroupView
+from foray.dashboard.files import MOST_POINTS, StepFile, read_evaluations
+from foray.dashboard.filters import ORDERS, page_sql, parse_filter, read_ages, read_facets, read_page
+from foray.dashboard.index import TrajectoryIndex
+from foray.dashboard.source import RunData
 from learner.checkpoint.journal import data_files, index_of, locations
 from learner.data.token_values import FOLDER, TokenValues, TrajectorySource
 from protocol.errors import UserError

@@ -19,12 +19,12 @@ import aiohttp
 import pytest
 import redis
 
-from deploy.dashboard import app as app_module
-from deploy.dashboard import events as events_module
-from deploy.dashboard import files as files_module
-from deploy.dashboard.app import HEADERS, STATIC, TYPES, build_app
-from deploy.dashboard.openapi import ROUTES, describe
-from deploy.dashboard.source import RunData
+from foray.dashboard import app as app_module
+from foray.dashboard import events as events_module
+from foray.dashboard import files as files_module
+from foray.dashboard.app import HEADERS, STATIC, TYPES, build_app
+from foray.dashboard.openapi import ROUTES, describe
+from foray.dashboard.source import RunData
 from protocol.codec import encode
 from protocol.errors import UserError
 from protocol.keys import Keys
@@ -215,7 +215,7 @@ async def test_nothing_is_looked_at_while_nobody_listens(run_dir: Path, monkeypa
     looks: list[str] = []
     monkeypatch.setattr(RunData, "snapshot", lambda self: looks.append("snapshot"))
     async with dashboard(run_dir):
-        monkeypatch.setattr("deploy.dashboard.index.TrajectoryIndex.update", lambda self: looks.append("index"))
+        monkeypatch.setattr("foray.dashboard.index.TrajectoryIndex.update", lambda self: looks.append("index"))
         await asyncio.sleep(0.3)
     assert not looks
 
@@ -237,7 +237,7 @@ async def test_a_live_run_shows_its_engines_and_problems(
     tmp_path: Path, client: redis.Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events_module, "INTERVAL_S", 0.05)
-    monkeypatch.setattr("deploy.dashboard.source.FRESH_S", 0.0)
+    monkeypatch.setattr("foray.dashboard.source.FRESH_S", 0.0)
     directory, keys = write_run(tmp_path / "run", redis_url=redis_url), Keys("test")
     (directory / "run.json").write_text('{"id": "test", "state": "running"}')
     client.set(keys.metrics("learner", "l"), encode(MetricsSnapshot(process="learner", id="l", values={"step": 3.0})))

@@ -15,8 +15,8 @@ import redis
 
 from deploy.cli import main as foray
 from deploy.commands.watch.top import _looks
-from deploy.dashboard.source import RunData
 from deploy.run.run_dir import LOCK, RECORD, RESOLVED, hold, live_record, locate, read_configuration, write_record
+from foray.dashboard.source import RunData
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.run_meta import LINEAGE_FILE

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from deploy.commands.eval import _info
-from deploy.dashboard.live import LiveProxy
 from deploy.evaluation.models import only_model
+from foray.dashboard.live import LiveProxy
 from foray.data.download import hub_listing
 from foray.watch.top import read_searches
 from protocol.errors import ForayError, UserError
@@ -93,7 +93,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine_client, "LARGEST_ANSWER", LIMIT)
     monkeypatch.setattr("rollout_server.engine.decoding.LONGEST_LINE", LIMIT)
     monkeypatch.setattr("foray.data.download.LARGEST_LISTING", LIMIT)
-    monkeypatch.setattr("deploy.dashboard.live.LARGEST_ANSWER", LIMIT)
+    monkeypatch.setattr("foray.dashboard.live.LARGEST_ANSWER", LIMIT)
     monkeypatch.setattr("protocol.runtime.episodes.LARGEST_ANSWER", LIMIT)
     monkeypatch.setattr(http_client.read_json, "__defaults__", (LIMIT,))
     monkeypatch.setattr(remote, "MAX_BYTES", LIMIT)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from deploy.dashboard.app import build_app
-from deploy.dashboard.source import RunData
 from deploy.run.run_dir import Located, hold, read_configuration, read_record, write_record
+from foray.dashboard.app import build_app
+from foray.dashboard.source import RunData
 from learner.checkpoint.journal import GroupJournal
 from protocol.header import seal
 from protocol.messages import Owner, Question, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan

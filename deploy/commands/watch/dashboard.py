@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    from deploy.dashboard.app import build_app
-    from deploy.dashboard.source import RunData
+    from foray.dashboard.app import build_app
+    from foray.dashboard.source import RunData
     from protocol.runtime.http.auth import read_access
     from protocol.runtime.http.server import listening
 

@@ -20,12 +20,12 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from deploy.dashboard.conversation import GroupView
-from deploy.dashboard.events import EventFeed
-from deploy.dashboard.files import read_logs, read_settings
-from deploy.dashboard.live import LiveProxy
-from deploy.dashboard.openapi import ROUTES, describe
-from deploy.dashboard.source import RunData
+from foray.dashboard.conversation import GroupView
+from foray.dashboard.events import EventFeed
+from foray.dashboard.files import read_logs, read_settings
+from foray.dashboard.live import LiveProxy
+from foray.dashboard.openapi import ROUTES, describe
+from foray.dashboard.source import RunData
 from foray.watch.page import render_template
 from protocol.errors import ForayError, UserError
 from protocol.runtime.http.auth import Access, RequestHead, check_request, decide

@@ -10,13 +10,13 @@ from functools import cached_property
 from http.client import HTTPException
 from typing import Any
 
-from deploy.dashboard.conversation import GroupView
-from deploy.dashboard.files import StepFile, read_evaluations, read_validations
-from deploy.dashboard.filters import parse_filter, read_ages, read_facets, read_page
-from deploy.dashboard.index import TrajectoryIndex
 from deploy.run.redis_server import connect
 from deploy.run.run_dir import Located, live_record, read_record
 from deploy.run.snapshot import RunSnapshot, read_ledger, read_ledger_totals
+from foray.dashboard.conversation import GroupView
+from foray.dashboard.files import StepFile, read_evaluations, read_validations
+from foray.dashboard.filters import parse_filter, read_ages, read_facets, read_page
+from foray.dashboard.index import TrajectoryIndex
 from foray.watch.dead_letter_pages import as_json
 from foray.watch.dead_letters import Fates, read_letters
 from foray.watch.replay_view import Decoder, find_tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from deploy.dashboard.source import RunData
+from foray.dashboard.source import RunData
 from foray.watch.status import state
 from protocol.runtime.http import sse
 
