@@ -26,13 +26,13 @@ from protocol.runtime.progress import Progress
 from protocol.settings import SECTIONS
 
 if TYPE_CHECKING:
-    from deploy.evaluation.methods.base import MethodSettingsBase
-    from deploy.evaluation.report import Other
-    from deploy.evaluation.runner import AskOptions
-    from deploy.evaluation.store import ResultStore
-    from deploy.evaluation.suites import DataSet
-    from deploy.evaluation.summary import Summary
-    from deploy.evaluation.targets import Served, Target
+    from foray.evaluation.methods.base import MethodSettingsBase
+    from foray.evaluation.report import Other
+    from foray.evaluation.runner import AskOptions
+    from foray.evaluation.store import ResultStore
+    from foray.evaluation.suites import DataSet
+    from foray.evaluation.summary import Summary
+    from foray.evaluation.targets import Served, Target
     from rollout_server.rewards.judge import JudgeSettings
 
 
@@ -92,8 +92,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every episode was scored at one version, 1 if some failed or versions are mixed, 130 after Ctrl-C."""
     _separate_overrides(args)
-    from deploy.evaluation.store import already_there, has_episodes, is_result, read_protocol, read_rows
-    from deploy.evaluation.targets import find_target
+    from foray.evaluation.store import already_there, has_episodes, is_result, read_protocol, read_rows
+    from foray.evaluation.targets import find_target
 
     if is_result(Path(args.where)):
         directory = Path(args.where)
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(what, todo="give --n from 1, --temperature from 0 to 100, and --top-p above 0 and up to 1")
     if not args.suite:
         raise UserError("no questions are given", todo="give --suite search-r1, or --suite FILE")
-    from deploy.evaluation.suites import read_suites
+    from foray.evaluation.suites import read_suites
 
     sets = read_suites(args.suite, args.data, args.limit)
     for path in args.against:
@@ -126,12 +126,12 @@ def _separate_overrides(args: argparse.Namespace) -> None:
 
 
 def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argparse.Namespace) -> int:
-    from deploy.evaluation.methods import POLICY, parse_methods
-    from deploy.evaluation.runner import AskOptions
-    from deploy.evaluation.store import open_store, sole_writer
-    from deploy.evaluation.targets import Needs, ServingOptions, serving
     from deploy.launch.launcher import RunStopped
     from deploy.launch.process import ProcessFailed
+    from foray.evaluation.methods import POLICY, parse_methods
+    from foray.evaluation.runner import AskOptions
+    from foray.evaluation.store import open_store, sole_writer
+    from foray.evaluation.targets import Needs, ServingOptions, serving
 
     methods, judge = parse_methods(args.methods), _judge(args)
     sampler = AskOptions(
@@ -182,7 +182,7 @@ def _ask(
     judge: JudgeSettings | None,
     store: ResultStore,
 ) -> None:
-    from deploy.evaluation.runner import ask_all, judge_all, open_questions, unjudged
+    from foray.evaluation.runner import ask_all, judge_all, open_questions, unjudged
 
     asked = sum(sampler.n * len(open_questions(sets, store.rows, settings.type, sampler.n)) for settings in methods)
     served.during(lambda task: ask_all(served, methods, sets, sampler, store, task), "evaluating", asked, "episodes")
@@ -198,9 +198,9 @@ def _protocol(
     judge: JudgeSettings | None,
 ) -> dict[str, Any]:
     from deploy.cli import foray_version
-    from deploy.evaluation import protocol
-    from deploy.evaluation.methods import POLICY
-    from deploy.evaluation.runner import prompts_of
+    from foray.evaluation import protocol
+    from foray.evaluation.methods import POLICY
+    from foray.evaluation.runner import prompts_of
 
     prompts = protocol.digest(vars(prompts_of(served)))
     template = protocol.template_of(served.episode)
@@ -237,7 +237,7 @@ def _info(url: str) -> dict[str, Any] | None:
 
 
 def _judge(args: argparse.Namespace) -> JudgeSettings | None:
-    from deploy.evaluation.models import API_KEY
+    from foray.evaluation.models import API_KEY
     from rollout_server.rewards.judge import JudgeSettings
 
     if not args.judge:
@@ -249,8 +249,8 @@ def _judge(args: argparse.Namespace) -> JudgeSettings | None:
 
 
 def _other(directory: Path) -> Other:
-    from deploy.evaluation.report import Other
-    from deploy.evaluation.store import read_protocol, read_rows
+    from foray.evaluation.report import Other
+    from foray.evaluation.store import read_protocol, read_rows
 
     return Other(directory, read_protocol(directory), read_rows(directory))
 
@@ -258,8 +258,8 @@ def _other(directory: Path) -> Other:
 def _report(directory: Path, protocol: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace) -> int:
     """Write and print the report. Return the exit code."""
     from deploy import page
-    from deploy.evaluation.report import document_of, to_json
-    from deploy.evaluation.summary import summarise
+    from foray.evaluation.report import document_of, to_json
+    from foray.evaluation.summary import summarise
 
     if not rows:
         raise UserError(f"{directory} holds no episodes", todo="evaluate into it again with --resume")

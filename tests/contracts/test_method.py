@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from deploy.evaluation.methods import NAMES, REGISTRY, build_method, parse_methods
-from deploy.evaluation.methods.base import Episode
-from deploy.evaluation.methods.flare import tokens_within
-from deploy.evaluation.methods.prompts import DEMO, ENGLISH, final_answer, first_sentence
-from deploy.evaluation.models import EpisodeFailed
+from foray.evaluation.methods import NAMES, REGISTRY, build_method, parse_methods
+from foray.evaluation.methods.base import Episode
+from foray.evaluation.methods.flare import tokens_within
+from foray.evaluation.methods.prompts import DEMO, ENGLISH, final_answer, first_sentence
+from foray.evaluation.models import EpisodeFailed
 from protocol.errors import UserError
 from protocol.messages import Sampling
 from tests.support.scripted_model import Reply, ScriptedModel, ScriptedSearch

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from deploy.evaluation import methods
+from foray.evaluation import methods
 from learner import weights
 from learner.config import algorithm as algorithms
 from learner.config.learner import PublishSettings

@@ -18,7 +18,7 @@ from deploy.cli import main
 from deploy.demo.lm import results
 from deploy.demo.lm.command import FILES, VARIABLE
 from deploy.demo.lm.phases import Phase, PhaseFailed, read_phases, run_phases
-from deploy.evaluation.store import EPISODES, PROTOCOL
+from foray.evaluation.store import EPISODES, PROTOCOL
 from learner.data.questions import load_questions
 from tests.support.sft_model import tiny_chat_model
 from tests.support.small_machine import AVX2

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from deploy.cli import main as foray
-from deploy.evaluation.models import EpisodeFailed, cut_at_stop, read_reply
-from deploy.evaluation.store import read_rows
+from foray.evaluation.models import EpisodeFailed, cut_at_stop, read_reply
+from foray.evaluation.store import read_rows
 
 PASSAGES = [{"document": {"id": "p1", "contents": '"Emma"\nEmma is by Jane Austen.'}, "score": 1.0}]
 

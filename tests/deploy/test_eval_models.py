@@ -8,8 +8,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from deploy.evaluation import models
-from deploy.evaluation.models import EngineModel, EpisodeFailed, Generated, ModelPrompt, PromptPiece
+from foray.evaluation import models
+from foray.evaluation.models import EngineModel, EpisodeFailed, Generated, ModelPrompt, PromptPiece
 from protocol.messages import EngineInfo, NodeState, Sampling
 from rollout_server.environment.tokenizer import load_tokenizer
 from tests.support.environments import write_tokenizer

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from deploy.evaluation.protocol import differences
-from deploy.evaluation.report import Other, document_of, to_json
-from deploy.evaluation.statistics import interval, paired_test
-from deploy.evaluation.store import EPISODES, PROTOCOL, ResultStore, key_of, open_store, read_protocol, read_rows
-from deploy.evaluation.summary import compare, summarise
+from foray.evaluation.protocol import differences
+from foray.evaluation.report import Other, document_of, to_json
+from foray.evaluation.statistics import interval, paired_test
+from foray.evaluation.store import EPISODES, PROTOCOL, ResultStore, key_of, open_store, read_protocol, read_rows
+from foray.evaluation.summary import compare, summarise
 from foray.watch.page import Report, ReportTable, Section, to_html, to_markdown, to_text
 from protocol.errors import UserError
 from tests.support.eval_rows import make_protocol, make_row

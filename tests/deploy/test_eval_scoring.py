@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from deploy.evaluation.published import ROWS, rows_for
-from deploy.evaluation.scoring import FAILURES, failure_of, has_evidence, is_correct
-from deploy.evaluation.suites import SUITES, data_set, read_suites
+from foray.evaluation.published import ROWS, rows_for
+from foray.evaluation.scoring import FAILURES, failure_of, has_evidence, is_correct
+from foray.evaluation.suites import SUITES, data_set, read_suites
 from protocol.errors import UserError
 from protocol.messages import Question
 from rollout_server.rewards.text_match import is_yes_no, score, yes_no

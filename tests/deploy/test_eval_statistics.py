@@ -10,7 +10,7 @@ import statistics as stdlib
 import numpy as np
 import pytest
 
-from deploy.evaluation.statistics import interval, paired_test
+from foray.evaluation.statistics import interval, paired_test
 
 
 def slow_bootstrap(samples: list[list[float]], draws: int, seed: int) -> tuple[float, float]:

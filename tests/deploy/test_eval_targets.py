@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.evaluation import targets
-from deploy.evaluation.targets import STATE, Needs, ServingOptions, find_target, serving, serving_config
 from deploy.run.run_dir import RECORD, hold, write_record
+from foray.evaluation import targets
+from foray.evaluation.targets import STATE, Needs, ServingOptions, find_target, serving, serving_config
 from protocol.errors import UserError
 from protocol.runtime.config import SettingsTree, read_tree
 from rollout_server.search.base import NoSearchSettings

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from deploy.cli import main as foray
-from deploy.evaluation.store import EPISODES, read_rows, sole_writer
 from deploy.run.run_dir import hold, write_record
+from foray.evaluation.store import EPISODES, read_rows, sole_writer
 from protocol.errors import ForayError, UserError
 from protocol.run_meta import LINEAGE_FILE
 from protocol.runtime import episodes as module

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.evaluation.store import read_rows
+from foray.evaluation.store import read_rows
 from tests.support.file_server import file_server
 from tests.support.waiting import wait_until
 

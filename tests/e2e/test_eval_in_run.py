@@ -18,10 +18,10 @@ import pytest
 
 from deploy.cli import main as foray
 from deploy.demo.warmstart import new_model, save_model
-from deploy.evaluation.store import read_rows
 from deploy.run.learning import learning_problems
 from deploy.run.run_dir import locate, read_record
 from deploy.run.snapshot import RunSnapshot
+from foray.evaluation.store import read_rows
 from foray.watch import status
 from learner.validation.results import ValidationFiles
 from tests.support.waiting import wait_until

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from deploy.cli import main as foray
-from deploy.evaluation.store import read_rows
 from deploy.run.run_dir import read_record
+from foray.evaluation.store import read_rows
 from tests.support.waiting import wait_until
 
 SMALL = ("run.steps=2", "run.groups_per_step=4", "run.group_size=8", "learner.checkpoint_every=1")

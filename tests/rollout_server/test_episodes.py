@@ -14,11 +14,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from deploy.evaluation.methods import parse_methods
-from deploy.evaluation.runner import AskOptions, ask_all
-from deploy.evaluation.store import open_store
-from deploy.evaluation.suites import data_set
-from deploy.evaluation.targets import Served, monitoring
+from foray.evaluation.methods import parse_methods
+from foray.evaluation.runner import AskOptions, ask_all
+from foray.evaluation.store import open_store
+from foray.evaluation.suites import data_set
+from foray.evaluation.targets import Served, monitoring
 from protocol.messages import NodeState, Question, supporting_meta
 from protocol.runtime.episodes import evaluate
 from protocol.runtime.lifecycle import ShutdownSignal

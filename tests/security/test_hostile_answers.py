@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 
 from deploy.commands.eval import _info
-from deploy.evaluation.models import only_model
 from foray.dashboard.live import LiveProxy
 from foray.data.download import hub_listing
+from foray.evaluation.models import only_model
 from foray.watch.top import read_searches
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question, Sampling

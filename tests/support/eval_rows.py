@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.evaluation.runner import row_of
-from deploy.evaluation.store import Row
+from foray.evaluation.runner import row_of
+from foray.evaluation.store import Row
 from protocol.messages import Question
 
 

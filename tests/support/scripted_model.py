@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from deploy.evaluation.models import Generated, ModelPrompt, cut_at_stop
+from foray.evaluation.models import Generated, ModelPrompt, cut_at_stop
 from protocol.messages import Sampling
 from protocol.search import Passage
 from rollout_server.search.base import SearchResult

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from deploy.demo.lm.phases import read_phases
-from deploy.evaluation.statistics import Estimate, interval, paired_test
-from deploy.evaluation.store import Row, is_result, read_rows
-from deploy.evaluation.summary import is_valid
+from foray.evaluation.statistics import Estimate, interval, paired_test
+from foray.evaluation.store import Row, is_result, read_rows
+from foray.evaluation.summary import is_valid
 from learner.validation.results import ValidationFiles
 from rollout_server.rewards.base import TurnText
 from rollout_server.rewards.format import well_formed

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.evaluation.models import ModelPrompt, PromptPiece
+from foray.evaluation.models import ModelPrompt, PromptPiece
 from protocol.search import Passage
 from rollout_server.environment.actions import AnswerAction, escape_tags, parse
 from rollout_server.environment.prompts import demo, search_r1

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from deploy.evaluation.methods.base import Episode, MethodSettingsBase
-from deploy.evaluation.methods.prompts import Prompts, final_answer
+from foray.evaluation.methods.base import Episode, MethodSettingsBase
+from foray.evaluation.methods.prompts import Prompts, final_answer
 
 
 class DirectSettings(MethodSettingsBase):

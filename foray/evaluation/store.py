@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from deploy.evaluation.protocol import FORMAT, Protocol, differences
+from foray.evaluation.protocol import FORMAT, Protocol, differences
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write, folder_lock
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 
-from deploy.evaluation.models import EpisodeFailed, Generated, LanguageModel, ModelPrompt
+from foray.evaluation.models import EpisodeFailed, Generated, LanguageModel, ModelPrompt
 from protocol.messages import Sampling
 from protocol.search import Passage
 from protocol.settings import Settings

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.evaluation.methods import POLICY, build_method
-from deploy.evaluation.methods.base import Episode, Method, MethodSettingsBase
-from deploy.evaluation.methods.prompts import ENGLISH, Prompts, prompts_for
-from deploy.evaluation.models import EndpointModel, EngineModel, EpisodeFailed, LanguageModel
-from deploy.evaluation.scoring import failure_of, has_evidence, is_correct
-from deploy.evaluation.store import ResultStore, Row
-from deploy.evaluation.suites import DataSet
-from deploy.evaluation.targets import Served
+from foray.evaluation.methods import POLICY, build_method
+from foray.evaluation.methods.base import Episode, Method, MethodSettingsBase
+from foray.evaluation.methods.prompts import ENGLISH, Prompts, prompts_for
+from foray.evaluation.models import EndpointModel, EngineModel, EpisodeFailed, LanguageModel
+from foray.evaluation.scoring import failure_of, has_evidence, is_correct
+from foray.evaluation.store import ResultStore, Row
+from foray.evaluation.suites import DataSet
+from foray.evaluation.targets import Served
 from protocol.errors import ForayError, UserError
 from protocol.messages import Question, Sampling, Status
 from protocol.runtime.episodes import evaluate, is_failed

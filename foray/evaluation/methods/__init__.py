@@ -1,6 +1,6 @@
 """Methods: how a model answers a question. Their settings and registry.
 
-The policy's own rollouts need no method here: the rollout server runs them (`deploy.evaluation.runner`). For an
+The policy's own rollouts need no method here: the rollout server runs them (`foray.evaluation.runner`). For an
 endpoint `policy` runs the same loop over messages.
 """
 
@@ -11,25 +11,25 @@ from pkgutil import resolve_name
 
 from pydantic import TypeAdapter, ValidationError
 
-from deploy.evaluation.methods.base import Method, MethodSettingsBase
-from deploy.evaluation.methods.flare import FlareSettings
-from deploy.evaluation.methods.ircot import IRCoTSettings
-from deploy.evaluation.methods.policy import PolicyMethodSettings
-from deploy.evaluation.methods.prompts import Prompts
-from deploy.evaluation.methods.rag import IterRetGenSettings, NaiveRAGSettings
-from deploy.evaluation.methods.without_search import ChainOfThoughtSettings, DirectSettings
+from foray.evaluation.methods.base import Method, MethodSettingsBase
+from foray.evaluation.methods.flare import FlareSettings
+from foray.evaluation.methods.ircot import IRCoTSettings
+from foray.evaluation.methods.policy import PolicyMethodSettings
+from foray.evaluation.methods.prompts import Prompts
+from foray.evaluation.methods.rag import IterRetGenSettings, NaiveRAGSettings
+from foray.evaluation.methods.without_search import ChainOfThoughtSettings, DirectSettings
 from protocol.errors import UserError
 from protocol.runtime.config import NOT_YAML, parse_yaml
 from protocol.runtime.settings_errors import explain, suggest
 
 REGISTRY: dict[type[MethodSettingsBase], str] = {
-    PolicyMethodSettings: "deploy.evaluation.methods.policy:PolicyOverMessages",
-    DirectSettings: "deploy.evaluation.methods.without_search:Direct",
-    ChainOfThoughtSettings: "deploy.evaluation.methods.without_search:ChainOfThought",
-    NaiveRAGSettings: "deploy.evaluation.methods.rag:NaiveRAG",
-    IterRetGenSettings: "deploy.evaluation.methods.rag:IterRetGen",
-    IRCoTSettings: "deploy.evaluation.methods.ircot:IRCoT",
-    FlareSettings: "deploy.evaluation.methods.flare:Flare",
+    PolicyMethodSettings: "foray.evaluation.methods.policy:PolicyOverMessages",
+    DirectSettings: "foray.evaluation.methods.without_search:Direct",
+    ChainOfThoughtSettings: "foray.evaluation.methods.without_search:ChainOfThought",
+    NaiveRAGSettings: "foray.evaluation.methods.rag:NaiveRAG",
+    IterRetGenSettings: "foray.evaluation.methods.rag:IterRetGen",
+    IRCoTSettings: "foray.evaluation.methods.ircot:IRCoT",
+    FlareSettings: "foray.evaluation.methods.flare:Flare",
 }
 """Settings class -> "module:Class"; the class takes the settings and the prompts."""
 

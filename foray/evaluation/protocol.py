@@ -21,7 +21,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.evaluation.suites import DataSet
+from foray.evaluation.suites import DataSet
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.environment.prompts import TEMPLATES
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deploy.evaluation.scoring import FAILURES
-from deploy.evaluation.statistics import Estimate, PairedTest, interval, paired_test
-from deploy.evaluation.store import Row
+from foray.evaluation.scoring import FAILURES
+from foray.evaluation.statistics import Estimate, PairedTest, interval, paired_test
+from foray.evaluation.store import Row
 from protocol.runtime.episodes import is_failed, is_too_long
 
 METRICS = ("em", "f1", "cover_em", "yes_no", "judge")

@@ -22,7 +22,6 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from deploy.commands.export import model_settings
 from deploy.config import RunConfig, expand, from_tree
-from deploy.evaluation.models import ModelEndpoint, endpoint_settings, only_model
 from deploy.run.run_dir import (
     RESOLVED,
     configuration_of,
@@ -34,6 +33,7 @@ from deploy.run.run_dir import (
     unique_id,
 )
 from deploy.run.snapshot import take_snapshot
+from foray.evaluation.models import ModelEndpoint, endpoint_settings, only_model
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.config import SettingsTree, read_tree, with_overrides

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from deploy.evaluation.methods.base import Episode, MethodSettingsBase
-from deploy.evaluation.methods.prompts import Prompts
-from deploy.evaluation.models import EndpointModel, EpisodeFailed, Generated
+from foray.evaluation.methods.base import Episode, MethodSettingsBase
+from foray.evaluation.methods.prompts import Prompts
+from foray.evaluation.models import EndpointModel, EpisodeFailed, Generated
 from rollout_server.environment.actions import AnswerAction, SearchAction, escape_tags, parse
 
 

@@ -8,12 +8,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from deploy.evaluation.protocol import Protocol, differences
-from deploy.evaluation.published import rows_for
-from deploy.evaluation.scoring import FAILURES
-from deploy.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
-from deploy.evaluation.store import Row
-from deploy.evaluation.summary import METRICS, REFERENCE, Cell, Comparison, Summary, compare
+from foray.evaluation.protocol import Protocol, differences
+from foray.evaluation.published import rows_for
+from foray.evaluation.scoring import FAILURES
+from foray.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
+from foray.evaluation.store import Row
+from foray.evaluation.summary import METRICS, REFERENCE, Cell, Comparison, Summary, compare
 from foray.watch.page import Example, Measured, Report, ReportTable, Section
 from protocol.runtime.episodes import is_failed
 
