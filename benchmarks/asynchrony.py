@@ -28,7 +28,7 @@ from deploy.run.history import read_steps
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
-    from deploy.demo.run import DemoOptions
+    from foray.demo.run import DemoOptions
 
 DISCARDED = ("filtered", "stale", "dead")
 LAST_STEPS = 10
@@ -71,8 +71,8 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
 
     Raises ProcessFailed, and ForayError if a process had to be restarted.
     """
-    from deploy.demo.run import prepare
     from deploy.launch.launcher import Launcher
+    from foray.demo.run import prepare
 
     prepared = prepare(options, say)
     samples = CpuSamples()
@@ -152,7 +152,7 @@ def _on(core: int | None) -> Iterator[None]:
 
 def warm_model(directory: Path, say: Say) -> Path:
     """Return the demo's warm-started model of seed 0 in `directory`; create it, atomically, if it is missing."""
-    from deploy.demo.warmstart import warm_start
+    from foray.demo.warmstart import warm_start
 
     if not directory.exists():
         building = directory.with_name(f"{directory.name}-building")
@@ -171,7 +171,7 @@ class AsyncBench(BenchSettings):
     quick: ClassVar[dict[str, Any]] = {"steps": 12, "skip": 3, "seeds": (0,), "lags": (0, 1), "groups_per_step": 8}
     targets: ClassVar[tuple[Target, ...]] = (Target("of_bound", 0.9, "speed-up at lag 1 over the bound"),)
     modules: ClassVar[tuple[str, ...]] = (
-        *("protocol", "rollout_server", "learner", "retriever", "deploy/demo"),
+        *("protocol", "rollout_server", "learner", "retriever", "foray/demo"),
         "benchmarks/asynchrony.py",
     )
 
@@ -225,7 +225,7 @@ class AsyncBench(BenchSettings):
         return summary(rows)
 
     def _row(self, directory: Path, model: Path, seed: int, lag: int, say: Say) -> Row:
-        from deploy.demo.run import DemoOptions
+        from foray.demo.run import DemoOptions
 
         name = f"seed-{seed}-lag-{lag}"
 

@@ -56,8 +56,8 @@ class DashboardBench(BenchSettings):
 
     def measure(self, say: Say) -> BenchResult:
         """Run the ring once, and the client in half of the windows."""
-        from deploy.demo.run import DemoOptions, prepare
         from deploy.launch.launcher import Launcher
+        from foray.demo.run import DemoOptions, prepare
 
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as folder:
             model = self.model or warm_model(Path(folder) / "model", say)

@@ -212,7 +212,7 @@ class EngineBench(BenchSettings):
     modules: ClassVar[tuple[str, ...]] = (
         "protocol",
         "rollout_server/cpu_engine",
-        "deploy/demo/warmstart.py",
+        "foray/demo/warmstart.py",
         "benchmarks/engine.py",
         "benchmarks/hf_generate.py",
         "benchmarks/learner/workload.py",
@@ -282,7 +282,7 @@ def random_model(directory: Path, shape: str) -> Path:
         write_model(LearnerBench.model_validate({"shape": shape, "vocabulary": VOCABULARY}), directory)
         write_tokenizer(directory, "words")
         return directory
-    from deploy.demo.warmstart import new_model, save_model
+    from foray.demo.warmstart import new_model, save_model
 
     save_model(new_model(0), directory)
     return directory

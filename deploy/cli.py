@@ -43,8 +43,8 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "demo": Verb("train a tiny model to search, on this machine, in minutes", "deploy.demo.command"),
-    "demo-lm": Verb("train a pretrained language model on real questions, on two cores", "deploy.demo.lm.command"),
+    "demo": Verb("train a tiny model to search, on this machine, in minutes", "foray.demo.command"),
+    "demo-lm": Verb("train a pretrained language model on real questions, on two cores", "foray.demo.lm.command"),
     "init": Verb("write a configuration file with every setting explained", "deploy.commands.init"),
     "sft": Verb("train a model on demonstrations: the warm start of a run", "deploy.sft.command"),
     "up": Verb("start all processes of a run on this machine and monitor them", "deploy.commands.up"),
@@ -57,7 +57,7 @@ VERBS: dict[str, Verb] = {
     "grafana": Verb("write a Grafana dashboard and Prometheus rules for a run", "deploy.commands.watch.grafana"),
     "report": Verb("write a run's report as one HTML file", "deploy.commands.watch.report"),
     "dlq": Verb("list, show, requeue and purge dead letters and failed seqs", "deploy.commands.dlq"),
-    "compare": Verb("run the demo with several algorithms from one warm start", "deploy.demo.compare"),
+    "compare": Verb("run the demo with several algorithms from one warm start", "foray.demo.compare"),
     "curves": Verb("print or plot the learning curves of runs, side by side", "deploy.commands.watch.curves"),
     "replay": Verb("print trained trajectories: what the policy wrote and read", "deploy.commands.watch.replay"),
     "export": Verb("write the policy of a checkpoint as a Hugging Face model", "deploy.commands.export"),

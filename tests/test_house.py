@@ -31,7 +31,7 @@ PURE_IMPORTS = {
 
 SGLANG_CPU = "requirements/sglang_cpu_launch.py"
 """Run by the interpreter of an environment that holds nothing of ours."""
-MODELS = ("learner/", "retriever/encoder/", "retriever/rerank/", "deploy/demo/", "benchmarks/", SGLANG_CPU)
+MODELS = ("learner/", "retriever/encoder/", "retriever/rerank/", "foray/demo/", "benchmarks/", SGLANG_CPU)
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": ("learner/engine/",),
     # the benchmark compares with FAISS by itself

@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy"]
 DATA = {
     "protocol/functions.lua",
-    "deploy/demo/demo.yaml",
-    "deploy/demo/algorithms.yaml",
-    "deploy/demo/hard.yaml",
+    "foray/demo/demo.yaml",
+    "foray/demo/algorithms.yaml",
+    "foray/demo/hard.yaml",
     "foray/watch/templates/page.html",
     "foray/watch/templates/trajectory.html",
     *(p.relative_to(ROOT).as_posix() for p in (ROOT / "deploy" / "dashboard" / "static").rglob("*") if p.is_file()),

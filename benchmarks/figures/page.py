@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.figures.table import FOLDER, NEEDS_DATA, figures, read
 from benchmarks.figures.table import stale as is_stale
 from benchmarks.report import ROOT
-from deploy.demo.lm.results import of_control, table
+from foray.demo.lm.results import of_control, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 TEMPLATE = FOLDER / "benchmarks.template.md"

@@ -15,14 +15,14 @@ from typing import Any
 from benchmarks import BENCHMARKS
 from benchmarks.base import Target
 from benchmarks.report import ROOT, digest
-from deploy.demo.compare import GOAL, VARIANTS, read_variants
+from foray.demo.compare import GOAL, VARIANTS, read_variants
 
 FOLDER = ROOT / "docs" / "figures"
 RUNS = Path("runs/figures")
 """Relative to the repository's root: run directories, raw output, and the warm start shared by several figures."""
 MODEL = RUNS / "warm" / "model"
 SEEDS = (0, 1, 2, 3, 4)
-RING = ("protocol", "rollout_server", "learner", "retriever", "deploy/demo")
+RING = ("protocol", "rollout_server", "learner", "retriever", "foray/demo")
 NEEDS_GPU = ("retriever_gpu", "transfer", "learner-gpu", "demo-gpu")
 """`make gpu-check` makes these."""
 NEEDS_DATA = ("lm", "lm-control")

@@ -300,7 +300,7 @@ def a_model(directory: Path, given: Path | None, say: Say) -> Path:
         return named.absolute()
     made = directory / "model"
     if not (made / "model.safetensors").exists():
-        from deploy.demo.warmstart import WarmStartBudget, warm_start
+        from foray.demo.warmstart import WarmStartBudget, warm_start
 
         say(f"a warm start, once, into {made}")
         part = directory / "model.part"

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from deploy.config import from_tree
-from deploy.demo.compare import GOAL, VARIANTS, read_variants, render, row, with_weights
-from deploy.demo.run import CONFIG
+from foray.demo.compare import GOAL, VARIANTS, read_variants, render, row, with_weights
+from foray.demo.run import CONFIG
 from learner.algorithms import build_algorithm
 from learner.config.algorithm import AlgorithmSettings
 from protocol.errors import UserError

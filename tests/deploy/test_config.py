@@ -10,8 +10,8 @@ import yaml
 import foray
 from deploy.commands.init import PRESETS
 from deploy.config import expand, from_tree, load_config
-from deploy.demo.run import CONFIG
 from deploy.reference.settings import document
+from foray.demo.run import CONFIG
 from protocol.errors import UserError
 
 ROOT = Path(__file__).parent.parent.parent

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from deploy.demo.run import TOPK, DemoOptions, demo_tree, half_gain, prepare, write_worlds
-from deploy.demo.world import HARD, NAME_WORDS, RELATION_NAMES, SHORT, VERBS, World
+from foray.demo.run import TOPK, DemoOptions, demo_tree, half_gain, prepare, write_worlds
+from foray.demo.world import HARD, NAME_WORDS, RELATION_NAMES, SHORT, VERBS, World
 from retriever.index.bm25 import Bm25Index
 from retriever.index.config import Bm25Settings
 from tests.support.small_retriever import TextSource

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from deploy.cli import main
-from deploy.demo.lm import results
-from deploy.demo.lm.command import FILES, VARIABLE
-from deploy.demo.lm.phases import Phase, PhaseFailed, read_phases, run_phases
+from foray.demo.lm import results
+from foray.demo.lm.command import FILES, VARIABLE
+from foray.demo.lm.phases import Phase, PhaseFailed, read_phases, run_phases
 from foray.evaluation.store import EPISODES, PROTOCOL
 from learner.data.questions import load_questions
 from tests.support.sft_model import tiny_chat_model
@@ -72,7 +72,7 @@ def test_a_stop_reaches_the_phase_and_the_same_command_continues(tmp_path: Path,
         "(here / 'up').touch()\nwhile not (here / 'stopped').exists(): time.sleep(0.01)\n"
     )
     code = (
-        "import sys; from pathlib import Path; from deploy.demo.lm.phases import *\n"
+        "import sys; from pathlib import Path; from foray.demo.lm.phases import *\n"
         f"here = Path({str(tmp_path)!r})\n"
         "try: run_phases([Phase('long', 'long', (str(here / 'phase.py'),))], here, print)\n"
         "except PhaseStopped as stopped: sys.exit(100 + stopped.number)\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo.run import HELD_OUT_PER_HOPS, DemoOptions, demo_tree, prepare, write_worlds
+from foray.demo.run import HELD_OUT_PER_HOPS, DemoOptions, demo_tree, prepare, write_worlds
 from protocol.errors import UserError
 from protocol.keys import Keys
 

@@ -10,8 +10,8 @@ import bm25s
 import pytest
 from tokenizers import Tokenizer
 
-from deploy.demo.demonstrations import IMPERFECT, Scene, ideal, practice, query
-from deploy.demo.world import (
+from foray.demo.demonstrations import IMPERFECT, Scene, ideal, practice, query
+from foray.demo.world import (
     NAME_WORDS,
     RELATION_NAMES,
     VERBS,

@@ -16,7 +16,6 @@ import redis
 
 from deploy.commands import doctor as command
 from deploy.config import load_config
-from deploy.demo.world import save_tokenizer
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor import machine
 from deploy.doctor.access import binds
@@ -25,6 +24,7 @@ from deploy.doctor.finding import Finding
 from deploy.doctor.model import family
 from deploy.doctor.redis import memory_needed
 from deploy.doctor.run import examine
+from foray.demo.world import save_tokenizer
 from tests.support.sandboxes import require_bubblewrap
 
 

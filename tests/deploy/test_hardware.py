@@ -11,7 +11,6 @@ import pytest
 from deploy.cli import main
 from deploy.commands.init import presets
 from deploy.config import from_tree, load_config
-from deploy.demo.world import save_tokenizer
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor import model as doctor_model
 from deploy.doctor.access import binds
@@ -23,6 +22,7 @@ from deploy.hardware.profiles import choices
 from deploy.launch.plan import plan
 from deploy.reference.hardware import SHAPES, on_profile, page, pairs
 from deploy.run.addresses import preview
+from foray.demo.world import save_tokenizer
 from protocol.errors import UserError
 from tests.support.shell_blocks import foray_commands, shell_blocks
 

@@ -84,8 +84,8 @@ def test_start_and_stop_say_what_they_wait_for(tmp_path: Path, children: list[Ma
 
 
 def test_the_warm_start_says_how_far_it_is() -> None:
-    from deploy.demo.demonstrations import practice
-    from deploy.demo.warmstart import WarmStartBudget, _course
+    from foray.demo.demonstrations import practice
+    from foray.demo.warmstart import WarmStartBudget, _course
 
     said: list[str] = []
     course = _course(0, WarmStartBudget(batch=1))
@@ -99,7 +99,7 @@ def test_deepspeed_does_not_warn_on_the_screen_of_who_saves_a_model(tmp_path: Pa
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from deploy.demo.warmstart import new_model, save_model\n"
+        "from foray.demo.warmstart import new_model, save_model\n"
         "save_model(new_model(0), Path(sys.argv[1]))\n"
     )
     argv = [sys.executable, "-c", code, str(tmp_path / "model")]

@@ -117,8 +117,8 @@ PHASES = """
 import sys
 from pathlib import Path
 from deploy.cli import main
-from deploy.demo.lm import command, results
-from deploy.demo.lm.phases import Phase
+from foray.demo.lm import command, results
+from foray.demo.lm.phases import Phase
 
 here = Path(sys.argv[1])
 wait = (

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from deploy.demo.world import ALIASED, HARD, RELATION_NAMES, Lookup, words
+from foray.demo.world import ALIASED, HARD, RELATION_NAMES, Lookup, words
 
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from deploy.demo.demonstrations import Scene, collate  # noqa: E402
-from deploy.demo.warmstart import (  # noqa: E402  # noqa: E402
+from foray.demo.demonstrations import Scene, collate  # noqa: E402
+from foray.demo.warmstart import (  # noqa: E402  # noqa: E402
     BAND,
     GateReport,
     WarmStartBudget,
@@ -127,7 +127,7 @@ def test_a_warm_start_passes_the_gate_and_writes_a_loadable_model(warm_start_onc
 
 
 def test_collate_pads_on_the_right_with_weight_nothing() -> None:
-    from deploy.demo.demonstrations import Demonstration
+    from foray.demo.demonstrations import Demonstration
 
     ids, weights = collate([Demonstration([5, 6], [0.0, 1.0]), Demonstration([7], [1.0])])
     assert ids.tolist() == [[5, 6], [7, 0]] and weights.tolist() == [[0.0, 1.0], [1.0, 0.0]]

@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deploy.cli import main as foray
-from deploy.demo.warmstart import new_model, save_model
+from foray.demo.warmstart import new_model, save_model
 
 SMALL = ("run.steps=4", "run.groups_per_step=2", "run.group_size=4", "learner.checkpoint_every=2", "run.max_lag=0")
 ADAPTERS = (

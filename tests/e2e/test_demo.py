@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo.warmstart import BAND
+from foray.demo.warmstart import BAND
 from tests.support.small_machine import AVX2, small_machine
 
 STEPS = 32

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main as foray
-from deploy.demo.warmstart import new_model, save_model
 from deploy.run.learning import learning_problems
 from deploy.run.run_dir import locate, read_record
 from deploy.run.snapshot import RunSnapshot
+from foray.demo.warmstart import new_model, save_model
 from foray.evaluation.store import read_rows
 from foray.watch import status
 from learner.validation.results import ValidationFiles

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main as foray
-from deploy.demo.warmstart import new_model, save_model
 from deploy.run.run_dir import read_record
 from deploy.run.snapshot import read_ledger_totals
+from foray.demo.warmstart import new_model, save_model
 from tests.support.waiting import wait_until
 
 SMALL = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main as foray
-from deploy.demo.warmstart import new_model, save_model
+from foray.demo.warmstart import new_model, save_model
 from tests.support.shell_blocks import shell_blocks
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main as foray
-from deploy.demo.warmstart import new_model, save_model
+from foray.demo.warmstart import new_model, save_model
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
 from rollout_server.node.guard import descendants

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from deploy.demo.world import save_tokenizer
+from foray.demo.world import save_tokenizer
 from learner.model.tokenizer_check import TEXTS, different_texts, make_auto_load_it
 
 

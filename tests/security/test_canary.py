@@ -75,7 +75,7 @@ def _planted(directory: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    from deploy.demo.warmstart import new_model, save_model
+    from foray.demo.warmstart import new_model, save_model
 
     home = tmp_path_factory.mktemp("canary")
     save_model(new_model(0), home / "model")
@@ -204,7 +204,7 @@ def test_a_wrong_redis_url_is_explained_without_its_password(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     canary = "c4nary-password"
-    from deploy.demo.world import save_tokenizer
+    from foray.demo.world import save_tokenizer
 
     save_tokenizer(tmp_path / "model")
     (tmp_path / "questions.jsonl").write_text('{"question": "q", "answers": ["a"]}\n')

@@ -50,7 +50,7 @@ ALLOWED = {
         "tarfile",
     ): "regular files of a known download are copied; no path of the archive is used",
     ("foray/data/unpack.py", "zipfile"): "the same",
-    ("deploy/demo/lm/model.py", "zipfile"): "one named file of a package, whose checksum is then verified",
+    ("foray/demo/lm/model.py", "zipfile"): "one named file of a package, whose checksum is then verified",
     ("deploy/doctor/model.py", "trust_remote_code"): "the doctor looks for the flag, and warns",
     ("deploy/cli.py", "importlib.import_module"): "a verb's module, from a constant table",
     ("deploy/commands/bench.py", "importlib.import_module"): "the benchmarks, which a wheel does not hold: a constant",

@@ -58,7 +58,7 @@ def cached_warm_start(cache: Path = CACHE) -> WarmStart:
 
 
 def _make(place: Path) -> None:
-    from deploy.demo.warmstart import WarmStartBudget, warm_start
+    from foray.demo.warmstart import WarmStartBudget, warm_start
 
     building, lines = place.with_name("building"), list[str]()
     shutil.rmtree(building, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The demo's template: Search-R1's turn structure in the small vocabulary of the demo's model.
 
-The warm start trains on these texts (`deploy.demo.demonstrations` reads these constants), so a change requires a new
+The warm start trains on these texts (`foray.demo.demonstrations` reads these constants), so a change requires a new
 warm start. Words are separated by spaces: the demo's tokenizer is word-level.
 """
 

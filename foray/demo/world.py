@@ -426,8 +426,8 @@ def save_tokenizer(directory: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line: `python -m deploy.demo.world --seed 7 --out DIR`."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.demo.world", description="Write a generated world.")
+    """Run the command line: `python -m foray.demo.world --seed 7 --out DIR`."""
+    parser = argparse.ArgumentParser(prog="python -m foray.demo.world", description="Write a generated world.")
     parser.add_argument("--seed", type=int, default=0, help="seed of the world")
     parser.add_argument("--out", type=Path, required=True, help="directory for corpus.jsonl and questions.jsonl")
     options = parser.parse_args()

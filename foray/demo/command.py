@@ -48,10 +48,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if the demo finished, 1 if a process failed, 130 after Ctrl-C."""
-    from deploy.demo.run import DemoOptions, prepare, run_demo
     from deploy.launch.launcher import RunStopped
     from deploy.launch.process import ProcessFailed
     from deploy.run.run_dir import saved
+    from foray.demo.run import DemoOptions, prepare, run_demo
 
     out = sys.stderr if args.json else sys.stdout
     began = time.monotonic()
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def table(summary: Mapping[str, Any]) -> str:
     """Return the summary as a table."""
-    from deploy.demo.run import HOP_NAMES
+    from foray.demo.run import HOP_NAMES
 
     s = summary
     lines = [

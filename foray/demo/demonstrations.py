@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from deploy.demo.world import (
+from foray.demo.world import (
     ALIASED,
     GUESS_THOUGHT,
     ONE_HOP,

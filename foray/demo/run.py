@@ -23,11 +23,11 @@ from typing import Any
 import yaml
 
 from deploy.config import RunConfig, from_tree
-from deploy.demo.world import HARD, SHORT, Hops, Level, Lookup, World, write_jsonl
 from deploy.launch.launcher import Launcher
 from deploy.run.history import read_steps
 from deploy.run.run_dir import is_held, read_record, unique_id
 from deploy.run.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
+from foray.demo.world import HARD, SHORT, Hops, Level, Lookup, World, write_jsonl
 from protocol.errors import ForayError, UserError
 from protocol.messages import NodeState, Question
 from protocol.runtime.config import override, parse_yaml, read_tree
@@ -163,7 +163,7 @@ def _model(options: DemoOptions, config: RunConfig, say: Say) -> dict[str, Any]:
         shutil.copytree(options.model, config.run.model)
         say(f"model: a copy of {options.model}")
         return {"copied_from": str(options.model)}
-    from deploy.demo.warmstart import warm_start
+    from foray.demo.warmstart import warm_start
 
     report = warm_start(config.run.model, options.seed, say, level=options.level)
     return report.to_json()

@@ -8,7 +8,7 @@ sampled, mostly guesses, sends the wrong query or stops early. Reinforcement lea
 
 The warm start of the hard demo has no second stage: it ends when both skills, querying and reading, are within `BAND`.
 
-    python -m deploy.demo.warmstart --out MODEL_DIR [--seed 0]
+    python -m foray.demo.warmstart --out MODEL_DIR [--seed 0]
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.demo.demonstrations import Demonstration, Scene, collate, ideal, imperfect, practice
-from deploy.demo.world import (
+from foray.demo.demonstrations import Demonstration, Scene, collate, ideal, imperfect, practice
+from foray.demo.world import (
     EOS,
     HARD,
     ONE_HOP,
@@ -477,7 +477,7 @@ def weaker(report: GateReport, scene: Scene, puzzles: dict[int, list[Puzzle]]) -
 
 def main() -> None:
     """Run the command line: print the gate table and the path of the model."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.demo.warmstart", description="Warm start the demo's model.")
+    parser = argparse.ArgumentParser(prog="python -m foray.demo.warmstart", description="Warm start the demo's model.")
     parser.add_argument("--out", type=Path, required=True, help="directory for the model, in Hugging Face layout")
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed for the initial weights and the demonstrations"

@@ -48,8 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every variant finished, else the exit status of the first one that did not."""
-    from deploy.demo.run import DemoOptions, prepare, run_demo
     from deploy.launch.process import ProcessFailed
+    from foray.demo.run import DemoOptions, prepare, run_demo
 
     out = sys.stderr if args.json else sys.stdout
     files, shared = split_overrides(args.given)
