@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.commands.init import PRESETS, presets
 from deploy.config import load_config
 from deploy.hardware.assign import Assignment, table
 from deploy.hardware.inventory import HARDWARE, gib
 from deploy.hardware.memory import ENGINE_OVERHEAD, USABLE
 from deploy.hardware.profiles import PROFILES, Resolved, choices, resolve
+from foray.commands.init import PRESETS, presets
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree
 

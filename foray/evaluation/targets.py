@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from deploy.commands.export import model_settings
 from deploy.config import RunConfig, expand, from_tree
 from deploy.run.run_dir import (
     RESOLVED,
@@ -33,6 +32,7 @@ from deploy.run.run_dir import (
     unique_id,
 )
 from deploy.run.snapshot import take_snapshot
+from foray.commands.export import model_settings
 from foray.evaluation.models import ModelEndpoint, endpoint_settings, only_model
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, NodeState

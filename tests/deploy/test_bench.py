@@ -106,7 +106,7 @@ def test_outside_a_checkout_it_says_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The wheel has the command and not the benchmarks."""
-    monkeypatch.setattr("deploy.commands.bench.ROOT", tmp_path)
+    monkeypatch.setattr("foray.commands.bench.ROOT", tmp_path)
     assert main(["bench", "rollout", "--json"]) == 2
     err = capsys.readouterr().err
     assert "needs a checkout" in err and "make setup" in err

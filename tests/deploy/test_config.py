@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 import foray
-from deploy.commands.init import PRESETS
 from deploy.config import expand, from_tree, load_config
 from deploy.reference.settings import document
+from foray.commands.init import PRESETS
 from foray.demo.run import CONFIG
 from protocol.errors import UserError
 

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from deploy.cli import main
-from deploy.commands.watch.curves import running_means, windows
 from deploy.run.history import read_history, read_steps
+from foray.commands.watch.curves import running_means, windows
 from foray.dashboard.files import StepFile
 
 

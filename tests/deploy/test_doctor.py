@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.commands import doctor as command
 from deploy.config import load_config
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor import machine
@@ -24,6 +23,7 @@ from deploy.doctor.finding import Finding
 from deploy.doctor.model import family
 from deploy.doctor.redis import memory_needed
 from deploy.doctor.run import examine
+from foray.commands import doctor as command
 from foray.demo.world import save_tokenizer
 from tests.support.sandboxes import require_bubblewrap
 

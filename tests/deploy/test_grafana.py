@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.commands.watch import grafana as command
 from deploy.reference.metrics import document
 from deploy.run.run_dir import write_record
+from foray.commands.watch import grafana as command
 from foray.watch.grafana import INTERVAL, dashboard
 from foray.watch.grafana import RULES as RULES_FILE
 from protocol.errors import UserError

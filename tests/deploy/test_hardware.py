@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from deploy.commands.init import presets
 from deploy.config import from_tree, load_config
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor import model as doctor_model
@@ -22,6 +21,7 @@ from deploy.hardware.profiles import choices
 from deploy.launch.plan import plan
 from deploy.reference.hardware import SHAPES, on_profile, page, pairs
 from deploy.run.addresses import preview
+from foray.commands.init import presets
 from foray.demo.world import save_tokenizer
 from protocol.errors import UserError
 from tests.support.shell_blocks import foray_commands, shell_blocks

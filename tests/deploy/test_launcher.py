@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.commands import down
-from deploy.commands.watch.runs import find_runs
 from deploy.config import RunConfig, load_config
 from deploy.doctor.finding import NotReady
 from deploy.launch.launcher import Launcher, RunStopped
 from deploy.launch.process import ProcessFailed
 from deploy.run.redis_server import connect, ping
 from deploy.run.run_dir import is_held, read_record
+from foray.commands import down
+from foray.commands.watch.runs import find_runs
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.run_meta import LINEAGE_FILE, RunMeta
@@ -306,7 +306,7 @@ def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.Cap
     file.write_text(config.to_yaml().replace("retrievers: null", "retrievers: 1"))
     code = (
         "import sys; from pathlib import Path\n"
-        "from deploy.config import load_config; from deploy.commands.up import up\n"
+        "from deploy.config import load_config; from foray.commands.up import up\n"
         "sys.executable = sys.argv[2]\n"
         "sys.exit(up(load_config(Path(sys.argv[1])), print, again='foray up run.yaml')[0])"
     )

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands.watch import logs as command
-from deploy.commands.watch import runs as runs_command
 from deploy.run.run_dir import LOCK, write_record
+from foray.commands.watch import logs as command
+from foray.commands.watch import runs as runs_command
 from foray.watch.logs import LogFile, is_of, merged, stamp_of
 from protocol.errors import UserError
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import MEANT, VERBS, main
-from deploy.commands import bench, index
-from deploy.commands.init import presets
+from foray.commands import bench, index
+from foray.commands.init import presets
 from protocol.runtime.files import is_full
 from protocol.runtime.log import LOG_LEVEL_VARIABLE, start_logging
 

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from deploy.cli import main
-from deploy.commands import export
 from deploy.config import load_config
 from deploy.launch.plan import Addresses
 from deploy.run.addresses import anchored, settle
 from deploy.run.run_dir import read_configuration
+from foray.commands import export
 from foray.watch.replay_view import read_settings
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from deploy.commands.init import PRESETS
 from deploy.config import RunConfig, load_config
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor.engine import gpus
@@ -20,6 +19,7 @@ from deploy.hardware.inventory import HARDWARE, Gpu, Host, this_machine, visible
 from deploy.hardware.memory import USABLE
 from deploy.launch.plan import Addresses, plan
 from deploy.reference.hardware import SHAPES
+from foray.commands.init import PRESETS
 from protocol.errors import UserError
 
 EIGHT = HARDWARE["8xh100"]

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from deploy.cli import main
-from deploy.commands.init import PRESETS, presets
 from deploy.config import RunConfig, load_config
 from deploy.doctor import redis as doctor_redis
 from deploy.reference.presets import Table, leaves, page, read_table
+from foray.commands.init import PRESETS, presets
 from learner.algorithms import build_algorithm
 from rollout_server.environment.prompts import research
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.commands.watch import replay as command
+from foray.commands.watch import replay as command
 from foray.watch.replay_view import Shown, choose, render, to_json, visible
 from learner.checkpoint import journal
 from learner.checkpoint.journal import GroupJournal, JournalEntry, read_journal

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.commands.watch import report as command
 from deploy.run.run_dir import write_record
+from foray.commands.watch import report as command
 from foray.watch import report
 from foray.watch.page import Chart
 from learner.checkpoint import journal as journal_module

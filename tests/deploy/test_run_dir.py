@@ -14,8 +14,8 @@ import pytest
 import redis
 
 from deploy.cli import main as foray
-from deploy.commands.watch.top import _looks
 from deploy.run.run_dir import LOCK, RECORD, RESOLVED, hold, live_record, locate, read_configuration, write_record
+from foray.commands.watch.top import _looks
 from foray.dashboard.source import RunData
 from protocol.errors import UserError
 from protocol.keys import Keys

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from deploy.commands.up import up
 from deploy.config import RunConfig, load_config
 from deploy.doctor.finding import Finding, NotReady
 from deploy.doctor.run import resume
 from deploy.hardware.speed import with_dtypes
 from deploy.run.addresses import anchored
 from deploy.run.run_dir import RESOLVED, write_record
+from foray.commands.up import up
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.resume import defining_settings
 from learner.data.questions import load_questions

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.commands.watch import status as status_command
-from deploy.commands.watch import top as top_command
 from deploy.run.run_dir import write_record
 from deploy.run.snapshot import RunSnapshot, read_ledger, read_ledger_totals, take_snapshot
+from foray.commands.watch import status as status_command
+from foray.commands.watch import top as top_command
 from foray.watch.status import BUCKETS, conservation, problems, state, to_json, with_record
 from foray.watch.status_page import render
 from foray.watch.top import frame, waits_in_words

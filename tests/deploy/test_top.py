@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from deploy.commands.watch import top as command
 from deploy.run.history import RECENT, RunHistory, read_history
 from deploy.run.run_dir import LOCK, Located, write_record
 from deploy.run.snapshot import LedgerTotals, RunSnapshot
 from deploy.terminal import BLOCKS, sparkline
+from foray.commands.watch import top as command
 from foray.watch.status import conservation, look, problems, state, step_line, to_json, with_record
 from foray.watch.status_page import render
 from foray.watch.top import ENGINE_COLUMNS, Frame, Looks, frame, waits_in_words

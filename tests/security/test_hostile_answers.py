@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from deploy.commands.eval import _info
+from foray.commands.eval import _info
 from foray.dashboard.live import LiveProxy
 from foray.data.download import hub_listing
 from foray.evaluation.models import only_model

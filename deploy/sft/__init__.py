@@ -1,1 +1,0 @@
-"""`foray sft`: demonstrations as token ids, with the code that runs the episodes; training is `learner.sft`."""
