@@ -138,7 +138,7 @@ gpu-check: $(if $(filter cpu,$(FORAY_GPU_CHECK)),setup)
 	  *) nvidia-smi -L || { echo "gpu-check needs a machine with an NVIDIA GPU: nvidia-smi finds none"; exit 2; }; \
 	     $(MAKE) gpu-env || exit 1; python=$(GPU_VENV)/bin/python ;; esac; \
 	$$python -m tests.gpu.check $(ARGS); checked=$$?; \
-	if [ -f docs/figures/gpu-check.json ]; then $$python -m deploy.reference.hardware > .cache/hardware.md && cp .cache/hardware.md docs/hardware.md; fi; \
+	if [ -f docs/figures/gpu-check.json ]; then $$python -m benchmarks.pages.hardware > .cache/hardware.md && cp .cache/hardware.md docs/hardware.md; fi; \
 	exit $$checked
 
 # Packages for a machine without a network that has torch, triton and transformers: copy the checkout with .cache/gpu-carry.
@@ -159,7 +159,7 @@ page: setup
 # Generate the pages made from code: settings, metrics, presets, hardware. Tests fail if one is out of date.
 reference: setup
 	for page in configuration metrics:observability presets hardware; do \
-	  $(BIN)/python -m deploy.reference.$${page%:*} > $(VENV)/page.md && cp $(VENV)/page.md docs/$${page#*:}.md || exit 1; done
+	  $(BIN)/python -m benchmarks.pages.$${page%:*} > $(VENV)/page.md && cp $(VENV)/page.md docs/$${page#*:}.md || exit 1; done
 
 # Build the documentation site in site/, with all links checked. ARGS=--serve serves it at http://127.0.0.1:8000.
 docs: setup

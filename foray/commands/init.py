@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 when all is written. Raises UserError if a file already exists."""
     from deploy.config import from_tree
-    from deploy.reference.settings import document
+    from foray.settings_file import document
     from protocol.runtime.config import override, read_tree
 
     directory = args.secrets or args.file.parent / "secrets"

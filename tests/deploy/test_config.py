@@ -9,9 +9,9 @@ import yaml
 
 import foray
 from deploy.config import expand, from_tree, load_config
-from deploy.reference.settings import document
 from foray.commands.init import PRESETS
 from foray.demo.run import CONFIG
+from foray.settings_file import document
 from protocol.errors import UserError
 
 ROOT = Path(__file__).parent.parent.parent

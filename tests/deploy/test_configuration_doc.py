@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from deploy.reference.configuration import document
+from benchmarks.pages.configuration import document
 from tests.support.settings_keys import every_key
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

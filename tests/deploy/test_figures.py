@@ -17,9 +17,9 @@ from benchmarks.base import Target
 from benchmarks.figures import __main__ as figures_run
 from benchmarks.figures.page import MET, PAGE, STALE, page
 from benchmarks.figures.table import NEEDS_GPU, Figure, figures, read, stale
+from benchmarks.pages.hardware import CHECKED
 from benchmarks.report import digest, judged
 from deploy.doctor.gpus import without_cuda
-from deploy.reference.hardware import CHECKED
 from protocol.errors import ForayError
 from tests.gpu.check import TESTS
 from tests.support.waiting import wait_until

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.reference.metrics import document
+from benchmarks.pages.metrics import document
 from deploy.run.run_dir import write_record
 from foray.commands.watch import grafana as command
 from foray.watch.grafana import INTERVAL, dashboard

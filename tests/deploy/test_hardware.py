@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages.hardware import SHAPES, on_profile, page, pairs
 from deploy.cli import main
 from deploy.config import from_tree, load_config
 from deploy.doctor import engine as doctor_engine
@@ -19,7 +20,6 @@ from deploy.hardware.inventory import HARDWARE
 from deploy.hardware.memory import USABLE
 from deploy.hardware.profiles import choices
 from deploy.launch.plan import plan
-from deploy.reference.hardware import SHAPES, on_profile, page, pairs
 from deploy.run.addresses import preview
 from foray.commands.init import presets
 from foray.demo.world import save_tokenizer

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.pages.hardware import SHAPES
 from deploy.hardware.memory import EngineNeed, activation_bytes, cache_bytes, estimate_memory
 from deploy.hardware.shape import ModelShape, read_shape
-from deploy.reference.hardware import SHAPES
 from learner.config.learner import LearnerSettings
 from learner.config.model import LoraSettings, ModelSettings
 from learner.model import attention

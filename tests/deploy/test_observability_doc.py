@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.reference.metrics import document
+from benchmarks.pages.metrics import document
 from learner.observability.metric_table import LEARNER, WAITS
 from learner.observability.metrics_server import metrics_page as learner_page
 from protocol.messages import MetricsSnapshot

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages.hardware import SHAPES
 from deploy.cli import main
 from deploy.config import RunConfig, load_config
 from deploy.doctor import engine as doctor_engine
@@ -18,7 +19,6 @@ from deploy.hardware.assign import EngineArgs, Placement, needs, place
 from deploy.hardware.inventory import HARDWARE, Gpu, Host, this_machine, visible
 from deploy.hardware.memory import USABLE
 from deploy.launch.plan import Addresses, plan
-from deploy.reference.hardware import SHAPES
 from foray.commands.init import PRESETS
 from protocol.errors import UserError
 

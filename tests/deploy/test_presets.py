@@ -1,4 +1,4 @@
-"""The presets have the values of their sources, or a reason why not: deploy/reference/preset_sources.yaml."""
+"""The presets have the values of their sources, or a reason why not: benchmarks/pages/preset_sources.yaml."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.pages.presets import Table, leaves, page, read_table
 from deploy.cli import main
 from deploy.config import RunConfig, load_config
 from deploy.doctor import redis as doctor_redis
-from deploy.reference.presets import Table, leaves, page, read_table
 from foray.commands.init import PRESETS, presets
 from learner.algorithms import build_algorithm
 from rollout_server.environment.prompts import research
@@ -62,7 +62,7 @@ def test_every_row_is_what_the_preset_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLE.sources)
 def test_every_value_of_a_preset_has_its_row(name: str) -> None:
-    assert unnamed(TABLE, name, written(name)) == [], "name its source in deploy/reference/preset_sources.yaml"
+    assert unnamed(TABLE, name, written(name)) == [], "name its source in benchmarks/pages/preset_sources.yaml"
     rows = Counter(row.setting for row in TABLE.of(name))
     assert [setting for setting in DECIDED if rows[setting] != 1] == []
     assert max(rows.values()) == 1

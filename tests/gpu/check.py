@@ -26,11 +26,11 @@ from benchmarks.base import machine_facts
 from benchmarks.command import rounded
 from benchmarks.figures.__main__ import logged
 from benchmarks.figures.table import FOLDER, GPU_LEARNER
+from benchmarks.pages.hardware import CHECKED, stage_table
 from benchmarks.report import ROOT
 from deploy.doctor import gpu_host
 from deploy.doctor.gpus import cuda_of_driver, cuda_of_torch, without_cuda
 from deploy.hardware.inventory import GIB, gib
-from deploy.reference.hardware import CHECKED, stage_table
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.lifecycle import terminating

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.reference.hardware import stage_table
+from benchmarks.pages.hardware import stage_table
 from protocol.errors import ForayError
 from tests.gpu import check as module
 from tests.gpu.check import STAGES, Machine, Stage, main, run_stage

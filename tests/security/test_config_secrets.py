@@ -8,8 +8,8 @@ import pytest
 
 from deploy.config import load_config
 from deploy.launch.plan import Addresses, plan
-from deploy.reference.settings import document
 from deploy.run.addresses import settle
+from foray.settings_file import document
 from protocol.errors import UserError
 from protocol.settings import REDIS_URL_VARIABLE
 

@@ -1,6 +1,6 @@
 """Generate docs/presets.md: every preset value with that of its source, from `preset_sources.yaml`.
 
-    python -m deploy.reference.presets > docs/presets.md
+    python -m benchmarks.pages.presets > docs/presets.md
 
 `tests/deploy/test_presets.py` compares each row with the loaded preset, and the page with what this prints.
 """
@@ -17,7 +17,7 @@ from protocol.runtime.config import parse_yaml
 TABLE = Path(__file__).with_name("preset_sources.yaml")
 HEAD = """# Presets
 
-<!-- made by `python -m deploy.reference.presets > docs/presets.md` -->
+<!-- made by `python -m benchmarks.pages.presets > docs/presets.md` -->
 
 `foray init run.yaml --preset NAME` starts from a published recipe. This page lists every value with that of its source,
 read at the commit named below; a test checks the presets against it. `=`: the same value. "(default)": the script does

@@ -1,6 +1,6 @@
 """Generate docs/hardware.md: every preset on every hardware profile, with the memory needed and there.
 
-    python -m deploy.reference.hardware > docs/hardware.md
+    python -m benchmarks.pages.hardware > docs/hardware.md
 
 `tests/deploy/test_hardware.py` compares the page with what this prints, and resolves each pair.
 """
@@ -24,7 +24,7 @@ from protocol.runtime.config import read_tree
 
 HEAD = f"""# Hardware
 
-<!-- made by `python -m deploy.reference.hardware > docs/hardware.md` -->
+<!-- made by `python -m benchmarks.pages.hardware > docs/hardware.md` -->
 
 `foray init` writes a preset for a machine, in at most 40 lines:
 
