@@ -130,7 +130,7 @@ def _await_step(launcher: Launcher, step: int) -> int:
 @contextmanager
 def _dashboard(directory: Path) -> Iterator[tuple[str, int]]:
     """Run `foray dashboard`; yields its URL and process id."""
-    call = [sys.executable, "-m", "deploy", "dashboard", str(directory), "--port", "0"]
+    call = [sys.executable, "-m", "foray", "dashboard", str(directory), "--port", "0"]
     process = subprocess.Popen(call, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -134,7 +134,7 @@ def _raw(root: Path, name: str) -> Path:
 
 def _run(name: str, argv: Sequence[str], root: Path, timeout_s: float) -> str:
     """Run `foray ARGV` and return its stdout; both streams are kept in files."""
-    return logged(name, (sys.executable, "-m", "deploy", *argv), root, timeout_s, root / RUNS)
+    return logged(name, (sys.executable, "-m", "foray", *argv), root, timeout_s, root / RUNS)
 
 
 def logged(name: str, argv: Sequence[str], root: Path, timeout_s: float, folder: Path) -> str:

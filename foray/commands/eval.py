@@ -197,7 +197,7 @@ def _protocol(
     sampler: AskOptions,
     judge: JudgeSettings | None,
 ) -> dict[str, Any]:
-    from deploy.cli import foray_version
+    from foray.cli import foray_version
     from foray.evaluation import protocol
     from foray.evaluation.methods import POLICY
     from foray.evaluation.runner import prompts_of

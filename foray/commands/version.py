@@ -7,7 +7,7 @@ import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from deploy.cli import foray_version
+from foray.cli import foray_version
 
 PACKAGES = (
     "torch",

@@ -130,7 +130,7 @@ class Ring:
 
     def prepare(self, model: Path, *overrides: str) -> None:
         """The demo's files and configuration, as a user gets them."""
-        argv = [sys.executable, "-m", "deploy", "demo", "--prepare-only", "--dir", str(self.run_dir)]
+        argv = [sys.executable, "-m", "foray", "demo", "--prepare-only", "--dir", str(self.run_dir)]
         steps = (f"run.id={self.keys.run}", f"run.steps={MANY_STEPS}")
         done = subprocess.run(
             [*argv, "--model", str(model), *SMALL, *steps, *overrides],

@@ -15,7 +15,7 @@ import benchmarks as table
 from benchmarks import BENCHMARKS
 from benchmarks.base import BenchResult, BenchSettings, Say
 from benchmarks.command import rounded
-from deploy.cli import main
+from foray.cli import main
 from protocol.runtime.config import descriptions
 
 

@@ -15,7 +15,7 @@ from benchmarks import asynchrony as async_ring
 from benchmarks.asynchrony import AsyncBench, CpuSamples, MeasuredSteps, figures, kept, play, summary
 from benchmarks.base import tree_cpu_seconds
 from benchmarks.report import judged
-from deploy.cli import main
+from foray.cli import main
 from learner.observability.metric_table import STEP
 from protocol.errors import ForayError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import Baseline
-from deploy.cli import main
+from foray.cli import main
 from protocol.errors import ForayError
 
 

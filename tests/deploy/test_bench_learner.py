@@ -15,7 +15,7 @@ from benchmarks.learner.ours import trainer_settings
 from benchmarks.learner.settings import CLIP_HIGH, CLIP_LOW, TRL_VARIABLE, LearnerBench
 from benchmarks.learner.workload import SHAPES, LearnerWorkload, head_share, skewed_groups, write_work
 from benchmarks.report import judged
-from deploy.cli import main
+from foray.cli import main
 from protocol.errors import ForayError, UserError
 
 FACTS = {"trajectories": 32.0, "tokens_trained": 3000.0}

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.packing import PackingBench, padded_share, shares
-from deploy.cli import main
+from foray.cli import main
 
 
 def test_skewed_trajectories_fill_nineteen_of_twenty_tokens(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from benchmarks.retriever.gpu import bound_s
 from benchmarks.retriever.indexes import chosen_index, kinds, recalls
 from benchmarks.retriever.load import percentile
 from benchmarks.retriever.settings import TYPES
-from deploy.cli import main
+from foray.cli import main
 from protocol.errors import ForayError, UserError
 
 

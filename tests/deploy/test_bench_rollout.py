@@ -22,7 +22,7 @@ from benchmarks.rollout.oracle import bound_s, oracle_s
 from benchmarks.rollout.ring import Played
 from benchmarks.rollout.routing import BROKEN, OURS, POLICIES
 from benchmarks.rollout.script import Draws, Faults, Script, ScriptPosition
-from deploy.cli import main
+from foray.cli import main
 from protocol.errors import ForayError
 from rollout_server.engine.selection import Candidate, pick_engine
 from rollout_server.environment.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from deploy.cli import main
+from foray.cli import main
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from deploy.cli import main
+from foray.cli import main
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import VERBS, main
 from deploy.config import load_config
+from foray.cli import VERBS, main
 
 HEAVY = ("torch", "aiohttp", "transformers", "deepspeed", "faiss", "redis")
 PROBE = (
     "import sys\n"
-    "from deploy.cli import main\n"
+    "from foray.cli import main\n"
     "try:\n    code = main(sys.argv[1:])\n"
     "except SystemExit as e:\n    code = e.code or 0\n"
     f"print('LOADED', *[m for m in {HEAVY!r} if m in sys.modules])\n"
@@ -23,7 +23,7 @@ PROBE = (
 )
 EVERY_HELP = (
     "import sys\n"
-    "from deploy.cli import VERBS, main\n"
+    "from foray.cli import VERBS, main\n"
     "for verb in VERBS:\n"
     "    try:\n        code = main([verb, '--help'])\n"
     "    except SystemExit as e:\n        code = e.code\n"

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from deploy.cli import main
 from deploy.run.history import read_history, read_steps
+from foray.cli import main
 from foray.commands.watch.curves import running_means, windows
 from foray.dashboard.files import StepFile
 

@@ -404,7 +404,7 @@ async def test_hostile_texts_are_json_strings(run_dir: Path) -> None:
 
 
 def test_the_command_serves_a_run_until_ctrl_c(run_dir: Path) -> None:
-    call = [sys.executable, "-m", "deploy", "dashboard", str(run_dir), "--port", "0"]
+    call = [sys.executable, "-m", "foray", "dashboard", str(run_dir), "--port", "0"]
     process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.cli import main
+from foray.cli import main
 from foray.data.dedupe import dedupe, words_of
 from foray.data.files import write_questions
 from learner.config.questions import QuestionSource

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy.cli import main
+from foray.cli import main
 from foray.data import catalogue, download
 from foray.data.unpack import unpack
 from learner.data.questions import load_questions

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deploy.cli import main
+from foray.cli import main
 from learner.data.questions import load_questions
 from protocol.runtime.records import RowCount
 from tests.support.format_samples import SEARCH_R1

@@ -122,7 +122,7 @@ def test_the_command_prepares_in_a_folder_of_its_own(tmp_path: Path, flags: tupl
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").touch()
-    argv = [sys.executable, "-m", "deploy", "demo", "--hard", "--seed", "3", *flags, "--model", "model"]
+    argv = [sys.executable, "-m", "foray", "demo", "--hard", "--seed", "3", *flags, "--model", "model"]
     done = subprocess.run([*argv, "--prepare-only"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / directory / "demo.yaml").exists()

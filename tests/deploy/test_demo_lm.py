@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli import main
+from foray.cli import main
 from foray.demo.lm import results
 from foray.demo.lm.command import FILES, VARIABLE
 from foray.demo.lm.phases import Phase, PhaseFailed, read_phases, run_phases
@@ -128,7 +128,7 @@ def test_all_phases_on_avx2_with_a_tiny_model_a_kill_and_the_control(
         "--json",
         *SMALL,
     ]
-    command = [sys.executable, "-m", "deploy", *argv]
+    command = [sys.executable, "-m", "foray", *argv]
 
     def killed(when: Callable[[], bool], what: str) -> None:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.cli import main
+from foray.cli import main
 from protocol.search import Passage
 from retriever.backends.index import open_searcher
 from retriever.config import RetrieverSettings

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.cli import main
 from deploy.terminal import escape_untrusted, hexdump
+from foray.cli import main
 from protocol.codec import encode
 from protocol.errors import CorruptMessage
 from protocol.header import seal

@@ -471,7 +471,7 @@ def test_the_holder_of_a_port_is_named(healthy: tuple[str, ManagedProcess]) -> N
 def test_the_command_says_all_of_it_as_json(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deploy.cli import main
+    from foray.cli import main
 
     monkeypatch.delenv("FORAY_REDIS_URL", raising=False)
     path = tmp_path / "run.yaml"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.cli import main as foray
+from foray.cli import main as foray
 from foray.evaluation.models import EpisodeFailed, cut_at_stop, read_reply
 from foray.evaluation.store import read_rows
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from deploy.cli import main as foray
 from deploy.run.run_dir import hold, write_record
+from foray.cli import main as foray
 from foray.evaluation.store import EPISODES, read_rows, sole_writer
 from protocol.errors import ForayError, UserError
 from protocol.run_meta import LINEAGE_FILE

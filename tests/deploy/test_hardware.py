@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pages.hardware import SHAPES, on_profile, page, pairs
-from deploy.cli import main
 from deploy.config import from_tree, load_config
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor import model as doctor_model
@@ -21,6 +20,7 @@ from deploy.hardware.memory import USABLE
 from deploy.hardware.profiles import choices
 from deploy.launch.plan import plan
 from deploy.run.addresses import preview
+from foray.cli import main
 from foray.commands.init import presets
 from foray.demo.world import save_tokenizer
 from protocol.errors import UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main
+from foray.cli import main
 from retriever.indexing import plan as indexing_plan
 
 

@@ -330,7 +330,7 @@ def test_down_stops_a_run_of_another_process(run_files: Path, capsys: pytest.Cap
 
 UP = """
 import sys
-from deploy.cli import main
+from foray.cli import main
 sys.executable = sys.argv[1]
 sys.exit(main(sys.argv[2:]))
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import MEANT, VERBS, main
+from foray.cli import MEANT, VERBS, main
 from foray.commands import bench, index
 from foray.commands.init import presets
 from protocol.runtime.files import is_full

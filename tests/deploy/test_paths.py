@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.cli import main
 from deploy.config import load_config
 from deploy.launch.plan import Addresses
 from deploy.run.addresses import anchored, settle
 from deploy.run.run_dir import read_configuration
+from foray.cli import main
 from foray.commands import export
 from foray.watch.replay_view import read_settings
 

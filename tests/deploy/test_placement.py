@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pages.hardware import SHAPES
-from deploy.cli import main
 from deploy.config import RunConfig, load_config
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor.engine import gpus
@@ -19,6 +18,7 @@ from deploy.hardware.assign import EngineArgs, Placement, needs, place
 from deploy.hardware.inventory import HARDWARE, Gpu, Host, this_machine, visible
 from deploy.hardware.memory import USABLE
 from deploy.launch.plan import Addresses, plan
+from foray.cli import main
 from foray.commands.init import PRESETS
 from protocol.errors import UserError
 

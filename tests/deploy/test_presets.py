@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from benchmarks.pages.presets import Table, leaves, page, read_table
-from deploy.cli import main
 from deploy.config import RunConfig, load_config
 from deploy.doctor import redis as doctor_redis
+from foray.cli import main
 from foray.commands.init import PRESETS, presets
 from learner.algorithms import build_algorithm
 from rollout_server.environment.prompts import research

@@ -118,7 +118,7 @@ def test_a_password_is_never_shown() -> None:
 
 def test_the_redis_verb_becomes_the_server(tmp_path: Path, children: list[ManagedProcess]) -> None:
     url = f"redis://127.0.0.1:{free_port()}/0"
-    argv = (sys.executable, "-m", "deploy", "redis", "--port", url.split(":")[2].split("/")[0], "--dir", str(tmp_path))
+    argv = (sys.executable, "-m", "foray", "redis", "--port", url.split(":")[2].split("/")[0], "--dir", str(tmp_path))
     child = ManagedProcess(ProcessSpec("redis", "redis", argv, tmp_path / "log", Ready.PING, url))
     children.append(child)
     deadline = time.monotonic() + 15

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.cli import main as foray
 from deploy.run.run_dir import LOCK, RECORD, RESOLVED, hold, live_record, locate, read_configuration, write_record
+from foray.cli import main as foray
 from foray.commands.watch.top import _looks
 from foray.dashboard.source import RunData
 from protocol.errors import UserError

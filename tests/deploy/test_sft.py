@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploy.cli import main
+from foray.cli import main
 from foray.data.encoding import DemonstrationEncoder, encode_files
 from learner.sft.batches import SftExample
 from protocol.errors import UserError

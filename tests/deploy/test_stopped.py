@@ -19,7 +19,7 @@ NUMBERS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (si
 SLOW_BUILD = """
 import sys, time
 import retriever.indexing.build as build
-from deploy.cli import main
+from foray.cli import main
 from retriever.encoder.hashed import HashedEncoder
 
 build.JOURNAL_ROWS, build.ENCODE_CHUNK = 1, 64
@@ -50,7 +50,7 @@ def go_on(said: str) -> subprocess.CompletedProcess[str]:
     """Run the command that was named."""
     words = shlex.split(said.partition("continue with: ")[2].splitlines()[0])
     assert words[0] == "foray"
-    argv = [sys.executable, "-m", "deploy", *words[1:]]
+    argv = [sys.executable, "-m", "foray", *words[1:]]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     return done
@@ -74,7 +74,7 @@ def test_a_download(tmp_path: Path, number: signal.Signals, code: int) -> None:
     content = os.urandom(3 << 20)
     with file_server() as server:
         server.files["big.bin"], server.halt = content, 2 << 20
-        argv = [sys.executable, "-m", "deploy", "data", "get", f"{server.url}/big.bin", "--to", str(tmp_path / "to")]
+        argv = [sys.executable, "-m", "foray", "data", "get", f"{server.url}/big.bin", "--to", str(tmp_path / "to")]
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         part = tmp_path / "to" / "big.bin.part"
         wait_until(lambda: part.exists() and part.stat().st_size >= 1 << 20, "a part has arrived", 60)
@@ -116,7 +116,7 @@ def test_the_phases_of_a_demo(tmp_path: Path, number: signal.Signals, code: int)
 PHASES = """
 import sys
 from pathlib import Path
-from deploy.cli import main
+from foray.cli import main
 from foray.demo.lm import command, results
 from foray.demo.lm.phases import Phase
 
@@ -144,7 +144,7 @@ def test_an_evaluation_of_an_endpoint(tmp_path: Path, number: signal.Signals, co
     questions = tmp_path / "asked.jsonl"
     questions.write_text("".join(f'{{"id": "q{n}", "question": "{n} ?", "answers": ["a"]}}\n' for n in range(6)))
     out, words = tmp_path / "an evaluation", ["eval", url, "--suite", str(questions), "--methods", "direct"]
-    argv = [sys.executable, "-m", "deploy", *words, "--model", "m", "--concurrency", "1", "--out", str(out)]
+    argv = [sys.executable, "-m", "foray", *words, "--model", "m", "--concurrency", "1", "--out", str(out)]
     try:
         process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         wait_until(lambda: out.exists() and len(read_rows(out)) == 3, "three are answered", 60)

@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 import redis
 
-from deploy.cli import main
 from deploy.config import load_config
 from deploy.launch.plan import ProcessSpec
 from deploy.launch.supervisor import Supervisor
 from deploy.run.run_dir import RECORD
+from foray.cli import main
 from foray.commands.init import presets
 from learner.config.learner import LearnerSettings
 from learner.delivery.store import RunStore

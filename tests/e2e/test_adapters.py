@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deploy.cli import main as foray
+from foray.cli import main as foray
 from foray.demo.warmstart import new_model, save_model
 
 SMALL = ("run.steps=4", "run.groups_per_step=2", "run.group_size=4", "learner.checkpoint_every=2", "run.max_lag=0")
@@ -55,7 +55,7 @@ def test_adapters_of_a_mixture_of_experts_are_served_as_they_are_trained_and_exp
     run = tmp_path / "run"
     given = ["--prepare-only", "--dir", str(run), "--model", str(tmp_path / "model"), *SMALL, *ADAPTERS]
     assert foray(["demo", *given]) == 0
-    up = [sys.executable, "-m", "deploy", "up", str(run / "demo.yaml")]
+    up = [sys.executable, "-m", "foray", "up", str(run / "demo.yaml")]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}  # of the reward
     done = subprocess.run(up, cwd=tmp_path, timeout=240, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,12 +31,12 @@ def steps_done(directory: Path) -> int:
 @pytest.mark.timeout(420)
 def test_engines_and_the_learner_may_be_killed_at_any_time(warm_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "hand"
-    prepare = [sys.executable, "-m", "deploy", "demo", "--prepare-only", "--dir", str(run_dir)]
+    prepare = [sys.executable, "-m", "foray", "demo", "--prepare-only", "--dir", str(run_dir)]
     subprocess.run([*prepare, "--model", str(warm_model), *SMALL], check=True, cwd=tmp_path, timeout=60)
     keys = Keys("demo")
     with Shells(tmp_path, run_dir / "demo.yaml") as shells:
         port = shells.redis_url.rsplit(":", 1)[1].split("/")[0]
-        shells.start("redis", "-m", "deploy", "redis", "--port", port, "--dir", str(tmp_path / "redis"))
+        shells.start("redis", "-m", "foray", "redis", "--port", port, "--dir", str(tmp_path / "redis"))
         survivors = {
             "retriever": shells.process("retriever", "retriever"),
             "rollout": shells.process("rollout", "rollout_server"),

@@ -21,7 +21,7 @@ GROUPS = 16
 @pytest.mark.timeout(420)
 def test_the_demo_learns_to_search_through_the_whole_ring(warm_model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "demo"
-    command = [sys.executable, "-m", "deploy", "demo", "--dir", str(directory), "--model", str(warm_model), "--json"]
+    command = [sys.executable, "-m", "foray", "demo", "--dir", str(directory), "--model", str(warm_model), "--json"]
     done = subprocess.run([*command, f"run.steps={STEPS}"], capture_output=True, text=True, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     summary = json.loads(done.stdout.splitlines()[-1])
@@ -43,7 +43,7 @@ def test_the_demo_learns_to_search_through_the_whole_ring(warm_model: Path, tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_the_demo_runs_on_one_old_core_with_little_shared_memory(warm_model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deploy", "demo", "--dir", str(tmp_path / "demo"), "--model", str(warm_model)]
+    command = [sys.executable, "-m", "foray", "demo", "--dir", str(tmp_path / "demo"), "--model", str(warm_model)]
     command = small_machine([*command, "--json", "run.steps=4"])
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path, env=os.environ | AVX2)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -54,7 +54,7 @@ def test_the_demo_runs_on_one_old_core_with_little_shared_memory(warm_model: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_the_hard_demo_starts_half_way_and_trains(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deploy", "demo", "--hard", "--json", "run.steps=2"]
+    command = [sys.executable, "-m", "foray", "demo", "--hard", "--json", "run.steps=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     summary = json.loads(done.stdout.splitlines()[-1])

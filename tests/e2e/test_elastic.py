@@ -38,7 +38,7 @@ def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, t
         f"run.max_lag={LAG}",
         "learner.checkpoint_every=5",
     )
-    prepare = [sys.executable, "-m", "deploy", "demo", "--prepare-only", "--dir", str(run_dir)]
+    prepare = [sys.executable, "-m", "foray", "demo", "--prepare-only", "--dir", str(run_dir)]
     subprocess.run([*prepare, "--model", str(warm_model), *small], check=True, cwd=tmp_path, timeout=60)
     keys, routes = Keys("demo"), tmp_path / "routes.jsonl"
     events: list[str] = []
@@ -48,7 +48,7 @@ def test_engines_join_die_hang_and_leave_while_they_generate(warm_model: Path, t
 
     with Shells(tmp_path, run_dir / "demo.yaml") as shells:
         port = shells.redis_url.rsplit(":", 1)[1].split("/")[0]
-        shells.start("redis", "-m", "deploy", "redis", "--port", port, "--dir", str(tmp_path / "redis"))
+        shells.start("redis", "-m", "foray", "redis", "--port", port, "--dir", str(tmp_path / "redis"))
         wait_until(lambda: answers(shells), "Redis answers", 20)
         shells.process("retriever", "retriever")
         journal = (f"rollout.journal_routes={routes}", "rollout.id=r", "rollout.stream_interval=1")

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main as foray
 from deploy.run.learning import learning_problems
 from deploy.run.run_dir import locate, read_record
 from deploy.run.snapshot import RunSnapshot
+from foray.cli import main as foray
 from foray.demo.warmstart import new_model, save_model
 from foray.evaluation.store import read_rows
 from foray.watch import status
@@ -37,7 +37,7 @@ def running(tmp_path: Path, *settings: str) -> Iterator[Path]:
     run_dir = tmp_path / "run"
     assert foray(["demo", "--prepare-only", "--dir", str(run_dir), "--model", str(tmp_path / "model"), *settings]) == 0
     with (tmp_path / "up.log").open("w") as log:
-        up = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")]
+        up = [sys.executable, "-m", "foray", "up", str(run_dir / "demo.yaml")]
         process = subprocess.Popen(up, cwd=tmp_path, stdout=log, stderr=log)
         try:
             wait_until(
@@ -64,7 +64,7 @@ def asked(run_dir: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProc
     questions = tmp_path / "questions.jsonl"
     lines = [json.dumps({"id": f"q{n}", "question": "the mayor of x ?", "answers": ["y"]}) for n in range(QUESTIONS)]
     questions.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "deploy", "eval", str(run_dir), "--suite", str(questions), "--json", *more]
+    command = [sys.executable, "-m", "foray", "eval", str(run_dir), "--suite", str(questions), "--json", *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
 
 

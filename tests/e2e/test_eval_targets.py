@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from deploy.cli import main as foray
 from deploy.run.run_dir import read_record
+from foray.cli import main as foray
 from foray.evaluation.store import read_rows
 from tests.support.waiting import wait_until
 
@@ -32,7 +32,7 @@ def prepared(tmp_path: Path, warm_model: Path) -> tuple[Path, Path]:
 
 
 def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "deploy", "eval", *map(str, words)]
+    return [sys.executable, "-m", "foray", "eval", *map(str, words)]
 
 
 def evaluate(tmp_path: Path, *words: object) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_a_model_and_its_checkpoint_are_evaluated_beside_baselines_and_compared(
     assert not living(tmp_path / "before" / "serve")
 
     trained = subprocess.run(
-        [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "foray", "up", str(run_dir / "demo.yaml")], capture_output=True, text=True, timeout=300
     )
     assert trained.returncode == 0, trained.stderr
     after = evaluate(tmp_path, run_dir, "--suite", questions, "--out", "after", "--against", "before")
@@ -124,12 +124,12 @@ def test_an_evaluation_that_ends_in_the_middle_is_resumed_and_counts_nothing_twi
 def test_an_engine_is_an_openai_endpoint_too(tmp_path: Path, warm_model: Path) -> None:
     run_dir, questions = prepared(tmp_path, warm_model)
     log = (tmp_path / "up.log").open("w")
-    up = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml"), "launch.learner=false"]
+    up = [sys.executable, "-m", "foray", "up", str(run_dir / "demo.yaml"), "launch.learner=false"]
     process = subprocess.Popen(up, cwd=tmp_path, stdout=log, stderr=log)
     try:
         wait_until(lambda: read_record(run_dir).get("state") == "running", "it runs", 120)
         status = subprocess.run(
-            [sys.executable, "-m", "deploy", "status", str(run_dir), "--json"],
+            [sys.executable, "-m", "foray", "status", str(run_dir), "--json"],
             capture_output=True,
             text=True,
             timeout=60,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main as foray
 from deploy.run.run_dir import read_record
 from deploy.run.snapshot import read_ledger_totals
+from foray.cli import main as foray
 from foray.demo.warmstart import new_model, save_model
 from tests.support.waiting import wait_until
 
@@ -44,7 +44,7 @@ def test_a_learner_that_ends_early_resumes_and_the_run_is_never_called_done(
     save_model(new_model(0), tmp_path / "model")
     run_dir = tmp_path / "run"
     assert foray(["demo", "--prepare-only", "--dir", str(run_dir), "--model", str(tmp_path / "model"), *SMALL]) == 0
-    command = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")]
+    command = [sys.executable, "-m", "foray", "up", str(run_dir / "demo.yaml")]
     with (tmp_path / "up.log").open("w") as log:
         up = subprocess.Popen([*command, "launch.restart_learner=1"], cwd=tmp_path, stdout=log, stderr=log)
     try:

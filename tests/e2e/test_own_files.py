@@ -70,7 +70,7 @@ def test_the_own_files_of_six_sources_in_one_run_and_one_evaluation(tmp_path: Pa
     (tmp_path / "run.yaml").write_text(SMALL.format(corpus=paths["hotpotqa"], questions=questions))
 
     def foray(*words: str) -> str:
-        command = [sys.executable, "-m", "deploy", *words]
+        command = [sys.executable, "-m", "foray", *words]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main as foray
+from foray.cli import main as foray
 from foray.demo.warmstart import new_model, save_model
 from tests.support.shell_blocks import shell_blocks
 
@@ -28,7 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(new_model(0), folder / "model")
     run_dir = folder / "runs" / "demo-0"
     assert foray(["demo", "--prepare-only", "--dir", str(run_dir), "--model", str(folder / "model"), *SMALL]) == 0
-    up = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")]
+    up = [sys.executable, "-m", "foray", "up", str(run_dir / "demo.yaml")]
     done = subprocess.run(up, cwd=folder, timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "runs").rename(folder / "kept")

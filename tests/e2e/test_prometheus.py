@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.cli import main as foray
 from deploy.run.run_dir import read_record
+from foray.cli import main as foray
 from foray.watch.grafana import INTERVAL, RULES, dashboard
 from tests.support.waiting import wait_until
 
@@ -78,7 +78,7 @@ def test_every_expression_has_data_in_a_live_prometheus(tmp_path: Path, warm_mod
     run_dir, out, port = tmp_path / "run", tmp_path / "monitoring", free_port()
     assert foray(["demo", "--prepare-only", "--dir", str(run_dir), "--model", str(warm_model), *SMALL]) == 0
     with ExitStack() as stack:
-        up = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")]
+        up = [sys.executable, "-m", "foray", "up", str(run_dir / "demo.yaml")]
         launched = stack.enter_context(running(up, tmp_path, "up"))
         wait_until(lambda: read_record(run_dir).get("state") == "running" or launched.poll() is not None, "up", 120)
         assert launched.poll() is None, (tmp_path / "up.log").read_text()

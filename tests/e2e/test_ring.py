@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main as foray
+from foray.cli import main as foray
 from foray.demo.warmstart import new_model, save_model
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
@@ -24,7 +24,7 @@ def test_a_small_run_trains_every_group_once_on_the_tokens_of_its_engine(tmp_pat
     save_model(new_model(0), tmp_path / "model")
     run_dir = tmp_path / "run"
     assert foray(["demo", "--prepare-only", "--dir", str(run_dir), "--model", str(tmp_path / "model"), *SMALL]) == 0
-    up = [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")]
+    up = [sys.executable, "-m", "foray", "up", str(run_dir / "demo.yaml")]
     done = subprocess.run(up, cwd=tmp_path, timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     checkpoint = Checkpoints(run_dir / "checkpoints", 2).load()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main as foray
+from foray.cli import main as foray
 from foray.demo.warmstart import new_model, save_model
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
@@ -111,7 +111,7 @@ def test_a_slow_ring_loses_nothing_and_ends(
     began = time.monotonic()
     with out.open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "deploy", "up", str(run_dir / "demo.yaml")],
+            [sys.executable, "-m", "foray", "up", str(run_dir / "demo.yaml")],
             cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:

@@ -40,7 +40,7 @@ SMALL = (
     "learner.checkpoint_every=10",
 )
 LEASE_S = 4.0
-FORAY = [sys.executable, "-m", "deploy"]
+FORAY = [sys.executable, "-m", "foray"]
 
 
 class Demo:

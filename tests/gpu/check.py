@@ -151,7 +151,7 @@ def _bench(name: str, kept: Sequence[str], small: Sequence[str]) -> Callable[[Ma
 
     def run(on: Machine) -> Figures:
         if on.cpu:
-            report = json.loads(on.python(name, 15, "-m", "deploy", *small, "--json"))
+            report = json.loads(on.python(name, 15, "-m", "foray", *small, "--json"))
         else:
             on.python(name, 20, "-m", "benchmarks.figures", name)
             report = json.loads((FOLDER / f"{name}.json").read_text())

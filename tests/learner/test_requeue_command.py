@@ -11,7 +11,7 @@ import pytest
 import redis
 import yaml
 
-from deploy.cli import main
+from foray.cli import main
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import LearnerSettings
 from protocol.keys import Keys

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import redis
 
-from deploy.cli import main as foray
+from foray.cli import main as foray
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import LearnerSettings
 from learner.config.validation import ValidationSettings

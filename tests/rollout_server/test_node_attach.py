@@ -188,7 +188,7 @@ async def test_the_command_says_what_is_wrong_and_exits_with_2(world, tmp_path: 
     run = run_of(world, tmp_path)
     async with FakeServer() as engine:
         engine.faults["/model_info"] = Fault(status=401)
-        argv = [sys.executable, "-m", "deploy", "engine", "--attach", engine.url, f"run.model={run.model}"]
+        argv = [sys.executable, "-m", "foray", "engine", "--attach", engine.url, f"run.model={run.model}"]
         argv += [f"run.id={run.id}", f"run.dir={run.dir}"]
         env = os.environ | {"FORAY_REDIS_URL": world.url}
         done = await asyncio.to_thread(subprocess.run, argv, env=env, capture_output=True, text=True, timeout=60)

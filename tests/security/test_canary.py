@@ -60,7 +60,7 @@ class Run:
 
 
 def _foray(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    argv = (sys.executable, "-m", "deploy", *argv)
+    argv = (sys.executable, "-m", "foray", *argv)
     return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -86,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     said = home / "said.txt"
     env = os.environ | {"SERPER_API_KEY": PROVIDER_KEY, "OMP_NUM_THREADS": "1"}
     overrides = (f"launch.secrets={home / 'secrets'}", "launch.redis=own")
-    argv = [sys.executable, "-m", "deploy", "up", "run/demo.yaml", *overrides]
+    argv = [sys.executable, "-m", "foray", "up", "run/demo.yaml", *overrides]
     with said.open("w") as output:
         launcher = subprocess.Popen(argv, cwd=home, env=env, stdout=output, stderr=output, text=True)
     try:

@@ -52,7 +52,7 @@ ALLOWED = {
     ("foray/data/unpack.py", "zipfile"): "the same",
     ("foray/demo/lm/model.py", "zipfile"): "one named file of a package, whose checksum is then verified",
     ("deploy/doctor/model.py", "trust_remote_code"): "the doctor looks for the flag, and warns",
-    ("deploy/cli.py", "importlib.import_module"): "a verb's module, from a constant table",
+    ("foray/cli.py", "importlib.import_module"): "a verb's module, from a constant table",
     ("foray/commands/bench.py", "importlib.import_module"): "the benchmarks, which a wheel does not hold: a constant",
 }
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main
 from deploy.terminal import wrapped
+from foray.cli import main
 from protocol.errors import UserError
 from protocol.redaction import for_terminal, printable
 from protocol.runtime.log import RedactingFormatter

@@ -47,7 +47,7 @@ class Tab:
 @contextmanager
 def running(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """Run `foray WORDS`, and end it with Ctrl-C."""
-    call, env = [sys.executable, "-m", "deploy", *words], {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    call, env = [sys.executable, "-m", "foray", *words], {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with (cwd / f"{words[0]}.log").open("a") as log:
         process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=log, text=True, cwd=cwd, env=env)
     try:

@@ -56,7 +56,7 @@ class Phase:
     @classmethod
     def foray(cls, name: str, title: str, *argv: str | Path) -> Phase:
         """Return a phase that runs `foray` with these arguments."""
-        return cls(name, title, ("-m", "deploy", *map(str, argv)))
+        return cls(name, title, ("-m", "foray", *map(str, argv)))
 
 
 def read_phases(directory: Path) -> Record:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main
 from deploy.config import load_config
 from deploy.launch.launcher import Launcher
 from deploy.launch.plan import Addresses, plan
@@ -23,6 +22,7 @@ from deploy.run.run_dir import locate
 from deploy.run.snapshot import take_snapshot
 from deploy.secrets.env import read_env
 from deploy.secrets.tls import make_certificates
+from foray.cli import main
 from protocol.errors import UserError
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.redis.url import parse_redis_url
