@@ -52,26 +52,27 @@ def judged(target: Target, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(modules: Sequence[str], root: Path = ROOT) -> str:
-    """Return 16 hexadecimal digits over names and code of the files and folders that `modules` match.
+    """Return 16 hexadecimal digits over the code of the files and folders that `modules` match.
 
-    Python comments and docstrings are ignored: they do not affect figures.
+    Python comments, docstrings, imports and the places of the files are ignored: they do not affect figures.
     Raises FileNotFoundError for a module that matches nothing.
     """
-    whole = sha256()
-    for path in sorted({path for module in modules for path in _files(module, root)}):
-        text = path.read_text("utf-8")
-        content = sha256((_code(text) if path.suffix == ".py" else text).encode()).hexdigest()
-        whole.update(f"{path.relative_to(root).as_posix()} {content}\n".encode())
-    return whole.hexdigest()[:16]
+    paths = {path for module in modules for path in _files(module, root)}
+    texts = ((path.suffix, path.read_text("utf-8")) for path in paths)
+    contents = sorted(sha256((_code(text) if kind == ".py" else text).encode()).hexdigest() for kind, text in texts)
+    return sha256("\n".join(contents).encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=1024)
 def _code(text: str) -> str:
-    """Return the lines of a Python file without comments, docstrings and blank lines."""
+    """Return the lines of a Python file without comments, docstrings, imports and blank lines."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+        match node:
+            case ast.Import() | ast.ImportFrom() | ast.Expr(ast.Constant(str())):
+                lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+            case _:
+                pass
     for token in tokenize.generate_tokens(StringIO(text).readline):
         if token.type == tokenize.COMMENT and lines[token.start[0] - 1]:
             lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]

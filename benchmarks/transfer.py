@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from benchmarks.base import BenchResult, BenchSettings, Say, Target
-from deploy.doctor.gpus import without_cuda
+from deploy.hardware.gpus import without_cuda
 from protocol.errors import UserError
 from protocol.runtime.net import free_port
 from protocol.runtime.torch_safety import set_nccl_defaults

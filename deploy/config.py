@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from deploy.hardware.inventory import HARDWARE
 from learner.config.learner import LearnerSettings
 from learner.config.sft import SftSettings
 from protocol.errors import UserError
@@ -28,6 +27,8 @@ from rollout_server.config import RolloutSettings
 from rollout_server.node.config import NodeSettings
 
 Index = Annotated[int, Field(ge=0)]
+Hardware = Literal["", "1x24gb", "1xh200", "4xa100-40", "8xh100", "2x8xh100", "8x8xh100"]
+"""Profiles of `deploy.hardware.inventory.HARDWARE`, "" for none."""
 _VARIABLE = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}(?=/|$)")
 
 
@@ -78,7 +79,7 @@ class LaunchSettings(Settings):
     updates on the CPU, the cores divided by the ranks."""
     gpus: GpuSettings = GpuSettings()
     """GPUs per process. Without an NVIDIA GPU this has no effect."""
-    hardware: str = ""
+    hardware: Hardware = ""
     """Hardware profile that `foray init --hardware` wrote this file for (docs/hardware.md). `foray up` refuses to start
     it without GPUs, and `--dry-run` shows its placement also on a machine without them."""
     device_price: float = Field(default=0.0, ge=0)
@@ -103,13 +104,6 @@ class LaunchSettings(Settings):
     prepare: tuple[tuple[str, ...], ...] = ()
     """Commands to run, in order, before any process starts; only if `run.model` does not exist. `{python}`, `{model}`
     and `{config}` (the resolved file) are replaced."""
-
-    @field_validator("hardware")
-    @classmethod
-    def _is_known(cls, hardware: str) -> str:
-        if hardware and hardware not in HARDWARE:
-            raise ValueError(f"is not a hardware profile: {', '.join(HARDWARE)}")
-        return hardware
 
     @field_validator("env")
     @classmethod

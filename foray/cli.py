@@ -16,10 +16,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import NoReturn
 
+from foray.versions import foray_version
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.redaction import for_terminal, remember_environment
 from protocol.runtime.files import FREE_SPACE, is_full
@@ -274,11 +274,3 @@ def overview() -> str:
             "first steps: `foray demo`, then `foray init run.yaml` and `foray up run.yaml --dry-run`",
         ]
     )
-
-
-def foray_version() -> str:
-    """Return the version of the installed distribution."""
-    try:
-        return version("foray")
-    except PackageNotFoundError:
-        return "(not installed)"

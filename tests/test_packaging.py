@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy"]
+PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy", "foray"]
 DATA = {
     "protocol/functions.lua",
     "foray/demo/demo.yaml",
@@ -22,9 +22,9 @@ DATA = {
     "foray/demo/hard.yaml",
     "foray/watch/templates/page.html",
     "foray/watch/templates/trajectory.html",
-    *(p.relative_to(ROOT).as_posix() for p in (ROOT / "deploy" / "dashboard" / "static").rglob("*") if p.is_file()),
+    *(p.relative_to(ROOT).as_posix() for p in (ROOT / "foray" / "dashboard" / "static").rglob("*") if p.is_file()),
     "foray/watch/templates/prometheus_rules.yml",
-    *(path.relative_to(ROOT).as_posix() for path in (ROOT / "deploy" / "presets").glob("*.yaml")),
+    *(path.relative_to(ROOT).as_posix() for path in (ROOT / "foray" / "presets").glob("*.yaml")),
 }
 HEAVY = ("torch", "transformers", "deepspeed", "faiss", "aiohttp", "redis", "tokenizers")
 
@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_our_names_are_ours() -> None:
     """Another distribution that ships a `protocol` would win silently."""
     known = packages_distributions()
-    for name in (*PACKAGES, "foray"):
+    for name in PACKAGES:
         module = import_module(name)
         assert module.__file__ and Path(module.__file__).resolve().is_relative_to(ROOT)
         assert set(known.get(name, ["foray"])) == {"foray"}, name
@@ -63,7 +63,7 @@ def test_no_test_folder_is_a_package() -> None:
 
 
 def test_the_wheel_holds_the_product_alone(wheel: set[str]) -> None:
-    assert {name.partition("/")[0] for name in wheel} == {"foray.py", *PACKAGES}
+    assert {name.partition("/")[0] for name in wheel} == {*PACKAGES}
     words = {word for name in wheel for word in name.removesuffix(".py").replace("/", "_").split("_")}
     assert not words & {"test", "tests", "testing", "conftest", "fake", "fakes", "benchmarks"}
     assert {name for name in wheel if "bench" in name} == {"foray/commands/bench.py"}, "the command, which says so"
@@ -77,7 +77,7 @@ def test_what_ships_imports_nothing_that_does_not() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            if {name.partition(".")[0] for name in names} & {"tests", "benchmarks", "requirements", "foray"}:
+            if {name.partition(".")[0] for name in names} & {"tests", "benchmarks", "requirements"}:
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong
 
@@ -91,12 +91,12 @@ def test_the_public_api_is_there_and_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     foray = import_module("foray")
-    assert all(getattr(foray, name).__name__ == name for name in foray._TORCH)
+    assert all(getattr(foray, name) for name in foray.__all__) and {"LossOutput", "load_config"} <= set(dir(foray))
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         foray.nothing_of_the_kind  # noqa: B018
 
 
 def test_the_public_api_only_re_exports() -> None:
-    body = ast.parse((ROOT / "foray.py").read_text()).body
+    body = ast.parse((ROOT / "foray" / "__init__.py").read_text()).body
     defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    assert defined == ["__getattr__"]
+    assert defined == ["__getattr__", "__dir__"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cli
+from foray import cli
 from tests.support.settings_keys import every_key
 from tests.support.shell_blocks import foray_commands, other_blocks, shell_blocks
 

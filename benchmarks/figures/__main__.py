@@ -25,7 +25,7 @@ from benchmarks.command import rounded
 from benchmarks.figures.page import PAGE, page, verdict
 from benchmarks.figures.table import FOLDER, MODEL, NEEDS_DATA, NEEDS_GPU, RUNS, Figure, figures, read, stale
 from benchmarks.report import ROOT, Circumstances, judged
-from deploy.doctor.gpus import without_cuda
+from deploy.hardware.gpus import without_cuda
 from foray.demo.lm.command import VARIABLE
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.base import BenchResult, Say
 from benchmarks.learner.settings import TRL_VARIABLE, LearnerBench
 from benchmarks.learner.workload import LearnerWorkload
-from deploy.doctor.gpus import without_cuda
+from deploy.hardware.gpus import without_cuda
 from protocol.errors import ForayError, UserError
 
 UNFUSED_MIB = 1 << 20

@@ -14,8 +14,8 @@ from typing import Any
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
-from deploy.doctor.gpus import no_device, without_cuda
 from deploy.hardware.assign import EngineArgs
+from deploy.hardware.gpus import no_device, without_cuda
 from deploy.hardware.inventory import HARDWARE
 from deploy.hardware.run import planned
 from learner.config.learner import DistributedPublishSettings, require_groups

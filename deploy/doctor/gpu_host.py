@@ -15,8 +15,8 @@ from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
-from deploy.doctor.gpus import cuda_of_driver, cuda_of_torch
 from deploy.hardware.assign import EngineArgs
+from deploy.hardware.gpus import cuda_of_driver, cuda_of_torch
 from deploy.hardware.inventory import GIB, gib
 from deploy.hardware.run import hosts_of
 from rollout_server.node.config import SglangEngine

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding, Verdict
-from deploy.hardware.memory import weight_bytes
+from deploy.hardware.host_memory import memory_parts
 from protocol.errors import UserError
 from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.net import is_free, port_owner
-from protocol.runtime.number_format import stored_bytes, stored_parameters
+from protocol.runtime.number_format import stored_bytes
 from rollout_server.tools.python import PythonSettings, sandbox_for
 from rollout_server.tools.sandbox.base import SandboxError
 
@@ -136,31 +136,6 @@ def disk(config: RunConfig) -> Iterator[Finding]:
         yield Finding("disk", "fail", detail, todo)
     else:
         yield Finding("disk", "ok", detail)
-
-
-def memory_parts(config: RunConfig, parameters: float = 0) -> dict[str, int]:
-    """Return what the learner of all ranks keeps in main memory, in bytes: {} if the model's size is unknown here.
-
-    parameters     of the model; 0: as many as its files have
-
-    snapshots      of the state, for checkpoints: float32 weights and two moments, and the moving average if there is
-                   one; not for adapters, or without `async_checkpoints`
-    optimizer      the same, if it is offloaded
-    transfer copy  the weights, if they are broadcast
-    """
-    learner, model = config.learner, config.run.model
-    parameters = parameters or stored_parameters(model)
-    if not parameters or not config.launch.learner:
-        return {}
-    averaged = bool(learner.algorithm.kl.coefficient) and learner.reference.kind != "frozen"
-    critic = learner.algorithm.type == "ppo" and learner.critic.backbone == "own"
-    state = 0 if learner.model.lora.rank else int(parameters * (12 + 4 * averaged + 12 * critic))
-    parts = {
-        "snapshots": state if learner.async_checkpoints else 0,
-        "the offloaded optimizer": state if learner.engine.offload_optimizer else 0,
-        "the transfer copy": int(parameters * weight_bytes(learner)) if learner.publish.type == "distributed" else 0,
-    }
-    return {name: size for name, size in parts.items() if size}
 
 
 def main_memory(config: RunConfig, available: int | None) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
+from deploy.hardware.host_memory import memory_needed
 from deploy.run.redis_server import OLDEST, connect, find_server
 from protocol.errors import UserError
 from protocol.keys import Keys
@@ -19,8 +20,6 @@ from protocol.runtime.redis.url import cli, parse_redis_url, redacted
 if TYPE_CHECKING:
     import redis
 
-BYTES_PER_TOKEN = 8 * 1.25
-"""4 for the id, 4 for the log-prob, and Redis' overhead: 266 kB of messages take 331 kB (measured)."""
 MOST_SKEW_S = 1.0
 ANSWER_S = 3.0
 """Timeout for an answer, in seconds: a slower Redis would stall a run."""
@@ -62,17 +61,6 @@ def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) 
         yield _away(url, error)
     finally:
         client.close()
-
-
-def memory_needed(config: RunConfig) -> int:
-    """Return the maximum bytes of groups in Redis: (max_lag + 1 + K) * B groups, with K steps between checkpoints, or
-    2 K if one may be written for so long that the next is due.
-
-    Each group counts with its maximum length: G trajectories of `max_context` tokens.
-    """
-    unsaved = config.learner.checkpoint_every * (2 if config.learner.async_checkpoints else 1)
-    groups = (config.run.max_lag + 1 + unsaved) * config.run.groups_per_step
-    return int(groups * config.run.group_size * config.rollout.episode.max_context * BYTES_PER_TOKEN)
 
 
 def memory(needed: int, limit: int, setting: str, todo: str = "") -> Finding:

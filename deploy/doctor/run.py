@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig
-from deploy.doctor import access, acl, data, engine, gpu_host, machine, model, redis
+from deploy.doctor import access, acl, data, engine, gpu_host, machine, model, redis, speed
 from deploy.doctor.finding import Finding
-from deploy.hardware import speed
+from deploy.hardware.host_memory import memory_needed
+from deploy.hardware.speed import with_dtypes
 from deploy.run.addresses import anchored, choose_redis
 from deploy.run.run_dir import RESOLVED, read_configuration
 from deploy.secrets.acl import REDIS_ROLES
@@ -49,7 +50,7 @@ def examine(
     found = [*machine.machine(), *speed.machine(), *machine.packages(config)]
     if config is None:
         return [*found, *redis.program()]
-    config = speed.with_dtypes(config, environ)
+    config = with_dtypes(config, environ)
     found += [*machine.secrets(config, path), *_before_start(config, environ, clock)]
     found += [*model.family(config), *engine.check_model(config)]
     return [*found, *model.auto_tokenizer(config), *data.lengths(config)]
@@ -57,7 +58,7 @@ def examine(
 
 def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Return the findings that `foray up` needs before it starts a process. Takes about a second."""
-    config = speed.with_dtypes(config, environ)
+    config = with_dtypes(config, environ)
     found = [*machine.system(), *machine.packages(config), *machine.secrets(config, None)]
     return [*found, *_before_start(config, environ, time.time)]
 
@@ -98,7 +99,7 @@ def _redis(config: RunConfig, environ: Mapping[str, str], clock: Callable[[], fl
     if not place:
         yield from redis.program()
         limit = config.launch.redis_maxmemory_mb << 20
-        yield redis.memory(redis.memory_needed(config), limit, "launch.redis_maxmemory_mb")
+        yield redis.memory(memory_needed(config), limit, "launch.redis_maxmemory_mb")
         return
     secrets = config.launch.secrets
     url = redis_url_for(secrets, "viewer", place) if secrets else place
@@ -135,7 +136,7 @@ def resume(config: RunConfig) -> Iterator[Finding]:
         before = read_configuration(config.run.dir / RESOLVED, config.run.dir)
     except UserError:
         return  # the first start, or a damaged file: this start writes it again
-    if changed := list(_changes(before, anchored(speed.with_dtypes(config)).model_dump(mode="json"))):
+    if changed := list(_changes(before, anchored(with_dtypes(config)).model_dump(mode="json"))):
         fix = "nothing, if you changed them: they are used from now on"
         yield Finding("settings", "warn", f"changed since the last start: {', '.join(changed)}", fix)
 

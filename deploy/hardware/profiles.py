@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 
 from deploy.config import RunConfig, from_tree
-from deploy.doctor.machine import memory_parts
-from deploy.doctor.redis import memory_needed
 from deploy.hardware.assign import NO_GPUS, EngineArgs, Placement, needs, place
+from deploy.hardware.host_memory import memory_needed, memory_parts
 from deploy.hardware.inventory import CPU, HARDWARE, Host, gib
 from deploy.hardware.shape import read_shape
 from protocol.errors import UserError

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from deploy.config import RunConfig
-from deploy.doctor.gpus import built_for_cuda
 from deploy.hardware.assign import NO_GPUS, Placement, needs, place
+from deploy.hardware.gpus import built_for_cuda
 from deploy.hardware.inventory import HARDWARE, VISIBLE, Host, this_machine
 from protocol.errors import UserError
 from protocol.runtime.number_format import read_facts

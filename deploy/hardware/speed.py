@@ -6,16 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from deploy.config import RunConfig
-from deploy.doctor.finding import Finding
-from deploy.hardware.run import cores, hosts_of
+from deploy.hardware.run import hosts_of
 from learner.checkpoint.resume import began_with
 from protocol.errors import UserError
-from protocol.runtime.number_format import SMALL, CpuSpeed, Dtype, known_float32, stored_parameters
-from protocol.runtime.progress import duration
+from protocol.runtime.number_format import CpuSpeed, Dtype, known_float32
 from protocol.settings import Settings
 from rollout_server.node.config import CpuEngine
 
@@ -24,10 +22,6 @@ MEASURE = (
     "print(json.dumps(dataclasses.asdict(measure(torch))))"
 )
 MEASURE_S = 120.0
-TRAINED, READ = 6, 2
-"""Operations a parameter and token: forward and backward pass, forward pass."""
-SHARE = 0.3
-"""Share of the speed of products that a step reaches (SmolLM2-135M on two cores: 0.28 to 0.9)."""
 
 
 @cache
@@ -58,35 +52,6 @@ def with_dtypes(
     if engine == "auto":
         update["engine"] = config.engine.model_copy(update={"kind": kind.model_copy(update={"dtype": chosen})})
     return config.model_copy(update=update)
-
-
-def machine() -> Iterator[Finding]:
-    """Yield the speed of this CPU, if torch is installed here."""
-    if (speed := cpu_speed()) is not None:
-        yield Finding("cpu", "ok", f"{speed}; dtype auto is {speed.best}")
-
-
-def findings(config: RunConfig) -> Iterator[Finding]:
-    """Yield the dtypes of a run that computes on this CPU, its speed in them, and the time of a step; with auto
-    resolved. Nothing for a model so small that its speed is that of calls."""
-    kind, learner = config.engine.kind, config.learner
-    used = {"engine.kind.dtype": kind.dtype} if isinstance(kind, CpuEngine) and config.engine_roles else {}
-    if config.launch.learner and not hosts_of(config, os.environ):
-        used["learner.model.dtype"] = learner.model.dtype
-    parameters = stored_parameters(config.run.model)
-    if not used or parameters < SMALL or (speed := cpu_speed()) is None:
-        return
-    tokens, count = config.rollout.episode.max_context, config.run.groups_per_step * config.run.group_size
-    seconds = max(
-        (TRAINED + READ) * parameters * count * tokens / (SHARE * 1e9 * cores() * getattr(speed, dtype))
-        for dtype in used.values()
-    )
-    named = ", ".join(f"{name} {dtype}" for name, dtype in used.items())
-    detail = f"{named} on {speed}; a step of {count} trajectories of {tokens:,} tokens: about {duration(seconds)}"
-    if "bfloat16" in used.values() and speed.bfloat16 < speed.float32:
-        yield Finding("dtype", "warn", detail, "set them to auto: bfloat16 is emulated on this CPU")
-    else:
-        yield Finding("dtype", "ok", detail)
 
 
 def _began(config: RunConfig) -> Dtype | None:

@@ -28,10 +28,10 @@ from deploy.doctor.model import ENGINE_TOKENIZER, RUN_TOKENIZER
 from deploy.doctor.run import inputs, preflight
 from deploy.hardware.run import cores, on_this_machine
 from deploy.hardware.speed import with_dtypes
-from deploy.launch.plan import KINDS, Addresses, ProcessSpec, Ready, plan
+from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
 from deploy.launch.process import ManagedProcess, ProcessFailed
 from deploy.launch.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
-from deploy.run.addresses import choose, dated, seen_from_here, settle
+from deploy.run.addresses import Addresses, choose, dated, seen_from_here, settle
 from deploy.run.history import StepTail, read_history
 from deploy.run.learning import learning_problems
 from deploy.run.redis_server import check_server

@@ -15,6 +15,7 @@ from typing import Any
 from deploy.config import RunConfig
 from deploy.hardware.assign import NO_GPUS, Placement
 from deploy.hardware.inventory import VISIBLE
+from deploy.run.addresses import Addresses
 from deploy.run.redis_server import redis_argv
 from deploy.secrets.env import SECRET_VARIABLES, env_of
 from protocol.redaction import is_secret_name
@@ -86,24 +87,6 @@ class ProcessSpec:
             "url": self.url,
             "restarts": self.restarts,
         }
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Addresses of the processes. Chosen once per run, so that a restarted process keeps its address.
-
-    redis_url   the configured Redis, or the one that the launcher starts
-    server      program of the Redis that the launcher starts, None for a configured one
-    retrievers  base URL of each retriever
-    rollouts    base URL of each rollout server
-    learner     base URL of the learner's metrics, "" without them
-    """
-
-    redis_url: str
-    server: Path | None
-    retrievers: tuple[str, ...]
-    rollouts: tuple[str, ...]
-    learner: str = ""
 
 
 def checkpoint_s(config: RunConfig) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from deploy.config import RunConfig
-from deploy.launch.plan import Addresses
 from deploy.run.redis_server import child_url, find_server, socket_url
 from deploy.secrets.env import redis_url_for
 from protocol.errors import UserError
@@ -22,6 +22,24 @@ from protocol.settings import REDIS_URL_VARIABLE, Settings
 
 ROOT = Path(__file__).parents[2]
 M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Addresses of the processes. Chosen once per run, so that a restarted process keeps its address.
+
+    redis_url   the configured Redis, or the one that the launcher starts
+    server      program of the Redis that the launcher starts, None for a configured one
+    retrievers  base URL of each retriever
+    rollouts    base URL of each rollout server
+    learner     base URL of the learner's metrics, "" without them
+    """
+
+    redis_url: str
+    server: Path | None
+    retrievers: tuple[str, ...]
+    rollouts: tuple[str, ...]
+    learner: str = ""
 
 
 def anchored(config: M) -> M:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from learner.validation.results import ValidationFiles
+from protocol.errors import UserError
 
 RECENT = 20
 """Number of steps for rates and the remaining time."""
@@ -109,3 +112,26 @@ def read_history(path: Path) -> RunHistory:
         return RunHistory()
     last = {name: float(value) for name, value in records[-1].items() if isinstance(value, int | float)}
     return RunHistory(last, tuple(r for r in records if r.get("epoch") == records[-1].get("epoch")))
+
+
+def read_validations(directory: Path) -> dict[str, dict[int, float]]:
+    """Return validation/SUITE/METRIC -> step -> value, from `validation.jsonl`; of one step the later line counts."""
+    found: dict[str, dict[int, float]] = {}
+    for record in ValidationFiles(directory).records():
+        for suite, means in record["suites"].items():
+            for name, value in means.items():
+                found.setdefault(f"validation/{suite}/{name}", {})[int(record["step"])] = float(value)
+    return found
+
+
+def read_records(directory: Path) -> list[dict[str, Any]]:
+    """Return the steps of a run without those that were rolled back. Raises UserError if there is no run."""
+    path = directory / "metrics.jsonl"
+    if not path.exists():
+        raise UserError(f"no run found in {directory}", why=f"{path} does not exist")
+    return list(read_steps(path).values())
+
+
+def fields_of(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the numeric fields."""
+    return sorted({name for record in records for name, value in record.items() if isinstance(value, int | float)})

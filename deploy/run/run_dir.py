@@ -21,6 +21,8 @@ from typing import Any
 from deploy.config import RunConfig, expand
 from deploy.run.snapshot import read_ledger_totals
 from deploy.secrets.env import login_at, redis_url_for
+from learner.config.learner import LearnerSettings
+from learner.config.model import ModelSettings
 from protocol.errors import UserError
 from protocol.run_meta import LINEAGE_FILE
 from protocol.runtime.config import SettingsTree, read_tree, section, with_overrides
@@ -269,3 +271,18 @@ def saved(directory: Path, again: str) -> list[str]:
     if again:
         lines.append(f"resume {'from it' if totals else 'from the start'} with: {again}")
     return lines
+
+
+def model_settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSettings]:
+    """Return run.model and learner.model of a run directory, a checkpoint, or the file `config`; (None, defaults) if
+    there is none."""
+    if config is not None:
+        tree = read_tree(config)
+    else:
+        # a checkpoint is in RUN_DIR/checkpoints
+        directories = (where, where.resolve().parent.parent)
+        found = next(((d, path) for d in directories if (path := configuration_of(d)) is not None), None)
+        if found is None:
+            return None, ModelSettings()
+        tree = read_configuration(found[1], found[0])
+    return section(tree, "run", RunSettings).model, section(tree, "learner", LearnerSettings).model

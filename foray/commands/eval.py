@@ -197,10 +197,10 @@ def _protocol(
     sampler: AskOptions,
     judge: JudgeSettings | None,
 ) -> dict[str, Any]:
-    from foray.cli import foray_version
     from foray.evaluation import protocol
     from foray.evaluation.methods import POLICY
     from foray.evaluation.runner import prompts_of
+    from foray.versions import foray_version
 
     prompts = protocol.digest(vars(prompts_of(served)))
     template = protocol.template_of(served.episode)
@@ -257,9 +257,9 @@ def _other(directory: Path) -> Other:
 
 def _report(directory: Path, protocol: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace) -> int:
     """Write and print the report. Return the exit code."""
-    from deploy import page
     from foray.evaluation.report import document_of, to_json
     from foray.evaluation.summary import summarise
+    from foray.watch import page
 
     if not rows:
         raise UserError(f"{directory} holds no episodes", todo="evaluate into it again with --resume")

@@ -9,17 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from deploy.run.run_dir import configuration_of, read_configuration
+from deploy.run.run_dir import model_settings
 from protocol.errors import UserError
-from protocol.runtime.config import read_tree, section
 from protocol.runtime.lifecycle import Terminated
 from protocol.runtime.progress import Progress
-from protocol.settings import RunSettings
-
-if TYPE_CHECKING:
-    from learner.config.model import ModelSettings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -68,19 +62,3 @@ def run(args: argparse.Namespace) -> int:
             progress(f"AutoTokenizer gives the ids of tokenizer.json for {TEXTS - differ} of {TEXTS} texts")
     print(args.out)
     return 0
-
-
-def model_settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSettings]:
-    from learner.config.learner import LearnerSettings
-    from learner.config.model import ModelSettings
-
-    if config is not None:
-        tree = read_tree(config)
-    else:
-        # a checkpoint is in RUN_DIR/checkpoints
-        directories = (where, where.resolve().parent.parent)
-        found = next(((d, path) for d in directories if (path := configuration_of(d)) is not None), None)
-        if found is None:
-            return None, ModelSettings()
-        tree = read_configuration(found[1], found[0])
-    return section(tree, "run", RunSettings).model, section(tree, "learner", LearnerSettings).model

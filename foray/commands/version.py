@@ -4,23 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-from importlib.metadata import PackageNotFoundError, version
 
-from foray.cli import foray_version
-
-PACKAGES = (
-    "torch",
-    "transformers",
-    "deepspeed",
-    "aiohttp",
-    "redis",
-    "pydantic",
-    "msgpack",
-    "faiss-cpu",
-    "bm25s",
-    "sglang",
-)
+from foray.versions import versions
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,14 +22,3 @@ def run(args: argparse.Namespace) -> int:
         for name, value in found.items():
             print(f"{name:<14} {value or '-'}")
     return 0
-
-
-def versions() -> dict[str, str]:
-    """Return name -> version, "" if a package is not installed."""
-    found = {"foray": foray_version(), "python": platform.python_version(), "platform": platform.platform()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = ""
-    return found

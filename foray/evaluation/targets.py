@@ -27,12 +27,12 @@ from deploy.run.run_dir import (
     is_held,
     live_record,
     locate,
+    model_settings,
     read_configuration,
     read_record,
     unique_id,
 )
 from deploy.run.snapshot import take_snapshot
-from foray.commands.export import model_settings
 from foray.evaluation.models import ModelEndpoint, endpoint_settings, only_model
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, NodeState
@@ -381,9 +381,9 @@ def _endpoint(target: Target, needs: Needs, options: ServingOptions, directory: 
 @contextmanager
 def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[str, During]]:
     """Run the retriever of a configuration inside the block. Yields its URL, and what runs a function beside it."""
-    from deploy.launch.plan import Addresses, plan
+    from deploy.launch.plan import plan
     from deploy.launch.supervisor import Readiness, Supervisor
-    from deploy.run.addresses import settle
+    from deploy.run.addresses import Addresses, settle
 
     url = f"http://127.0.0.1:{free_port()}"
     run = config.run.model_copy(update={"dir": directory, "id": unique_id("eval")})

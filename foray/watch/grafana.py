@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RULES = Path(__file__).parents[1] / "templates" / "prometheus_rules.yml"
+RULES = Path(__file__).parent / "templates" / "prometheus_rules.yml"
 RUN, RUN_OR_NONE, INTERVAL = '{run=~"$run"', '{run=~"$run|"', "[$__rate_interval]"
 COLUMNS, HEIGHT, STAT_HEIGHT = 24, 8, 4
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}

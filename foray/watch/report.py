@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.run.history import read_steps
+from deploy.run.history import fields_of, read_steps, read_validations
 from deploy.run.run_dir import Located, configuration_of, read_configuration
 from deploy.run.snapshot import RunSnapshot, read_ledger_totals
-from foray.commands.version import versions
-from foray.commands.watch.curves import fields_of, read_validations
+from foray.versions import versions
 from foray.watch.page import Chart, Example, Measured, Report, ReportTable, Section
 from foray.watch.replay_view import Decoder, Shown, choose
 from foray.watch.status import Problem, conservation, letters_line, problems, span, state, step_line, token_balance

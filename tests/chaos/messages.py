@@ -25,7 +25,7 @@ from pathlib import Path
 from staging import LEASE_S, Stage, heavy, last_words, prepare, redis_in, small_disk
 
 import learner.delivery.consumer
-from deploy import cli as foray
+from foray import cli as foray
 from learner.delivery.entry import StreamEntry
 from protocol.codec import decode
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState

@@ -28,8 +28,8 @@ import yaml
 
 import learner.main
 import learner.recovery
-from deploy import cli as foray
 from deploy.run.redis_server import find_server
+from foray import cli as foray
 from learner import cli as learner_cli
 from protocol.keys import Keys
 from tests.support import tiny_learner as tiny

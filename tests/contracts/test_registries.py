@@ -22,7 +22,7 @@ from retriever.rerank.config import RerankSettings
 from rollout_server import rewards, search, tools
 from rollout_server.tools import sandbox
 
-PRODUCT = ("learner.", "retriever.", "rollout_server.", "deploy.")
+PRODUCT = ("learner.", "retriever.", "rollout_server.", "deploy.", "foray.")
 REGISTRIES: dict[str, tuple[Any, dict[Any, str]]] = {
     "algorithms": (algorithms.AlgorithmSettings, algorithms.REGISTRY),
     "encoders": (encoder.EncoderSettings, encoder.REGISTRY),

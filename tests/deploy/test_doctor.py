@@ -21,8 +21,8 @@ from deploy.doctor.access import binds
 from deploy.doctor.data import lengths
 from deploy.doctor.finding import Finding
 from deploy.doctor.model import family
-from deploy.doctor.redis import memory_needed
 from deploy.doctor.run import examine
+from deploy.hardware.host_memory import memory_needed
 from foray.commands import doctor as command
 from foray.demo.world import save_tokenizer
 from tests.support.sandboxes import require_bubblewrap

@@ -13,8 +13,9 @@ from deploy.config import from_tree, load_config
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor import model as doctor_model
 from deploy.doctor.access import binds
-from deploy.doctor.redis import memory, memory_needed
+from deploy.doctor.redis import memory
 from deploy.hardware.assign import needs, place
+from deploy.hardware.host_memory import memory_needed
 from deploy.hardware.inventory import HARDWARE
 from deploy.hardware.memory import USABLE
 from deploy.hardware.profiles import choices

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from deploy.config import load_config
-from deploy.launch.plan import Addresses
-from deploy.run.addresses import anchored, settle
+from deploy.run.addresses import Addresses, anchored, settle
 from deploy.run.run_dir import read_configuration
 from foray.cli import main
 from foray.commands import export

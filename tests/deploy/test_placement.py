@@ -6,18 +6,20 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from benchmarks.pages.hardware import SHAPES
-from deploy.config import RunConfig, load_config
+from deploy.config import Hardware, RunConfig, load_config
 from deploy.doctor import engine as doctor_engine
 from deploy.doctor.engine import gpus
 from deploy.hardware import run as placed
 from deploy.hardware.assign import EngineArgs, Placement, needs, place
 from deploy.hardware.inventory import HARDWARE, Gpu, Host, this_machine, visible
 from deploy.hardware.memory import USABLE
-from deploy.launch.plan import Addresses, plan
+from deploy.launch.plan import plan
+from deploy.run.addresses import Addresses
 from foray.cli import main
 from foray.commands.init import PRESETS
 from protocol.errors import UserError
@@ -249,7 +251,8 @@ def test_the_doctor_refuses_a_profile_without_gpus_and_one_of_several_machines(
     assert list(gpus(load_config(None, [f"run.model={model}"]))) == [], (
         "the CPU engine and a CPU learner go on as before"
     )
-    with pytest.raises(UserError, match="not a hardware profile"):
+    assert {"", *HARDWARE} == set(get_args(Hardware))
+    with pytest.raises(UserError, match="8xh100"):
         recipe("launch.hardware=9xh100")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deploy.config import RunConfig, load_config
-from deploy.launch.plan import Addresses, ProcessSpec, Ready, plan
-from deploy.run.addresses import choose, preview, settle
+from deploy.launch.plan import ProcessSpec, Ready, plan
+from deploy.run.addresses import Addresses, choose, preview, settle
 from protocol.errors import UserError
 from protocol.runtime.net import free_port, is_free
 

@@ -14,7 +14,7 @@ import pytest
 
 from deploy.config import RunConfig, load_config
 from deploy.doctor import machine
-from deploy.hardware import speed as speeds
+from deploy.doctor import speed as speeds
 from deploy.hardware.speed import MEASURE, with_dtypes
 from deploy.launch.process import _die_with_parent
 from foray.demo.lm import command as demo_lm

@@ -29,7 +29,7 @@ from benchmarks.figures.table import FOLDER, GPU_LEARNER
 from benchmarks.pages.hardware import CHECKED, stage_table
 from benchmarks.report import ROOT
 from deploy.doctor import gpu_host
-from deploy.doctor.gpus import cuda_of_driver, cuda_of_torch, without_cuda
+from deploy.hardware.gpus import cuda_of_driver, cuda_of_torch, without_cuda
 from deploy.hardware.inventory import GIB, gib
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write

@@ -12,7 +12,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file
 
-from deploy import cli
+from foray import cli
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.model import CriticSettings, DeepSpeedSettings, LoraSettings, ModelSettings, OptimSettings
 from learner.engine import DeepSpeedEngine

@@ -277,7 +277,7 @@ def test_the_command_killed_while_it_trains_ends_with_the_same_weights(tmp_path:
     def start(name: str) -> int:
         words = [str(demonstrations), "--model", str(model), "--out", str(tmp_path / name), "sft.dtype=float32"]
         words += ["sft.checkpoint_s=0", "sft.epochs=20", "sft.batch_size=4", "learner.engine.threads=1"]
-        return zygote.start(str(ROOT / "deploy" / "__main__.py"), ["sft", *words], tmp_path / f"{name}.log", {}, ROOT)
+        return zygote.start(str(ROOT / "foray" / "__main__.py"), ["sft", *words], tmp_path / f"{name}.log", {}, ROOT)
 
     assert zygote.wait(start("straight"), 100) == 0, (tmp_path / "straight.log").read_text()
     current = tmp_path / ".killed.training" / "checkpoints" / "CURRENT"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from deploy.config import load_config
-from deploy.launch.plan import Addresses, plan
-from deploy.run.addresses import settle
+from deploy.launch.plan import plan
+from deploy.run.addresses import Addresses, settle
 from foray.settings_file import document
 from protocol.errors import UserError
 from protocol.settings import REDIS_URL_VARIABLE

@@ -254,7 +254,7 @@ async def test_keys_and_tokens_stay_with_the_server_that_they_were_meant_for(
 
 def test_sessions_that_decompress_answers_are_those_of_web_searches_only() -> None:
     root = Path(__file__).parents[2]
-    packages = ("protocol", "rollout_server", "learner", "retriever", "deploy")
+    packages = ("protocol", "rollout_server", "learner", "retriever", "deploy", "foray")
     found = {
         str(path.relative_to(root))
         for package in packages

@@ -154,7 +154,7 @@ TEST_SERVERS = ("fake_server.py", "fake_service.py", "testing.py")
 def test_no_application_of_ours_inflates_bodies() -> None:
     """Each is made with SERVER_OPTIONS, but for the scripted servers of tests and benchmarks."""
     applications = []
-    for package in ("protocol", "retriever", "rollout_server", "learner", "deploy"):
+    for package in ("protocol", "retriever", "rollout_server", "learner", "deploy", "foray"):
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text()
             if path.name in TEST_SERVERS or "bench" in path.parts or "Application(" not in text:

@@ -13,7 +13,7 @@ from protocol.redaction import SHOWN, redact
 from protocol.runtime.http.auth import MAKE_ONE, Access, check_bind
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("protocol", "rollout_server", "learner", "retriever", "deploy")
+PACKAGES = ("protocol", "rollout_server", "learner", "retriever", "deploy", "foray")
 
 
 def advice() -> Iterator[tuple[str, str]]:

@@ -45,7 +45,7 @@ def test_the_roles_are_those_of_the_code() -> None:
 def test_every_file_and_variable_it_names_is_there() -> None:
     for path in re.findall(r"`((?:deploy|tests)/[\w./-]+?)`", PAGE):
         assert (ROOT / path).exists(), path
-    packages = [ROOT / package for package in ("protocol", "rollout_server", "deploy")]
+    packages = [ROOT / package for package in ("protocol", "rollout_server", "deploy", "foray")]
     source = "".join(path.read_text() for package in packages for path in package.rglob("*.py"))
     known = {variable(role) for role in ROLES}
     for name in set(re.findall(r"\bFORAY_[A-Z_]+[A-Z]\b", PAGE)) - known:

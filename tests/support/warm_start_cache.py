@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache"
-MAKERS, PROMPTS = ROOT / "deploy" / "demo", ROOT / "rollout_server" / "prompts"
+MAKERS, PROMPTS = ROOT / "foray" / "demo", ROOT / "rollout_server" / "prompts"
 KEPT = 2
 """Warm starts that stay: this one and the one before it."""
 PRACTICE, HABITS, SEED = 200, 60, 0

@@ -9,10 +9,8 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from deploy.run.history import RENAMED, read_steps
-from learner.validation.results import ValidationFiles
+from deploy.run.history import RENAMED, fields_of, read_records, read_validations
 from protocol.errors import UserError
 
 HEADLINE, EVERY, VALIDATION = "reward/em", 10, "validation/"
@@ -130,29 +128,6 @@ def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, floa
     return {
         name: {int(line["step"]): float(line[name]) for line in lines if line.get(name) is not None} for name in wanted
     }
-
-
-def read_validations(directory: Path) -> dict[str, dict[int, float]]:
-    """Return validation/SUITE/METRIC -> step -> value, from `validation.jsonl`; of one step the later line counts."""
-    found: dict[str, dict[int, float]] = {}
-    for record in ValidationFiles(directory).records():
-        for suite, means in record["suites"].items():
-            for name, value in means.items():
-                found.setdefault(f"validation/{suite}/{name}", {})[int(record["step"])] = float(value)
-    return found
-
-
-def read_records(directory: Path) -> list[dict[str, Any]]:
-    """Return the steps of a run without those that were rolled back. Raises UserError if there is no run."""
-    path = directory / "metrics.jsonl"
-    if not path.exists():
-        raise UserError(f"no run found in {directory}", why=f"{path} does not exist")
-    return list(read_steps(path).values())
-
-
-def fields_of(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the names of the numeric fields."""
-    return sorted({name for record in records for name, value in record.items() if isinstance(value, int | float)})
 
 
 def windows(curve: dict[int, float], every: int) -> dict[int, float]:

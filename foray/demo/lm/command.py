@@ -126,8 +126,8 @@ def find_data(given: Path | None) -> dict[str, Path]:
 
 def prepare(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> dict[str, Any]:
     """Write questions and configuration, or check that those there are the same. Return the facts of this demo."""
-    from foray.cli import foray_version
     from foray.data.files import split, write_questions
+    from foray.versions import foray_version
     from learner.data.questions import load_questions
 
     if args.fresh and (directory / FACTS).exists():

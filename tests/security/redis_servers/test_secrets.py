@@ -15,8 +15,8 @@ import pytest
 
 from deploy.config import load_config
 from deploy.launch.launcher import Launcher
-from deploy.launch.plan import Addresses, plan
-from deploy.run.addresses import choose, preview, settle
+from deploy.launch.plan import plan
+from deploy.run.addresses import Addresses, choose, preview, settle
 from deploy.run.redis_server import ping
 from deploy.run.run_dir import locate
 from deploy.run.snapshot import take_snapshot
