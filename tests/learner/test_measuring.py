@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from learner.interfaces import StepReport
-from learner.observability.metrics import Meter, StepLog
+from learner.observability import metrics as module
+from learner.observability.metrics import Meter, StepLog, StepTimer
 from learner.observability.reporting import StepReporter, group_lags, group_metrics, token_lags
 from learner.observability.trackers.base import RunInfo
 from learner.observability.trackers.fanout import Trackers
@@ -161,6 +162,20 @@ def test_a_step_replaces_the_numbers_of_the_one_before(tmp_path: Path) -> None:
     assert (values["step"], values["reward/f1"], values["loss_lag_0"]) == (2.0, 1.0, 0.75)
     assert not {"reward/em", "loss_lag_3"} & values.keys(), "measured in step 1 only"
     assert (values["checkpoint_step"], values["issued"]) == (0.0, 4.0), "what is of no step stays"
+
+
+def test_a_lap_has_the_seconds_since_the_last_one_in_total_and_by_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    meter = Meter()
+    timer = StepTimer(meter)
+    for waited, computed in ((2.0, 3.0), (0.5, 4.0)):
+        for cause, seconds in (("data", waited), ("compute", computed)):
+            with meter.blocked_on(cause):
+                clock[0] += seconds
+        clock[0] += 1.0
+        others = dict.fromkeys(("publish", "checkpoint", "redis", "validation"), 0.0)
+        assert timer.lap() == (waited + computed + 1.0, {"data": waited, "compute": computed, **others})
 
 
 def test_lags_are_counted_by_token_and_by_group() -> None:

@@ -187,6 +187,32 @@ def test_a_large_model_is_checked_on_its_first_layers_and_left_as_it_was(
     assert compared(by_learner(policy, batch(150, share=True)), by_transformers(reference(directory)))[0] == "exact"
 
 
+def test_a_small_model_is_checked_in_all_its_layers(family, monkeypatch: pytest.MonkeyPatch) -> None:
+    depths, differences = [], parity_check.differences
+
+    def seen(policy: PolicyModel, **given: Any) -> dict[str, float]:
+        depths.append(policy.causal.config.num_hidden_layers)
+        return differences(policy, **given)
+
+    monkeypatch.setattr(parity_check, "differences", seen)
+    monkeypatch.setattr(parity_check, "first_layers", lambda config: 1)
+    load_settled(family("qwen3"), ModelSettings(), packed=False)
+    assert depths == [2]
+
+
+def test_a_model_that_cannot_run_at_all_is_not_said_to_need_rows_of_its_own(
+    family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_rows(*_: Any) -> torch.Tensor:
+        raise ValueError("no such layer")
+
+    monkeypatch.setattr(parity_check, "_in_rows", broken_rows)
+    for packed in (True, False):
+        with pytest.raises(UserError, match="which the learner cannot run") as caught:
+            load_policy(family("qwen3"), ModelSettings(), packed=packed)
+        assert caught.value.why == "ValueError: no such layer"
+
+
 def reference(directory: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from rollout_server.engine.continuation import StopChecker, StopSearch
+from protocol.messages import Sampling
+from rollout_server.engine.base import GenerateRequest
+from rollout_server.engine.continuation import StopChecker, StopSearch, TurnAssembler
+from rollout_server.engine.decoding import ReceivedTokens
 from rollout_server.environment.tokenizer import load_tokenizer
 from tests.support.environments import write_tokenizer
 
@@ -147,3 +150,29 @@ def test_finding_the_end_of_a_turn_decodes_each_of_its_tokens_a_constant_number_
                 ends.append(search.find(turn[:begun]))
             assert ends[:-1] == [None] * (len(ends) - 1) and ends[-1] == search.find(turn) == (len(turn), "</search>")
             assert decoded <= 8 * len(turn), f"{decoded} for {len(turn)}"
+
+
+def test_the_end_is_searched_for_only_where_the_engine_may_have_missed_it() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(list(ids))
+        return "".join("abcd"[i] for i in ids)
+
+    def received(ids: list[int], finish: str) -> ReceivedTokens:
+        found = ReceivedTokens("e", 4)
+        meta = {"finish_reason": {"type": finish} if finish else None, "weight_version": "1.5"}
+        found.take({"output_ids": ids, "meta_info": meta | {"output_token_logprobs": [[-0.5, i, None] for i in ids]}})
+        return found
+
+    asked = GenerateRequest(ids=[9], session="s", group="g", max_new_tokens=4, sampling=Sampling(), stop=("cd",))
+    for pieces, finish, length in (
+        ([([0, 2, 3, 1], "length")], "length", 4),  # what one engine has ended as a whole is as it says
+        ([([0, 2, 3], "")], "stop", 3),  # its last chunk was lost
+        ([([0, 2], ""), ([3, 1], "length")], "stop", 3),  # the stop string began at another engine
+    ):
+        decoded: list[list[int]] = []
+        turn = TurnAssembler(asked, StopChecker(decode))
+        for ids, said in pieces:
+            turn.add(received(ids, said))
+        done = turn.completion()
+        assert done is not None and (done.finish_reason, len(done.ids)) == (finish, length)
+        assert bool(decoded) == (finish == "stop")

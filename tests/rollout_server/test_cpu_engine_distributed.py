@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from learner.weights.process_group import BroadcastGroup, Rendezvous
 from protocol.runtime.net import free_port
+from tests.support.engine_http import post, serving
 
 TIMEOUT_S = 3.0
 PROMPT = list(range(40, 60))
@@ -416,6 +419,37 @@ async def test_a_trainer_that_fails_within_a_bucket_leaves_the_engine_healthy(en
     await engine.ok("/end_weight_update")
     assert await engine.sums() != before
     await engine.close(another)
+
+
+async def test_a_group_that_is_destroyed_within_a_bucket_does_not_wait_for_its_trainer(running: Engine) -> None:
+    """With both ends in this process. torch registers a name once, so ours is made as its helper makes the other."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
+    ours = PrefixStore("cpu/", PrefixStore("g/", PrefixStore("g", store)))
+    meeting = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+    meeting |= {"group_name": "g", "backend": "gloo"}
+    shapes = {name: list(tensor.shape) for name, tensor in running.tensors.items()}
+    bucket = {"names": list(shapes), "shapes": list(shapes.values()), "dtypes": ["float32"] * len(shapes)}
+    bucket |= {"group_name": "g", "weight_version": "2.0"}
+    async with serving(running.first, update_timeout_s=30.0) as client, asyncio.timeout(20.0):
+        joining = asyncio.create_task(post(client, "/init_weights_update_group", **meeting))
+        trainer = await asyncio.to_thread(ProcessGroupGloo, ours, 0, 2, timedelta(seconds=20))
+        await joining
+        await post(client, "/begin_weight_update")
+        large = {"names": ["a"], "shapes": [[1 << 40]], "dtypes": ["float32"], "group_name": "g"}
+        refused = await post(client, "/update_weights_from_distributed", 400, **large)
+        assert refused["success"] is False and "exceed the size of this model" in refused["message"]
+        sent = [asyncio.create_task(post(client, "/update_weights_from_distributed", **bucket))]
+        for tensor in running.tensors.values():
+            await asyncio.to_thread(trainer.broadcast(tensor.clone(), 0).wait)
+        await asyncio.gather(*sent)
+        await post(client, "/end_weight_update")
+        assert (await (await client.get("/weight_version")).json())["weight_version"] == "2.0"
+        await post(client, "/begin_weight_update")
+        late = asyncio.create_task(post(client, "/update_weights_from_distributed", 400, **bucket))
+        await asyncio.sleep(0.05)
+        await post(client, "/destroy_weights_update_group", group_name="g")
+        assert "the group was destroyed" in (await late)["message"]
+        del trainer
 
 
 async def test_a_caller_that_goes_away_does_not_break_the_session(engine: Engine) -> None:

@@ -13,6 +13,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
+from protocol.errors import UserError
 from rollout_server.cpu_engine.scheduler import scheduler as scheduling
 from rollout_server.cpu_engine.scheduler.prefix_cache import PrefixCache, chain
 from rollout_server.cpu_engine.scheduler.request import Request
@@ -84,6 +85,13 @@ def test_the_work_of_a_step_is_bounded_by_the_size_of_the_model(
     check(policy[1], requests)
     monkeypatch.setattr(scheduling, "WAVE_PRODUCTS", 1)
     assert scheduler(policy[0]).wave == scheduling.LEAST_TOKENS
+
+
+def test_the_smallest_cache_is_the_one_that_its_error_names(policy: tuple[Path, Any]) -> None:
+    with pytest.raises(UserError, match="--max-total-tokens 63 is too small") as caught:
+        scheduler(policy[0], max_total_tokens=63)
+    assert caught.value.todo == "set it to at least 64"
+    assert scheduler(policy[0], max_total_tokens=64).runner.kv.budget == 64
 
 
 @pytest.mark.parametrize("event", ["abort", "retract", "another leaves", "weights"])

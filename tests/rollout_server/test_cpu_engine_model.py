@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
@@ -69,12 +70,13 @@ SIZES: dict[str, Any] = {
 }
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 10000.0,
+    "rope_theta": 2500.0,
     "factor": 8.0,
-    "low_freq_factor": 1.0,
+    "low_freq_factor": 2.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+"""Of the wavelengths 6, 23 and 85 the first is below 64 / 4 (unchanged), the last above 64 / 2 (scaled)."""
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MOE = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -314,6 +316,18 @@ def test_weights_staged_one_by_one_are_those_that_are_loaded_from_disk(
     another.put("model.norm.weight", sent["model.norm.weight"])
     with pytest.raises(WeightsError, match="not sent"):
         another.finished()
+
+
+def test_a_directory_that_lacks_tensors_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "qwen2 tied")
+    weights = Weights(read_model_config(tmp_path), torch.float32)
+    weights.load(tmp_path)
+    before, tensors = weights.checksums(), load_file(tmp_path / "model.safetensors")
+    left = {name: tensor + 1 for name, tensor in tensors.items() if not name.startswith("model.layers.1.mlp.")}
+    save_file(left, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"3 tensor.s. missing, first 'model\.layers\.1\.mlp\.down_proj"):
+        weights.load(tmp_path)
+    assert weights.checksums() == before
 
 
 def test_numbers_are_finite_also_where_their_sum_is_not(tmp_path: Path) -> None:

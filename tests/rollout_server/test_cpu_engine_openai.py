@@ -269,6 +269,7 @@ async def test_texts_and_ids_are_converted_one_by_one_or_in_lists(client: Client
 async def test_what_is_wrong_or_not_supported_is_an_error_object(
     client: Client, path: str, wrong: dict[str, Any], says: str
 ) -> None:
-    error = (await post(client, f"/v1/{path}", 400, **wrong))["error"]
-    assert says in error["message"]
+    answer = await post(client, f"/v1/{path}", 400, **wrong)
+    error = answer["error"]
+    assert says in error["message"] and (answer["success"], answer["object"]) == (False, "error")
     assert (error["type"], error["code"]) == ("invalid_request_error", 400)

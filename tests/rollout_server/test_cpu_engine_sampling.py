@@ -126,6 +126,13 @@ def test_a_token_of_weight_zero_is_never_drawn(weights: list[float], at: float) 
     assert weights[index] > 0
 
 
+def test_uniform_numbers_are_those_of_splitmix64() -> None:
+    """The first outputs for seed 1234567, as published with the reference implementation."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    found = uniform(np.full(4, 1234567, np.uint64), np.arange(4))
+    assert (found * 2**24).astype(int).tolist() == [number >> 40 for number in published]
+
+
 def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position() -> None:
     seeds = np.arange(20_000, dtype=np.uint64)
     a, b = uniform(seeds, np.zeros(20_000, np.int64)), uniform(seeds, np.ones(20_000, np.int64))

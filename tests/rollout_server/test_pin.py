@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from protocol.versions import PolicyVersion
+from protocol.runtime.redis.aio import RedisClient
+from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.api import evaluation_pin as module
 from rollout_server.api.evaluation_pin import EvaluationPin
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.metrics import Stats
 from rollout_server.server import model_digest
+from tests.support.waiting import eventually
 
 V3, V4 = PolicyVersion(1, 3), PolicyVersion(1, 4)
 REST_S = 0.4
@@ -83,6 +86,34 @@ async def test_only_evaluations_that_put_off_new_weights_are_reported_as_such(wo
     world.register("only-evaluates", "http://127.0.0.1:1", V3, role="eval")
     async with pin.hold():
         assert stats.values()["pinned_evaluations"] == 0
+
+
+async def test_a_pin_is_renewed_five_times_in_its_lifetime_and_no_more(
+    world, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIN_MS", 500)
+    world.register("e", "http://127.0.0.1:1", V3)
+    pin, _ = a_pin(world, max_s=60.0)
+    sets, batch = 0, RedisClient.batch
+
+    async def counted(redis: RedisClient, *commands: tuple[Any, ...], **more: Any) -> list[Any]:
+        nonlocal sets
+        sets += any(command[0] == "SET" for command in commands)
+        return await batch(redis, *commands, **more)
+
+    monkeypatch.setattr(RedisClient, "batch", counted)
+    async with pin.hold():
+        began = time.monotonic()
+        await eventually(lambda: sets > 3, "it was renewed")
+        assert sets <= 2 + (time.monotonic() - began) / 0.1 and world.sync.exists(world.keys.evaluation)
+
+
+async def test_a_pin_that_another_server_has_set_meanwhile_is_left_to_it(world, quick: None) -> None:
+    world.register("e", "http://127.0.0.1:1", V3)
+    theirs = str(VersionPin("another server"))
+    async with a_pin(world)[0].hold():
+        world.sync.set(world.keys.evaluation, theirs)
+    assert world.sync.get(world.keys.evaluation).decode() == theirs
 
 
 def test_two_models_of_one_shape_have_two_digests(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from protocol.runtime.metrics import WaitTimer
 from protocol.versions import PolicyVersion
 from rollout_server.dispatch.fleet import Fleet, FleetTable
 from rollout_server.engine import admission
-from rollout_server.engine.admission import incarnation_key
+from rollout_server.engine.admission import RequestQueue, incarnation_key
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.engine.client import EngineCall, SglangClient
 from rollout_server.engine.continuation import TurnAssembler
@@ -278,6 +278,21 @@ async def test_time_in_the_queue_is_not_time_without_an_engine(monkeypatch: pyte
         table.publish(engine("a", a.url, max_running=1, state=NodeState.LOADING))
         with pytest.raises(EngineError, match="no engine was usable for 1 s"):
             await asyncio.wait_for(router(request([4])), 10.0)
+
+
+async def test_a_queue_waits_for_an_engine_from_when_the_last_one_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, clock, lacking, ticks = asyncio.get_running_loop(), [1000.0], ["window"], []
+    monkeypatch.setattr(loop, "time", lambda: clock[0])
+    monkeypatch.setattr(loop, "call_later", lambda _, tick: ticks.append(tick))
+    queue = RequestQueue(lambda *_, **__: None, lambda *_: None, lambda _: lacking[0], WaitTimer(), wait_s=10.0)
+    turn = asyncio.create_task(queue.acquire(request([1]), {}))
+    await asyncio.sleep(0)
+    lacking[0] = "engine"
+    for clock[0], waiting in ((1060.0, 1), (1069.0, 1), (1070.0, 0)):
+        ticks.pop()()
+        assert queue.waiting(pinned=False) == waiting
+    with pytest.raises(EngineError, match="no engine was usable for 10 s"):
+        await turn
 
 
 async def test_a_dropped_connection_after_a_long_wait_in_the_queue_is_tried_again() -> None:

@@ -16,6 +16,7 @@ from protocol.runtime.tracing import Tracer
 from protocol.runtime.tracing_export import EndedSpan, SpanQueue
 from protocol.versions import PolicyVersion
 from rollout_server import server
+from rollout_server.metrics import RATE_WINDOW_S, RateGauge
 from tests.support import rollout_process
 from tests.support.fake_engine import Fault
 from tests.support.messages import make_task
@@ -52,6 +53,18 @@ async def test_a_task_becomes_a_published_group_token_by_token(world, model: Pat
             sent = [*prompt.ids, *search.ids, *found.ids]
             assert sent in [r["input_ids"] for r in requests], "what the engine saw is what is trained on"
     assert world.pending() == 0
+
+
+def test_a_rate_is_the_increase_per_second_over_the_window() -> None:
+    now = count = 0.0
+    rate = RateGauge(lambda: count, lambda: now)
+    assert rate() == 0.0
+    for now in range(1, 2 * int(RATE_WINDOW_S)):
+        count += 3.0 if now > RATE_WINDOW_S else 1.0
+        rate.tick()
+        if now == RATE_WINDOW_S:
+            assert rate() == 1.0
+    assert rate() == (1.0 + 3.0 * (RATE_WINDOW_S - 1)) / RATE_WINDOW_S
 
 
 @pytest.mark.fault(22)
