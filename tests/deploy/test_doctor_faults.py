@@ -34,6 +34,7 @@ from protocol.codec import encode
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
 from protocol.run_meta import RunMeta
+from protocol.runtime import net
 from protocol.runtime.net import free_port, port_owner
 
 RUN = "test"
@@ -466,6 +467,20 @@ def test_the_holder_of_a_port_is_named(healthy: tuple[str, ManagedProcess]) -> N
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         assert port_owner(bound.getsockname()[1]) is None, "bound, but not listening"
+
+
+def test_the_holder_of_a_port_is_named_though_it_is_in_the_first_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        head, *rows = Path("/proc/net/tcp").read_text().splitlines()
+        (ours,) = [row for row in rows if int(row.split()[1].rpartition(":")[2], 16) == port]
+        (tmp_path / "tcp").write_text(f"{head}\n{ours}\n")
+        tables = {"/proc/net/tcp": tmp_path / "tcp", "/proc/net/tcp6": tmp_path / "none"}
+        monkeypatch.setattr(net, "Path", lambda path: tables.get(path, Path(path)))
+        found = port_owner(port)
+    assert found is not None and found.pid == os.getpid()
 
 
 def test_the_command_says_all_of_it_as_json(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -10,6 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +26,18 @@ from learner.config.learner import (
     LearnerSettings,
     PublishSettings,
 )
-from learner.weights import build_publisher
+from learner.weights import build_publisher, snapshots
 from learner.weights import disk as module
 from learner.weights.base import Announcement, BadWeights, WeightPublisher
 from learner.weights.checks import WeightCheck
+from learner.weights.snapshots import SnapshotWriter
 from protocol.errors import UserError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
 from protocol.runtime.config import section
 from protocol.runtime.files import model_digest
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -342,3 +347,67 @@ def test_a_path_is_announced_only_for_the_target_and_only_once() -> None:
     assert announcement.add_path(older) is False
     assert announcement.add_path(target) is True and announcement.add_path(target) is False
     assert link == [(updates[1], "ready"), (target, "ready")]
+
+
+class Engines(RecordingLink):
+    """A link with one engine. `looks`: how often it was read."""
+
+    def __init__(self, state: NodeState, detail: str = "", step: int = 3) -> None:
+        super().__init__()
+        self.engine = EngineInfo(id="e", url="u", state=state, epoch=1, step=step, detail=detail)
+        self.looks = 0
+
+    def engines(self) -> list[EngineInfo]:
+        self.looks += 1
+        return [self.engine]
+
+    def pin(self) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def snapshots_for(link: Engines, monkeypatch: pytest.MonkeyPatch, patience_s: float) -> Iterator[list[float]]:
+    """Announce a version without files; the seconds until each write."""
+
+    def write(update: WeightUpdate) -> WeightUpdate:
+        written.append(time.monotonic() - began)
+        return update.model_copy(update={"path": "/v1.4"})
+
+    monkeypatch.setattr(snapshots, "LOOK_S", 0.01)
+    announcement, written, began = Announcement(link), [], time.monotonic()
+    announcement.set(WeightUpdate(run="t1", epoch=1, step=4, digest="d", path=""), "ready")
+    writer = SnapshotWriter(link, announcement, write, patience_s=patience_s)
+    try:
+        yield written
+    finally:
+        writer.close()
+    assert [update.path for update, _ in link] == ["", *["/v1.4"] * len(written)], "what was written is announced"
+
+
+def test_a_serving_engine_that_stays_behind_gets_files_once_its_patience_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with snapshots_for(Engines(NodeState.READY), monkeypatch, 0.1) as written:
+        wait_until(lambda: written, "the files are written", 10.0)
+    assert len(written) == 1 and written[0] >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("link", "needs"),
+    [
+        (Engines(NodeState.SYNCING, "1.3 is not the target"), True),
+        (Engines(NodeState.QUARANTINED, "reading 1.3"), True),
+        (Engines(NodeState.SYNCING, "reading 1.3"), False),  # it reads the target again once it is up
+        (Engines(NodeState.SYNCING, "launching"), False),
+        (Engines(NodeState.QUARANTINED, step=4), False),
+        (Engines(NodeState.JOINING), False),
+        (Engines(NodeState.LOADING), False),
+        (Engines(NodeState.DRAINING), False),
+    ],
+)
+def test_files_are_written_for_engines_that_are_up_and_outside_the_view(
+    link: Engines, needs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with snapshots_for(link, monkeypatch, 60.0) as written:
+        wait_until(lambda: written or link.looks > 2, "the engines were read", 10.0)
+        assert bool(written) == needs

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.config.learner import TrainerSettings
+from learner.config.learner import TokenValuesSettings, TrainerSettings
 from learner.data.batch import build_batch
 from learner.data.token_values import FOLDER, TokenValues, TrajectorySource, read_token_values
 from learner.trainer.trainer import Trainer
@@ -53,6 +53,12 @@ def test_they_are_what_the_loss_used_at_the_tokens_own_positions(tiny_qwen: Path
             expected = (rewards[place] - rewards.mean()) / rewards.std(ddof=1)
             np.testing.assert_allclose(found["advantage"], expected, rtol=1e-4)
     assert read_token_values(tmp_path, 2, 99, 0)["position"].size == 0 and read_token_values(tmp_path, 3, 1, 0) == {}
+
+
+def test_the_values_of_every_nth_step_are_kept_and_none_of_before_the_first() -> None:
+    assert [step for step in range(11) if TokenValuesSettings(every=5).due(step)] == [5, 10]
+    assert [step for step in range(4) if TokenValuesSettings(every=1).due(step)] == [1, 2, 3]
+    assert not any(TokenValuesSettings(every=0).due(step) for step in range(4))
 
 
 def written(folder: Path, step: int, rank: int, keep: int = 2) -> None:

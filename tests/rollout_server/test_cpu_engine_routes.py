@@ -158,14 +158,15 @@ async def test_control_calls_need_no_body_but_accept_no_other_one(client: Client
         assert (await client.post(path, data="{", headers={"Content-Type": "application/json"})).status == 400
 
 
-async def test_a_paused_engine_is_alive_and_not_ready(client: Client) -> None:
+async def test_a_paused_engine_is_alive_and_not_ready(client: Client, model: Path) -> None:
     assert [(await client.get(path)).status for path in ("/health", "/health_generate", "/ready")] == [200] * 3
     await post(client, "/pause_generation", mode="retract")
     assert [(await client.get(path)).status for path in ("/health", "/health_generate", "/ready")] == [200, 503, 503]
     assert (await (await client.get("/model_info")).json())["paused"] == "retract"
     await post(client, "/continue_generation")
     assert [(await client.get(path)).status for path in ("/health", "/health_generate", "/ready")] == [200] * 3
-    assert (await (await client.get("/server_info")).json())["internal_states"][0]["num_running_reqs"] == 0
+    info = await (await client.get("/server_info")).json()
+    assert (info["internal_states"][0]["num_running_reqs"], info["served_model_name"]) == (0, model.name)
 
 
 async def test_a_comparison_finds_what_an_update_did_not_bring_back(client: Client, model: Path) -> None:

@@ -287,6 +287,23 @@ async def test_a_version_that_an_embedded_engine_refuses_as_a_whole_costs_nothin
             assert world.registered("e").incarnation == incarnation
 
 
+async def test_an_embedded_engine_that_refuses_a_version_and_does_not_say_its_own_is_quarantined(
+    world, tmp_path: Path
+) -> None:
+    async with FakeServer() as engine:
+        engine.faults["/server_info"] = Fault(body={"engine": "foray-cpu"})
+        async with node(world, engine, tmp_path):
+            await eventually(has_state(world, NodeState.READY), "READY")
+            engine.faults["/update_weights_from_disk"] = Fault(status=400, times=1)
+            engine.faults["/model_info"] = Fault(status=500, times=1)
+            seen: list[NodeState] = []
+            world.publish_weights(tmp_path / "weights", V1)
+            await eventually(
+                lambda: seen.append(world.registered("e").state) or NodeState.QUARANTINED in seen, "QUARANTINED"
+            )
+            await eventually(has_state(world, NodeState.READY, V1), "READY after it was loaded as a whole")
+
+
 async def test_an_engine_that_reports_a_wrong_version_is_quarantined(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, engine, tmp_path):
         await eventually(has_state(world, NodeState.READY), "READY")

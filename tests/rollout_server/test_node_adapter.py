@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from learner.weights.base import in_use
 from protocol.codec import decode_as, encode
 from protocol.messages import NodeState, WeightUpdate
 from protocol.runtime.lifecycle import ShutdownSignal
@@ -105,6 +106,17 @@ async def test_an_engine_that_refuses_an_adapter_stays_at_the_one_it_has(world, 
         await eventually(lambda: "could not load adapter 1.1" in world.registered("e").detail, "it says why")
         assert holds(world, PolicyVersion(1, 0))() and world.registered("e").adapter == "1.0"
         await eventually(holds(world, PolicyVersion(1, 1)), "READY after another try")
+
+
+async def test_a_node_names_the_version_whose_files_its_engine_reads(world, tmp_path: Path) -> None:
+    async with Adaptable() as engine, node(world, engine, tmp_path):
+        publish(world, tmp_path, PolicyVersion(1, 0))
+        await eventually(holds(world, PolicyVersion(1, 0)), "READY")
+        reading = engine.faults[LOAD] = Fault(hang=True)
+        publish(world, tmp_path, PolicyVersion(1, 1))
+        await eventually(lambda: world.registered("e").detail == "reading 1.1", "it says what is read")
+        assert PolicyVersion(1, 1) in in_use([world.registered("e")]) and holds(world, PolicyVersion(1, 0))()
+        reading.times = 0
 
 
 async def test_an_adapter_is_not_laid_over_other_weights_than_the_initial_ones(world, tmp_path: Path) -> None:

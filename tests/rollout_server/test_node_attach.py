@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from protocol.errors import UserError
 from protocol.messages import NodeState
@@ -40,6 +41,16 @@ def no_rollout_server_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(url: str, **kind: Any) -> NodeSettings:
     quick = {"poll_s": 0.02, "heartbeat_s": 0.1, "probe_s": 0.1, "probe_timeout_s": 0.3, "hang_s": 0.8, "drain_s": 0.1}
     return NodeSettings(id="e", kind=AttachedEngine(url=url, **{"wait_s": 0.2, **kind}), **quick)
+
+
+@pytest.mark.parametrize("kind", [{"type": "cpu"}, {"type": "sglang"}, {"type": "attach", "url": "http://e:1"}])
+def test_an_engine_runs_at_least_one_request_at_a_time(kind: dict[str, Any]) -> None:
+    def made(count: int) -> NodeSettings:
+        return NodeSettings.model_validate({"kind": kind | {"max_running": count}})
+
+    assert made(1).kind.max_running == 1
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        made(0)
 
 
 def run_of(world, tmp_path: Path) -> RunSettings:

@@ -14,6 +14,7 @@ from protocol.errors import UserError
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.lifecycle import ShutdownSignal, place
 from protocol.settings import RunSettings
+from protocol.versions import PolicyVersion
 from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.process import seed_of
 from rollout_server.node.registry import Registry
@@ -90,6 +91,18 @@ async def test_a_node_whose_user_may_not_read_registrations_registers_as_before(
     assert await registry.register(EngineInfo(id="e", url="http://127.0.0.1:1", state=NodeState.READY))
     await registry.deregister("e")
     assert world.registered("e") is None
+
+
+async def test_target_and_view_are_read_in_one_transaction(own_world) -> None:
+    """Between two reads the learner could announce a version, and a node would follow the view of another one."""
+    registry = Registry(own_world.client(), lease_s=9.0)
+    own_world.target(PolicyVersion(1, 4))
+    await registry.target_view()
+    own_world.sync.config_resetstat()
+    found = await registry.target_view()
+    calls = {name: stat["calls"] for name, stat in own_world.sync.info("commandstats").items()}
+    assert found.target is not None and found.target.version == PolicyVersion(1, 4)
+    assert (calls["cmdstat_multi"], calls["cmdstat_exec"], calls["cmdstat_get"]) == (1, 1, 3)
 
 
 def test_each_incarnation_of_each_engine_has_another_seed() -> None:

@@ -72,6 +72,18 @@ def test_a_document_that_spells_control_tokens_is_read_as_the_words_it_is(bpe: T
     assert len(bpe.encode_untrusted(text)) > len(bpe.encode_trusted(text))
 
 
+def test_an_added_token_in_brackets_is_a_control_token_from_one_letter_on(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, "bytes") / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    first = max(token["id"] for token in spec["added_tokens"]) + 1
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    written = ("<b>", "[I]", "<>", "[]", "<b")
+    spec["added_tokens"] += [{"id": first + at, "content": text} | plain for at, text in enumerate(written)]
+    path.write_text(json.dumps(spec))
+    tokens = load_tokenizer(tmp_path)
+    assert [text for at, text in enumerate(written) if first + at in tokens.control_ids] == ["<b>", "[I]"]
+
+
 def test_our_own_tags_are_the_tokens_that_they_are(tmp_path: Path) -> None:
     words = load_tokenizer(write_tokenizer(tmp_path, "words"))
     assert words.encode_trusted("<search>a</search>") == [5, 11, 6]
