@@ -151,7 +151,7 @@ def engine_b(demo: Demo, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
     argv = ["engine", "--config", "run.yaml", "engine.id=b", "run.dir=run", "run.model=model", "engine.host=0.0.0.0"]
     argv += [f"engine.lease_s={LEASE_S}", "engine.heartbeat_s=1"]
     argv = demo.hosts.argv("b", *FORAY, *argv, *overrides, hide=demo.home)
-    demo.events.append(f"b$ foray {' '.join([*argv[argv.index('deploy') + 1 :]])}")
+    demo.events.append(f"b$ foray {' '.join([*argv[argv.index('foray') + 1 :]])}")
     log = home / "engine.log"
     before = len(log.read_text().splitlines()) if log.exists() else 0
     turns = engines_used(demo.run_dir)["b"]
