@@ -12,7 +12,7 @@ BYTES_PER_TOKEN = 8 * 1.25
 
 def memory_needed(config: RunConfig) -> int:
     """Return the maximum bytes of groups in Redis: (max_lag + 1 + K) * B groups, with K steps between checkpoints, or
-    2 K if one may be written for so long that the next is due.
+    2 K if the next one may be due while one is being written.
 
     Each group counts with its maximum length: G trajectories of `max_context` tokens.
     """

@@ -26,7 +26,7 @@ MEASURE_S = 120.0
 
 @cache
 def cpu_speed() -> CpuSpeed | None:
-    """Measure in a process of its own, so that this one does not hold torch; None if it is not installed here."""
+    """Measure in a separate process, so that this one does not load torch; None if torch is not installed here."""
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=MEASURE_S)
     return CpuSpeed(**json.loads(done.stdout)) if done.returncode == 0 else None
 

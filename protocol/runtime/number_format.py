@@ -17,7 +17,7 @@ Dtype = Literal["float32", "bfloat16"]
 DtypeSetting = Literal["auto", "float32", "bfloat16"]
 
 SMALL = 10_000_000
-"""Below so many parameters auto is float32: time goes into calls, not products, and float32 is exact."""
+"""Number of parameters below which auto is float32: overhead dominates, and float32 is exact."""
 WORTH = 1.2
 """How many times faster bfloat16 products must be to make up for the rounding."""
 KEEPS_FLOAT32 = frozenset({"ernie4_5_moe", "hunyuan_v1_moe", "olmo_hybrid"})

@@ -30,7 +30,7 @@ SLOW = CpuSpeed("AVX512", True, 110.0, 115.0)
 
 
 def folder(where: Path, parameters: int = 20_000_000, **facts: Any) -> Path:
-    """A model folder whose files have the size of so many parameters."""
+    """Return a model folder whose files are as large as a model of this many parameters."""
     where.mkdir()
     (where / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float32"} | facts))
     (where / "model.safetensors").touch()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,19 +34,10 @@ def send(pids: list[int], number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def quota(root: int) -> Iterator[None]:
-    """A CPU quota of 10 % for the processes below `root`, `root` included, by SIGSTOP and SIGCONT in turn."""
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work` in a thread meanwhile; it ends when its event is set."""
     over = threading.Event()
-
-    def take_turns() -> None:
-        while not over.is_set():
-            pids = [root, *descendants(root)]
-            send(pids, signal.SIGSTOP)
-            over.wait(SLICE_S * (1 - SHARE))
-            send([root, *descendants(root)], signal.SIGCONT)
-            over.wait(SLICE_S * SHARE)
-
-    thread = threading.Thread(target=take_turns)
+    thread = threading.Thread(target=work, args=(over,))
     thread.start()
     try:
         yield
@@ -56,12 +47,27 @@ def quota(root: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def quota(root: int) -> Iterator[None]:
+    """A CPU quota of 10 % for the processes below `root`, `root` included, by SIGSTOP and SIGCONT in turn."""
+
+    def take_turns(over: threading.Event) -> None:
+        while not over.is_set():
+            pids = [root, *descendants(root)]
+            send(pids, signal.SIGSTOP)
+            over.wait(SLICE_S * (1 - SHARE))
+            send([root, *descendants(root)], signal.SIGCONT)
+            over.wait(SLICE_S * SHARE)
+
+    with beside(take_turns):
+        yield
+
+
+@contextlib.contextmanager
 def busy(root: int) -> Iterator[None]:
     """The learner at nice 19, beside one loop per core that computes for ever."""
-    over = threading.Event()
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
 
-    def renice() -> None:
+    def renice(over: threading.Event) -> None:
         while not over.wait(0.2):
             for pid in descendants(root):
                 with contextlib.suppress(OSError):
@@ -69,13 +75,10 @@ def busy(root: int) -> Iterator[None]:
                         for thread in os.listdir(f"/proc/{pid}/task"):
                             os.setpriority(os.PRIO_PROCESS, int(thread), 19)
 
-    thread = threading.Thread(target=renice)
-    thread.start()
     try:
-        yield
+        with beside(renice):
+            yield
     finally:
-        over.set()
-        thread.join()
         for loop in loops:
             loop.kill()
             loop.wait()

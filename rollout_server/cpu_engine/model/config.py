@@ -20,7 +20,7 @@ class Family:
               "even" (every second one before max_window_layers), or "unrotated" (those without rotary embedding)
     asks      the window applies only with use_sliding_window
     experts   how the files name experts (`loader.py`, EXPERTS); "" without experts
-    shared    a SwiGLU beside the experts that each token uses, with a gate of its own
+    shared    a shared expert (SwiGLU) for every token, with a separate gate
     normalized  default of `norm_topk_prob`
     """
 
