@@ -1,0 +1,1 @@
+"""Agents that call an OpenAI-compatible endpoint: their model calls are recorded token by token and trained."""

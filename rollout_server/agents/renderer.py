@@ -1,0 +1,63 @@
+"""What turns an agent's messages into token ids, and sampled ids into a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+"""One message in the form of OpenAI's chat completions: role, content, tool_calls, tool_call_id, reasoning_content."""
+Tool = Mapping[str, Any]
+"""One tool in the form of OpenAI's chat completions: `{"type": "function", "function": {name, parameters, ..}}`."""
+
+
+class NotAppendable(Exception):
+    """The new messages cannot follow the recorded tokens unchanged: the next call begins a new sequence.
+
+    str() is the reason, which metrics and `foray replay` show.
+    """
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a tool.
+
+    id         made by the renderer: unique in the trajectory
+    arguments  as the policy wrote them: a JSON object as text
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the policy said in one turn. A call that does not parse stays text."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+class Renderer(Protocol):
+    """Renders prompts and reads turns for one model. It is stateless: one serves all trajectories."""
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """Return the ids of a whole prompt, up to the start of the assistant's turn. Raises UserError."""
+        ...
+
+    def go_on(self, new: Sequence[Message], tools: Sequence[Tool], last: Sequence[int], said: Said) -> list[int]:
+        """Return the ids that follow a turn: its end, the `new` messages and the start of the next turn.
+
+        last  ids that the policy sampled in that turn (its end token is among them, or is added)
+        said  `read` of them
+
+        Contents of messages become no control token. Raises NotAppendable.
+        """
+        ...
+
+    def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
+        """Return the message that the sampled `ids` stand for."""
+        ...
