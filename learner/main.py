@@ -75,7 +75,7 @@ def build_trainer(run: RunSettings, settings: LearnerSettings) -> TrainEngine:
     from learner.trainer.trainer import Trainer
 
     if ranks()[1] > 1:
-        require_shared_folder(run.checkpoint_dir)
+        require_shared_folder(run.checkpoint_dir, settings.model.dtype)
     return lead(Trainer(run, settings, adapters=settings.publish.type == "adapter"))
 
 

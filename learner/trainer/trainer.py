@@ -44,7 +44,7 @@ class Trainer:
         if settings.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
             torch.use_deterministic_algorithms(True)
-        if settings.model.dtype == "auto":  # without a run around it, or on another rank
+        if settings.model.dtype == "auto":  # without a run around it
             settings = with_dtype(run, settings)
         self.algorithm: Algorithm = build_algorithm(settings.algorithm)
         self.settings = settings
