@@ -10,7 +10,12 @@ from rollout_server.rewards.base import Reward, RewardSettingsBase, TurnReward
 from rollout_server.rewards.custom import CustomSettings
 from rollout_server.rewards.format import FormatSettings, TurnFormatSettings
 from rollout_server.rewards.judge import JudgeSettings
-from rollout_server.rewards.penalties import LengthPenaltySettings, RepeatedQuerySettings, SearchCostSettings
+from rollout_server.rewards.penalties import (
+    LengthPenaltySettings,
+    MissingActionSettings,
+    RepeatedQuerySettings,
+    SearchCostSettings,
+)
 from rollout_server.rewards.remote import EndpointSettings
 from rollout_server.rewards.research import ReSearchSettings
 from rollout_server.rewards.resources import RewardResources
@@ -28,6 +33,7 @@ REGISTRY: dict[type[RewardSettingsBase], str] = {
     SemanticSettings: "rollout_server.rewards.semantic:Semantic",
     JudgeSettings: "rollout_server.rewards.judge:Judge",
     SearchCostSettings: "rollout_server.rewards.penalties:SearchCost",
+    MissingActionSettings: "rollout_server.rewards.penalties:MissingAction",
     LengthPenaltySettings: "rollout_server.rewards.penalties:LengthPenalty",
     RepeatedQuerySettings: "rollout_server.rewards.penalties:RepeatedQuery",
     TurnRetrievalSettings: "rollout_server.rewards.retrieval:TurnRetrieval",
