@@ -18,7 +18,7 @@ import torch
 from learner.algorithms.advantages import Outcomes, Turns
 from learner.data.packing import Aggregation
 
-Total = Callable[[torch.Tensor], torch.Tensor]
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a float64 vector over the ranks; every rank must call it, in the same order."""
 
 
@@ -179,7 +179,7 @@ class Algorithm(Protocol):
         ...
 
     def compute_advantages(
-        self, scores: Sequence[TokenScores], total: Total
+        self, scores: Sequence[TokenScores], all_reduce: AllReduce
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
         """Return advantages (and returns) of every token of this rank, and values for the metrics; collective."""
         ...

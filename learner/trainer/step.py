@@ -46,7 +46,7 @@ class StepResult:
 def run_step(share: RankBatch, models: Models, algorithm: Algorithm) -> StepResult:
     """Update the weights with `share`, unless the first update is not finite; collective."""
     batch = score(share, models, algorithm)
-    advantages, facts = algorithm.compute_advantages([tokens.scores for tokens in batch], models.policy.total)
+    advantages, facts = algorithm.compute_advantages([tokens.scores for tokens in batch], models.policy.all_reduce)
     for tokens, found in zip(batch, advantages, strict=True):
         tokens.advantages, tokens.returns = found.advantages, found.returns
     result = run_updates(batch, len(share.minibatches), models, algorithm)
@@ -54,7 +54,7 @@ def run_step(share: RankBatch, models: Models, algorithm: Algorithm) -> StepResu
         algorithm.after_update()
         models.after_update()
     trained = sum(tokens.num_weighted for tokens in batch if tokens.minibatch < result.minibatches)
-    sums, result.tokens_trained = summed(result.outputs, result.num_tokens, trained, models.policy.reduce)
+    sums, result.tokens_trained = summed(result.outputs, result.num_tokens, trained, models.policy.all_reduce_scalars)
     result.metrics = sums | share.stats | facts | result.metrics
     return result
 

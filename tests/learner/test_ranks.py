@@ -172,7 +172,7 @@ class ToyTrainer:
         loss = (self.engine.forward(data[self.rank :: self.world_size]) - 1).square().sum() / ROWS
         self.engine.backward(loss)
         update = self.engine.step()
-        total = float(self.engine.total(loss.detach()))
+        total = float(self.engine.all_reduce(loss.detach()))
         return Report(total, update.grad_norm, not update.applied, share.num_tokens)
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
