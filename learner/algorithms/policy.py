@@ -216,17 +216,17 @@ class PolicyAlgorithm:
         surrogate = self.surrogate(inputs, old)
         corrected = self._correction.of(inputs, old)
         values = surrogate.loss * corrected.weight
-        total = weighted_sum(values, inputs.weights, mask)
+        total = weighted_sum(values, inputs.token_weights, mask)
         sums, maxima, ratios = report(inputs, surrogate, corrected, values)
         if s.entropy_coefficient:
-            total = total - s.entropy_coefficient * entropy_sum(inputs.entropy, inputs.weights, mask)
+            total = total - s.entropy_coefficient * entropy_sum(inputs.entropy, inputs.token_weights, mask)
         if s.drift_coefficient:
             drift = log_ratio(inputs.logprobs, old.detach(), mask).square()
-            total = total + s.drift_coefficient * weighted_sum(drift, inputs.weights, mask)
+            total = total + s.drift_coefficient * weighted_sum(drift, inputs.token_weights, mask)
         if inputs.reference is not None and s.kl.place == "loss":
             divergence = self.divergence(inputs, old)
             if not self.distills:
-                total = total + s.kl.coefficient * weighted_sum(divergence, inputs.weights, mask)
+                total = total + s.kl.coefficient * weighted_sum(divergence, inputs.token_weights, mask)
             sums["kl_reference"] = divergence.detach().sum()
         return LossOutput(total, sums, maxima, ratios)
 

@@ -37,7 +37,7 @@ class ScoredTokens:
     targets: torch.Tensor
     behaviour: torch.Tensor
     advantages: torch.Tensor
-    weights: torch.Tensor
+    token_weights: torch.Tensor
     rewards: torch.Tensor
     outcome: torch.Tensor
     lags: torch.Tensor
@@ -65,8 +65,8 @@ class ScoredTokens:
         }
         if not holds_several(micro_batch.documents, micro_batch.positions):
             moved["documents"] = None
-        weighted = int((micro_batch.weights > 0).sum())
-        mask = moved["weights"] > 0
+        weighted = int((micro_batch.token_weights > 0).sum())
+        mask = moved["token_weights"] > 0
         return cls(**moved, mask=mask, num_weighted=weighted, minibatch=number, temperature=temperature)
 
     @property

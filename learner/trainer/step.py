@@ -125,7 +125,7 @@ def policy_loss(tokens: ScoredTokens, models: Models, algorithm: Algorithm) -> L
             old=old,
             reference=tokens.reference,
             advantages=tokens.advantages,
-            weights=tokens.weights,
+            token_weights=tokens.token_weights,
             mask=tokens.mask,
             trajectory=tokens.trajectory,
             lags=tokens.lags,
@@ -150,7 +150,7 @@ def critic_loss(values: torch.Tensor, tokens: ScoredTokens, settings: CriticSett
     huber = settings.huber_delta if settings.loss == "huber" else None
     found = value_loss(values, tokens.values, tokens.returns, mask, clip=settings.clip or None, huber=huber)
     return LossOutput(
-        weighted_sum(found.loss, tokens.weights, mask),
+        weighted_sum(found.loss, tokens.token_weights, mask),
         sums={
             "value_loss": torch.where(mask, found.loss.detach(), 0.0).sum(),
             "value_clip_fraction": found.clipped.sum(),

@@ -112,8 +112,8 @@ def test_a_share_is_less_than_half_of_what_it_is_in_memory() -> None:
 
 def test_a_share_of_other_code_is_refused() -> None:
     first = share().minibatches[0][0]
-    wide = dataclasses.replace(first, weights=first.weights.astype(np.float64))
-    with pytest.raises(TypeError, match=r"RankBatch.minibatches\[0\]\[0\].weights should be"):
+    wide = dataclasses.replace(first, token_weights=first.token_weights.astype(np.float64))
+    with pytest.raises(TypeError, match=r"RankBatch.minibatches\[0\]\[0\].token_weights should be"):
         encode(RankBatch(((wide,),), 1.0, 1, {}))
     with pytest.raises(TypeError, match=r"RankBatch\.num_tokens should be int, not float"):
         encode(RankBatch((), 1.0, 1.0, {}))  # type: ignore[arg-type]
