@@ -54,7 +54,7 @@ class MicroBatch:
 
     ids           [R, L] int64, 0 where padding
     positions     [R, L] int64, from 0 in each trajectory
-    documents     [R, L] int64, which trajectory of its row a token belongs to (from 0), -1 where padding. Trajectories
+    document_ids  [R, L] int64, which trajectory of its row a token belongs to (from 0), -1 where padding. Trajectories
                   that share a prompt are one document: the prompt, then the rest of each, with positions that continue
                   the prompt's
     index         [N] int64, row * L + t of the input whose logits predict the trained token
@@ -74,7 +74,7 @@ class MicroBatch:
 
     ids: IntArray
     positions: IntArray
-    documents: IntArray
+    document_ids: IntArray
     index: IntArray
     targets: IntArray
     behaviour: FloatArray
@@ -404,7 +404,7 @@ def _assemble(
     return MicroBatch(
         ids=placed.ids,
         positions=placed.positions,
-        documents=placed.documents,
+        document_ids=placed.document_ids,
         index=np.concatenate(index),
         targets=np.concatenate([p.targets for p in parts]),
         behaviour=np.concatenate([p.behaviour for p in parts]),
@@ -435,7 +435,7 @@ def _statistics(
     lags = np.concatenate([r.lags for r in rows]) if rows else np.zeros(1, np.int64)
     micro_batches = [m for part in parts for share in part for m in share if m.token_weights.any()]
     slots = sum(m.ids.size for m in micro_batches)
-    read = sum(int((m.documents >= 0).sum()) for m in micro_batches)
+    read = sum(int((m.document_ids >= 0).sum()) for m in micro_batches)
     spent = np.array([[sum(_cost(m) for m in share) for share in part] for part in parts], np.float64)
     valid = outcomes.rewards[outcomes.valid]
     return {
@@ -458,5 +458,5 @@ def _statistics(
 
 
 def _cost(micro_batch: MicroBatch) -> int:
-    squares = np.where(micro_batch.documents >= 0, 2 * micro_batch.positions + 1, 0).sum()  # 1 + 3 + ... = length^2
+    squares = np.where(micro_batch.document_ids >= 0, 2 * micro_batch.positions + 1, 0).sum()  # 1 + 3 + ... = length^2
     return cost(micro_batch.ids.size, int(squares))

@@ -21,7 +21,7 @@ class ScoredTokens:
     The first fields as in `MicroBatch`, the last ones as in `TokenScores` and `TokenAdvantages`; None until computed,
     or where not required.
 
-    documents      None if no row contains two trajectories
+    document_ids   None if no row contains two trajectories
     advantages     from the outcomes, then those of `Algorithm.compute_advantages`
     mask           [N] bool, False in dummies that pad a rank; `num_weighted` are True
     minibatch      number of its update in each epoch, from 0
@@ -32,7 +32,7 @@ class ScoredTokens:
 
     ids: torch.Tensor
     positions: torch.Tensor
-    documents: torch.Tensor | None
+    document_ids: torch.Tensor | None
     index: torch.Tensor
     targets: torch.Tensor
     behaviour: torch.Tensor
@@ -63,8 +63,8 @@ class ScoredTokens:
         moved: dict[str, Any] = {
             name: torch.from_numpy(getattr(micro_batch, name)).to(device) for name in MicroBatch.__dataclass_fields__
         }
-        if not holds_several(micro_batch.documents, micro_batch.positions):
-            moved["documents"] = None
+        if not holds_several(micro_batch.document_ids, micro_batch.positions):
+            moved["document_ids"] = None
         weighted = int((micro_batch.token_weights > 0).sum())
         mask = moved["token_weights"] > 0
         return cls(**moved, mask=mask, num_weighted=weighted, minibatch=number, temperature=temperature)
@@ -72,7 +72,7 @@ class ScoredTokens:
     @property
     def inputs(self) -> tuple[Any, ...]:
         """Return the first arguments of a model's forward pass."""
-        return self.ids, self.positions, self.documents, self.index
+        return self.ids, self.positions, self.document_ids, self.index
 
     @property
     def policy_inputs(self) -> tuple[Any, ...]:

@@ -222,7 +222,7 @@ def test_masked_tokens_leak_nothing(settings, bad):
     spoiled = {name: getattr(x, name).detach().clone() for name in ("logprobs", "entropy", "behaviour", "advantages")}
     for tensor in spoiled.values():
         tensor[4] = bad
-    weights = clean.weights.clone()
+    weights = clean.token_weights.clone()
     weights[4] = 0
     logprobs = spoiled.pop("logprobs").requires_grad_()
     out = build_algorithm(settings).loss(

@@ -47,10 +47,10 @@ ROWS = 8
 def micro_batch(seed: int) -> MicroBatch:
     rng = np.random.default_rng(seed)
     values = {
-        field.name: rng.integers(0, 9, (2, 3) if field.name in ("ids", "positions", "documents") else 4)
+        field.name: rng.integers(0, 9, (2, 3) if field.name in ("ids", "positions", "document_ids") else 4)
         for field in dataclasses.fields(MicroBatch)
     }
-    for name in ("behaviour", "advantages", "weights", "rewards", "outcome"):
+    for name in ("behaviour", "advantages", "token_weights", "rewards", "outcome"):
         values[name] = rng.standard_normal(4).astype(np.float32)
     return MicroBatch(**values)
 
