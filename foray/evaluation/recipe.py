@@ -1,4 +1,4 @@
-"""The protocol of an evaluation: everything that a score depends on besides the policy. Stored with the result. Pure.
+"""The recipe of an evaluation: everything that a score depends on besides the policy. Stored with the result. Pure.
 
     {"format": 1,
      "foray": "VERSION",
@@ -32,7 +32,7 @@ LIMITS = ("max_turns", "max_new_tokens", "max_obs_tokens", "max_context", "reser
 INFO = ("backend", "type", "kind", "fingerprint", "index_fingerprint", "corpus_sha256", "passages", "encoder")
 """Fields of a retriever's `GET /info` that decide what it finds, where it has them."""
 
-Protocol = dict[str, Any]
+EvalRecipe = dict[str, Any]
 
 
 def digest(value: Any) -> str:
@@ -65,7 +65,7 @@ def data_of(sets: Sequence[DataSet]) -> dict[str, dict[str, Any]]:
     return {one.name: {"questions": len(one.questions), "fingerprint": one.fingerprint} for one in sets}
 
 
-def differences(first: Protocol, second: Protocol) -> list[str]:
+def differences(first: EvalRecipe, second: EvalRecipe) -> list[str]:
     """Return how the conditions of two results differ, one line a value. Methods and data of both are compared only.
 
     Every line names the value and both sides: `sampler.temperature: 0.0 and 1.0`.
