@@ -203,7 +203,7 @@ def _recipe(
     from foray.versions import foray_version
 
     prompts = recipe.digest(vars(prompts_of(served)))
-    template = recipe.template_of(served.episode)
+    template = recipe.template_of(served.environment)
     own: dict[str, dict[str, Any]] = {POLICY: {"template": template}} if served.rollout_url else {}
     return {
         "format": recipe.FORMAT,
@@ -213,7 +213,7 @@ def _recipe(
             settings.type: own.get(settings.type) or {**settings.model_dump(mode="json"), "prompts": prompts}
             for settings in methods
         },
-        "limits": recipe.limits_of(served.episode),
+        "limits": recipe.limits_of(served.environment),
         "sampler": {name: getattr(sampler, name) for name in ("n", "temperature", "top_p", "top_k")},
         "search": sampler.search,
         "retriever": recipe.retriever_of(_info(served.search.urls[0]), served.search.topk) if served.search else None,

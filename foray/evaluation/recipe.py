@@ -40,18 +40,18 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def template_of(episode: EnvironmentSettings | None) -> dict[str, Any] | None:
+def template_of(environment: EnvironmentSettings | None) -> dict[str, Any] | None:
     """Return name and digest of the policy's prompt template and tools; None if unknown."""
-    if episode is None:
+    if environment is None:
         return None
-    template = TEMPLATES[episode.template]
-    tools = [tool.model_dump(mode="json") for tool in episode.tools]
+    template = TEMPLATES[environment.template]
+    tools = [tool.model_dump(mode="json") for tool in environment.tools]
     return {"name": template.name, "sha256": digest([vars(template), tools]), "tools": [tool["type"] for tool in tools]}
 
 
-def limits_of(episode: EnvironmentSettings | None) -> dict[str, Any] | None:
+def limits_of(environment: EnvironmentSettings | None) -> dict[str, Any] | None:
     """Return the limits of a trajectory; None if unknown."""
-    return None if episode is None else {name: getattr(episode, name) for name in LIMITS}
+    return None if environment is None else {name: getattr(environment, name) for name in LIMITS}
 
 
 def retriever_of(info: Mapping[str, Any] | None, topk: int) -> dict[str, Any]:

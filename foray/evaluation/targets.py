@@ -138,7 +138,7 @@ class Served:
     endpoint: ModelEndpoint | None = None
 
     @property
-    def episode(self) -> EnvironmentSettings | None:
+    def environment(self) -> EnvironmentSettings | None:
         """Return template and limits; None if unknown."""
         return self.config.rollout.episode if self.config else None
 
