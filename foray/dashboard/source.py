@@ -20,7 +20,7 @@ from foray.dashboard.index import TrajectoryIndex
 from foray.watch.dead_letter_pages import as_json
 from foray.watch.dead_letters import Fates, read_letters
 from foray.watch.replay_view import Decoder, find_tokenizer
-from foray.watch.status import conservation, look, problems, to_json
+from foray.watch.status import look, problems, seq_balance, to_json
 from foray.watch.top import Looks, waits_in_words
 from learner.data.token_values import read_token_values
 from protocol import events
@@ -87,7 +87,7 @@ class RunData:
             "directory": str(self.directory),
             "device_price": float(self.found.record.get("device_price", 0.0)),
             "index": self.index.progress,
-            "conserved": conservation(snapshot).source,
+            "conserved": seq_balance(snapshot).source,
         }
 
     def problems(self) -> list[dict[str, str]]:

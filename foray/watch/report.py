@@ -17,7 +17,7 @@ from deploy.run.snapshot import RunSnapshot, read_ledger_totals
 from foray.versions import versions
 from foray.watch.page import Chart, Example, Measured, Report, ReportTable, Section
 from foray.watch.replay_view import Decoder, Shown, choose
-from foray.watch.status import Problem, conservation, letters_line, problems, span, state, step_line, token_balance
+from foray.watch.status import Problem, letters_line, problems, seq_balance, span, state, step_line, token_balance
 from learner.checkpoint.journal import JournalEntry, read_journal
 from learner.observability.reporting import token_lags
 from protocol.redaction import redact
@@ -82,7 +82,7 @@ def _problems(found: Sequence[Problem]) -> list[Section]:
 
 def _accounting(snapshot: RunSnapshot) -> Section:
     balance = token_balance(snapshot)
-    lines = [f"seqs: {conservation(snapshot).line()}", *([f"tokens: {balance.line()}"] if balance else [])]
+    lines = [f"seqs: {seq_balance(snapshot).line()}", *([f"tokens: {balance.line()}"] if balance else [])]
     return Section("Accounting", (*lines, f"dead letters: {letters_line(snapshot)}"))
 
 

@@ -173,8 +173,8 @@ def _of_spools(snapshot: RunSnapshot) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class Conservation:
-    """Conservation by seq: issued = settled (by outcome) + in flight. `closes`: whether it adds up.
+class SeqBalance:
+    """Accounting by seq: issued = settled (by outcome) + in flight. `closes`: whether it adds up.
 
     source  "learner" (live), "checkpoint" (durable, a few steps behind), or "" if there is neither
     """
@@ -201,19 +201,19 @@ class Conservation:
         )
 
 
-def conservation(snapshot: RunSnapshot) -> Conservation:
+def seq_balance(snapshot: RunSnapshot) -> SeqBalance:
     """Return the balance by seq, from the learner if it reports, else from the last checkpoint and the streams."""
     learner = snapshot.learner
     if learner is not None and learner.values.get("issued", -1) >= learner.values.get("settled", 0):
         # a learner that resumes reports the settled seqs of its checkpoint before it has counted the issued ones
         value = {name: int(learner.values.get(name, 0)) for name in ("issued", *_OUTCOMES, "in_flight")}
-        return Conservation("learner", **value)
+        return SeqBalance("learner", **value)
     if snapshot.totals is None:
-        return Conservation("", snapshot.issued, 0, 0, 0, 0, snapshot.tasks.total + snapshot.traj.total)
+        return SeqBalance("", snapshot.issued, 0, 0, 0, 0, snapshot.tasks.total + snapshot.traj.total)
     counts = {name: snapshot.totals.counts.get(name, 0) for name in _OUTCOMES}
     issued = max(snapshot.issued, snapshot.totals.settled)
     # Without a learner, every seq that is not settled will be issued again.
-    return Conservation("checkpoint", issued, **counts, in_flight=issued - snapshot.totals.settled)
+    return SeqBalance("checkpoint", issued, **counts, in_flight=issued - snapshot.totals.settled)
 
 
 _OUTCOMES = ("trained", "filtered", "stale", "dead")
@@ -282,7 +282,7 @@ def problems(snapshot: RunSnapshot, *, max_lag: int) -> list[Problem]:
         Problem(f"unreadable message: {text}", "run the same Foray version in all processes")
         for text in snapshot.unreadable
     ]
-    totals = conservation(snapshot)
+    totals = seq_balance(snapshot)
     if snapshot.is_done:
         if not totals.closes or totals.in_flight:
             found.append(
@@ -369,7 +369,7 @@ def _engine_problems(snapshot: RunSnapshot, max_lag: int) -> list[Problem]:
 
 def to_json(snapshot: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
     """Return the page as JSON values. Stable: names are added, never changed."""
-    wrong, totals = problems(snapshot, max_lag=max_lag), conservation(snapshot)
+    wrong, totals = problems(snapshot, max_lag=max_lag), seq_balance(snapshot)
     return {
         "run": snapshot.run,
         "healthy": not wrong,

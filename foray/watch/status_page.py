@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import escape_untrusted, sparkline, wrapped
-from foray.watch.status import conservation, letters_line, problems, state, step_line, token_balance
+from foray.watch.status import letters_line, problems, seq_balance, state, step_line, token_balance
 
 LABEL = 10
 """Columns of the first word of a line."""
@@ -80,7 +80,7 @@ def _learner_lines(snapshot: RunSnapshot, *, trend: bool) -> Iterator[str]:
 
 
 def _accounts(snapshot: RunSnapshot) -> Iterator[str]:
-    totals = conservation(snapshot)
+    totals = seq_balance(snapshot)
     if totals.source:
         yield f"ledger    {totals.line()} ({totals.source})"
     if balance := token_balance(snapshot):

@@ -15,7 +15,7 @@ from http.client import HTTPException
 
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import sparkline, wrapped
-from foray.watch.status import conservation, letters_line, problems, state, step_line, token_balance
+from foray.watch.status import letters_line, problems, seq_balance, state, step_line, token_balance
 from protocol.messages import MetricsSnapshot
 from protocol.redaction import printable
 from protocol.runtime.http.client import ask
@@ -158,7 +158,7 @@ def frame(snapshot: RunSnapshot, before: RunSnapshot | None, searches: Mapping[s
         tasks, groups = snapshot.tasks, snapshot.traj
         text = f"tasks {tasks.waiting} waiting, {tasks.held} leased; "
         facts.append(("streams", f"{text}groups {groups.waiting} ready, {groups.held} until the next checkpoint"))
-    facts.append(("ledger", conservation(snapshot).line()))
+    facts.append(("ledger", seq_balance(snapshot).line()))
     if balance := token_balance(snapshot):
         facts.append(("tokens", balance.line()))
     facts.append(("dead letters", letters_line(snapshot)))
