@@ -1,4 +1,4 @@
-"""Scores of a share's tokens before its first update, by the policy, the critic and the reference; no gradient."""
+"""Scores of a rank's tokens before its first update, by the policy, the critic and the reference; no gradient."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ class ScoredTokens:
 
 
 @torch.no_grad()
-def score(share: RankBatch, models: Models, algorithm: Algorithm) -> list[ScoredTokens]:
+def score(rank_batch: RankBatch, models: Models, algorithm: Algorithm) -> list[ScoredTokens]:
     """Return the micro-batches with the scores that the algorithm needs; collective at ZeRO stage 3.
 
-    One model after the other over the whole share, so that unused models can be offloaded.
+    One model after the other over the whole batch of the rank, so that unused models can be offloaded.
     """
-    batch, needs = on_device(share, models.device), algorithm.requirements
-    if needs_old_scores(needs, models, updates=algorithm.epochs * len(share.minibatches)):
+    batch, needs = on_device(rank_batch, models.device), algorithm.requirements
+    if needs_old_scores(needs, models, updates=algorithm.epochs * len(rank_batch.minibatches)):
         for tokens in batch:
             score_by_policy(tokens, models, needs)
     if models.critic is not None:
@@ -138,12 +138,12 @@ def score(share: RankBatch, models: Models, algorithm: Algorithm) -> list[Scored
     return batch
 
 
-def on_device(share: RankBatch, device: torch.device) -> list[ScoredTokens]:
+def on_device(rank_batch: RankBatch, device: torch.device) -> list[ScoredTokens]:
     """Return the micro-batches of all minibatches, in order."""
     batch = []
-    for number, minibatch in enumerate(share.minibatches):
+    for number, minibatch in enumerate(rank_batch.minibatches):
         for micro_batch in minibatch:
-            batch.append(ScoredTokens.of(micro_batch, number, share.temperature, device))
+            batch.append(ScoredTokens.of(micro_batch, number, rank_batch.temperature, device))
     return batch
 
 
