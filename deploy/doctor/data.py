@@ -138,12 +138,12 @@ def lengths(config: RunConfig) -> Iterator[Finding]:
     """Encode the questions with the run's template, for at most LENGTHS_S seconds: too long ones would be lost."""
     if not config.launch.learner or awaits_preparation(config):
         return
-    episode, count, too_long = config.rollout.episode, 0, 0
-    room, until = episode.max_context - episode.reserve_tokens, time.monotonic() + LENGTHS_S
+    limits, count, too_long = config.rollout.episode, 0, 0
+    room, until = limits.max_context - limits.reserve_tokens, time.monotonic() + LENGTHS_S
     try:
         from rollout_server.environment.environment import build_environment
 
-        prompt = build_environment(episode, config.run.model, day=config.run.date).prompt
+        prompt = build_environment(limits, config.run.model, day=config.run.date).prompt
         for question in chain.from_iterable(map(read_questions, question_sources(config.learner.questions))):
             count, too_long = count + 1, too_long + (len(prompt(question.text)) > room)
             if time.monotonic() > until:
