@@ -1,7 +1,7 @@
 """A reward computed by a service of yours: it gets the outcome as JSON and answers `{"reward": number}`.
 
-    POST url   {"question": {"id", "text", "answers", "meta"}, "status", "answer": text or null, "searches",
-                "turns": [{"policy", "observation", "query", "tool", "passage_ids", "titles", "tokens", "finish"}]}
+    POST url   {"outcome": {"question": {"id", "text", "answers", "meta"}, "status", "answer": text or null, "searches",
+                "turns": [{"policy", "observation", "query", "tool", "passage_ids", "titles", "tokens", "finish"}]}}
 
 The fields are those of `RewardInput` and `TurnText`; `read_outcome` makes them of the JSON again. Failures are retried
 within the deadline, and finally fail the trajectory: they are never a score.
@@ -22,13 +22,12 @@ _OUTCOME = TypeAdapter(RewardInput)
 
 def outcome_json(outcome: RewardInput) -> dict[str, Any]:
     """Return an outcome as the body of a request."""
-    document: dict[str, Any] = _OUTCOME.dump_python(outcome, mode="json")
-    return document
+    return {"outcome": _OUTCOME.dump_python(outcome, mode="json")}
 
 
 def read_outcome(document: Any) -> RewardInput:
-    """Return the outcome in a decoded body. Raises pydantic.ValidationError."""
-    return _OUTCOME.validate_python(document)
+    """Return the outcome in a decoded body. Raises KeyError or pydantic.ValidationError."""
+    return _OUTCOME.validate_python(document["outcome"])
 
 
 class HttpReward:
