@@ -23,7 +23,7 @@ OF_ANSWER = {"em", "cover_em", "f1", "format", "research", "semantic", "judge"}
 """Score what was answered."""
 OF_EVIDENCE = {"retrieval_hit", "turn_retrieval"}
 """Score what was read."""
-OF_BEHAVIOUR = {"search_cost", "length_penalty", "repeated_query", "turn_format"}
+OF_BEHAVIOUR = {"search_cost", "missing_action", "length_penalty", "repeated_query", "turn_format"}
 """Score how: never above 0 as they come."""
 
 QUESTION = Question(id="q", text="who wrote Emma?", answers=("Jane Austen", "Austen"), meta={"supporting_ids": "7, 8"})
@@ -124,7 +124,8 @@ async def test_a_question_without_gold_answers_pays_no_more_for_one_answer_than_
 @only(OF_BEHAVIOUR)
 async def test_behaviour_only_costs(settings: Any, score: Scored) -> None:
     bad = tuple(replace(turn, policy="no tags", tokens=5000) for turn in outcome("x").turns * 4)
-    assert await score(replace(outcome("x"), turns=bad, searches=9)) < 0
+    idle = outcome(None, status=Status.OUT_OF_TURNS)
+    assert min(await score(replace(outcome("x"), turns=bad, searches=9)), await score(replace(idle, searches=0))) < 0
     assert await score(outcome("jane austen")) == 0
 
 
