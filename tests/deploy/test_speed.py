@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.demo_lm import command as demo_lm
 from deploy.config import RunConfig, load_config
 from deploy.doctor import machine
 from deploy.doctor import speed as speeds
 from deploy.hardware.speed import MEASURE, with_dtypes
 from deploy.launch.process import _die_with_parent
-from foray.demo.lm import command as demo_lm
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.resume import DTYPE, with_dtype
 from protocol.errors import UserError
