@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,7 +43,14 @@ class Said:
 
 
 class Renderer(Protocol):
-    """Renders prompts and reads turns for one model. It is stateless: one serves all trajectories."""
+    """Renders prompts and reads turns for one model. It is stateless: one serves all trajectories.
+
+    Messages are checked before: known roles, contents that are text or parts of text, names of tools `[\\w.-]+`.
+    """
+
+    def stops(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Return the strings that end a turn besides the end tokens, for `GenerateRequest.stop`."""
+        ...
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the ids of a whole prompt, up to the start of the assistant's turn. Raises UserError."""
@@ -61,3 +69,20 @@ class Renderer(Protocol):
     def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
         """Return the message that the sampled `ids` stand for."""
         ...
+
+
+def new_id() -> str:
+    """Return an id for a call: nine letters and digits, which is what Mistral's templates demand."""
+    return uuid.uuid4().hex[:9]
+
+
+def content_of(message: Message, key: str = "content") -> str:
+    """Return the text of a message; parts are joined."""
+    content = message.get(key) or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
+
+
+def function_of(call_or_tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the function of a call or tool: its name, and its arguments or parameters."""
+    found: Mapping[str, Any] = call_or_tool.get("function") or call_or_tool
+    return found
