@@ -8,8 +8,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollout_server.agents.messages import MAX_MESSAGES, Ask, BodyBase, Content, Refused, ToolName, Turn, validated
-from rollout_server.agents.messages import text_of
+from rollout_server.agents.messages import (
+    MAX_MESSAGES,
+    Ask,
+    BodyBase,
+    Content,
+    Refused,
+    ToolName,
+    Turn,
+    text_of,
+    validated,
+)
 
 Items = dict[str, dict[str, Any]]
 

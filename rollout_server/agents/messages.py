@@ -15,8 +15,10 @@ from rollout_server.agents.renderer import Message, Said, Tool, content_of, func
 MAX_MESSAGES = 10_000
 """Maximum number of messages, items or tools in a call."""
 IGNORED = frozenset(
-    "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty tool_choice "
-    "parallel_tool_calls reasoning_effort reasoning verbosity truncation".split()
+    (
+        *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+        *("repetition_penalty", "tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning", "truncation"),
+    )
 )
 """Parameters with a counter of their own when they are ignored: sampling is the run's. Others are counted together."""
 _FREE: Mapping[str, tuple[Any, ...]] = {

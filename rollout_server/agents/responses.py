@@ -171,7 +171,7 @@ def _pieces(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         )
     part = item[field][0]
     at = {index: 0}
-    extra = {"logprobs": []} if field == "content" else {}
+    extra: dict[str, Any] = {"logprobs": []} if field == "content" else {}
     yield f"{added}.added", {**at, "part": {**part, "text": ""}}
     yield f"response.{kind}.delta", {**at, **extra, "delta": part["text"]}
     yield f"response.{kind}.done", {**at, **extra, "text": part["text"]}
