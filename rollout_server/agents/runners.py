@@ -35,6 +35,8 @@ from rollout_server.user_function import UserFunction
 
 RESULT_BYTES, ERROR_BYTES = 1 << 20, 4096
 """Maximum size of a result, and what is kept of stderr: its end."""
+KILL_S = 1.0
+"""Time for the output of a killed agent: a process that left its group may hold the pipes for ever."""
 OUT_OF_MEMORY = (b"MemoryError", b"out of memory", b"bad_alloc", b"Cannot allocate memory", b"Out of memory")
 CAUSES = tuple(f"agent_{what}" for what in ("exit", "timeout", "result", "memory", "silent", "refused"))
 
@@ -183,17 +185,21 @@ class CommandRunner:
         environment = inherited | self._settings.env | {n: text.replace("\0", " ") for n, text in told.items()}
         process = await self._start(environment)
         assert process.stdout and process.stderr
-        reading = asyncio.gather(_end_of(process.stdout, RESULT_BYTES), _end_of(process.stderr, ERROR_BYTES))
+        output, errors = bytearray(), bytearray()
+        reading = asyncio.gather(
+            _read_end(process.stdout, output, RESULT_BYTES), _read_end(process.stderr, errors, ERROR_BYTES)
+        )
         try:
             code = await process.wait()
         finally:
             _kill(process)  # its children may still hold the pipes
-            output, errors = await reading
+            await asyncio.wait({reading}, timeout=KILL_S)
+            reading.cancel()
         if code:
             memory = code == -signal.SIGKILL or any(words in errors for words in OUT_OF_MEMORY)
             said = errors.decode(errors="replace").strip()
             raise AgentError("agent_memory" if memory else "agent_exit", f"exit code {code}: {said[-500:]}")
-        return _parsed(output.rstrip().rpartition(b"\n")[2])
+        return _parsed(bytes(output).rstrip().rpartition(b"\n")[2])
 
     async def close(self) -> None:
         return None
@@ -226,9 +232,8 @@ def _kill(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-async def _end_of(stream: asyncio.StreamReader, most: int) -> bytes:
-    """Read a stream to its end. Return the last `most` bytes."""
-    kept = b""
+async def _read_end(stream: asyncio.StreamReader, into: bytearray, most: int) -> None:
+    """Read a stream to its end, its last `most` bytes into `into`."""
     while chunk := await stream.read(1 << 16):
-        kept = (kept + chunk)[-most:]
-    return kept
+        into += chunk
+        del into[:-most]
