@@ -162,7 +162,7 @@ class Gateway:
         if error.status in (400, 413) and error.code != LIMIT and recorded is not None:
             self._counts["agent_refusals"] += 1
             recorded.refusal = str(error)
-        return web.json_response(error.body(), status=error.status, headers=FINAL)
+        return web.json_response(error.body(), status=error.status, headers=FINAL if error.status != 408 else None)
 
 
 async def _body(request: web.Request) -> tuple[bytes, dict[str, Any]]:

@@ -31,7 +31,7 @@ _FREE: Mapping[str, tuple[Any, ...]] = {
 }
 """Parameters that the gateway does not serve -> values that ask for nothing, besides null, false, 0 and empty ones."""
 B = TypeVar("B", bound=BaseModel)
-ToolName = Field(pattern=r"^[\w.-]{1,256}$")
+ToolName = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=256)
 
 
 class Refused(ForayError):

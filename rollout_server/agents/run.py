@@ -16,11 +16,12 @@ from pkgutil import resolve_name
 
 from protocol.messages import Question, Sampling, Segment, Status, Trajectory
 from protocol.runtime.timing import loop_timeout
-from rollout_server.agents.config import REGISTRY, OwnAgentSettings
+from rollout_server.agents.config import REGISTRY, AgentSettingsBase, OwnAgentSettings
 from rollout_server.agents.gateway import Gateway
 from rollout_server.agents.recorded import Recorded
 from rollout_server.agents.renderer import Renderer
 from rollout_server.agents.runners import CAUSES, Access, AgentError, AgentResult, Runner
+from rollout_server.agents.tagged import TaggedRenderer
 from rollout_server.engine.base import Generate
 from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
@@ -32,10 +33,19 @@ from rollout_server.search.base import Search
 
 log = logging.getLogger(__name__)
 
+COUNTERS = ("agent_calls", "agent_retries", "agent_refusals", "agent_late_calls")
+"""Counters that exist from the start, as 0."""
 LEAVE_S = 5.0
 """Time for a cancelled agent to end."""
 WINDOW, FEWEST, MOST_FAILED, AGAIN_S = 256, 40, 0.05, 600.0
 """Warn when more than this share of the last trajectories failed because of the agent, at most this often."""
+
+
+def build_agents(settings: AgentSettingsBase, environment: Environment, stats: Stats) -> Agents | None:
+    """Return what plays with the agent of the settings; None for the built-in loop. Raises UserError."""
+    if not isinstance(settings, OwnAgentSettings):
+        return None
+    return Agents(settings, TaggedRenderer(environment), stats)
 
 
 class Agents:
@@ -53,8 +63,8 @@ class Agents:
         self.running = self.waiting = 0
         self._recent: deque[bool] = deque(maxlen=WINDOW)
         self._warned_at = -AGAIN_S
-        for cause in CAUSES:
-            stats.counts[f"agent_failures_{cause}"] += 0
+        for name in (*COUNTERS, *(f"agent_failures_{cause}" for cause in CAUSES)):
+            stats.counts[name] += 0
         stats.gauges |= {"agents_running": lambda: self.running, "agents_waiting": lambda: self.waiting}
 
     @asynccontextmanager
@@ -110,8 +120,8 @@ class Agents:
         if len(self._recent) >= FEWEST and share > MOST_FAILED and now - self._warned_at >= AGAIN_S:
             self._warned_at = now
             log.warning(
-                "%.0f %% of the last %d trajectories failed because of the agent, lately by %s. They are not trained on: "
-                "a policy that makes the agent fail is not corrected. The lines `agent_...` before this one say why",
+                "%.0f %% of the last %d trajectories failed because of the agent, lately by %s. They are not trained "
+                "on, so a policy that makes the agent fail is not corrected. The warnings before this one say why",
                 *(100 * share, len(self._recent), cause),
             )
 
@@ -189,6 +199,7 @@ class AgentPlay(Play):
         )
         deadline_s = self.agents.settings.deadline_s
         running = asyncio.ensure_future(self.agents.runner(told, access))
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, if nobody waits
         over = asyncio.ensure_future(self.record.over.wait())
         try:
             async with loop_timeout(deadline_s) as self.record.timer:
