@@ -220,7 +220,10 @@ class ChatTemplate:
         except (TemplateError, RecursionError) as error:
             raise _unusable(error) from None
         if day is not None or _NOW not in source:
-            self.render("")
+            try:
+                self.render("")
+            except UserError:  # one for conversations with tools only
+                self.render_messages([{"role": "user", "content": ""}], True, {"tools": []})
 
     def render(self, message: str) -> str:
         """Render a conversation of one user message, up to the start of the assistant's turn. Raises UserError."""
