@@ -91,6 +91,10 @@ class FormatSettings(RewardSettingsBase):
     retrieval: float = Field(default=0.0, ge=0)
     """Added to a wrong answer in a well-formed trajectory, if an observation contained a gold answer."""
 
+    @property
+    def reads_passages(self) -> bool:
+        return self.retrieval > 0
+
 
 _TURN_TAGS = "think|search|information|result|answer"
 _TURN_SHAPES = (turn_shape("search", _TURN_TAGS), turn_shape("answer", _TURN_TAGS))
