@@ -18,6 +18,7 @@ from itertools import product
 from typing import Any
 
 from protocol.errors import UserError
+from rollout_server.agents.config import OwnAgentSettings
 from rollout_server.agents.formats import (
     ARGUMENTS,
     IDS,
@@ -32,7 +33,19 @@ from rollout_server.agents.formats import (
     read_channels,
     split_thoughts,
 )
-from rollout_server.agents.renderer import Call, Message, NotAppendable, Said, Tool, Verdict, content_of, function_of
+from rollout_server.agents.renderer import (
+    Call,
+    Message,
+    NotAppendable,
+    Renderer,
+    Said,
+    Tool,
+    Verdict,
+    content_of,
+    function_of,
+)
+from rollout_server.agents.tagged import TaggedRenderer
+from rollout_server.environment.environment import Environment
 from rollout_server.environment.tokenizer import ChatTemplate, TrajectoryTokenizer
 
 _STAND_IN, _THOUGHT = "stand-in-8d1f4c", "thought-1f4c8d"
@@ -136,6 +149,7 @@ class NativeRenderer:
         self._tokenizer, self._template, self._variables = tokenizer, template, dict(variables or {})
         self._borders = _Borders(tokenizer)
         self._ends = [tokenizer.decode([i]) for i in tokenizer.eos_ids]
+        self._failure = "the chat template leaves out calls"
         shown = self._attempt([USER], True, [PROBE_TOOL])
         self._opened = is_inside_thoughts(shown or self._text([USER], True, []))
         self._thinks = has_thoughts(template.source)
@@ -194,7 +208,8 @@ class NativeRenderer:
         if not self._shows_tools:
             return Verdict("no_tools", "the chat template leaves out tools")
         if self._read is None:
-            return Verdict("refused", f"no parser reads calls that are written as {self._one[:100]!r}")
+            shown = self._one.strip()[:60]
+            return Verdict("refused", f"no parser reads calls that begin with {shown!r}" if shown else self._failure)
         call, again = (Said("", "", (Call(name, NAME, json.dumps(ARGUMENTS)),)) for name in IDS)
         results: list[Message] = [{"role": "tool", "tool_call_id": name, "name": NAME, "content": "?"} for name in IDS]
         reasons = [
@@ -234,10 +249,10 @@ class NativeRenderer:
         hidden, names = marks.hide(tools), {call.id: call.name for call in said.calls}
         alone = self._text([USER, turn], False, hidden)
         whole = self._text([USER, turn, *marks.hide(_plain(new, names))], True, hidden)
+        if thoughts and self._thinks and thoughts not in whole:
+            raise NotAppendable("the chat template removes the thoughts of earlier turns")
         if not whole.startswith(alone):
             raise NotAppendable(f"the chat template renders a turn in another way before a message of {new[0]['role']}")
-        if thoughts and self._thinks and thoughts not in alone:
-            raise NotAppendable("the chat template leaves out the thoughts of earlier turns")
         written = alone.rfind(_STAND_IN)
         if written < 0:  # a template that leaves out calls
             written = len(common_start(alone, self._text([USER], True, hidden)))
@@ -260,13 +275,33 @@ class NativeRenderer:
     def _attempt(self, messages: Sequence[Message], begin: bool, tools: Sequence[Tool]) -> str:
         try:
             return self._text(messages, begin, tools)
-        except UserError:
+        except UserError as error:
+            self._failure = f"the chat template fails: {error.why}"
             return ""
 
     def _text(self, messages: Sequence[Message], begin: bool, tools: Sequence[Tool]) -> str:
         return self._template.render_messages(
             messages, begin, {**self._variables, **dict.fromkeys(_TOOLS, list(tools) or None)}
         )
+
+
+def build_renderer(settings: OwnAgentSettings, environment: Environment) -> Renderer:
+    """Return the renderer of the settings. Raises UserError if the model's chat template cannot be used."""
+    chat, kind = environment.tokenizer.chat, settings.renderer
+    if kind == "tags" or (kind == "auto" and chat is None):
+        return TaggedRenderer(environment)
+    reason = "the model has no chat template"
+    if chat is not None:
+        renderer = NativeRenderer(environment.tokenizer, chat, settings.chat_template_kwargs)
+        verdict = renderer.verdict()
+        if verdict.sequences != "refused":
+            return renderer
+        reason = verdict.reason
+    raise UserError(
+        "the model's chat template cannot be used by agents",
+        why=reason,
+        todo="use a model of a family in docs/agents.md, or set rollout.agent.renderer = tags",
+    )
 
 
 def _stand_in(said: Said, thoughts: str) -> Message:

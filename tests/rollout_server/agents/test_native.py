@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import UserError
+from rollout_server.agents.config import PythonAgentSettings
+from rollout_server.agents.native import NativeRenderer, build_renderer
 from rollout_server.agents.renderer import NotAppendable, Said
+from rollout_server.agents.tagged import TaggedRenderer
+from rollout_server.environment.config import EnvironmentSettings
+from rollout_server.environment.environment import build_environment
 from tests.rollout_server.agents import templates
 from tests.rollout_server.agents.templates import APPENDED, IN_CYCLE
 from tests.support.chat_tokenizers import TOOLS, Chat, Conversation, assistant, make_chat
+from tests.support.environments import make_environment
 
 ALL = APPENDED | IN_CYCLE
 THINKING = {"drops thoughts", "keeps thoughts"}
@@ -49,7 +56,7 @@ def test_sampled_tokens_and_tails_join_to_the_text_of_the_template(name: str) ->
         assert talk.step(assistant("An answer.", "", thoughts), USER).content == "An answer."
         assert str(known.renderer.verdict()) == "a trajectory is one sequence"
     else:
-        with pytest.raises(NotAppendable, match="in another way before a message of user"):
+        with pytest.raises(NotAppendable, match=r"removes the thoughts|in another way before a message of user"):
             talk.step(assistant("An answer.", "", thoughts), USER)
         assert known.renderer.verdict().sequences == "user"
 
@@ -149,3 +156,32 @@ def test_messages_of_clients_are_rendered_as_templates_expect_them() -> None:
         "<|im_start|>user\n<tool_response>\nb\n</tool_response>",
         "",
     ]
+
+
+def settings_of(**given: Any) -> PythonAgentSettings:
+    return PythonAgentSettings.model_validate({"target": "a:b"} | given)
+
+
+def test_the_renderer_is_native_if_the_model_has_a_chat_template(tmp_path: Path) -> None:
+    words, with_chat = make_environment(tmp_path / "a"), make_environment(tmp_path / "b", "bytes")
+    assert isinstance(build_renderer(settings_of(), words), TaggedRenderer)
+    assert isinstance(build_renderer(settings_of(), with_chat), NativeRenderer)
+    assert isinstance(build_renderer(settings_of(renderer="tags"), with_chat), TaggedRenderer)
+    with pytest.raises(UserError, match="cannot be used by agents") as refused:
+        build_renderer(settings_of(renderer="native"), words)
+    assert refused.value.why == "the model has no chat template" and "renderer = tags" in refused.value.todo
+    config = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
+    config["chat_template"] = templates.STRANGE_CALLS
+    (tmp_path / "b" / "tokenizer_config.json").write_text(json.dumps(config))
+    strange = build_environment(EnvironmentSettings(), tmp_path / "b")
+    with pytest.raises(UserError) as refused:
+        build_renderer(settings_of(), strange)
+    assert refused.value.why.startswith("no parser reads calls that begin with '<call>probe_tool")
+
+
+def test_variables_of_the_settings_reach_the_template() -> None:
+    source = templates.HERMES + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    known = make_chat(source, templates.IM)
+    quick = NativeRenderer(known.tokens, known.template, {"enable_thinking": False})
+    assert known.tokens.decode(quick.begin([USER], TOOLS)).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert quick.read(known.tokens.encode_trusted("No.<|im_end|>"), TOOLS) == Said("No.")
