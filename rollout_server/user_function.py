@@ -21,9 +21,9 @@ class UserFunction:
     """
 
     def __init__(self, what: str, target: str, options: Mapping[str, Any], threads: int, *arguments: str) -> None:
-        module, _, self.name = target.partition(":")
+        module, _, name = target.partition(":")
         try:
-            self._function = getattr(importlib.import_module(module), self.name)
+            self._function = getattr(importlib.import_module(module), name)
             inspect.signature(self._function).bind(*arguments, **options)
         except Exception as error:  # importing runs the user's code, which may fail in any way
             raise UserError(
@@ -33,7 +33,7 @@ class UserFunction:
             ) from error
         calls = getattr(self._function, "__call__", None)  # noqa: B004 - an object may have an async __call__
         self._in_loop = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(calls)
-        self._options, self._places = options, asyncio.Semaphore(threads)
+        self.name, self._options, self._places = what, options, asyncio.Semaphore(threads)
 
     async def __call__(self, *arguments: Any) -> Any:
         """Return its result. Raises what it raises."""

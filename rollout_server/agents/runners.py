@@ -183,18 +183,14 @@ class CommandRunner:
             "FORAY_TASK": json.dumps(_task(question)),
         }
         environment = inherited | self._settings.env | {n: text.replace("\0", " ") for n, text in told.items()}
-        process = await self._start(environment)
-        assert process.stdout and process.stderr
-        output, errors = bytearray(), bytearray()
-        reading = asyncio.gather(
-            _read_end(process.stdout, output, RESULT_BYTES), _read_end(process.stderr, errors, ERROR_BYTES)
-        )
+        transport, process = await self._start(environment)
         try:
-            code = await process.wait()
+            await process.exited
         finally:
-            _kill(process)  # its children may still hold the pipes
-            await asyncio.wait({reading}, timeout=KILL_S)
-            reading.cancel()
+            _kill(transport)  # its children may still hold the pipes
+            await asyncio.wait({process.closed}, timeout=KILL_S)
+            transport.close()
+        output, errors, code = process.stdout, bytes(process.stderr), transport.get_returncode()
         if code:
             memory = code == -signal.SIGKILL or any(words in errors for words in OUT_OF_MEMORY)
             said = errors.decode(errors="replace").strip()
@@ -204,14 +200,12 @@ class CommandRunner:
     async def close(self) -> None:
         return None
 
-    async def _start(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    async def _start(self, environment: Mapping[str, str]) -> tuple[asyncio.SubprocessTransport, _Process]:
         """Start the process. Leaves none if the caller is cancelled. Raises AgentError."""
-        pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        start = asyncio.create_subprocess_exec(
+        start = asyncio.get_running_loop().subprocess_exec(
+            _Process,
             *self._command,
-            stdin=none,
-            stdout=pipe,
-            stderr=pipe,
+            stdin=asyncio.subprocess.DEVNULL,
             cwd=self._settings.directory,
             env=environment,
             start_new_session=True,
@@ -221,19 +215,39 @@ class CommandRunner:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
             with contextlib.suppress(OSError):
-                _kill(await starting)
+                transport, _ = await starting
+                _kill(transport)
+                transport.close()
             raise
         except OSError as error:
             raise AgentError("agent_exit", f"cannot start {self._settings.command[0]}: {error}") from error
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
+class _Process(asyncio.SubprocessProtocol):
+    """Keeps the end of a process' output. `exited`: it has ended; `closed`: nobody holds its pipes any more.
+
+    `asyncio.subprocess` has only the latter (before 3.12), for which a child of the process may be waited for.
+    """
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self.stdout, self.stderr = bytearray(), bytearray()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        kept, most = (self.stdout, RESULT_BYTES) if fd == 1 else (self.stderr, ERROR_BYTES)
+        kept += data
+        del kept[:-most]
+
+    def process_exited(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set_result(None)
+
+
+def _kill(process: asyncio.SubprocessTransport) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _read_end(stream: asyncio.StreamReader, into: bytearray, most: int) -> None:
-    """Read a stream to its end, its last `most` bytes into `into`."""
-    while chunk := await stream.read(1 << 16):
-        into += chunk
-        del into[:-most]
+        os.killpg(process.get_pid(), signal.SIGKILL)

@@ -25,6 +25,7 @@ class Custom:
         self._function = UserFunction(
             "custom reward", settings.target, settings.options, settings.threads, "a RewardInput"
         )
+        self._function.name = self.name
 
     async def __call__(self, outcome: RewardInput) -> float:
         try:
