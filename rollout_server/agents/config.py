@@ -41,6 +41,11 @@ class OwnAgentSettings(AgentSettingsBase):
     then failed."""
     gateway_search: bool = False
     """The agent searches by POST /v1/search of the gateway, so rewards may read the passages it found."""
+    renderer: Literal["auto", "native", "tags"] = "auto"
+    """How messages become tokens. native: by the model's chat template. tags: by the template of `rollout.episode`, as
+    in the built-in loop. auto: native if the model has a chat template."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, e.g. `enable_thinking: false`."""
     lenient: bool = False
     """A text of the assistant that contains the id of a recorded call stands for the message with the call, as
     smolagents writes it. Fewer sequences; the policy sees its call as it wrote it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Message = Mapping[str, Any]
 """One message in the form of OpenAI's chat completions: role, content, tool_calls, tool_call_id, reasoning_content."""
@@ -42,6 +42,30 @@ class Said:
     calls: tuple[Call, ...] = ()
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a renderer can do with a model's chat template, found at start.
+
+    sequences  one: a trajectory stays one sequence; user: a later message of the user begins a new one; no_tools: for
+               agents without tools only; refused: not at all
+    reason     why; "" for one
+    """
+
+    sequences: Literal["one", "user", "no_tools", "refused"]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (_VERDICTS[self.sequences], self.reason and f"({self.reason})")))
+
+
+_VERDICTS = {
+    "one": "a trajectory is one sequence",
+    "user": "a message of the user after the first turn begins a new sequence",
+    "no_tools": "agents without tools only",
+    "refused": "cannot be used by agents",
+}
+
+
 class Renderer(Protocol):
     """Renders prompts and reads turns for one model. It is stateless: one serves all trajectories.
 
@@ -68,6 +92,10 @@ class Renderer(Protocol):
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
         """Return the message that the sampled `ids` stand for."""
+        ...
+
+    def verdict(self) -> Verdict:
+        """Return what agents can do with this renderer. For a log at start and `foray doctor`."""
         ...
 
 

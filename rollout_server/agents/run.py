@@ -18,10 +18,10 @@ from protocol.messages import Question, Sampling, Segment, Status, Trajectory
 from protocol.runtime.timing import loop_timeout
 from rollout_server.agents.config import REGISTRY, AgentSettingsBase, OwnAgentSettings
 from rollout_server.agents.gateway import Gateway
+from rollout_server.agents.native import build_renderer
 from rollout_server.agents.recorded import Recorded
 from rollout_server.agents.renderer import Renderer
 from rollout_server.agents.runners import CAUSES, Access, AgentError, AgentResult, Runner
-from rollout_server.agents.tagged import TaggedRenderer
 from rollout_server.engine.base import Generate
 from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
@@ -45,7 +45,10 @@ def build_agents(settings: AgentSettingsBase, environment: Environment, stats: S
     """Return what plays with the agent of the settings; None for the built-in loop. Raises UserError."""
     if not isinstance(settings, OwnAgentSettings):
         return None
-    return Agents(settings, TaggedRenderer(environment), stats)
+    renderer = build_renderer(settings, environment)
+    verdict = renderer.verdict()
+    log.log(logging.WARNING if verdict.sequences == "no_tools" else logging.INFO, "rollout.agent: %s", verdict)
+    return Agents(settings, renderer, stats)
 
 
 class Agents:
