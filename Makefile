@@ -87,6 +87,8 @@ $(PEERS_STAMP): requirements/peers.txt
 	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
 	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps -r requirements/peers.txt
+# chat templates of model families: read from the sdist, which is not built
+	$(PEERS_VENV)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $(PEERS_VENV)/sdists llama-cpp-python==0.3.36
 	@touch $@
 
 # Third-party clients and servers against Foray, and models of clients without a wheel in

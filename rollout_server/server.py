@@ -35,7 +35,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +54,7 @@ from protocol.runtime.redis.server import eviction_refusal, unknown_policy
 from protocol.runtime.redis.url import parse_redis_url
 from protocol.runtime.tracing import build_tracer
 from protocol.settings import RunSettings
+from rollout_server.agents.run import build_agents
 from rollout_server.api.app import AppState, build_app
 from rollout_server.api.episodes import Episodes
 from rollout_server.api.evaluation_pin import EvaluationPin
@@ -71,7 +72,7 @@ from rollout_server.instrumentation import InstrumentedSearch, with_instrumented
 from rollout_server.metrics import RateGauge, Stats, deregister_metrics, publish_metrics
 from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.live import LiveGroups
-from rollout_server.rollout.trajectory import OnProgress, ShouldStop
+from rollout_server.rollout.trajectory import OnProgress, ShouldStop, run_trajectory
 from rollout_server.search import build_search
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class RolloutServer:
     ) -> None:
         self._run, self._settings, self._environment, self._stats = run, settings, environment, stats
         self._redis, self._search, consumer = redis, search, f"{stats.id}-{secrets.token_hex(4)}"
+        self._agents = build_agents(settings.agent, environment, stats)
         self._live, self._compatibility = LiveGroups(), RunCompatibility(run, max_lag=run.max_lag)
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
@@ -271,6 +273,7 @@ class RolloutServer:
                 should_stop=should_stop,
                 on_progress=on_progress,
                 live=live,
+                play_one=self._agents or run_trajectory,
             )
 
     @asynccontextmanager
@@ -295,19 +298,23 @@ class RolloutServer:
             policy=lambda: {"run": self._run.id, "lineage_id": self._compatibility.lineage_id, "model": model},
             wait_s=self._settings.engine_wait_s,
             places=self._places,
+            play_one=self._agents or run_trajectory,
         )
         router, decode = self._router, self._environment.tokenizer.decode
         feed = LiveFeed(self._live, router.turn_so_far, router.count_so_far, decode)
         served = AppState(self._run.id, self._fleet, self._router, self._stats, episodes, feed, stop.requested.is_set)
         access = read_access(os.environ)
-        async with listening(
-            build_app(served, access),
-            self._settings.host,
-            self._settings.port,
-            access=access,
-            setting="rollout.host",
-            todo="set another rollout.port, or 0 to pick a free one",
-        ) as listener:
+        async with (
+            self._agents.listening() if self._agents else nullcontext(),
+            listening(
+                build_app(served, access),
+                self._settings.host,
+                self._settings.port,
+                access=access,
+                setting="rollout.host",
+                todo="set another rollout.port, or 0 to pick a free one",
+            ) as listener,
+        ):
             announce(log, self._settings.host, listener.port, port_file)
             url = self._reachable(listener.port)
             self._stats.text["url"] = lambda: url
