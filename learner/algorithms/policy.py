@@ -1,7 +1,7 @@
 """What all algorithms share: corrections around a surrogate, the divergence from a reference, the entropy bonus.
 
     loss = sum_i weight_i * (keep_i * correction_i * surrogate_i + coefficient * kl_i - entropy_coefficient * entropy_i
-                             + drift_coefficient * log(policy_i / old_i)^2)
+                             + drift_coefficient * log(policy_i / old_i)^2 + preserve.coefficient * preserved_i)
 
 An algorithm consists of a surrogate (default: PPO's clip) and advantages. `compute_advantages` subtracts the
 divergence from the rewards, and computes advantages of tokens, where an algorithm uses them.
@@ -31,8 +31,15 @@ from learner.algorithms.kl import (
     topk_forward_kl,
     topk_reverse_kl,
 )
-from learner.algorithms.losses import Surrogate, clipped_surrogate, entropy_sum, proximal_interpolated, weighted_sum
-from learner.config.policy import KlSettings, PolicySettings
+from learner.algorithms.losses import (
+    Surrogate,
+    clipped_surrogate,
+    entropy_sum,
+    preserve,
+    proximal_interpolated,
+    weighted_sum,
+)
+from learner.config.policy import NOISE, KlSettings, PolicySettings
 
 AGES = 4
 """Losses are reported by the tokens' lag, from 0 to AGES - 1; older tokens count with the last."""
@@ -221,12 +228,37 @@ class PolicyAlgorithm:
         if s.drift_coefficient:
             drift = log_ratio(inputs.logprobs, old.detach(), mask).square()
             total = total + s.drift_coefficient * weighted_sum(drift, inputs.weights, mask)
+        if s.preserve.coefficient:
+            penalty = self.preserved(inputs, old)
+            total = total + s.preserve.coefficient * weighted_sum(penalty, inputs.weights, mask)
+            sums |= {"preserve": penalty.detach().sum(), "preserve_share": (penalty.detach() > 0).sum()}
         if inputs.reference is not None and s.kl.place == "loss":
             divergence = self.divergence(inputs, old)
             if not self.distills:
                 total = total + s.kl.coefficient * weighted_sum(divergence, inputs.weights, mask)
             sums["kl_reference"] = divergence.detach().sum()
         return LossOutput(total, sums, maxima, ratios)
+
+    def preserved(self, inputs: TokenInputs, old: torch.Tensor) -> torch.Tensor:
+        """Return [N]: the penalty on fallen log-probs, as set by `preserve`."""
+        p = self.policy_settings.preserve
+        default = 0.0 if self.policy_settings.old_logprobs == "recompute" else NOISE
+        unit = {
+            "token": torch.arange(len(inputs.turn), device=inputs.turn.device),
+            "turn": inputs.trajectory * (inputs.turn.max() + 1) + inputs.turn,
+            "trajectory": inputs.trajectory,
+        }[p.gate]
+        penalty = preserve(
+            inputs.logprobs,
+            old,
+            inputs.advantages,
+            unit,
+            inputs.mask,
+            threshold=default if p.threshold is None else p.threshold,
+            positive_only=p.positive_only,
+        )
+        last = (inputs.answer / 2).clamp(max=1) if p.answer_weight == "searches" else p.answer_weight
+        return torch.where(inputs.answer >= 0, penalty * last, penalty)
 
     def divergence(self, inputs: TokenInputs, old: torch.Tensor) -> torch.Tensor:
         """Return [N]: the divergence from the reference, as set by `kl`; needs `inputs.reference`."""

@@ -228,6 +228,10 @@ class DistillSettings(PolicySettings):
             raise ValueError("algorithm distill minimises the divergence: set kl.coefficient above 0")
         if self.kl.type == "k1" and not self.kl.importance:
             raise ValueError("kl.type k1 without kl.importance has an expected gradient of 0: use k1+ or reverse")
+        if self.preserve.coefficient:
+            raise ValueError(
+                "preserve concerns trajectories with a positive advantage, and distill has none: remove it"
+            )
         if self.filter or self.whiten:
             name = "filter" if self.filter else "whiten"
             raise ValueError(f"algorithm distill does not train on rewards: remove {name}, which concerns them")

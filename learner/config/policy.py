@@ -5,7 +5,7 @@ Nothing heavy is imported here.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -165,6 +165,31 @@ class DistillKlSettings(KlSettings):
     importance: bool = True
 
 
+NOISE = 0.02
+"""Nats per token; below it a fall from the engines' log-probs may be rounding (measured: docs/algorithms.md)."""
+
+
+class PreserveSettings(Settings):
+    """Penalty on log-probs that fall where they should rise: coefficient * max(0, log(old / policy)) of tokens with a
+    positive advantage, beside the surrogate, clipped and rejected tokens included (LLDS, arXiv 2512.04220; the search
+    agents' SAPO, arXiv 2603.10069). docs/algorithms.md has both as values.
+    """
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the penalty; 0: off. LLDS: 0.2 (0.3 for Qwen2.5-7B-Instruct); SAPO of search agents: 0.1."""
+    gate: Literal["token", "turn", "trajectory"] = "turn"
+    """Unit that must have become less likely, in its mean over tokens, for its fallen tokens to be penalised: a token
+    (SAPO), a turn (LLDS-A) or a trajectory (LLDS-R)."""
+    threshold: float | None = Field(default=None, ge=0)
+    """Fall of the unit in nats per token up to which nothing is penalised; SAPO: -log(tau). Default: 0 with
+    old_logprobs recompute, otherwise 0.02, because the log-probs of engines differ by rounding."""
+    positive_only: bool = True
+    """False: tokens with an advantage of 0 too, as LLDS has it; then groups that are all wrong are preserved too."""
+    answer_weight: Annotated[float, Field(ge=0, le=1)] | Literal["searches"] = 1.0
+    """Weight of the penalty in the last turn of an answered trajectory; 0: none. searches: min(1, mean searches of the
+    batch's trajectories / 2), as LLDS-MA has it, for policies that stop after one search."""
+
+
 class PolicySettings(Settings):
     """Settings that all algorithms share."""
 
@@ -198,6 +223,8 @@ class PolicySettings(Settings):
     """Weight of log(policy / old)^2 of every token, including clipped and rejected ones (prime-rl's `kl_tau`: 0.001;
     with `reinforce` and no correction it is verl's DRO at half its beta). With old_logprobs recompute it starts with
     the second update of a batch: in the first one the policy equals `old`, so value and gradient are 0."""
+    preserve: PreserveSettings = PreserveSettings()
+    """Penalty on falling log-probs of good trajectories."""
     aggregation: Aggregation = "token_mean"
     """Aggregation of token losses; every denominator is that of the whole batch of the update."""
     aggregation_length: int = Field(default=0, ge=0)
@@ -231,6 +258,11 @@ class PolicySettings(Settings):
             raise ValueError("correction.normalize needs old_logprobs recompute")
         if self.rejection.second_moment and self.old_logprobs == "interpolate":
             raise ValueError("rejection.second_moment needs old_logprobs recompute")
+        if self.preserve.coefficient and self.old_logprobs == "recompute" and self.minibatches * self.epochs == 1:
+            raise ValueError(
+                "preserve has no effect with old_logprobs recompute and a single update per batch: the policy equals "
+                "old, so value and gradient are 0. Set minibatches or epochs above 1, or old_logprobs behaviour"
+            )
         return self
 
 

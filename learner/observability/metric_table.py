@@ -95,6 +95,10 @@ STEP: Table = {
     "ratio_max": gauge("Largest of those ratios."),
     "ess": gauge("Effective sample size of the ratios as a share of the tokens, (sum w)^2 / (n sum w^2)."),
     "weight_mean": gauge("Mean importance weight that corrects for the engines' log-probs."),
+    "preserve": gauge(
+        "Mean over tokens of the penalty on fallen log-probs, before its coefficient (algorithm.preserve)."
+    ),
+    "preserve_share": gauge("Share of tokens with that penalty."),
     "rejected": gauge("Share of tokens rejected from the loss."),
     "kl_behaviour": gauge("Divergence (k3) of the learner's policy from the engines' at the sampled tokens."),
     "kl_reference": gauge("Divergence from the reference policy, by the configured estimator."),

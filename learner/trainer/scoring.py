@@ -43,6 +43,7 @@ class ScoredTokens:
     lags: torch.Tensor
     trajectory: torch.Tensor
     turn: torch.Tensor
+    answer: torch.Tensor
     end: torch.Tensor
     mask: torch.Tensor
     num_weighted: int

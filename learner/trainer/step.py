@@ -130,6 +130,8 @@ def policy_loss(tokens: ScoredTokens, models: Models, algorithm: Algorithm) -> L
             trajectory=tokens.trajectory,
             lags=tokens.lags,
             outcome=tokens.outcome,
+            turn=tokens.turn,
+            answer=tokens.answer,
             top=top,
         )
     )

@@ -58,7 +58,8 @@ def tokens(seed: int, proximal: str = "behaviour") -> TokenInputs:
     }
     for tensor in given.values():
         tensor[~mask] = math.nan
-    return TokenInputs(**given, mask=mask, trajectory=trajectory, lags=torch.zeros(n, dtype=torch.int64))
+    zeros, answer = torch.zeros(n, dtype=torch.int64), torch.full((n,), -1.0)
+    return TokenInputs(**given, mask=mask, trajectory=trajectory, lags=zeros, turn=zeros, answer=answer)
 
 
 def scored(x: TokenInputs) -> TokenScores:
@@ -71,7 +72,7 @@ def scored(x: TokenInputs) -> TokenScores:
 
 def cut(x: TokenInputs, at: int) -> list[TokenInputs]:
     """Two micro-batches, between two trajectories."""
-    names = (*PER_TOKEN, "mask", "trajectory", "lags")
+    names = (*PER_TOKEN, "mask", "trajectory", "lags", "turn", "answer")
     return [dataclasses.replace(x, **{n: getattr(x, n)[part] for n in names}) for part in (slice(at), slice(at, None))]
 
 

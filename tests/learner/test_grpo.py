@@ -37,6 +37,8 @@ def inputs(n: int = 12, *, seed: int = 0, dtype=torch.float64, **given) -> Token
         "trajectory": torch.arange(n) // 4,
         "lags": torch.zeros(n, dtype=torch.int64),
         "outcome": torch.ones(n, dtype=dtype),
+        "turn": torch.zeros(n, dtype=torch.int64),
+        "answer": torch.full((n,), -1.0, dtype=dtype),
     } | given
     tensors["logprobs"] = tensors["logprobs"].detach().clone().requires_grad_()
     tensors["entropy"] = tensors["entropy"].detach().clone().requires_grad_()

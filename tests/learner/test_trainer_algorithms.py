@@ -127,6 +127,8 @@ BATCHWIDE: dict[str, Any] = {
     "correction": {"level": "sequence", "normalize": True},
     "rejection": {"measure": "k3", "level": "mean", "high": 0.05, "second_moment": 0.02},
     "drift_coefficient": 0.1,
+    "minibatches": 2,
+    "preserve": {"coefficient": 0.2, "answer_weight": "searches"},
 }
 """What is found over the whole batch before it is cut."""
 
