@@ -105,8 +105,21 @@ STEP: Table = {
     "kl_coefficient": gauge("Coefficient of the divergence if it is part of the reward."),
     "logprob_gap": gauge("Mean absolute difference of the learner's and the engines' log-probs."),
     "logprob_gap_max": gauge("Largest absolute difference of the learner's and the engines' log-probs."),
-    "logprob_right": gauge("Mean log-prob of tokens in trajectories with a reward above 0."),
-    "logprob_wrong": gauge("Mean log-prob of tokens in trajectories without a reward above 0."),
+    "logprob_right": gauge("Mean log-prob of tokens in trajectories with a positive advantage."),
+    "logprob_wrong": gauge("Mean log-prob of tokens in trajectories with a negative advantage."),
+    "logprob_right_turn_*": gauge(
+        "The same as logprob_right by turn, from 0; the last one includes all later ones.", "turn"
+    ),
+    "logprob_change": gauge(
+        "Mean change over the step of the log-prob of tokens in trajectories with a positive advantage, of a sample."
+    ),
+    "logprob_change_turn_*": gauge("The same by turn.", "turn"),
+    "fell_trajectories": gauge("Share of those trajectories whose log-prob fell by more than 1e-4 nats per token."),
+    "fell_turns": gauge("Share of their turns whose log-prob fell by more than 1e-4 nats per token."),
+    "entropy_answer": gauge("Mean entropy in the last turn of answered trajectories, in nats per token."),
+    "entropy_search": gauge("Mean entropy in all other turns, in nats per token."),
+    "ratio_low": gauge("Share of tokens whose ratio is below 0.5."),
+    "ratio_high": gauge("Share of tokens whose ratio is above 2."),
     "loss_lag_*": gauge("Mean loss of the tokens with this lag; the last lag includes all older ones.", "lag"),
     # the critic
     "critic_lr": gauge("Learning rate of the critic's last update."),

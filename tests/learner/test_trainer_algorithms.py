@@ -191,6 +191,7 @@ def test_packing_micro_batches_and_order_do_not_matter(start: Start, teacher: Pa
                 "tokens_read",
                 "tokens_shared",
             }
+            shared = {name for name in shared if not name.startswith(("logprob_change", "fell_"))}  # of a sample
             assert {n: two.metrics[n] for n in shared} == pytest.approx({n: one.metrics[n] for n in shared}, abs=1e-4)
         for name, value in first.items():
             torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
