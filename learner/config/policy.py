@@ -273,11 +273,15 @@ class GroupSettings(PolicySettings):
     """grpo: reward minus the group's mean; rloo: minus the others' mean; opo: minus the length-weighted mean (arXiv
     2505.23585); max_rl: relative to the mean; pass_at_k: only the best of the group, minus the second best (arXiv
     2503.19595). The fields below apply to grpo and, except for batch, to pass_at_k."""
-    turns: Literal["off", "turn", "group"] = "off"
+    turns: Literal["off", "turn", "group", "calibrated"] = "off"
     """Use rewards per turn (process supervision of GRPO, arXiv 2402.03300, section 4.1.3) instead of their sum:
-    compared with the same turn of the siblings, or with all their turns. A turn also counts later rewards."""
+    compared with the same turn of the siblings, or with all their turns. A turn also counts later rewards. calibrated:
+    the trajectory's advantage, in the turns of a wrong one less negative by the share of passages that the best
+    siblings found too, and balanced between the last turns of a group (CalibAdv, arXiv 2604.18235)."""
     turn_gamma: float = Field(default=1.0, gt=0, le=1)
-    """turns: discount per turn."""
+    """turns turn and group: discount per turn."""
+    turn_right: float = 0.7
+    """turns calibrated: minimum reward of the best trajectories that show what to find (CalibAdv: 0.7 of F1)."""
     std: Literal["group", "batch", "none"] = "group"
     """Divisor of the difference: the group's standard deviation, the batch's, or none (Dr. GRPO)."""
     std_ddof: Literal[0, 1] = 1
@@ -294,13 +298,14 @@ class GroupSettings(PolicySettings):
 
     @model_validator(mode="after")
     def _parts_are_of_trajectories(self) -> GroupSettings:
-        if self.parts and self.turns != "off":
+        rewarded = self.turns in ("turn", "group")
+        if self.parts and rewarded:
             raise ValueError("parts apply to a trajectory's reward and cannot be combined with turns")
         if self.parts and not any(self.parts.values()):
             raise ValueError("all weights in parts are 0, so every advantage would be 0: set one above 0")
-        if self.normalize_batch and self.turns != "off":
+        if self.normalize_batch and rewarded:
             raise ValueError("normalize_batch cannot be combined with turns: use whiten")
-        if self.turns != "off" and (self.estimator, self.std) != ("grpo", "group"):
+        if rewarded and (self.estimator, self.std) != ("grpo", "group"):
             raise ValueError("turns needs estimator grpo and std group")
         return self
 
