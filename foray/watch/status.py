@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.run.history import read_history
 from deploy.run.learning import Problem as Problem
-from deploy.run.learning import learning_problems
+from deploy.run.learning import learning_problems, learning_state
 from deploy.run.run_dir import Located, is_held, read_record
 from deploy.run.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from deploy.terminal import escape_untrusted
@@ -369,6 +369,7 @@ def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
         "run": seen.run,
         "healthy": not wrong,
         "state": state(seen),
+        "learning": asdict(learning_state(seen.history)),
         "evaluations": seen.evaluations,
         "figures": dict(seen.figures),
         "step_s": seen.history.step_s or None,
