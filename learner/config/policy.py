@@ -48,6 +48,13 @@ class CorrectionSettings(Settings):
         return self
 
 
+class TrajectoryCorrectionSettings(CorrectionSettings):
+    """The weights of losses whose ratio is a trajectory's geometric mean: equal for all of its tokens, as that is."""
+
+    level: Level = "geometric"
+    """Weights per token, per trajectory, or the geometric mean over the trajectory."""
+
+
 class CriterionSettings(Settings):
     """One measure of the mismatch between policy and engines, per token or trajectory, and its bounds."""
 
