@@ -44,7 +44,7 @@ def trajectories(micro_batch: MicroBatch, tokens: ScoredTokens) -> list[_Sampled
     Positions that do not continue begin a block: at 0 a document, otherwise the rest of a trajectory that shares the
     prompt of its document.
     """
-    document = (micro_batch.documents + np.arange(len(micro_batch.ids))[:, None] * micro_batch.ids.size).ravel()
+    document = (micro_batch.document_ids + np.arange(len(micro_batch.ids))[:, None] * micro_batch.ids.size).ravel()
     positions, ids = micro_batch.positions.ravel(), micro_batch.ids.ravel()
     starts = np.flatnonzero(np.diff(document, prepend=-9) | (np.diff(positions, prepend=-9) != 1))
     found = []
@@ -77,7 +77,7 @@ def choose(known: Sequence[_Sampled], budget: int, turn: int, *, packed: bool) -
 
 
 @torch.no_grad()
-def rescore(share: RankBatch, batch: Sequence[ScoredTokens], models: Models) -> LossOutput:
+def rescore(rank_batch: RankBatch, batch: Sequence[ScoredTokens], models: Models) -> LossOutput:
     """Return the change of log-probs over the step that has just updated the policy, as metrics; collective.
 
     logprob_change     mean over the tokens of the sampled trajectories with a positive advantage; `_turn_N`: of a turn
@@ -85,7 +85,7 @@ def rescore(share: RankBatch, batch: Sequence[ScoredTokens], models: Models) -> 
     fell_turns         share of their turns
     """
     first = [tokens for tokens in batch if tokens.minibatch == 0]
-    known = [s for m, tokens in zip(share.minibatches[0], first, strict=True) for s in trajectories(m, tokens)]
+    known = [s for m, tokens in zip(rank_batch.minibatches[0], first, strict=True) for s in trajectories(m, tokens)]
     budget = int(models.settings.rescored_share * sum(tokens.ids.numel() for tokens in batch))
     packed = models.settings.batch.row_tokens > 0
     limit = max(tokens.ids.numel() for tokens in first)
@@ -98,7 +98,7 @@ def rescore(share: RankBatch, batch: Sequence[ScoredTokens], models: Models) -> 
         return torch.cat(each)
 
     ids, positions, documents, at = (
-        torch.from_numpy(x).to(models.device) for x in (placed.ids, placed.positions, placed.documents, index)
+        torch.from_numpy(x).to(models.device) for x in (placed.ids, placed.positions, placed.document_ids, index)
     )
     inputs = (ids, positions, documents if packed else None, at, of("targets"), batch[0].temperature)
     now = models.policy.forward(*inputs, False, 0, None).logprobs

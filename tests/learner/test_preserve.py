@@ -93,7 +93,7 @@ def tokens(seed: int) -> TokenInputs:
         "behaviour": torch.minimum(logprobs + normal(0.1), torch.tensor(-0.01).double()),
         "old": torch.minimum(logprobs + normal(0.3), torch.tensor(-0.01).double()),
         "advantages": advantages,
-        "weights": normal().abs() / n,
+        "token_weights": normal().abs() / n,
         "outcome": normal(),
         "answer": torch.where((turn == last) & (trajectory != 3), 1.4, -1.0).double(),
     }
@@ -119,7 +119,7 @@ def slow(x: TokenInputs, given: dict[str, Any], threshold: float) -> tuple[float
         siblings = [d[j] for j in counted if unit[j] == unit[i]]
         if sum(siblings) <= threshold * len(siblings) or d[i] <= 0:
             continue
-        weight = given["coefficient"] * float(x.weights[i])
+        weight = given["coefficient"] * float(x.token_weights[i])
         if float(x.answer[i]) >= 0:
             asked = given.get("answer_weight", 1.0)
             weight *= min(1.0, float(x.answer[i]) / 2) if asked == "searches" else asked

@@ -73,9 +73,9 @@ def test_those_with_a_positive_advantage_come_first_within_the_budget(start: Sta
     chosen = defaultdict(set)
     for layout in ({}, {"micro_batch_tokens": 1}, {"share_prompts": True}):
         batch = batch_of(trainer, groups(trainer), **layout)
-        (share,) = batch.rank_batches
-        scored = on_device(share, torch.device("cpu"))
-        known = [s for m, t in zip(share.minibatches[0], scored, strict=True) for s in trajectories(m, t)]
+        (part,) = batch.rank_batches
+        scored = on_device(part, torch.device("cpu"))
+        known = [s for m, t in zip(part.minibatches[0], scored, strict=True) for s in trajectories(m, t)]
         assert sorted(s.number for s in known) == list(range(16))
         for s in known:
             assert torch.equal(torch.from_numpy(s.ids[s.index][1:]), s.tokens.ids.flatten()[s.tokens.index[s.own]][1:])
