@@ -109,6 +109,8 @@ class TokenInputs:
     trajectory    int64, number of the token's trajectory in the batch
     lags          int64, steps between the version that sampled the token and the one being trained
     outcome       reward of the token's trajectory, for the metrics
+    turn          int64, number of the token's turn in its trajectory
+    answer        as `learner.data.batch.MicroBatch.answer`
     top           set if `Requirements.top`
     """
 
@@ -123,6 +125,8 @@ class TokenInputs:
     trajectory: torch.Tensor
     lags: torch.Tensor
     outcome: torch.Tensor
+    turn: torch.Tensor
+    answer: torch.Tensor
     top: TopTokens | None = None
 
 

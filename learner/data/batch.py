@@ -68,6 +68,8 @@ class MicroBatch:
     lags          [N] int64, steps between the version that sampled it and the one being trained
     trajectory    [N] int64, its trajectory's number in the batch
     turn          [N] int64, number of its turn in the trajectory, from 0
+    answer        [N] float32, in the last turn of an answered trajectory: mean searches of the batch's valid
+                  trajectories; -1 elsewhere
     end           [N] int64, row * L + t of its trajectory's last token if that was truncated and the algorithm
                   bootstraps, -1 elsewhere
     """
@@ -85,6 +87,7 @@ class MicroBatch:
     lags: IntArray
     trajectory: IntArray
     turn: IntArray
+    answer: FloatArray
     end: IntArray
 
 
@@ -174,6 +177,7 @@ class _Row:
     outcome: float
     lags: IntArray
     turn: IntArray
+    answers: npt.NDArray[np.bool_]
     number: int
     group: int
     bootstraps: bool
@@ -260,7 +264,8 @@ def prepare_batch(
     # The capacity is the batch's, not the part's: row widths should not depend on how the batch is divided.
     capacity = max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
     divided = [[r for r in rows if r.group % algorithm.minibatches == n] for n in range(algorithm.minibatches)]
-    parts = [_part(part, table, algorithm, capacity, settings, ranks) for part in divided if part]
+    searches = float(np.mean([t.searches for _, t in pairs if t.status.is_valid] or [0]))
+    parts = [_part(part, table, algorithm, capacity, settings, ranks, searches) for part in divided if part]
     shares = tuple(tuple(part[rank] for part in parts) for rank in range(ranks))
     stats = _statistics(rows, parts, tally, outcomes, np.abs(table).max(1, initial=0.0))
     places = [place for g in groups for place in range(len(g.trajectories))]
@@ -281,6 +286,7 @@ def _part(
     capacity: int,
     settings: BatchSettings,
     ranks: int,
+    searches: float,
 ) -> list[MiniBatch]:
     """Return each rank's micro-batches of one update, with the update's own denominators. advantages [n, turns], or
     [n, 1] for all turns.
@@ -297,7 +303,7 @@ def _part(
     longest = max(len(layout) for layout in found)
     shares = []
     for layout in found:
-        made = [_assemble([[units[i] for i in row] for row in m], advantages, weights) for m in layout]
+        made = [_assemble([[units[i] for i in row] for row in m], advantages, weights, searches) for m in layout]
         shares.append((*made, *[_dummy()] * (longest - len(made))))
     return shares
 
@@ -358,6 +364,7 @@ def _trained_part(
     ids = trajectory.ids.astype(np.int64)
     # Attention is causal: the last trained token and what follows need not be computed, unless the critic must give the
     # value of the state after it.
+    turn = turn_of_tokens(trajectory)
     return _Row(
         ids=ids if bootstraps else ids[: at[-1]],
         trained=at,
@@ -366,7 +373,8 @@ def _trained_part(
         rewards=_credit(trajectory, at),
         outcome=trajectory.reward,
         lags=lags[at],
-        turn=turn_of_tokens(trajectory)[at],
+        turn=turn[at],
+        answers=(turn[at] == turn.max()) & (trajectory.status is Status.ANSWERED),
         number=number,
         group=group,
         bootstraps=bootstraps,
@@ -389,7 +397,10 @@ def _credit(trajectory: Trajectory, at: IntArray) -> FloatArray:
 
 
 def _assemble(
-    rows: Sequence[Sequence[_Unit]], advantages: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
+    rows: Sequence[Sequence[_Unit]],
+    advantages: npt.NDArray[np.float64],
+    weights: npt.NDArray[np.float64],
+    searches: float,
 ) -> MicroBatch:
     placed = place_rows([[unit.ids for unit in row] for row in rows])
     index, ends, parts = [], [], []
@@ -415,14 +426,15 @@ def _assemble(
         lags=np.concatenate([p.lags for p in parts]),
         trajectory=numbers,
         turn=turns,
+        answer=np.where(np.concatenate([p.answers for p in parts]), searches, -1).astype(np.float32),
         end=np.repeat(np.array(ends, np.int64), [len(p.trained) for p in parts]),
     )
 
 
 def _dummy() -> MicroBatch:
-    one, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
-    nothing, no_end = np.zeros(1, np.float32), zero - 1
-    return MicroBatch(one, one, one, zero, zero, nothing, nothing, nothing, nothing, nothing, zero, zero, zero, no_end)
+    one, zero, nothing = np.zeros((1, 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.float32)
+    floats, counts = (nothing,) * 5, (zero,) * 3
+    return MicroBatch(one, one, one, zero, zero, *floats, *counts, answer=nothing - 1, end=zero - 1)
 
 
 def _statistics(

@@ -45,6 +45,9 @@ STEP: Table = {
     "turns_max": gauge("Largest number of turns in a trajectory."),
     "searches_mean": gauge("Mean number of searches in a trajectory."),
     "searches_max": gauge("Largest number of searches in a trajectory."),
+    "turns_repeated": gauge("Share of the policy's turns that are equal to an earlier one of their trajectory."),
+    "thoughts_empty": gauge("Share of thoughts (a turn's text up to </think>) without text, in a sample."),
+    "thoughts_repeated": gauge("Share of thoughts that repeat an earlier one of their trajectory, in a sample."),
     "tool_errors_mean": gauge("Mean number of failed searches and tool calls in a trajectory."),
     "invalid_actions_mean": gauge("Mean number of turns in a trajectory without a search, a tool call or an answer."),
     "group_lag_mean": gauge("Mean lag of a group: steps between its oldest version and the policy before the update."),
@@ -95,14 +98,31 @@ STEP: Table = {
     "ratio_max": gauge("Largest of those ratios."),
     "ess": gauge("Effective sample size of the ratios as a share of the tokens, (sum w)^2 / (n sum w^2)."),
     "weight_mean": gauge("Mean importance weight that corrects for the engines' log-probs."),
+    "preserve": gauge(
+        "Mean over tokens of the penalty on fallen log-probs, before its coefficient (algorithm.preserve)."
+    ),
+    "preserve_share": gauge("Share of tokens with that penalty."),
     "rejected": gauge("Share of tokens rejected from the loss."),
     "kl_behaviour": gauge("Divergence (k3) of the learner's policy from the engines' at the sampled tokens."),
     "kl_reference": gauge("Divergence from the reference policy, by the configured estimator."),
     "kl_coefficient": gauge("Coefficient of the divergence if it is part of the reward."),
     "logprob_gap": gauge("Mean absolute difference of the learner's and the engines' log-probs."),
     "logprob_gap_max": gauge("Largest absolute difference of the learner's and the engines' log-probs."),
-    "logprob_right": gauge("Mean log-prob of tokens in trajectories with a reward above 0."),
-    "logprob_wrong": gauge("Mean log-prob of tokens in trajectories without a reward above 0."),
+    "logprob_right": gauge("Mean log-prob of tokens in trajectories with a positive advantage."),
+    "logprob_wrong": gauge("Mean log-prob of tokens in trajectories with a negative advantage."),
+    "logprob_right_turn_*": gauge(
+        "The same as logprob_right by turn, from 0; the last one includes all later ones.", "turn"
+    ),
+    "logprob_change": gauge(
+        "Mean change over the step of the log-prob of tokens in trajectories with a positive advantage, of a sample."
+    ),
+    "logprob_change_turn_*": gauge("The same by turn.", "turn"),
+    "fell_trajectories": gauge("Share of those trajectories whose log-prob fell by more than 1e-4 nats per token."),
+    "fell_turns": gauge("Share of their turns whose log-prob fell by more than 1e-4 nats per token."),
+    "entropy_answer": gauge("Mean entropy in the last turn of answered trajectories, in nats per token."),
+    "entropy_search": gauge("Mean entropy in all other turns, in nats per token."),
+    "ratio_low": gauge("Share of tokens whose ratio is below 0.5."),
+    "ratio_high": gauge("Share of tokens whose ratio is above 2."),
     "loss_lag_*": gauge("Mean loss of the tokens with this lag; the last lag includes all older ones.", "lag"),
     # the critic
     "critic_lr": gauge("Learning rate of the critic's last update."),

@@ -28,6 +28,7 @@ class ScoredTokens:
     top            [N, k] int64, the likeliest tokens at each position (see `Requirements.top_of`)
     reference_top  [N, k] their log-probs by the reference
     logprobs       [N] float32, by the policy in the last epoch, before its update
+    before         [N] float32, the same in the first epoch
     """
 
     ids: torch.Tensor
@@ -43,6 +44,7 @@ class ScoredTokens:
     lags: torch.Tensor
     trajectory: torch.Tensor
     turn: torch.Tensor
+    answer: torch.Tensor
     end: torch.Tensor
     mask: torch.Tensor
     num_weighted: int
@@ -56,6 +58,7 @@ class ScoredTokens:
     top: torch.Tensor | None = None
     reference_top: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
+    before: torch.Tensor | None = None
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, number: int, temperature: float, device: torch.device) -> ScoredTokens:
