@@ -33,6 +33,7 @@ class Ready(StrEnum):
     PING = "answers PING"
     HTTP = "GET /ready returns 200"
     ALIVE = "GET /health returns 200"
+    REGISTERED = "registered in Redis"
     ENGINE = "registered in Redis as ready"
     RUNNING = "running"
 
@@ -55,7 +56,7 @@ class ProcessSpec:
     env       environment variables added to the launcher's
     hidden    environment variables of the launcher that this process does not inherit
     log       file for its stdout and stderr
-    ready     readiness condition; `url` if it needs an address
+    ready     readiness condition; `url` if that needs an address
     restarts  maximum number of restarts within an hour; 0: its exit ends the run
     stop_s    seconds that it may need after SIGTERM, beyond launch.shutdown_s
     """
@@ -133,7 +134,7 @@ def plan(
     extra_env = {name: value for name, value in launch.env.items() if name != VISIBLE or not placement.gpus}
     hidden = SECRET_VARIABLES if launch.secrets else ()
 
-    def process(name: str, kind: str, module: str, *overrides: str, ready: Ready, url: str = "") -> ProcessSpec:
+    def process(name: str, kind: str, module: str, *overrides: str, ready: Ready) -> ProcessSpec:
         restarts = launch.restart_learner if kind == "learner" else launch.restarts
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.learner_ranks))
         ranked = torchrun if kind == "learner" and launch.learner_ranks > 1 else ()
@@ -143,31 +144,26 @@ def plan(
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
         limits = _limits(config, kind, cores, stop_s)
         mine = {**limits, **env, **own, **extra_env, **placement.environment(name)}
-        return ProcessSpec(name, kind, argv, log, ready, url, mine, restarts, hidden, stop_s)
+        return ProcessSpec(name, kind, argv, log, ready, "", mine, restarts, hidden, stop_s)
 
     specs: list[ProcessSpec] = [_redis(config, addresses)] if addresses.server is not None else []
-    for index, url in enumerate(addresses.retrievers, start=1):
-        port = f"retriever.port={_port(url)}"
-        specs.append(process(f"retriever-{index}", "retriever", "retriever", port, ready=Ready.HTTP, url=url))
+    for index in range(1, config.num_retrievers + 1):
+        extra = (f"retriever.id=retriever-{index}", *_only_first("retriever", index, config.retriever.port))
+        specs.append(process(f"retriever-{index}", "retriever", "retriever", *extra, ready=Ready.REGISTERED))
     for name, role in config.engine_roles.items():
         extra = (f"engine.id={name}", f"engine.role={role}", *_drain("engine", config.engine.model_fields_set))
         if config.engine.port and name != "engine-1":  # only one engine can listen there
             extra = (*extra, "engine.port=0")
         specs.append(process(name, "engine", "rollout_server.node", *extra, ready=Ready.ENGINE))
-    for index, url in enumerate(addresses.rollouts, start=1):
+    for index in range(1, launch.rollouts + 1):
         name = f"rollout-{index}"
-        extra = (
-            f"rollout.id={name}",
-            f"rollout.port={_port(url)}",
-            *_drain("rollout", config.rollout.model_fields_set),
-        )
-        # not /ready: that needs a published version, and evaluations may precede the learner
-        specs.append(process(name, "rollout", "rollout_server", *extra, ready=Ready.ALIVE, url=url))
+        port = _only_first("rollout", index, config.rollout.port)
+        extra = (f"rollout.id={name}", *port, *_drain("rollout", config.rollout.model_fields_set))
+        # before a version is published: evaluations may precede the learner
+        specs.append(process(name, "rollout", "rollout_server", *extra, ready=Ready.REGISTERED))
     if launch.learner:
         extra = ("--takeover",) if takeover else ()
-        if addresses.learner:
-            extra = (*extra, f"learner.metrics_port={_port(addresses.learner)}")
-        specs.append(process("learner", "learner", "learner", *extra, ready=Ready.RUNNING, url=addresses.learner))
+        specs.append(process("learner", "learner", "learner", *extra, ready=Ready.RUNNING))
     return specs
 
 
@@ -183,8 +179,8 @@ def _redis(config: RunConfig, addresses: Addresses) -> ProcessSpec:
     directory = (config.run.dir / "redis").absolute()
     assert addresses.server is not None
     launch = config.launch
-    acl = launch.secrets / "users.acl" if launch.secrets else None
-    argv = redis_argv(addresses.server, directory, addresses.redis_url, maxmemory_mb=launch.redis_maxmemory_mb, acl=acl)
+    limit = launch.redis_maxmemory_mb
+    argv = redis_argv(addresses.server, directory, addresses.redis_url, maxmemory_mb=limit, secrets=launch.secrets)
     log = config.run.dir / "logs" / "redis.log"
     hidden = SECRET_VARIABLES if launch.secrets else ()
     return ProcessSpec("redis", "redis", argv, log, Ready.PING, addresses.redis_url, {}, launch.restarts, hidden)
@@ -195,5 +191,5 @@ def _drain(section: str, given: set[str]) -> tuple[str, ...]:
     return () if "drain_s" in given else (f"{section}.drain_s={DRAIN_S}",)
 
 
-def _port(url: str) -> str:
-    return url.rpartition(":")[2]
+def _only_first(section: str, index: int, port: int) -> tuple[str, ...]:
+    return (f"{section}.port=0",) if port and index > 1 else ()  # only one process can listen there
