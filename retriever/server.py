@@ -22,7 +22,7 @@ import numpy.typing as npt
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot, NodeState
-from protocol.runtime.http.auth import read_access
+from protocol.runtime.http.auth import LOOPBACK, read_access
 from protocol.runtime.http.server import announce, listening, reachable_url, service_host
 from protocol.runtime.lifecycle import shutdown_on_signals, unwrap_user_error
 from protocol.runtime.metrics import WaitTimer
@@ -107,7 +107,7 @@ async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
     service = RetrieverState(settings)
     async with listening(
         create_app(service, access),
-        settings.host,
+        settings.host or LOOPBACK,
         settings.port,
         access=access,
         setting="retriever.host",
