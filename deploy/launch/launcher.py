@@ -32,7 +32,7 @@ from deploy.hardware.speed import with_dtypes
 from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
 from deploy.launch.process import LaunchBackend, LocalBackend, ManagedProcess, ProcessFailed
 from deploy.launch.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
-from deploy.run.addresses import Addresses, choose, dated, seen_from_here, settle
+from deploy.run.addresses import REDIS_URL_FILE, Addresses, choose, dated, seen_from_here, settle
 from deploy.run.history import StepTail, read_history
 from deploy.run.learning import learning_problems
 from deploy.run.redis_server import check_server
@@ -129,6 +129,9 @@ class Launcher:
         if self.addresses.server is None:
             self._say(f"redis: {check_server(self._redis_url)} at {redacted(self._redis_url)}")
         self.resolved = self.directory / RESOLVED
+        if self._given.launch.redis_host and self.addresses.server is not None:
+            # without a login: that of each role is in launch.secrets
+            atomic_write(self.directory / REDIS_URL_FILE, f"{self.addresses.redis_url}\n", durable=False)
         self.config = dated(with_dtypes(settle(self._given, self.addresses)), self.resolved)
         atomic_write(self.resolved, self.config.to_yaml(), durable=False)
         self.specs = plan(
@@ -151,6 +154,7 @@ class Launcher:
             beat=self._say.beat,
             interrupted=self._raise_if_stopped,
             backend=self._backend,
+            url_of=lambda name: self._readiness.urls.get(name, ""),
         )
         self._catch_signals()
         if not self.config.run.model.exists():
@@ -167,7 +171,8 @@ class Launcher:
     @property
     def rollout_urls(self) -> tuple[str, ...]:
         """Return the base URLs of the rollout servers (`POST /v1/episodes`)."""
-        return self.addresses.rollouts
+        urls = self._readiness.urls
+        return tuple(urls[spec.name] for spec in self.specs if spec.kind == "rollout" and spec.name in urls)
 
     @property
     def last_step(self) -> dict[str, Any]:
@@ -343,9 +348,6 @@ class Launcher:
             "config": str(self.resolved),
             "again": self._again,
             "redis_url": redacted(self.addresses.redis_url),
-            "retrievers": list(self.addresses.retrievers),
-            "rollouts": list(self.addresses.rollouts),
-            "learner": self.addresses.learner,
             "device_price": self.config.launch.device_price,
             "restarts": dict(self.supervisor.restarts),
             "processes": [

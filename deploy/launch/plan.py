@@ -32,6 +32,7 @@ class Ready(StrEnum):
     PING = "answers PING"
     HTTP = "GET /ready returns 200"
     ALIVE = "GET /health returns 200"
+    REGISTERED = "registered in Redis"
     ENGINE = "registered in Redis as ready"
     RUNNING = "running"
 
@@ -57,7 +58,7 @@ class ProcessSpec:
     env_secret  more of them, which are shown and written nowhere
     hidden    environment variables of the launcher that this process does not inherit
     log       file for its stdout and stderr
-    ready     readiness condition; `url` if it needs an address
+    ready     readiness condition; `url` if that needs an address
     restarts  maximum number of restarts within an hour; 0: its exit ends the run
     stop_s    seconds that it may need after SIGTERM, beyond launch.shutdown_s
     """
@@ -133,7 +134,7 @@ def plan(
     extra_env = {name: value for name, value in launch.env.items() if name != VISIBLE or not placement.gpus}
     hidden = SECRET_VARIABLES if launch.secrets else ()
 
-    def process(name: str, kind: str, module: str, *overrides: str, ready: Ready, url: str = "") -> ProcessSpec:
+    def process(name: str, kind: str, module: str, *overrides: str, ready: Ready) -> ProcessSpec:
         restarts = launch.restart_learner if kind == "learner" else launch.restarts
         argv = (python, "-m", module, "--config", str(resolved), *overrides)
         own = env_of(launch.secrets, kind, addresses.redis_url) if launch.secrets and read_secrets else {}
@@ -141,32 +142,27 @@ def plan(
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
         place = placement.of(name, kind)
         env = {**_threads(config, kind, cores), "PYTHONUNBUFFERED": "1", **extra_env, **place.environment}
-        known = (name, kind, argv, log, ready, url, env, restarts, hidden, stop_s, place)
+        known = (name, kind, argv, log, ready, "", env, restarts, hidden, stop_s, place)
         return ProcessSpec(*known, group=name, env_secret=url_secret | own)
 
     specs: list[ProcessSpec] = [_redis(config, addresses, placement)] if addresses.server is not None else []
-    for index, url in enumerate(addresses.retrievers, start=1):
-        port = f"retriever.port={_port(url)}"
-        specs.append(process(f"retriever-{index}", "retriever", "retriever", port, ready=Ready.HTTP, url=url))
+    for index in range(1, config.num_retrievers + 1):
+        extra = (f"retriever.id=retriever-{index}", *_only_first("retriever", index, config.retriever.port))
+        specs.append(process(f"retriever-{index}", "retriever", "retriever", *extra, ready=Ready.REGISTERED))
     for name, role in config.engine_roles.items():
         extra = (f"engine.id={name}", f"engine.role={role}", *_drain("engine", config.engine.model_fields_set))
         if config.engine.port and name != "engine-1":  # only one engine can listen there
             extra = (*extra, "engine.port=0")
         specs.append(process(name, "engine", "rollout_server.node", *extra, ready=Ready.ENGINE))
-    for index, url in enumerate(addresses.rollouts, start=1):
+    for index in range(1, launch.rollouts + 1):
         name = f"rollout-{index}"
-        extra = (
-            f"rollout.id={name}",
-            f"rollout.port={_port(url)}",
-            *_drain("rollout", config.rollout.model_fields_set),
-        )
-        # not /ready: that needs a published version, and evaluations may precede the learner
-        specs.append(process(name, "rollout", "rollout_server", *extra, ready=Ready.ALIVE, url=url))
+        port = _only_first("rollout", index, config.rollout.port)
+        extra = (f"rollout.id={name}", *port, *_drain("rollout", config.rollout.model_fields_set))
+        # before a version is published: evaluations may precede the learner
+        specs.append(process(name, "rollout", "rollout_server", *extra, ready=Ready.REGISTERED))
     if launch.learner:
         extra = ("--takeover",) if takeover else ()
-        if addresses.learner:
-            extra = (*extra, f"learner.metrics_port={_port(addresses.learner)}")
-        learner = process("learner", "learner", "learner", *extra, ready=Ready.RUNNING, url=addresses.learner)
+        learner = process("learner", "learner", "learner", *extra, ready=Ready.RUNNING)
         specs += _ranks(learner, launch.learner_ranks, placement) if launch.learner_ranks > 1 else [learner]
     return specs
 
@@ -179,7 +175,7 @@ def _ranks(learner: ProcessSpec, size: int, placement: Placement) -> Iterator[Pr
         ranked = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
         spec = replace(learner, rank=rank, place=place, env=learner.env | place.environment | ranked)
         name = f"{learner.name}-rank-{rank}"
-        yield replace(spec, name=name, log=spec.log.with_name(f"{name}.log"), url="") if rank else spec
+        yield replace(spec, name=name, log=spec.log.with_name(f"{name}.log")) if rank else spec
 
 
 def learner_threads(config: RunConfig, cores: int) -> int:
@@ -194,8 +190,8 @@ def _redis(config: RunConfig, addresses: Addresses, placement: Placement) -> Pro
     directory = (config.run.dir / "redis").absolute()
     assert addresses.server is not None
     launch = config.launch
-    acl = launch.secrets / "users.acl" if launch.secrets else None
-    argv = redis_argv(addresses.server, directory, addresses.redis_url, maxmemory_mb=launch.redis_maxmemory_mb, acl=acl)
+    limit = launch.redis_maxmemory_mb
+    argv = redis_argv(addresses.server, directory, addresses.redis_url, maxmemory_mb=limit, secrets=launch.secrets)
     log = config.run.dir / "logs" / "redis.log"
     hidden = SECRET_VARIABLES if launch.secrets else ()
     place = placement.of("redis", "redis")
@@ -209,5 +205,5 @@ def _drain(section: str, given: set[str]) -> tuple[str, ...]:
     return () if "drain_s" in given else (f"{section}.drain_s={DRAIN_S}",)
 
 
-def _port(url: str) -> str:
-    return url.rpartition(":")[2]
+def _only_first(section: str, index: int, port: int) -> tuple[str, ...]:
+    return (f"{section}.port=0",) if port and index > 1 else ()  # only one process can listen there

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deploy.launch.plan import ProcessSpec, Ready
 from deploy.launch.process import Child, LaunchBackend, LocalBackend, ProcessFailed
@@ -24,7 +24,7 @@ from protocol import events
 from protocol.codec import decode_as
 from protocol.errors import ForayError, ProtocolError, UserError
 from protocol.keys import Keys
-from protocol.messages import EngineInfo, NodeState
+from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
 from protocol.runtime.service_cli import NOT_RESTARTED, describe_exit
 from rollout_server.node.guard import Growth
 
@@ -36,6 +36,7 @@ LEAVE_S = 2.0
 """Seconds for the other ranks to end by themselves after one exited."""
 Say = Callable[[str], None]
 IsReady = Callable[[ProcessSpec], bool]
+M = TypeVar("M", EngineInfo, MetricsSnapshot)
 
 
 class Supervisor:
@@ -47,6 +48,7 @@ class Supervisor:
     shutdown_s  time between SIGTERM and SIGKILL, for each stage of the stop
     beat        called in every iteration of a waiting loop with what it waits for
     interrupted called at each check; raises if the user stopped the run
+    url_of      returns the address of a ready process by its name, "" without one
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Supervisor:
         interrupted: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         backend: LaunchBackend | None = None,
+        url_of: Callable[[str], str] = lambda name: "",
     ) -> None:
+        self._url_of = url_of
         self._is_ready, self._ready_s, self._shutdown_s = is_ready, ready_s, shutdown_s
         self._hurried = False
         self._say, self._beat, self._interrupted = say, beat, interrupted
@@ -183,7 +187,8 @@ class Supervisor:
             child.ready = True
             took = time.monotonic() - child.spawned
             state = "started" if child.spec.ready is Ready.RUNNING else "ready"
-            self._say(f"{name} {state} ({took:.1f} s)" + (f", {child.spec.url}" if child.spec.url else ""))
+            url = child.spec.url or self._url_of(name)
+            self._say(f"{name} {state} ({took:.1f} s)" + (f", {url}" if url else ""))
         # a learner with nothing left to do may have ended before the first check
         return child.ready or child.has_finished
 
@@ -199,12 +204,16 @@ class Readiness:
 
     def __init__(self, redis_url: str, run_id: str) -> None:
         self._url, self._keys = redis_url, Keys(run_id)
-        self._left: dict[str, EngineInfo | None] = {}
+        self._left: dict[str, str] = {}
+        self.urls: dict[str, str] = {}
+        """Name of a registered process -> its address."""
 
     def starting(self, spec: ProcessSpec) -> None:
         """Remember what a killed process left in Redis for `spec`, so that it does not count as the new process."""
-        if spec.ready is Ready.ENGINE:
-            self._left[spec.name] = self._engine(spec.name)
+        if spec.ready is Ready.ENGINE and (engine := self._read(EngineInfo, spec)):
+            self._left[spec.name] = engine.incarnation
+        if spec.ready is Ready.REGISTERED and (process := self._read(MetricsSnapshot, spec)):
+            self._left[spec.name] = process.text.get("incarnation", "")
 
     def __call__(self, spec: ProcessSpec) -> bool:
         match spec.ready:
@@ -214,25 +223,30 @@ class Readiness:
                 return answers(f"{spec.url}/ready")
             case Ready.ALIVE:
                 return answers(f"{spec.url}/health")
+            case Ready.REGISTERED:
+                process = self._read(MetricsSnapshot, spec)
+                if process is None or process.text.get("incarnation") == self._left.get(spec.name, ""):
+                    return False
+                self.urls[spec.name] = process.text.get("url", "")
+                return process.text.get("state") == NodeState.READY
             case Ready.ENGINE:
-                return self._engine_is_ready(spec.name)
+                engine = self._read(EngineInfo, spec)
+                ready = engine is not None and engine.state is NodeState.READY
+                return ready and engine is not None and engine.incarnation != self._left.get(spec.name)
             case Ready.RUNNING:
                 return True
 
-    def _engine_is_ready(self, name: str) -> bool:
-        found, left = self._engine(name), self._left.get(name)
-        if found is None or found.state is not NodeState.READY:
-            return False
-        return left is None or found.incarnation != left.incarnation
-
-    def _engine(self, name: str) -> EngineInfo | None:
-        """Return the registration of an engine, None if there is none or it cannot be read."""
+    def _read(self, kind: type[M], spec: ProcessSpec) -> M | None:
+        """Return the registration of an engine or another process, None if there is none or it cannot be read."""
         import redis
 
         client = connect(self._url, timeout_s=ANSWER_S)
         try:
-            raw = client.hget(self._keys.engine(name), "b")
-            return decode_as(EngineInfo, raw) if isinstance(raw, bytes) else None
+            if kind is EngineInfo:
+                raw: Any = client.hget(self._keys.engine(spec.name), "b")
+            else:
+                raw = client.get(self._keys.metrics(spec.kind, spec.name))
+            return decode_as(kind, raw) if raw else None
         except (redis.RedisError, OSError, ProtocolError):
             return None
         finally:

@@ -26,7 +26,7 @@ from protocol.errors import UserError
 
 EIGHT = HARDWARE["8xh100"]
 SEVEN_B, THREE_B = SHAPES["Qwen2.5-7B"], SHAPES["Qwen2.5-3B"]
-ADDRESSES = Addresses("redis://db:6379/0", None, ("http://127.0.0.1:1001",), ("http://127.0.0.1:1002",))
+ADDRESSES = Addresses("redis://db:6379/0", None)
 
 
 def recipe(*overrides: str) -> RunConfig:
