@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from learner.config.learner import LearnerSettings
 from learner.config.sft import SftSettings
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name
 from protocol.runtime.config import SettingsTree, read_tree, section
+from protocol.runtime.http.auth import is_loopback
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Settings
 from retriever.config import RetrieverSettings
 from rollout_server.config import RolloutSettings
@@ -70,6 +71,9 @@ class LaunchSettings(Settings):
     """Number of learner ranks on this machine, started with torchrun. For several machines start torchrun manually."""
     redis: Literal["auto", "own", "configured"] = "auto"
     """auto: the configured URL if there is one, else start a Redis. The other values require one of the two."""
+    redis_host: str = ""
+    """Address or name of this host at which the Redis that `up` starts serves other hosts, with the users, tokens and
+    TLS of `launch.secrets`. `run.dir/redis.url` then has its URL. Empty: it serves this machine only."""
     redis_maxmemory_mb: int = Field(default=1024, ge=16)
     """Memory limit of the Redis that `up` starts, in MiB. `foray doctor` compares it with the needs of the run."""
     threads: int = Field(default=1, ge=1)
@@ -104,6 +108,15 @@ class LaunchSettings(Settings):
     prepare: tuple[tuple[str, ...], ...] = ()
     """Commands to run, in order, before any process starts; only if `run.model` does not exist. `{python}`, `{model}`
     and `{config}` (the resolved file) are replaced."""
+
+    @model_validator(mode="after")
+    def _redis_has_users(self) -> LaunchSettings:
+        if self.redis_host and not is_loopback(self.redis_host) and self.secrets is None:
+            raise ValueError(
+                f"redis_host = {self.redis_host} would expose Redis to the network without users: "
+                "`foray init run.yaml --secure` makes them, and launch.secrets names their directory"
+            )
+        return self
 
     @field_validator("env")
     @classmethod
@@ -146,7 +159,7 @@ class RunConfig(Settings):
         if self.launch.retrievers is not None:
             return self.launch.retrievers
         search = self.rollout.search
-        return 1 if search.type == "http" and "urls" not in search.model_fields_set else 0
+        return 1 if search.type == "http" and not search.urls else 0
 
     def to_yaml(self) -> str:
         """Return every setting with its value, including defaults, as a file that each process can read."""

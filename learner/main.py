@@ -51,7 +51,8 @@ from protocol.codec import decode_as
 from protocol.errors import Fenced, ForayError, StateLost, UserError
 from protocol.ledger import Outcome
 from protocol.messages import MetricsSnapshot, TrajectoryGroup
-from protocol.runtime.http.server import ThreadedServer
+from protocol.runtime.http.auth import read_access
+from protocol.runtime.http.server import ThreadedServer, reachable_url, service_host
 from protocol.runtime.lifecycle import DeferredShutdown, deferred_shutdown
 from protocol.runtime.redis.errors import RedisFull, RedisUnavailable
 from protocol.runtime.redis.server import eviction_refusal, unknown_policy
@@ -297,14 +298,14 @@ def resumed_engine(
 def _metrics_server(
     run: RunSettings, settings: LearnerSettings, meter: Meter, snapshot: Callable[[], MetricsSnapshot]
 ) -> ThreadedServer | None:
-    """Serve `/metrics`, and write its address to the log and, as `metrics_url`, to the snapshots."""
+    """Serve `/metrics`, and write its address to the log and, as `url`, to the snapshots."""
     if settings.metrics_port is None:
         return None
     page = metrics_page(run.id, snapshot, meter.histograms)
-    server = serve_prometheus(settings.metrics_host, settings.metrics_port, page.text)
-    url = f"{server.url}/metrics"
-    log.info("metrics: %s", url)
-    meter.set_text(metrics_url=url)
+    host = service_host(settings.metrics_host, run.redis_url, read_access(os.environ), "learner.metrics_host")
+    server = serve_prometheus(host, settings.metrics_port, page.text)
+    log.info("metrics: %s/metrics", server.url)
+    meter.set_text(url=reachable_url(host, server.port, run.redis_url))
     return server
 
 

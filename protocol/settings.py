@@ -81,7 +81,8 @@ class RunSettings(Settings):
     dir: Path = Field(default=Path("runs/run"))
     """Run directory: logs, weights, checkpoints, trajectories, metrics."""
     redis_url: str = ""
-    """redis://host:port/db, rediss:// (TLS), unix:///path or redis+sentinel://h1,h2/name. Empty: the variable
+    """redis://host:port/db, rediss:// (TLS), unix:///path, redis+sentinel://h1,h2/name, or file:///path: a file with a
+    redis:// or rediss:// URL, read again at every connection, for a Redis that may move. Empty: the variable
     FORAY_REDIS_URL, or the launcher starts a Redis in the run directory."""
     model: Path = Field(default=Path("model"))
     """Directory of the initial policy in Hugging Face layout, including the tokenizer."""

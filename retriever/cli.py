@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from protocol.runtime.config import SettingsTree, section
 from protocol.runtime.service_cli import add_config_arguments, add_port_file_argument, run_service
+from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 from retriever.config import RetrieverSettings
 
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m retriever"
         description="Serve a corpus and its index, or a web search engine, over HTTP: Search-R1's POST /retrieve, "
         "ReSearch's POST /search and /batch_search, POST /v1/embeddings, GET /health, /ready, /metrics, /info.",
     )
-    add_config_arguments(parser, "YAML file; the section `retriever` is read", "retriever.port=8001")
+    add_config_arguments(parser, "YAML file; the sections `retriever` and `run` are read", "retriever.port=8001")
     add_port_file_argument(parser)
     return run_service(parser, argv, _serve)
 
@@ -32,6 +33,8 @@ def _serve(args: argparse.Namespace, tree: SettingsTree) -> None:
     # loaded: with other load on the cores, a search by two threads took 8 times the CPU time of one (measured)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     settings = section(tree, "retriever", RetrieverSettings)
+    run = section(tree, "run", RunSettings)
     from retriever.server import serve
 
-    asyncio.run(serve(settings, port_file=args.port_file))
+    known = run.redis_url or os.environ.get(REDIS_URL_VARIABLE)
+    asyncio.run(serve(settings, run.with_redis(os.environ) if known else None, port_file=args.port_file))

@@ -18,9 +18,11 @@ from retriever.rerank.config import RerankSettings
 class RetrieverSettings(Settings):
     """Section `retriever` of the tree."""
 
-    host: str = "127.0.0.1"
+    id: str = Field(default="", max_length=200)
+    """Name under which it registers in the run's Redis, if there is one. Empty: `<hostname>-<pid>`."""
+    host: str = ""
     """Address to listen on. Addresses other than loopback need a token: FORAY_NODE_TOKEN in the environment
-    (SECURITY.md)."""
+    (SECURITY.md). Empty: this machine's on the route to Redis, if the process has a token, else loopback."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port; 0: a free port, reported in the log and by `--port-file`."""
     corpus: Path = Path("corpus.jsonl")

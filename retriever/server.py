@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
+import socket
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,9 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
-from protocol.runtime.http.auth import read_access
-from protocol.runtime.http.server import announce, listening
-from protocol.runtime.lifecycle import shutdown_on_signals
+from protocol.keys import Keys
+from protocol.messages import MetricsSnapshot, NodeState
+from protocol.runtime.http.auth import LOOPBACK, read_access
+from protocol.runtime.http.server import announce, listening, reachable_url, service_host
+from protocol.runtime.lifecycle import shutdown_on_signals, unwrap_user_error
+from protocol.runtime.metrics import WaitTimer
+from protocol.runtime.redis import processes
+from protocol.runtime.redis.aio import Backoff, RedisClient, retry_until_available
+from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.settings import RunSettings
 from retriever.api.app import create_app
 from retriever.api.base import EmbeddingInput, EmbeddingService, RetrieverState
 from retriever.backends.base import Embedder, QueryFailure
@@ -38,15 +48,56 @@ SHUTDOWN_S = 5.0
 """Timeout for requests in flight at shutdown, in seconds."""
 
 
-async def serve(settings: RetrieverSettings, *, port_file: Path | None = None) -> None:
+async def serve(settings: RetrieverSettings, run: RunSettings | None = None, *, port_file: Path | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises UserError if the port is in use or the index cannot be served.
 
     The log line `listening on http://HOST:PORT` and the port file appear once requests are answered.
+
+    run  register in its Redis, for the run's rollout servers; None: in no Redis
     """
-    with shutdown_on_signals() as shutdown:
+    url = run.redis_url if run is not None else ""
+    host = service_host(settings.host, url, read_access(os.environ), "retriever.host")
+    settings = settings.model_copy(update={"host": host})
+    with shutdown_on_signals() as shutdown, unwrap_user_error():
         async with running(settings) as port:
-            announce(log, settings.host, port, port_file)
-            await shutdown.requested.wait()
+            announce(log, host, port, port_file)
+            if run is None:
+                await shutdown.requested.wait()
+                return
+            async with registered(run, settings.id, reachable_url(host, port, url)):
+                await shutdown.requested.wait()
+
+
+@asynccontextmanager
+async def registered(run: RunSettings, own_id: str, url: str) -> AsyncIterator[None]:
+    """Keep the service at `url` registered in the run's Redis while the block runs. Waits for a Redis that is away."""
+    began, incarnation = time.monotonic(), secrets.token_hex(4)
+    name = own_id or f"{socket.gethostname()}-{os.getpid()}"
+    text = {"url": url, "state": str(NodeState.READY), "incarnation": incarnation}
+    redis, waits = RedisClient(run.redis_url, Keys(run.id)), WaitTimer()
+
+    def snapshot() -> MetricsSnapshot:
+        up = time.monotonic() - began
+        return MetricsSnapshot(process="retriever", id=name, uptime_s=up, waits=waits.seconds(), text=text)
+
+    async def renew() -> None:
+        backoff = Backoff("registering", waits)
+        while True:
+            await retry_until_available(backoff, lambda: processes.write(redis, snapshot()))
+            await asyncio.sleep(processes.PERIOD_S)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            renewing = tasks.create_task(renew(), name="registration")
+            yield
+            renewing.cancel()
+        try:
+            async with asyncio.timeout(3.0):
+                await processes.remove(redis, "retriever", name)
+        except (RedisUnavailable, TimeoutError) as error:
+            log.info("could not deregister, the registration will expire: %s", error)
+    finally:
+        await redis.aclose()
 
 
 @asynccontextmanager
@@ -56,7 +107,7 @@ async def running(settings: RetrieverSettings) -> AsyncIterator[int]:
     service = RetrieverState(settings)
     async with listening(
         create_app(service, access),
-        settings.host,
+        settings.host or LOOPBACK,
         settings.port,
         access=access,
         setting="retriever.host",

@@ -17,8 +17,9 @@ class RolloutSettings(Settings):
 
     id: str = Field(default="", max_length=200)
     """Name in metrics and in the trajectories that it produces. Empty: `<hostname>-<pid>`."""
-    host: str = "127.0.0.1"
-    """Address to listen on (health, status, metrics, episodes)."""
+    host: str = ""
+    """Address to listen on (health, status, metrics, episodes). Empty: this machine's on the route to Redis, if the
+    process has a token, else loopback."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
     concurrency_groups: int = Field(default=32, ge=1)

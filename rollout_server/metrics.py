@@ -13,20 +13,17 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from protocol import events
-from protocol.codec import encode
 from protocol.errors import StateLost, UserError
-from protocol.functions import REPORT
 from protocol.messages import MetricsSnapshot, Owner, Segment, Status, Trajectory
 from protocol.runtime.metrics import Histogram, MetricsPage, WaitTimer
+from protocol.runtime.redis import processes
 from protocol.runtime.redis.aio import Backoff, RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.runtime.redis.processes import PERIOD_S
 from rollout_server.metric_tables import TABLES, WAITS
 
 log = logging.getLogger(__name__)
 
-PERIOD_S = 1.0
-LIFETIME_MS = 10_000
-"""A snapshot that is not renewed expires after this time, and the process disappears from every list."""
 RATE_WINDOW_S = 10.0
 MEAN_OVER = 256
 """Number of trajectories in the running means of rewards."""
@@ -135,7 +132,7 @@ async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[RateGau
         for rate in rates:
             rate.tick()
         try:
-            await _write(redis, stats)
+            await processes.write(redis, stats.snapshot())
         except RedisUnavailable as error:
             await backoff.sleep(error)
         except UserError:
@@ -150,25 +147,9 @@ async def publish_metrics(redis: RedisClient, stats: Stats, rates: tuple[RateGau
         lag = max(0.0, time.monotonic() - before - PERIOD_S)
 
 
-async def _write(redis: RedisClient, stats: Stats) -> None:
-    keys, raw = redis.keys, encode(stats.snapshot())
-    now = await redis.now()
-    key, until, member = keys.metrics(stats.process, stats.id), now + LIFETIME_MS / 1000, f"{stats.process}:{stats.id}"
-    await redis.write(
-        ("SET", key, raw, "PX", LIFETIME_MS),
-        ("ZADD", keys.processes, until, member),
-        # every writer also removes the entries of killed processes
-        ("ZREMRANGEBYSCORE", keys.processes, "-inf", now - 60),
-        full=(REPORT, [key, keys.processes], raw, LIFETIME_MS, str(until), member),
-    )
-
-
 async def deregister_metrics(redis: RedisClient, stats: Stats) -> None:
     """Remove this process from the lists at shutdown. Raises RedisUnavailable."""
-    await redis.batch(
-        ("DEL", redis.keys.metrics(stats.process, stats.id)),
-        ("ZREM", redis.keys.processes, f"{stats.process}:{stats.id}"),
-    )
+    await processes.remove(redis, stats.process, stats.id)
 
 
 def prometheus_text(stats: Stats, run: str) -> bytes:

@@ -17,6 +17,7 @@
                                                                no backpressure of     the engines,
                                                                turns or searches      a successful probe
     renew_loop       leases in flight      idle times reset    a third of task_idle   the clock
+    search.follow    retrievers            replicas in use        half a second          the clock
     Fleet.follow     engines, target       FleetTable          fleet_poll_s           the clock
     gate             FleetTable            accept / do not     a change               Fleet.follow
     publish_metrics  Stats                 metrics in Redis    one second             the clock
@@ -34,24 +35,24 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from protocol.errors import StateLost
 from protocol.keys import Keys
-from protocol.messages import EngineInfo, Task, TrajectoryGroup
+from protocol.messages import EngineInfo, NodeState, Task, TrajectoryGroup
 from protocol.runtime.http.auth import Access, engine_key, read_access
 from protocol.runtime.http.body import bounded_session
-from protocol.runtime.http.server import announce, listening, reachable_url
+from protocol.runtime.http.server import announce, listening, reachable_url, service_host
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
 from protocol.runtime.redis.aio import BLOCK_MS, Backoff, RedisClient, retry_until_available
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.server import eviction_refusal, unknown_policy
-from protocol.runtime.redis.url import parse_redis_url
 from protocol.runtime.tracing import build_tracer
 from protocol.settings import RunSettings
 from rollout_server.agents.run import build_agents
@@ -74,6 +75,7 @@ from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.live import LiveGroups
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop, run_trajectory
 from rollout_server.search import build_search
+from rollout_server.search.client import HttpSearch
 
 log = logging.getLogger(__name__)
 
@@ -97,19 +99,21 @@ async def serve(
     """Run until SIGTERM or SIGINT (or `stop`). Raises UserError for an error that the user must fix."""
     stop = stop or ShutdownSignal()
     stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
-    built = build_environment(settings.episode, run.model, urls=getattr(settings.search, "urls", ()), day=run.date)
+    search = build_search(settings.search)
+    retrievers = search if isinstance(search, HttpSearch) else None
+    built = build_environment(settings.episode, run.model, urls=retrievers.urls if retrievers else None, day=run.date)
     environment = with_instrumented_tools(built, stats)
     for name in COUNTERS:
         stats.counts[name] = 0
     redis = RedisClient(run.redis_url, Keys(run.id))
-    search = build_search(settings.search)
     try:
         async with bounded_session() as session:
             with shutdown_on_signals(stop), unwrap_user_error():
                 server = RolloutServer(
                     run, settings, environment, stats, redis, InstrumentedSearch(search, stats), session
                 )
-                await server.run(stop, port_file)
+                following = retrievers.follow(redis, stats.waits) if retrievers and retrievers.follows else None
+                await server.run(stop, port_file, following)
     finally:
         await search.close()
         await environment.close()
@@ -132,6 +136,7 @@ class RolloutServer:
         self._run, self._settings, self._environment, self._stats = run, settings, environment, stats
         self._redis, self._search, consumer = redis, search, f"{stats.id}-{secrets.token_hex(4)}"
         self._agents = build_agents(settings.agent, environment, stats)
+        stats.text["incarnation"] = lambda: consumer
         self._live, self._compatibility = LiveGroups(), RunCompatibility(run, max_lag=run.max_lag)
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
@@ -189,8 +194,10 @@ class RolloutServer:
             "engines_routable": lambda: len(self._router.candidates(pinned=False)),
         }
 
-    async def run(self, stop: ShutdownSignal, port_file: Path | None) -> None:
-        """Start everything, wait for `stop`, and shut down in order."""
+    async def run(
+        self, stop: ShutdownSignal, port_file: Path | None, following: Coroutine[Any, Any, None] | None = None
+    ) -> None:
+        """Start everything, wait for `stop`, and shut down in order. `following`: a further loop, of the search."""
         rates = {
             f"{what}_per_s": RateGauge(partial(self._stats.counts.__getitem__, counter))
             for what, counter in RATES.items()
@@ -202,6 +209,7 @@ class RolloutServer:
                 tasks.create_task(self._leases.renew_loop(), name="renew"),
                 tasks.create_task(publish_metrics(self._redis, self._stats, tuple(rates.values())), name="metrics"),
                 tasks.create_task(self._gate(), name="gate"),
+                *([tasks.create_task(following, name="retrievers")] if following else []),
             ]
             leasing = tasks.create_task(self._leases.lease_loop(tasks, self._work), name="lease")
             await stop.requested.wait()
@@ -304,26 +312,28 @@ class RolloutServer:
         feed = LiveFeed(self._live, router.turn_so_far, router.count_so_far, decode)
         served = AppState(self._run.id, self._fleet, self._router, self._stats, episodes, feed, stop.requested.is_set)
         access = read_access(os.environ)
+        host = service_host(self._settings.host, self._run.redis_url, access, "rollout.host")
         async with (
             self._agents.listening() if self._agents else nullcontext(),
             listening(
                 build_app(served, access),
-                self._settings.host,
+                host,
                 self._settings.port,
                 access=access,
                 setting="rollout.host",
                 todo="set another rollout.port, or 0 to pick a free one",
             ) as listener,
         ):
-            announce(log, self._settings.host, listener.port, port_file)
-            url = self._reachable(listener.port)
+            announce(log, host, listener.port, port_file)
+            url = self._reachable(host, listener.port)
             self._stats.text["url"] = lambda: url
+            self._stats.text["state"] = lambda: str(NodeState.DRAINING if stop.requested.is_set() else NodeState.READY)
             yield
 
-    def _reachable(self, port: int) -> str:
+    def _reachable(self, host: str, port: int) -> str:
         """Return the URL at which the learner reaches this server; "" if it is unknown: validations ask another one."""
         try:
-            return reachable_url(self._settings.host, port, parse_redis_url(self._run.redis_url))
+            return reachable_url(host, port, self._run.redis_url)
         except OSError as error:
             log.warning("cannot find the address of this host on the way to Redis: %s", error)
             return ""

@@ -9,7 +9,7 @@ from deploy.config import RunConfig
 from deploy.doctor.finding import Finding
 from deploy.secrets.env import read_env
 from protocol.errors import UserError
-from protocol.runtime.http.auth import is_loopback, read_access
+from protocol.runtime.http.auth import LOOPBACK, is_loopback, read_access
 
 
 def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -22,6 +22,7 @@ def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterato
     if config.launch.learner and config.learner.metrics_port is not None:
         hosts["learner"] = ("learner.metrics_host", config.learner.metrics_host)
     found: list[Finding] = []
+    hosts = {role: (setting, host or LOOPBACK) for role, (setting, host) in hosts.items()}
     for role, (setting, host) in hosts.items():
         try:
             access = read_access(read_env(config.launch.secrets, role) if config.launch.secrets else environ)
@@ -38,5 +39,5 @@ def binds(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Iterato
         return
     far = [setting for setting, host in hosts.values() if not is_loopback(host)]
     yield Finding(
-        "access", "ok", f"tokens protect: {', '.join(far)}" if far else "all services listen on loopback only"
+        "access", "ok", f"tokens protect: {', '.join(far)}" if far else "no setting opens a service beyond loopback"
     )

@@ -31,6 +31,7 @@ def needs(run: str) -> Mapping[RedisRole, Sequence[Command]]:
         "learner": _learner(k),
         "rollout": _rollout(k),
         "node": _node(k),
+        "retriever": _retriever(k),
         "viewer": (("GET", k.issued), ("HGETALL", k.target), ("XINFO", "GROUPS", k.traj), ("XLEN", k.dlq), ("INFO",)),
         "operator": (("SADD", k.requeue, "1"), ("XDEL", k.dlq, "0-1"), ("XRANGE", k.dlq, "-", "+"), ("INFO",)),
     }
@@ -83,6 +84,8 @@ def _rollout(k: Keys) -> tuple[Command, ...]:
         ("SET", k.evaluation, "v"),
         ("GET", k.evaluation),
         ("ZRANGEBYSCORE", k.engines, "0", "1"),
+        ("ZRANGEBYSCORE", k.processes, "0", "1"),
+        ("GET", k.metrics("retriever", "r")),
         ("HGET", k.engine("e"), "b"),
         ("HMGET", k.target, "b", "state"),
         ("HGETALL", k.meta),
@@ -105,6 +108,16 @@ def _node(k: Keys) -> tuple[Command, ...]:
         ("GET", k.evaluation),
         ("SET", k.metrics("node", "e"), "v"),
         ("ZADD", k.processes, "0", "m"),
+    )
+
+
+def _retriever(k: Keys) -> tuple[Command, ...]:
+    return (
+        ("SET", k.metrics("retriever", "r"), "v"),
+        ("FCALL", REPORT, "2", k.metrics("retriever", "r"), k.processes),
+        ("DEL", k.metrics("retriever", "r")),
+        ("ZADD", k.processes, "0", "m"),
+        ("ZREM", k.processes, "m"),
     )
 
 

@@ -16,6 +16,7 @@ from deploy.config import RunConfig
 from deploy.doctor.finding import Finding, Verdict
 from deploy.hardware.host_memory import memory_parts
 from protocol.errors import UserError
+from protocol.runtime.http.auth import LOOPBACK
 from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.net import is_free, port_owner
 from protocol.runtime.number_format import stored_bytes
@@ -101,7 +102,8 @@ def ports(config: RunConfig) -> Iterator[Finding]:
         wanted["engine.port"] = (config.engine.host, config.engine.port)
     if config.launch.learner:
         wanted["learner.metrics_port"] = (config.learner.metrics_host, config.learner.metrics_port or 0)
-    taken = {name: (host, port) for name, (host, port) in wanted.items() if port and not is_free(host, port)}
+    wanted = {name: (host or LOOPBACK, port) for name, (host, port) in wanted.items() if port}
+    taken = {name: at for name, at in wanted.items() if not is_free(*at)}
     if not taken:
         yield Finding("ports", "ok", "free")
         return

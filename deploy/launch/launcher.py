@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -26,12 +27,12 @@ from deploy.doctor.identity import CHECK
 from deploy.doctor.machine import usable
 from deploy.doctor.model import ENGINE_TOKENIZER, RUN_TOKENIZER
 from deploy.doctor.run import inputs, preflight
-from deploy.hardware.run import cores, on_this_machine
+from deploy.hardware.run import cores
 from deploy.hardware.speed import with_dtypes
 from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
-from deploy.launch.process import ManagedProcess, ProcessFailed
+from deploy.launch.process import LaunchBackend, LocalBackend, ManagedProcess, ProcessFailed
 from deploy.launch.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
-from deploy.run.addresses import Addresses, choose, dated, seen_from_here, settle
+from deploy.run.addresses import REDIS_URL_FILE, Addresses, choose, dated, seen_from_here, settle
 from deploy.run.history import StepTail, read_history
 from deploy.run.learning import learning_problems
 from deploy.run.redis_server import check_server
@@ -67,7 +68,12 @@ REPLACED_BY_TAKEOVER = (CHECK, RUN_TOKENIZER, ENGINE_TOKENIZER)
 
 
 class Launcher:
-    """One run. `say` receives the lines for the user; `again` is the command that resumes the run."""
+    """One run.
+
+    say      receives the lines for the user
+    again    the command that resumes the run
+    backend  starts the processes; default: that of `launch.backend`
+    """
 
     def __init__(
         self,
@@ -77,7 +83,9 @@ class Launcher:
         python: str = "",
         again: str = "",
         takeover: bool = False,
+        backend: LaunchBackend | None = None,
     ) -> None:
+        self._backend = backend or LocalBackend()
         self._given, self._python, self._again = config, python or sys.executable, again
         self._takeover = takeover
         self._say = Progress.of(say)
@@ -114,11 +122,16 @@ class Launcher:
         self._require([f for f in found if f.check not in REPLACED_BY_TAKEOVER or not self._takeover])
         if self._given.launch.learner:  # without a learner here, its run directory may be on another disk
             ensure_lineage_id(self._given.run)
+        self._exits.callback(self._backend.close)
+        placement = self._backend.place(with_dtypes(self._given))
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
             self._say(f"redis: {check_server(self._redis_url)} at {redacted(self._redis_url)}")
         self.resolved = self.directory / RESOLVED
+        if self._given.launch.redis_host and self.addresses.server is not None:
+            # without a login: that of each role is in launch.secrets
+            atomic_write(self.directory / REDIS_URL_FILE, f"{self.addresses.redis_url}\n", durable=False)
         self.config = dated(with_dtypes(settle(self._given, self.addresses)), self.resolved)
         atomic_write(self.resolved, self.config.to_yaml(), durable=False)
         self.specs = plan(
@@ -127,7 +140,7 @@ class Launcher:
             python=self._python,
             resolved=self.resolved,
             takeover=self._takeover,
-            placement=on_this_machine(self.config),
+            placement=placement,
             cores=cores(),
         )
         launch = self.config.launch
@@ -140,6 +153,8 @@ class Launcher:
             say=self._say,
             beat=self._say.beat,
             interrupted=self._raise_if_stopped,
+            backend=self._backend,
+            url_of=lambda name: self._readiness.urls.get(name, ""),
         )
         self._catch_signals()
         if not self.config.run.model.exists():
@@ -156,7 +171,8 @@ class Launcher:
     @property
     def rollout_urls(self) -> tuple[str, ...]:
         """Return the base URLs of the rollout servers (`POST /v1/episodes`)."""
-        return self.addresses.rollouts
+        urls = self._readiness.urls
+        return tuple(urls[spec.name] for spec in self.specs if spec.kind == "rollout" and spec.name in urls)
 
     @property
     def last_step(self) -> dict[str, Any]:
@@ -175,7 +191,8 @@ class Launcher:
                 if spec.kind == "redis":
                     (self.directory / "redis").mkdir(parents=True, exist_ok=True)
                 self._readiness.starting(spec)
-                self.supervisor.spawn(spec)
+            for _, group in groupby(fresh, key=lambda spec: spec.group or spec.name):
+                self.supervisor.spawn(*group)
             self._record()
             self.supervisor.await_ready([spec.name for spec in fresh])
         self._state = "running"
@@ -183,7 +200,7 @@ class Launcher:
 
     def check(self) -> None:
         """Restart processes that exited and may be restarted; print new steps. Raises ProcessFailed or RunStopped."""
-        before = {name: child.pid for name, child in self.supervisor.children.items()}
+        before = dict(self.supervisor.children)
         try:
             self.supervisor.check()
         except ProcessFailed as failure:
@@ -200,7 +217,7 @@ class Launcher:
             self._say(for_terminal(line))
         for record in self._validations.read():
             self._say(f"validation of {describe(record)}")
-        if before != {name: child.pid for name, child in self.supervisor.children.items()}:
+        if before != self.supervisor.children:
             self._record()
 
     def _say_problems(self) -> None:
@@ -331,11 +348,12 @@ class Launcher:
             "config": str(self.resolved),
             "again": self._again,
             "redis_url": redacted(self.addresses.redis_url),
-            "retrievers": list(self.addresses.retrievers),
-            "rollouts": list(self.addresses.rollouts),
-            "learner": self.addresses.learner,
             "device_price": self.config.launch.device_price,
             "restarts": dict(self.supervisor.restarts),
-            "processes": [s.to_json() | {"pid": children[s.name].pid} for s in self.specs if s.name in children],
+            "processes": [
+                s.to_json() | {"pid": children[s.name].pid, "host": children[s.name].host}
+                for s in self.specs
+                if s.name in children
+            ],
         }
         write_record(self.directory, record)

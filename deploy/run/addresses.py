@@ -1,13 +1,14 @@
-"""Choose the addresses of all services, once per run, and write them to the configuration of the processes."""
+"""Choose the Redis of a run, and write it to the configuration of the processes. Services register there themselves."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from pydantic import BaseModel
 
@@ -16,30 +17,27 @@ from deploy.run.redis_server import child_url, find_server, socket_url
 from deploy.secrets.env import redis_url_for
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree
-from protocol.runtime.net import free_port, require_free
-from protocol.runtime.redis.url import parse_redis_url, place_of
+from protocol.runtime.http.auth import LOOPBACK
+from protocol.runtime.net import require_free
+from protocol.runtime.redis.url import FILE, parse_redis_url, place_of
 from protocol.settings import REDIS_URL_VARIABLE, Settings
 
+REDIS_URL_FILE = "redis.url"
+"""File in the run directory with the URL of a Redis that serves other hosts (`launch.redis_host`)."""
 ROOT = Path(__file__).parents[2]
 M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Addresses of the processes. Chosen once per run, so that a restarted process keeps its address.
+    """Where the run's Redis is: all other processes register there, each at a port of its own host.
 
-    redis_url   the configured Redis, or the one that the launcher starts
-    server      program of the Redis that the launcher starts, None for a configured one
-    retrievers  base URL of each retriever
-    rollouts    base URL of each rollout server
-    learner     base URL of the learner's metrics, "" without them
+    redis_url  the configured Redis, or the one that the launcher starts
+    server     program of the Redis that the launcher starts, None for a configured one
     """
 
     redis_url: str
     server: Path | None
-    retrievers: tuple[str, ...]
-    rollouts: tuple[str, ...]
-    learner: str = ""
 
 
 def anchored(config: M) -> M:
@@ -64,40 +62,24 @@ def _anchored(value: Any) -> Any:
             return value
 
 
-ANY = ("0.0.0.0", "::", "")
-"""Hosts that mean "every interface": processes on this machine get the loopback address instead."""
-
-
-def choose(
-    config: RunConfig, *, environ: Mapping[str, str] = os.environ, port: Callable[[], int] = free_port
-) -> Addresses:
-    """Choose the addresses of the processes; `port` returns a free port. Raises UserError without a Redis."""
-    url, server = _redis(config, environ)
+def choose(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Addresses:
+    """Choose the Redis. Raises UserError without one, or if a configured port is taken."""
     first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
     for service, count, given in (
         ("retriever", config.num_retrievers, first),
         ("rollout", config.launch.rollouts, config.rollout.port),
     ):
         if count and given:
-            require_free(getattr(config, service).host, given, f"{service}.port")
+            require_free(getattr(config, service).host or LOOPBACK, given, f"{service}.port")
     if config.launch.learner and config.learner.metrics_port:
-        require_free(config.learner.metrics_host, config.learner.metrics_port, "learner.metrics_port")
-    retrievers = _urls(config.retriever.host, first, config.num_retrievers, port)
-    rollouts = _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, port)
-    return Addresses(url, server, retrievers, rollouts, _learner(config, port))
+        require_free(config.learner.metrics_host or LOOPBACK, config.learner.metrics_port, "learner.metrics_port")
+    return Addresses(*_redis(config, environ))
 
 
 def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Addresses:
-    """Return the addresses like `choose`, without searching for a Redis or a port; ports chosen later are 0."""
+    """Return the Redis like `choose`, without searching for a server."""
     url = "" if config.launch.redis == "own" else config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
-    first = config.retriever.port if "port" in config.retriever.model_fields_set else 0
-    return Addresses(
-        url or socket_url(config.run.dir / "redis"),
-        None if url else Path("redis-server"),
-        _urls(config.retriever.host, first, config.num_retrievers, lambda: 0),
-        _urls(config.rollout.host, config.rollout.port, config.launch.rollouts, lambda: 0),
-        _learner(config, lambda: 0),
-    )
+    return Addresses(url or socket_url(config.run.dir / "redis"), None if url else Path("redis-server"))
 
 
 def dated(config: RunConfig, resolved: Path) -> RunConfig:
@@ -112,12 +94,12 @@ def dated(config: RunConfig, resolved: Path) -> RunConfig:
 
 
 def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
-    """Return `config` with the addresses and with absolute paths.
+    """Return `config` with the URL of its Redis and with absolute paths.
 
     A Redis URL from the environment is not included, because it may contain a password.
     """
     config = anchored(config)
-    launch: dict[str, Any] = {"retrievers": len(addresses.retrievers)}
+    launch: dict[str, Any] = {"retrievers": config.num_retrievers}
     update: dict[str, Settings] = {}
     if addresses.server is not None:
         # so that `foray up` with the resolved file starts it again
@@ -126,12 +108,15 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
         # each process gets URL and login from the environment: a setting would override it, and be written to a file
         update["run"] = config.run.model_copy(update={"redis_url": ""})
     elif addresses.server is not None:
-        update["run"] = config.run.model_copy(update={"redis_url": addresses.redis_url})
-    if addresses.retrievers:
-        port = int(addresses.retrievers[0].rpartition(":")[2])
-        update["retriever"] = config.retriever.model_copy(update={"port": port})
-        if config.rollout.search.type == "http":
-            search = config.rollout.search.model_copy(update={"urls": addresses.retrievers})
+        url = (
+            f"{FILE}{quote(str(config.run.dir / REDIS_URL_FILE))}" if config.launch.redis_host else addresses.redis_url
+        )
+        update["run"] = config.run.model_copy(update={"redis_url": url})
+    if config.num_retrievers:
+        if "port" not in config.retriever.model_fields_set:
+            update["retriever"] = config.retriever.model_copy(update={"port": 0})
+        if config.rollout.search.type == "http":  # those that register
+            search = config.rollout.search.model_copy(update={"urls": ()})
             update["rollout"] = config.rollout.model_copy(update={"search": search})
     update["launch"] = config.launch.model_copy(update=launch)
     return config.model_copy(update=update)
@@ -173,14 +158,4 @@ def _redis(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, Path | N
     directory = config.run.dir / "redis"
     directory.mkdir(parents=True, exist_ok=True)
     server = find_server()
-    return child_url(directory), server.path
-
-
-def _learner(config: RunConfig, port: Callable[[], int]) -> str:
-    host, given = config.learner.metrics_host, config.learner.metrics_port
-    return "" if given is None or not config.launch.learner else _urls(host, given, 1, port)[0]
-
-
-def _urls(host: str, first: int, count: int, port: Callable[[], int]) -> tuple[str, ...]:
-    name = "127.0.0.1" if host in ANY else f"[{host}]" if ":" in host else host
-    return tuple(f"http://{name}:{first if first and index == 0 else port()}" for index in range(count))
+    return child_url(directory, config.launch.redis_host, config.launch.secrets), server.path

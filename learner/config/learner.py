@@ -155,10 +155,10 @@ class DistributedPublishSettings(FilesSettings):
 
     type: Literal["distributed"] = "distributed"
     """Transport."""
-    address: str = "127.0.0.1"
+    address: str = ""
     """Address of this host as the engines reach it; the ranks meet only there. Anyone who can connect could read the
     weights: use loopback or a private network. gloo uses the interface of this address, unless GLOO_SOCKET_IFNAME is
-    set."""
+    set. Empty: this machine's on the route to Redis, if the learner has a token, else loopback."""
     port: int = Field(default=0, ge=0, le=65535)
     """Rendezvous port of the ranks; 0: a free port for each new group."""
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -250,10 +250,11 @@ class LearnerSettings(TrainerSettings):
     replay: ReplaySettings = ReplaySettings()
     """Replay of a journal with `--replay DIR`."""
     metrics_port: int | None = Field(default=0, ge=0, le=65535)
-    """Port of the Prometheus endpoint `/metrics`; 0: a free port (`foray up` writes it to run.json, the learner to
-    its log and its snapshot in Redis); null: no endpoint."""
-    metrics_host: str = "127.0.0.1"
-    """Address that endpoint listens on. Any but loopback needs a token: FORAY_VIEWER_TOKEN (SECURITY.md)."""
+    """Port of the Prometheus endpoint `/metrics`; 0: a free port (in the learner's log and its snapshot in
+    Redis); null: no endpoint."""
+    metrics_host: str = ""
+    """Address that endpoint listens on. Any but loopback needs a token: FORAY_VIEWER_TOKEN (SECURITY.md). Empty: this
+    machine's on the route to Redis, if the learner has a token, else loopback."""
     trackers: tuple[TrackerSettings, ...] = ()
     """Where to send the metrics of each step besides `run.dir/metrics.jsonl`: [wandb], or [{type: wandb, project:
     mine}]."""

@@ -37,6 +37,7 @@ from learner.weights.staging import KeptBucket, staging_for
 from learner.weights.transfer import Transfer, TransferFailed, TransferLimits
 from protocol.messages import EngineInfo, WeightBucket, WeightUpdate, WeightView
 from protocol.runtime.http.auth import read_access
+from protocol.runtime.http.server import service_host
 from protocol.runtime.net import free_port
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
@@ -68,6 +69,7 @@ class DistributedPublisher:
         self._membership = Membership(link, settings.backend, patience_s=settings.patience_s)
         self._proof = Proof()
         self._access = read_access(os.environ)
+        self._address = service_host(settings.address, run.redis_url, self._access, "learner.publish.address")
         self._sender: GroupSender | None = None
         self._closing: list[GroupSender] = []
         """Senders whose threads are still running."""
@@ -275,8 +277,8 @@ class DistributedPublisher:
         s = self._settings
         return Rendezvous(
             name=name,
-            address=s.address,
-            port=s.port or free_port(s.address),
+            address=self._address,
+            port=s.port or free_port(self._address),
             world_size=world_size,
             backend=s.backend,
             join_s=self._limits.join_s,

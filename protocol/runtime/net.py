@@ -1,7 +1,7 @@
 """Find free TCP ports, the process that listens on a port, and the interface on the way to a host; file descriptors.
 
-A restarted process must listen on the same address, so its port is fixed for the whole run. Ports are chosen below the
-kernel's range for outgoing connections: one of those could take the port before it is bound.
+Ports are chosen below the kernel's range for outgoing connections, one of which could take the port before it is bound,
+and above those of Ray's workers (10002 to 19999).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocol.errors import UserError
 
 MOST_FILES = 1 << 16
 """A process needs no more descriptors: it has about as many ports."""
-LOWEST, DEFAULT_HIGHEST = 15000, 32767
+LOWEST, DEFAULT_HIGHEST = 20000, 32767
 _SIOCGIFADDR = 0x8915
 """Linux' request for the address of an interface, see netdevice(7)."""
 _TAKEN: set[int] = set()

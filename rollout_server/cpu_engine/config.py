@@ -13,10 +13,9 @@ from pydantic import Field
 
 from protocol.errors import UserError
 from protocol.runtime.config import descriptions
+from protocol.runtime.http.auth import is_loopback
 from protocol.runtime.number_format import DtypeSetting
 from protocol.settings import Settings
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class EngineSettings(Settings):
@@ -87,7 +86,7 @@ def parse(argv: Sequence[str] | None = None) -> EngineSettings:
 def read_keys(settings: EngineSettings, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Return (API key, admin key), "" for none. Raises UserError if a named variable is empty, or a key is needed."""
     keys = tuple(_secret(name, environ) for name in (settings.api_key_env, settings.admin_api_key_env))
-    if settings.host not in LOOPBACK and not keys[0]:
+    if not is_loopback(settings.host) and not keys[0]:
         raise UserError(
             f"refusing to listen on {settings.host} without an API key",
             why="anyone who can reach this port could generate text and replace the weights",

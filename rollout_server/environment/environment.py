@@ -151,12 +151,12 @@ class Environment:
 
 
 def build_environment(
-    settings: EnvironmentSettings, model_dir: Path, *, urls: Sequence[str] = (), day: date | None = None
+    settings: EnvironmentSettings, model_dir: Path, *, urls: Sequence[str] | None = None, day: date | None = None
 ) -> Environment:
     """Build the environment of a process. The caller closes it.
 
     day   date for chat templates that contain one (`run.date`)
-    urls  base URLs of the retrievers, the default of tools that fetch documents
+    urls  base URLs of the retrievers, which may change, the default of tools that fetch documents; None: there are none
 
     Raises UserError for a missing or broken tokenizer, limits that are too small, or a reward or tool that cannot be
     built.

@@ -73,8 +73,9 @@ class NodeSettings(Settings):
     """Name of the engine. Empty: `engine-<hostname>-<port>`, which is unique per node."""
     kind: EngineKind = CpuEngine()
     """The engine: `engine.kind.type` is cpu, sglang or attach."""
-    host: str = "127.0.0.1"
-    """Address that the engine listens on."""
+    host: str = ""
+    """Address that the engine listens on. Empty: this machine's on the route to Redis, if the node has a token, else
+    loopback."""
     advertise: str = Field(default="", pattern=r"^[^/\s]*$")
     """Address of the engine for rollout servers, HOST or HOST:PORT, if it differs from `host`: a name, another
     interface, an address behind NAT. Empty: `host`, or if that is 0.0.0.0 or ::, this machine's address on the route to

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from urllib.parse import urlsplit
 
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState
+from protocol.runtime.http.auth import read_access
 from protocol.runtime.http.body import bounded_session
-from protocol.runtime.http.server import EVERY_INTERFACE, http_url, reachable_url
+from protocol.runtime.http.server import EVERY_INTERFACE, http_url, reachable_url, service_host
 from protocol.runtime.lifecycle import ShutdownSignal, shutdown_on_signals, unwrap_user_error
 from protocol.runtime.net import free_port
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
-from protocol.runtime.redis.url import parse_redis_url
 from protocol.runtime.timing import ticking
 from protocol.settings import RunSettings
 from rollout_server.dispatch.fleet import RunCompatibility
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 async def serve(run: RunSettings, settings: NodeSettings, *, stop: ShutdownSignal | None = None) -> None:
     """Run until SIGTERM or SIGINT (or `stop`). Raises UserError if the engine cannot be launched."""
     stop = stop or ShutdownSignal()
+    host = service_host(settings.host, run.redis_url, read_access(os.environ), "engine.host")
+    settings = settings.model_copy(update={"host": host})
     port, local, url = addresses(settings, run.redis_url)
     engine_id = settings.id or f"engine-{socket.gethostname()}-{port}"
     # rollout servers compare it: an engine with a different tokenizer would read other text
@@ -99,7 +102,7 @@ def addresses(settings: NodeSettings, redis_url: str) -> tuple[int, str, str]:
     if settings.advertise:
         return port, local, _advertised(settings.advertise, port)
     try:
-        return port, local, reachable_url(settings.host, port, parse_redis_url(redis_url))
+        return port, local, reachable_url(settings.host, port, redis_url)
     except OSError as error:
         raise UserError(
             "cannot find the address of this host on the way to Redis",

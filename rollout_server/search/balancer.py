@@ -28,6 +28,7 @@ from rollout_server.search.transport import SearchTransport
 
 log = logging.getLogger(__name__)
 
+NONE = "no retriever is registered in Redis"
 REMIND_S = 60.0
 """Interval at which a wrong address is logged, in seconds."""
 
@@ -74,7 +75,7 @@ class CircuitBreaker:
         """Each address with the cause of its ejection; "" while the breaker is closed."""
         if self.state is BreakerState.CLOSED:
             return ""
-        return ", ".join(f"{replica.cause} at {replica.url}" for replica in self._replicas)
+        return ", ".join(f"{replica.cause} at {replica.url}" for replica in self._replicas) or NONE
 
 
 class NoHealthyReplica(Exception):
@@ -106,17 +107,38 @@ class ReplicaBalancer:
     def __init__(
         self, transport: SearchTransport, urls: Sequence[str], *, ceiling: int, attempt_s: float, probe_s: float
     ) -> None:
-        self._transport, self._attempt_s, self._probe_s = transport, attempt_s, probe_s
-        self.replicas = [Replica(url, GradientLimit(ceiling=ceiling, timeout_s=attempt_s)) for url in urls]
+        self._transport, self._attempt_s, self._probe_s, self._ceiling = transport, attempt_s, probe_s, ceiling
+        self.replicas: list[Replica] = []
         self.breaker = CircuitBreaker(self.replicas)
         self.any_healthy = asyncio.Event()
-        self.any_healthy.set()
         self.counts: Counter[str] = Counter({f"search_faults_{cause}": 0 for cause in KNOWN})
         self._labels = CauseLabels()
         self._queue: deque[_Waiter] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._fingerprints: set[str] = set()
         self._fingerprints_requested = False
+        self.use(urls)
+
+    def use(self, urls: Sequence[str]) -> None:
+        """Send queries to `urls` from now on: new ones join as healthy, others are dropped."""
+        wanted = list(dict.fromkeys(url.rstrip("/") for url in urls))
+        known = {replica.url: replica for replica in self.replicas}
+        if set(wanted) == set(known):
+            return
+        was_usable = self.breaker.usable
+        # in place: breaker and gauges refer to this list
+        self.replicas[:] = [known.get(url) or self._replica(url) for url in wanted]
+        for replica in self.replicas:
+            if replica.url not in known and self._fingerprints_requested:
+                self._start(self._read_fingerprint(replica), "search-info")
+        if self.breaker.usable:
+            self.any_healthy.set()
+            self._serve_queue()
+        elif was_usable:
+            self._on_outage()
+
+    def _replica(self, url: str) -> Replica:
+        return Replica(url, GradientLimit(ceiling=self._ceiling, timeout_s=self._attempt_s))
 
     async def acquire(self, avoid: Collection[str]) -> Permit:
         """Return a permit, if possible for a replica whose address is not in `avoid`.
@@ -159,7 +181,7 @@ class ReplicaBalancer:
             replica.limit.on_success(permit.number, latency_s)
         else:
             replica.limit.on_ignored()
-        verdict = replica.failed(error)
+        verdict = replica.failed(error) if replica in self.replicas else HealthVerdict.FINE
         if verdict is HealthVerdict.DOWN:
             self._on_ejected(replica)
         elif verdict is HealthVerdict.DOUBTFUL:
@@ -227,8 +249,10 @@ class ReplicaBalancer:
             log.warning("ejecting retriever %s: %s", replica.url, replica.cause)
         self.counts["retriever_ejections"] += 1
         self._start(self._readmit_when_healthy(replica), "search-probe")
-        if self.breaker.usable:
-            return
+        if not self.breaker.usable:
+            self._on_outage()
+
+    def _on_outage(self) -> None:
         log.warning("no healthy retriever (%s): searches wait, and no new task is leased", self.breaker.reason)
         self.counts["search_outages"] += 1
         self.any_healthy.clear()
@@ -242,13 +266,13 @@ class ReplicaBalancer:
             cause = await self._probe(replica, HealthCheck.READY)
         finally:
             replica.probing = False
-        if cause not in ("", NO_FILES) and replica.healthy:
+        if cause not in ("", NO_FILES) and replica.healthy and replica in self.replicas:
             replica.eject(cause, HealthCheck.READY)
             self._on_ejected(replica)
 
     async def _readmit_when_healthy(self, replica: Replica) -> None:
         logged_at = -REMIND_S
-        while True:
+        while replica in self.replicas:
             now = asyncio.get_running_loop().time()
             if replica.cause in NO_SUCH_PATH and now >= logged_at + REMIND_S:
                 logged_at = now
@@ -267,6 +291,8 @@ class ReplicaBalancer:
             if not cause:
                 break
             replica.cause = cause
+        else:
+            return  # dropped
         replica.readmit()
         log.warning("retriever %s is healthy again", replica.url)
         self.any_healthy.set()

@@ -16,6 +16,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from protocol.runtime.metrics import WaitTimer
+from protocol.runtime.redis import processes
+from protocol.runtime.redis.aio import Backoff, RedisClient
+from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.search import MAX_QUERY_CHARS, MAX_TOPK
 from protocol.settings import Settings
 from rollout_server.search.balancer import ReplicaBalancer
@@ -30,8 +34,9 @@ class HttpSearchSettings(Settings):
     """Retrievers over HTTP, in Search-R1's dialect or ReSearch's."""
 
     type: Literal["http"] = "http"
-    urls: tuple[str, ...] = Field(default=("http://127.0.0.1:8000",), min_length=1)
-    """Base URLs of the retrievers, all with the same index. Queries go to the least loaded healthy one."""
+    urls: tuple[str, ...] = ()
+    """Base URLs of the retrievers, all with the same index. Queries go to the least loaded healthy one. Empty: those
+    registered in the run's Redis, as every `foray retriever` with that Redis is; others join and leave meanwhile."""
     dialect: Dialect = "search_r1"
     """HTTP API: `search_r1` (POST /retrieve), or `flashrag` (POST /batch_search, as in ReSearch and ReCall)."""
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
@@ -95,7 +100,7 @@ class HttpSearch:
         )
         self.balancer = ReplicaBalancer(
             self._transport,
-            list(dict.fromkeys(settings.urls)),
+            settings.urls,
             ceiling=settings.connections,
             attempt_s=attempt_s,
             probe_s=settings.probe_s,
@@ -103,6 +108,26 @@ class HttpSearch:
         self._limits = QueryLimits(settings.deadline_s, attempt_s, settings.outage_wait_s, settings.attempts)
         self._in_flight: dict[str, _Shared] = {}
         self._closed = False
+        self.urls = list(settings.urls)
+        """Addresses in use, the same list for the life of the search."""
+        self.follows = not settings.urls
+        """Whether its retrievers are those registered in Redis."""
+
+    async def follow(self, redis: RedisClient, waits: WaitTimer) -> None:
+        """Consume registrations in Redis; produce the retrievers in use; ended by cancellation.
+
+        While Redis is unavailable those of the last answer stay in use.
+        """
+        backoff = Backoff("reading the registered retrievers", waits)
+        while True:
+            try:
+                self.urls[:] = await processes.ready_urls(redis, "retriever")
+            except RedisUnavailable as error:
+                await backoff.sleep(error)
+                continue
+            backoff.reset()
+            self.balancer.use(self.urls)
+            await asyncio.sleep(processes.PERIOD_S / 2)
 
     async def __call__(self, query: str) -> SearchResult:
         started = time.monotonic()

@@ -25,9 +25,10 @@ else:
     ToolSettings = union_of(REGISTRY)
 
 
-def build_tool(settings: ToolSettingsBase, urls: Sequence[str]) -> Tool:
-    """Instantiate the tool for `settings`. Does not connect. `urls`: the retrievers of the search.
+def build_tool(settings: ToolSettingsBase, urls: Sequence[str] | None) -> Tool:
+    """Instantiate the tool for `settings`. Does not connect.
 
+    urls  the retrievers of the search, which may change; None: it has none
     Raises UserError for a tool that cannot work on this machine.
     """
     tool: Tool = resolve_name(REGISTRY[type(settings)])(settings, urls)

@@ -69,18 +69,18 @@ class Fetch:
 
     name = "fetch"
 
-    def __init__(self, settings: FetchSettings, urls: Sequence[str]) -> None:
-        """Use `urls` if the settings have none. Raises UserError if both are empty."""
+    def __init__(self, settings: FetchSettings, urls: Sequence[str] | None) -> None:
+        """Use `urls`, which may change, if the settings have none. Raises UserError if there are no retrievers."""
         urls = settings.urls or urls
-        if not urls:
+        if urls is None:
             raise UserError(
                 "the tool fetch has no retriever",
                 why="neither the tool nor rollout.search has the URL of one",
                 todo="set `urls` of the tool fetch in rollout.episode.tools",
             )
         self._settings = settings
-        self._urls = [url.rstrip("/") + "/passages" for url in urls]
-        self._next = random.randrange(len(self._urls))
+        self._urls = urls
+        self._next = random.randrange(1 << 16)
         self._connections = HttpConnections(max_bytes=settings.max_bytes, limit=settings.connections)
         self._calls = InflightCalls(self.name)
 
@@ -125,8 +125,11 @@ class Fetch:
         """Send one request. Raises SearchError."""
         from yarl import URL
 
-        self._next = (self._next + 1) % len(self._urls)
-        url = URL(address(self._urls[self._next], name), encoded=True)
+        if not self._urls:
+            raise SearchError(UNREACHABLE, served=False)
+        self._next += 1
+        base = self._urls[self._next % len(self._urls)].rstrip("/") + "/passages"
+        url = URL(address(base, name), encoded=True)
         status, raw = await self._connections.exchange("GET", url, self._settings.deadline_s, also=(404,))
         return self._passage(raw, name) if status == 200 else _unknown(raw)
 

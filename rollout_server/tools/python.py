@@ -71,7 +71,7 @@ class Python:
 
     name = "python"
 
-    def __init__(self, settings: PythonSettings, urls: Sequence[str] = ()) -> None:
+    def __init__(self, settings: PythonSettings, urls: Sequence[str] | None = None) -> None:
         self._settings = settings
         self._sandbox = sandbox_for(settings)
         self._slots = asyncio.Semaphore(settings.concurrency)

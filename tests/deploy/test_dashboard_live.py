@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from foray.dashboard import source
 from protocol.runtime.http.auth import Access
 from protocol.runtime.http.server import auth_middleware, listening
 from protocol.runtime.net import free_port
@@ -74,12 +75,14 @@ async def read(session: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("secured", [False, True])
-async def test_a_trajectory_is_followed_from_its_first_token_to_its_end(tmp_path: Path, at: At, secured: bool) -> None:
+async def test_a_trajectory_is_followed_from_its_first_token_to_its_end(
+    tmp_path: Path, at: At, redis_url: str, secured: bool
+) -> None:
     access = Access({"viewer": VIEWER["Authorization"].removeprefix("Bearer ")}) if secured else Access()
     rollout, away = Rollout(), f"http://127.0.0.1:{free_port()}"
     task = make_task(7, group_size=2)
     async with rollout.serving(access) as url:
-        run_dir = at(write_run(tmp_path / "run"), url, away)
+        run_dir = at(write_run(tmp_path / "run", redis_url=redis_url), url, away)
         async with (
             dashboard(run_dir, access) as shown,
             aiohttp.ClientSession(shown, headers=VIEWER if secured else {}) as session,
@@ -114,17 +117,17 @@ async def test_a_trajectory_is_followed_from_its_first_token_to_its_end(tmp_path
     ("path", "said"),
     [("1/7/0", "does not answer"), ("2/7/0", "has 2 rollout servers"), ("0/x/0", "whole")],
 )
-async def test_what_is_not_there_is_explained(tmp_path: Path, at: At, path: str, said: str) -> None:
+async def test_what_is_not_there_is_explained(tmp_path: Path, at: At, redis_url: str, path: str, said: str) -> None:
     async with Rollout().serving(Access()) as url:
-        run_dir = at(write_run(tmp_path / "run"), url, f"http://127.0.0.1:{free_port()}")
+        run_dir = at(write_run(tmp_path / "run", redis_url=redis_url), url, f"http://127.0.0.1:{free_port()}")
         async with dashboard(run_dir) as shown, aiohttp.ClientSession(shown) as session:
             status, answer = await read(session, f"/api/live/{path}")
     assert status == 400 and said in answer["error"]
 
 
-async def test_a_trajectory_that_has_ended_is_gone(tmp_path: Path, at: At) -> None:
+async def test_a_trajectory_that_has_ended_is_gone(tmp_path: Path, at: At, redis_url: str) -> None:
     async with Rollout().serving(Access()) as url:
-        run_dir = at(write_run(tmp_path / "run"), url)
+        run_dir = at(write_run(tmp_path / "run", redis_url=redis_url), url)
         async with (
             dashboard(run_dir) as shown,
             aiohttp.ClientSession(shown) as session,
@@ -134,11 +137,11 @@ async def test_a_trajectory_that_has_ended_is_gone(tmp_path: Path, at: At) -> No
             assert gone["event"] == "gone" and "not in flight" in json.loads(gone["data"])
 
 
-async def test_a_page_that_leaves_is_no_longer_a_watcher_of_the_server(tmp_path: Path, at: At) -> None:
+async def test_a_page_that_leaves_is_no_longer_a_watcher_of_the_server(tmp_path: Path, at: At, redis_url: str) -> None:
     rollout = Rollout()
     with rollout.groups.running(make_task(7, group_size=1)) as group:
         async with rollout.serving(Access()) as url:
-            run_dir = at(write_run(tmp_path / "run"), url)
+            run_dir = at(write_run(tmp_path / "run", redis_url=redis_url), url)
             async with dashboard(run_dir) as shown, aiohttp.ClientSession(shown) as session:
                 async with session.get("/api/live/0/7/0") as stream:
                     await events(stream, 1)
@@ -148,7 +151,10 @@ async def test_a_page_that_leaves_is_no_longer_a_watcher_of_the_server(tmp_path:
                 await eventually(lambda: not rollout.feed.watchers, "the watcher is gone")
 
 
-async def test_only_the_viewers_token_goes_out_and_only_to_servers_of_a_running_launcher(tmp_path: Path) -> None:
+async def test_only_the_viewers_token_goes_out_and_only_to_servers_registered_in_the_runs_redis(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "FRESH_S", 0.0)
     asked: list[str] = []
 
     async def listing(request: web.Request) -> web.Response:
@@ -160,7 +166,9 @@ async def test_only_the_viewers_token_goes_out_and_only_to_servers_of_a_running_
     app.router.add_get("/v1/live", listing)
     operator = {"Authorization": f"Bearer {tokens['operator']}"}
     async with listening(app, "127.0.0.1", 0, access=Access(), setting="", todo="") as server:
-        run_dir = write_run(tmp_path / "run")
+        run_dir = write_run(tmp_path / "run", redis_url=redis_url)
+        forged = json.loads((run_dir / "run.json").read_text()) | {"rollouts": [server.url], "retrievers": [server.url]}
+        (run_dir / "run.json").write_text(json.dumps(forged))
         for sent, found in ((tokens, [f"Bearer {tokens['viewer']}"]), ({"operator": tokens["operator"]}, [""])):
             async with (
                 dashboard(run_dir, Access(sent)) as shown,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
+import redis
 
-from deploy.run.run_dir import RECORD, hold, write_record
+from deploy.run.run_dir import RESOLVED, hold, write_record
 from foray.evaluation import targets
 from foray.evaluation.targets import STATE, Needs, ServingOptions, find_target, serving, serving_config
 from protocol.errors import UserError
 from protocol.runtime.config import SettingsTree, read_tree
 from rollout_server.search.base import NoSearchSettings
+from tests.support.registered import registered
 
 EVERYTHING = Needs(policy=True, methods=True, search=True)
 
@@ -25,13 +25,12 @@ def test_a_target_is_known_by_its_files_or_its_url(tmp_path: Path, run_files: Pa
     (checkpoint / STATE).write_text("{}")
     stopped, copied, running = tmp_path / "stopped", tmp_path / "copied", tmp_path / "running"
     stopped.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as another:
-        write_record(stopped, {"rollouts": [f"http://127.0.0.1:{another.getsockname()[1]}"]})
-        with hold(running):
-            write_record(running, {"rollouts": ["http://127.0.0.1:1"]})
-            shutil.copytree(running, copied)
-            assert find_target(str(running)).kind == "run"
-        assert find_target(str(stopped)).kind == "checkpoint", "another run has its port"
+    write_record(stopped, {})
+    with hold(running):
+        write_record(running, {})
+        shutil.copytree(running, copied)
+        assert find_target(str(running)).kind == "run"
+    assert find_target(str(stopped)).kind == "checkpoint"
     kinds = {
         str(checkpoint): "checkpoint",
         str(running): "checkpoint",
@@ -109,17 +108,21 @@ def test_only_what_the_methods_need_is_started(tmp_path: Path) -> None:
     assert config.rollout.search.model_dump()["urls"] == ("http://host:8000",)
 
 
-def test_the_addresses_of_an_earlier_start_are_not_asked(tmp_path: Path) -> None:
-    write_record(tmp_path, {"rollouts": ["http://127.0.0.1:1"]})
-    record = json.loads((tmp_path / RECORD).read_text())
-    (tmp_path / RECORD).write_text(json.dumps(record | {"launcher": "host:1:1"}))
+def test_only_a_registered_server_is_asked_whatever_run_json_says(tmp_path: Path, client: redis.Redis) -> None:
+    path = client.connection_pool.connection_kwargs["path"]
+    (tmp_path / RESOLVED).write_text(f"run: {{id: test, dir: {tmp_path}, redis_url: 'unix://{path}'}}\n")
     needs = Needs(policy=True, methods=False, search=False)
-    with (
-        hold(tmp_path),
-        pytest.raises(UserError, match="no rollout server yet: its launcher is starting"),
-        serving(find_target(str(tmp_path)), needs, ServingOptions(), tmp_path / "out", print),
-    ):
-        pass
+
+    def served() -> str:
+        with serving(find_target(str(tmp_path)), needs, ServingOptions(), tmp_path / "out", print) as found:
+            return found.rollout_url
+
+    with hold(tmp_path):
+        write_record(tmp_path, {"rollouts": ["http://127.0.0.1:1"]})
+        with pytest.raises(UserError, match="no registered rollout server"):
+            served()
+        with registered(f"unix://{path}", "test", "rollout", "http://127.0.0.1:2"):
+            assert served() == "http://127.0.0.1:2"
 
 
 def test_an_exported_model_is_reused_for_the_same_weights_only(

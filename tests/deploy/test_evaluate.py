@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploy.run.run_dir import hold, write_record
+from deploy.run.run_dir import RESOLVED, hold, write_record
 from foray.cli import main as foray
 from foray.evaluation.store import EPISODES, read_rows, sole_writer
 from protocol.errors import ForayError, UserError
@@ -20,6 +21,7 @@ from protocol.runtime import episodes as module
 from protocol.runtime.episodes import RECONNECTS, Dropped, EvalScore, answered, evaluate
 from rollout_server.api.episodes import EpisodesRequest, EpisodesSummary
 from tests.support.messages import make_question
+from tests.support.registered import registered
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -176,13 +178,19 @@ def test_a_missing_server_is_a_user_error() -> None:
         evaluate("http://127.0.0.1:1", [make_question(1)])
 
 
+@pytest.fixture(autouse=True)
+def runs_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORAY_REDIS_URL", redis_url)
+
+
 def command_run(url: str, tmp_path: Path, *more: str) -> int:
     """`foray eval` of a run directory whose rollout server is at `url`."""
     lines = [json.dumps({"id": q.id, "question": q.text, "answers": q.answers}) for q in QUESTIONS]
     (tmp_path / "asked.jsonl").write_text("\n".join(lines))
     given = ["--suite", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out"), *more]
-    with hold(tmp_path):
-        write_record(tmp_path, {"id": "r", "rollouts": [url]})
+    (tmp_path / RESOLVED).write_text(f"run: {{id: r, dir: {tmp_path}}}\n")
+    with hold(tmp_path), registered(os.environ["FORAY_REDIS_URL"], "r", "rollout", url):
+        write_record(tmp_path, {"id": "r"})
         return foray(["eval", str(tmp_path), *given])
 
 

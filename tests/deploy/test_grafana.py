@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from benchmarks.pages.metrics import document
-from deploy.run.run_dir import write_record
 from foray.commands.watch import grafana as command
 from foray.watch.grafana import INTERVAL, dashboard
 from foray.watch.grafana import RULES as RULES_FILE
 from protocol.errors import UserError
+from tests.support.registered import registered
 
 RULES: dict[str, Any] = yaml.safe_load(RULES_FILE.read_text())
 UNIT_TESTS = Path(__file__).with_name("prometheus_rules_test.yml")
@@ -129,11 +129,14 @@ def test_promtool_reads_every_expression_of_the_dashboard(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    (tmp_path / "resolved.yaml").write_text("run: {id: r, redis_url: 'redis://127.0.0.1:1/0'}\n")
-    addresses = {"learner": "http://127.0.0.1:11", "rollouts": ["http://127.0.0.1:12"]}
-    write_record(tmp_path, addresses | {"retrievers": ["http://127.0.0.1:13", "https://search.example/"]})
-    return tmp_path
+def run_dir(tmp_path: Path, redis_url: str) -> Iterator[Path]:
+    (tmp_path / "resolved.yaml").write_text(f"run: {{id: r, redis_url: '{redis_url}'}}\n")
+    with (
+        registered(redis_url, "r", "learner", "http://127.0.0.1:11"),
+        registered(redis_url, "r", "rollout", "http://127.0.0.1:12"),
+        registered(redis_url, "r", "retriever", "http://127.0.0.1:13", "https://search.example/"),
+    ):
+        yield tmp_path
 
 
 def write(tmp_path: Path, *given: str, token: Path | None = None) -> Path:

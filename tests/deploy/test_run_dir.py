@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import subprocess
 import sys
@@ -13,13 +14,28 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.run.run_dir import LOCK, RECORD, RESOLVED, hold, live_record, locate, read_configuration, write_record
+from deploy.run.run_dir import (
+    LOCK,
+    RECORD,
+    RESOLVED,
+    Located,
+    _vouched,
+    hold,
+    live_record,
+    locate,
+    read_configuration,
+    write_record,
+)
+from deploy.run.snapshot import RunSnapshot
 from foray.cli import main as foray
 from foray.commands.watch.top import _looks
+from foray.dashboard import source
 from foray.dashboard.source import RunData
 from protocol.errors import UserError
 from protocol.keys import Keys
+from protocol.messages import MetricsSnapshot
 from protocol.run_meta import LINEAGE_FILE
+from tests.support.registered import registered
 
 HOLD = """
 import signal, sys
@@ -49,7 +65,7 @@ def run_dir(tmp_path: Path, redis_url: str) -> Path:
     directory.mkdir()
     (directory / RESOLVED).write_text(f"run: {{id: test, dir: {directory}, redis_url: '{redis_url}'}}\n")
     (directory / LINEAGE_FILE).write_text("a" * 32)
-    write_record(directory, {"id": "test", "state": "running", "retrievers": ["http://127.0.0.1:1"]})
+    write_record(directory, {"id": "test", "state": "running"})
     return directory
 
 
@@ -139,7 +155,10 @@ def test_a_run_that_took_the_id_over_is_not_shown_or_changed_as_this_one(
     assert "another run named 'test'" in capsys.readouterr().err
 
 
-def test_a_restart_moves_what_dashboard_and_top_ask(run_dir: Path, client: redis.Redis, redis_url: str) -> None:
+def test_a_restart_moves_what_dashboard_and_top_ask(
+    run_dir: Path, client: redis.Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "FRESH_S", 0.0)
     found = locate(arguments(run_dir))
     record = json.loads((run_dir / RECORD).read_text())
     (run_dir / RECORD).write_text(json.dumps(record | {"launcher": "of an earlier start"}))
@@ -148,6 +167,41 @@ def test_a_restart_moves_what_dashboard_and_top_ask(run_dir: Path, client: redis
     assert data.snapshot()[0].error and next(looks)[0].error and not data.retrievers()
     (run_dir / RESOLVED).write_text((run_dir / RESOLVED).read_text().replace("redis://127.0.0.1:1/0", redis_url))
     with hold(run_dir):
-        write_record(run_dir, {"id": "test", "retrievers": ["http://127.0.0.1:2"]})
-        assert data.found.redis_url == found.redis_url and not next(looks)[0].error
-        assert [one["url"] for one in data.retrievers()] == ["http://127.0.0.1:2"]
+        write_record(run_dir, {"id": "test"})
+        with registered(redis_url, "test", "retriever", "http://127.0.0.1:2"):
+            assert data.found.redis_url == found.redis_url and not next(looks)[0].error
+            assert [one["url"] for one in data.retrievers()] == ["http://127.0.0.1:2"]
+
+
+def forged(run_dir: Path, url: str) -> Located:
+    """Return the run as located after somebody named another Redis in the files of the directory."""
+    (run_dir / RESOLVED).write_text(f"run: {{id: test, dir: {run_dir}, redis_url: '{url}'}}\n")
+    return locate(arguments(run_dir))
+
+
+def test_tokens_go_nowhere_for_a_redis_that_only_files_of_the_directory_name(
+    run_dir: Path, redis_url: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = RunSnapshot("test", "", processes=(MetricsSnapshot(process="rollout", id="r", text={"url": "http://x:1"}),))
+    assert locate(arguments(run_dir)).urls(seen, "rollout") == ["http://x:1"], "this machine's Redis"
+    away = "redis://evil.example:6379/0"
+    assert forged(run_dir, away).urls(seen, "rollout") == ["http://x:1"], "no token to lose"
+    monkeypatch.setenv("FORAY_OPERATOR_TOKEN", secrets.token_urlsafe(32))
+    assert forged(run_dir, away).urls(seen, "rollout") == []
+    named = locate(Namespace(given=[str(run_dir), f"run.redis_url={away}"], config=None))
+    assert named.urls(seen, "rollout") == ["http://x:1"], "named by the user"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "own", "sent_to"),
+    [
+        ("redis://evil:1/0", "redis://v:p@mine:2/0", "redis://mine:2/0"),
+        ("redis://mine:1/0", "redis://v:p@mine:2/0", "redis://mine:1/0"),
+        ("unix:///r/redis.sock", "redis://v:p@mine:2/0", "unix:///r/redis.sock"),
+        # its certificate authority, not that of the record
+        ("rediss://node7:1/0?ssl_ca_certs=/evil", "rediss://v:p@mine:2/0?ssl_ca_certs=/ca", "rediss://node7:1/0?ssl_ca_certs=/ca"),
+        ("redis://evil:1/0", "rediss://v:p@mine:2/0?ssl_ca_certs=/ca", "rediss://evil:1/0?ssl_ca_certs=/ca"),
+    ],
+)  # fmt: skip
+def test_a_password_goes_only_where_the_record_can_do_no_harm(recorded: str, own: str, sent_to: str) -> None:
+    assert _vouched(recorded, own) == sent_to

@@ -26,7 +26,6 @@ class Shells:
         self.directory, self.config = directory, config
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.redis_url = f"redis://127.0.0.1:{free_port()}/0"
-        self.retriever = free_port()
 
     def start(self, name: str, *argv: str) -> subprocess.Popen[bytes]:
         """Run `python argv`, its output in NAME.log."""
@@ -38,8 +37,7 @@ class Shells:
 
     def process(self, name: str, module: str, *overrides: str) -> subprocess.Popen[bytes]:
         """Run `python -m module --config ...`."""
-        common = [f"retriever.port={self.retriever}", f"rollout.search.urls=['http://127.0.0.1:{self.retriever}']"]
-        return self.start(name, "-m", module, "--config", str(self.config), *common, *overrides)
+        return self.start(name, "-m", module, "--config", str(self.config), "retriever.port=0", *overrides)
 
     def log(self, name: str) -> str:
         """What a process has printed."""

@@ -1,4 +1,5 @@
-"""Manually started processes: engines join and leave, an engine and the learner are killed, nothing is lost."""
+"""Manually started processes: engines join and leave, an engine, the retriever (which comes back at another port) and
+the learner are killed, nothing is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def steps_done(directory: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_engines_and_the_learner_may_be_killed_at_any_time(warm_model: Path, tmp_path: Path) -> None:
+def test_engines_retriever_and_learner_may_be_killed_at_any_time(warm_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "hand"
     prepare = [sys.executable, "-m", "foray", "demo", "--prepare-only", "--dir", str(run_dir)]
     subprocess.run([*prepare, "--model", str(warm_model), *SMALL], check=True, cwd=tmp_path, timeout=60)
@@ -38,10 +39,10 @@ def test_engines_and_the_learner_may_be_killed_at_any_time(warm_model: Path, tmp
         port = shells.redis_url.rsplit(":", 1)[1].split("/")[0]
         shells.start("redis", "-m", "foray", "redis", "--port", port, "--dir", str(tmp_path / "redis"))
         survivors = {
-            "retriever": shells.process("retriever", "retriever"),
             "rollout": shells.process("rollout", "rollout_server"),
             "redis": shells.children["redis"],
         }
+        shells.process("retriever", "retriever")
         shells.process("engine-a", "rollout_server.node", "engine.id=a")
         shells.process("learner", "learner")
         wait_until(lambda: steps_done(run_dir) >= 4, "the first steps", 120)
@@ -51,6 +52,8 @@ def test_engines_and_the_learner_may_be_killed_at_any_time(warm_model: Path, tmp
         assert shells.engines(keys)["b"].step >= 1, "a late engine joins at the version of the day, not at the first"
         wait_until(lambda: "b" in engines_used(run_dir), "the second engine takes traffic", 60)
 
+        shells.kill("retriever")
+        survivors["retriever"] = shells.process("retriever-b", "retriever")  # at another port
         shells.kill("engine-a")
         before = steps_done(run_dir)
         wait_until(lambda: steps_done(run_dir) >= min(before + 4, STEPS), "steps without the killed engine", 90)

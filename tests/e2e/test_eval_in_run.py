@@ -24,6 +24,7 @@ from foray.demo.warmstart import new_model, save_model
 from foray.evaluation.store import read_rows
 from foray.watch import status
 from learner.validation.results import ValidationFiles
+from tests.support.registered import registered_urls
 from tests.support.waiting import wait_until
 
 SMALL = ("run.steps=500", "run.groups_per_step=2", "run.group_size=2", "run.max_lag=8", "learner.checkpoint_every=50")
@@ -146,7 +147,7 @@ def test_a_model_without_a_learner_is_served_evaluated_and_healthy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(tmp_path, *SMALL, "launch.learner=false") as run_dir:
-        url = read_record(run_dir)["rollouts"][0]
+        url = registered_urls(run_dir, "rollout")[0]
         body = json.dumps({"questions": [{"id": "q", "question": "the mayor of x ?"}]}).encode()
         request = urllib.request.Request(f"{url}/v1/episodes", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:

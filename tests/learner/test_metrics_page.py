@@ -37,8 +37,8 @@ def test_the_page_of_a_learner_that_trains(
     def look(updates: int) -> None:
         if updates == 5:
             reported = decode_as(MetricsSnapshot, db.get(keys.metrics("learner", "0")))
-            urls.append(reported.text["metrics_url"])
-            with urllib.request.urlopen(urls[0], timeout=10) as answer:
+            urls.append(reported.text["url"])
+            with urllib.request.urlopen(f"{urls[0]}/metrics", timeout=10) as answer:
                 pages.append(answer.read().decode())
 
     with tiny_learner.Player(address, run.id):
@@ -62,7 +62,7 @@ def test_the_page_of_a_learner_that_trains(
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 8/8")]
     assert "reward_mean 0.500  reward/em 0.500" in shown[0] and "tok/s" in shown[0]
     with pytest.raises(OSError):
-        urllib.request.urlopen(urls[0], timeout=2)
+        urllib.request.urlopen(f"{urls[0]}/metrics", timeout=2)
 
 
 def test_counters_of_a_resumed_learner_begin_at_zero(
@@ -87,7 +87,7 @@ def test_counters_of_a_resumed_learner_begin_at_zero(
             while (reported := snapshot()).values["epoch"] < 2:
                 assert time.monotonic() < deadline, "the second learner does not report"
                 time.sleep(0.02)
-            with urllib.request.urlopen(reported.text["metrics_url"], timeout=10) as answer:
+            with urllib.request.urlopen(f"{reported.text['url']}/metrics", timeout=10) as answer:
                 families = check_page(answer.read().decode()).values()
             samples = [s for family in families for s in family.samples]
             pages.append({s.name: s.value for s in samples if not s.labels.keys() - {"run"}})

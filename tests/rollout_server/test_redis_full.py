@@ -10,11 +10,13 @@ import redis
 
 from protocol.codec import decode_as
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, ViewAnswer, WeightView
+from protocol.runtime.redis import processes
 from protocol.runtime.redis.errors import RedisFull
+from protocol.runtime.redis.processes import LIFETIME_MS
 from protocol.runtime.redis.server import function_library
 from rollout_server import metrics
 from rollout_server.instrumentation import InstrumentedTool
-from rollout_server.metrics import LIFETIME_MS, Stats, _write, publish_metrics
+from rollout_server.metrics import Stats, publish_metrics
 from rollout_server.node.registry import Registry
 from rollout_server.tools.base import ToolResult
 from tests.support.waiting import eventually
@@ -38,7 +40,7 @@ async def test_registrations_answers_and_metrics_are_renewed_in_a_full_redis(wor
         await registry.register(info.model_copy(update={"step": 7}))
         await registry.answer(view, ViewAnswer(member="e1/i", number=1, phase="prepared"))
         stats.counts["turns"] = 3
-        await _write(client, stats)
+        await processes.write(client, stats.snapshot())
         assert decode_as(EngineInfo, db.hget(keys.engine("e1"), "b")).step == 7
         assert db.pttl(keys.engine("e1")) > 10_000 and db.zscore(keys.engines, "e1") >= until
         assert db.pttl(keys.answers(1, 1)) > 0 and db.hget(keys.answers(1, 1), "e1/i")

@@ -204,4 +204,13 @@ async def test_closing_ends_calls_in_flight_and_a_cancelled_call_stays_cancelled
 def test_documents_come_from_where_searches_go_unless_settings_say_otherwise() -> None:
     Fetch(FetchSettings(), ("http://127.0.0.1:1",))
     with pytest.raises(UserError, match="has no retriever"):
-        Fetch(FetchSettings(), ())
+        Fetch(FetchSettings(), None)
+
+
+async def test_documents_come_from_the_retrievers_registered_now(retriever: Retriever) -> None:
+    registered: list[str] = []
+    fetch = Fetch(FetchSettings(outage_wait_s=0.0, deadline_s=0.2), registered)
+    assert (await fetch("p7")).error == "unreachable", "none yet"
+    registered.append(retriever.url)
+    assert (await fetch("p7")).passages
+    await fetch.close()

@@ -32,6 +32,7 @@ from protocol.keys import Keys
 from protocol.messages import EngineInfo
 from protocol.runtime.http.auth import Access, engine_key
 from rollout_server.node.guard import descendants
+from tests.support.registered import registered_urls
 from tests.support.waiting import wait_until
 
 PROVIDER_KEY = "pr0vider-canary-6f2a9b1c"
@@ -150,9 +151,9 @@ def test_no_secret_leaves_a_run(run: Run) -> None:
 
 def _asked(run: Run) -> dict[str, bytes]:
     """What the services answer, with and without a token, and what the engine's processes were given."""
-    record, found = run.record, {}
+    found: dict[str, bytes] = {}
     viewer = {"Authorization": f"Bearer {run.secrets['viewer FORAY_VIEWER_TOKEN']}"}
-    for url in (*record["rollouts"], *record["retrievers"]):
+    for url in (*registered_urls(run.directory, "rollout"), *registered_urls(run.directory, "retriever")):
         for path in ("/health", "/ready", "/status", "/metrics", "/info", "/v1/episodes", "/v1/live", "/retrieve"):
             for headers in ({}, viewer):
                 status, body = _ask(url + path, headers)

@@ -136,7 +136,7 @@ async def reward(url: str) -> None:
 
 
 async def live(url: str) -> None:
-    proxy = LiveProxy(Path("/nowhere"), Access())
+    proxy = LiveProxy(list, Access())
     lifetime = proxy.lifetime(web.Application())
     await anext(lifetime)
     assert (await proxy._ask(url))["error"]
@@ -241,7 +241,7 @@ async def test_keys_and_tokens_stay_with_the_server_that_they_were_meant_for(
             await models(named.url)
             assert named.seen == ["Bearer sk-test"] and other.seen == []
             token = "t" * 40
-            proxy = LiveProxy(tmp_path, Access({"viewer": token}))
+            proxy = LiveProxy(list, Access({"viewer": token}))
             lifetime = proxy.lifetime(web.Application())
             await anext(lifetime)
             assert (await proxy._ask(named.url))["error"]

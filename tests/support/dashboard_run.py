@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.run.run_dir import Located, hold, read_configuration, read_record, write_record
+from deploy.run.run_dir import Located, read_configuration
 from foray.dashboard.app import build_app
 from foray.dashboard.source import RunData
 from learner.checkpoint.journal import GroupJournal
@@ -20,6 +20,7 @@ from protocol.runtime.config import section
 from protocol.runtime.http.auth import Access
 from protocol.runtime.http.server import listening
 from protocol.settings import RunSettings
+from tests.support.registered import registered
 
 EVIL = "<script>alert(1)</script>"
 EVIL_IMAGE = '<img/src="x"/onerror="alert(2)">'
@@ -32,9 +33,9 @@ WORDS = (
 
 @contextmanager
 def served_at(run_dir: Path, *urls: str) -> Iterator[Path]:
-    """Be the launcher of the run directory, with rollout servers at `urls`, inside the block."""
-    with hold(run_dir):
-        write_record(run_dir, read_record(run_dir) | {"rollouts": urls})
+    """Register rollout servers at `urls` in the Redis of the run directory inside the block."""
+    settings = json.loads((run_dir / "resolved.yaml").read_text())["run"]
+    with registered(settings["redis_url"], settings["id"], "rollout", *urls):
         yield run_dir
 
 

@@ -56,14 +56,10 @@ def _scrape_config(found: Located, token: Path | None) -> str:
     from deploy.run.snapshot import take_snapshot
     from foray.watch.grafana import scrape_config
 
-    record = found.record
-    engines = take_snapshot(found.redis_url, found.run.id).engines
-    targets = {
-        "learner": [record["learner"]] if record.get("learner") else [],
-        "rollout": record.get("rollouts", []),
-        "retriever": record.get("retrievers", []),
-        "engine": [engine.url for engine in engines],
-    }
+    seen = take_snapshot(found.redis_url, found.run.id)
+    # Prometheus sends the token of --token-file to all of them
+    targets = {kind: found.urls(seen, kind) for kind in ("learner", "rollout", "retriever")}
+    targets["engine"] = [engine.url for engine in seen.engines] if found.is_own or not token else []
     config = scrape_config(found.run.id, targets, RULES_NAME, str(token.absolute()) if token else "")
     head = f"# Written by `foray grafana` for run {found.run.id}: write it again when addresses have changed.\n"
     return head + yaml.safe_dump(config, sort_keys=False)

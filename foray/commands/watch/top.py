@@ -56,7 +56,6 @@ def _print(texts: Iterator[str], once: bool) -> None:
 
 def _looks(found: Located, interval: float) -> Iterator[Look]:
     """Yield one look at the run per refresh, until its launcher has ended."""
-    from deploy.run.run_dir import live_record
     from foray.watch.status import look
     from foray.watch.top import Looks, read_searches
 
@@ -64,8 +63,7 @@ def _looks(found: Located, interval: float) -> Iterator[Look]:
     while True:
         found = found.refreshed()
         snapshot = look(found)
-        urls = live_record(found.directory).get("retrievers", [])
-        yield snapshot, looks.before(snapshot), read_searches(urls)
+        yield snapshot, looks.before(snapshot), read_searches(found.urls(snapshot, "retriever"))
         if snapshot.is_over:
             return
         time.sleep(interval)

@@ -39,6 +39,7 @@ MIN_CHARS, MIN_DISTINCT = 32, 10
 MAKE_ONE = "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _TOKEN = re.compile(r"[!-~]+")
 JSON = "application/json"
+LOOPBACK = "127.0.0.1"
 OWN_SITES = frozenset({"", "none", "same-origin"})
 """Accepted values of `Sec-Fetch-Site`: no browser, an address typed into one, a page of the service itself."""
 

@@ -17,9 +17,9 @@ from aiohttp.typedefs import Handler, Middleware
 
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write
-from protocol.runtime.http.auth import Access, RequestHead, Role, Verdict, check_bind, decide
+from protocol.runtime.http.auth import LOOPBACK, Access, RequestHead, Role, Verdict, check_bind, decide
 from protocol.runtime.net import local_address
-from protocol.runtime.redis.url import RedisUrl
+from protocol.runtime.redis.url import parse_redis_url
 
 SERVER_OPTIONS: Mapping[str, Any] = {"auto_decompress": False, "lingering_time": 1.0}
 """`handler_args` of every aiohttp application. By default aiohttp decompresses bodies, even unread ones: for 10 s after
@@ -31,6 +31,7 @@ EVERY_INTERFACE: Mapping[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 SHUTDOWN_S = 2.0
 """Timeout for requests in flight when a service stops, in seconds."""
 
+log = logging.getLogger(__name__)
 Refuse = Callable[[web.Request, Verdict], web.Response]
 
 
@@ -114,7 +115,29 @@ def http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def reachable_url(host: str, port: int, redis: RedisUrl) -> str:
+def service_host(host: str, redis_url: str, access: Access, setting: str) -> str:
+    """Return the address that a service listens on: `host`, or if that is empty this machine's on the route to Redis.
+
+    That is loopback without a Redis or with one on this machine; and without a token, with a warning.
+
+    setting  name of the setting of `host`, for messages
+    Raises UserError if there is no route.
+    """
+    where = parse_redis_url(redis_url) if redis_url and not host else None
+    if where is None or where.is_loopback:
+        return host or LOOPBACK
+    if access.open:
+        why = "without a token this service listens on %s only: other hosts cannot use it. `foray init --secure` makes"
+        log.warning(f"Redis is on another host, but {why} tokens; or set %s", LOOPBACK, setting)
+        return LOOPBACK
+    try:
+        return local_address(where.hosts[0][0])
+    except OSError as error:
+        what = "cannot find the address of this host on the way to Redis"
+        raise UserError(what, why=str(error), todo=f"set {setting}") from None
+
+
+def reachable_url(host: str, port: int, redis_url: str) -> str:
     """Return the base URL for other processes of the run of a service that listens on `host`.
 
     For every interface (0.0.0.0, ::) it is this machine's address on the route to Redis. Raises OSError if there is no
@@ -122,6 +145,7 @@ def reachable_url(host: str, port: int, redis: RedisUrl) -> str:
     """
     if host not in EVERY_INTERFACE:
         return http_url(host, port)
+    redis = parse_redis_url(redis_url)
     return http_url(EVERY_INTERFACE[host] if redis.is_loopback else local_address(redis.hosts[0][0]), port)
 
 

@@ -2,7 +2,8 @@
 
 redis-py does not retry (it would repeat a write whose reply was lost), every wait has a timeout, and redis-py sends no
 extra commands, which an ACL user may lack. Behind Sentinels each new connection asks them for the primary; a connection
-to a server that has become a replica is closed, and its call fails like a lost connection.
+to a server that has become a replica is closed, and its call fails like a lost connection. With a `file://` URL each
+new connection reads the file again, so that a Redis that moved to another host is found.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelPool
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from protocol.errors import UserError
 from protocol.runtime.redis.url import RedisUrl, parse_redis_url
 
 CONNECT_S = 3.0
@@ -24,6 +27,46 @@ CONNECTIONS = 1024
 """Maximum connections of a client; further calls fail at once. redis-py's default of 100 is less than a burst needs."""
 SENTINEL_S = 3.0
 """Timeout for an answer from a Sentinel, in seconds."""
+
+
+class _Moves:
+    """Mix-in of connections to the server that the file in `url` names at the time of the connection."""
+
+    def __init__(self, *, url: str, **options: Any) -> None:
+        self._url = url
+        super().__init__(**options)
+
+    def _look(self) -> None:
+        try:
+            where = parse_redis_url(self._url)
+        except UserError as error:  # the file is being replaced, or its disk is away: as if Redis did not answer
+            raise ConnectionError(error.why) from None
+        ((self.host, self.port),) = where.hosts
+        self.username, self.password = where.username, where.password
+
+
+class _Moving(_Moves, redis.Connection):
+    def _connect(self) -> Any:
+        self._look()
+        return super()._connect()  # type: ignore[no-untyped-call]
+
+
+class _MovingTls(_Moves, redis.SSLConnection):
+    def _connect(self) -> Any:
+        self._look()
+        return super()._connect()  # type: ignore[no-untyped-call]
+
+
+class _AsyncMoving(_Moves, redis.asyncio.Connection):
+    async def _connect(self) -> None:
+        self._look()
+        await super()._connect()  # type: ignore[no-untyped-call]
+
+
+class _AsyncMovingTls(_Moves, redis.asyncio.SSLConnection):
+    async def _connect(self) -> None:
+        self._look()
+        await super()._connect()  # type: ignore[no-untyped-call]
 
 
 def connect(url: str, *, timeout_s: float = 10.0) -> redis.Redis:
@@ -35,6 +78,10 @@ def connect(url: str, *, timeout_s: float = 10.0) -> redis.Redis:
     options = _options(where, timeout_s) | {"retry": Retry(NoBackoff(), 0)}
     if where.kind == "socket":
         return redis.Redis(unix_socket_path=where.path, **options)
+    if where.moves:
+        kind = _Moving if where.tls is None else _MovingTls
+        moving: dict[str, Any] = {**options, **(where.tls or {}), "url": url}
+        return redis.Redis.from_pool(redis.ConnectionPool(kind, **moving))
     if where.kind == "server":
         host, port = where.hosts[0]
         return redis.Redis(host=host, port=port, **_tls(where), **options)
@@ -53,6 +100,10 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     options = _options(where, None) | {"retry": AsyncRetry(NoBackoff(), 0)}
     if where.kind == "socket":
         return redis.asyncio.Redis(unix_socket_path=where.path, **options)
+    if where.moves:
+        kind = _AsyncMoving if where.tls is None else _AsyncMovingTls
+        moving: dict[str, Any] = {**options, **(where.tls or {}), "url": url}
+        return redis.asyncio.Redis.from_pool(redis.asyncio.ConnectionPool(kind, **moving))
     if where.kind == "server":
         host, port = where.hosts[0]
         return redis.asyncio.Redis(host=host, port=port, **_tls(where), **options)

@@ -3,6 +3,7 @@
     redis://[user:password@]host[:6379][/db]                      one server
     unix://[user:password@]/path[?db=0]                           one server on this machine
     redis+sentinel://[user:password@]h1[:26379],h2,.../name[/db]  the primary that these Sentinels call `name`
+    file://[user:password@]/path            a file with the URL of one server that may move: read at each connection
 
 `rediss` instead of `redis` is TLS: the server's certificate is verified against `?ssl_ca_certs=FILE` (or the system's
 authorities) and its name; `ssl_certfile` and `ssl_keyfile` are the client's. User and password are for the servers;
@@ -13,7 +14,8 @@ one slot, so a single shard would serve all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
@@ -31,8 +33,11 @@ SCHEMES: dict[str, tuple[Kind, bool]] = {
     "redis+sentinel": ("sentinel", False),
     "rediss+sentinel": ("sentinel", True),
 }
+FILE = "file://"
 PORTS: dict[Kind, int] = {"server": 6379, "socket": 0, "sentinel": 26379}
-FORMS = "redis://host:port/db, rediss://..., unix:///path, or redis+sentinel://h1,h2/name"
+FORMS = (
+    "redis://host:port/db, rediss://..., unix:///path, redis+sentinel://h1,h2/name, or file:///path of a file with one"
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class RedisUrl:
     path     of the socket
     service  name of the primary at the Sentinels
     tls      keyword arguments of redis-py for TLS; None without it
+    moves    the URL is the content of a file, which may change
     """
 
     kind: Kind
@@ -55,6 +61,7 @@ class RedisUrl:
     tls: dict[str, str | bool] | None = None
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
+    moves: bool = False
 
     @property
     def is_loopback(self) -> bool:
@@ -101,8 +108,9 @@ def redacted(url: str) -> str:
 
 
 def place_of(url: str) -> str:
-    """Return `url` without user and password. Raises UserError as `parse_redis_url` does."""
-    parse_redis_url(url)
+    """Return `url` without user and password. Raises UserError as `parse_redis_url` does; a file need not exist yet."""
+    if not url.startswith(FILE):
+        parse_redis_url(url)
     scheme, colons, rest = url.partition("://")
     place, mark, query = rest.partition("?")
     return f"{scheme}{colons}{place.rpartition('@')[2]}{mark}{query}"
@@ -133,8 +141,10 @@ def _parse(url: str) -> RedisUrl:
         raise ValueError(
             "Redis Cluster is not supported: all keys of a run are in one slot. Name a single server, or Sentinels"
         )
+    if url.startswith(FILE):
+        return _in_file(parts)
     if parts.scheme not in SCHEMES:
-        raise ValueError(f"the scheme must be one of {', '.join(SCHEMES)}")
+        raise ValueError(f"the scheme must be one of {', '.join(SCHEMES)}, file")
     kind, secure = SCHEMES[parts.scheme]
     options = _options(parts)
     login, _, places = parts.netloc.rpartition("@")
@@ -158,6 +168,21 @@ def _parse(url: str) -> RedisUrl:
         sentinel_username=options.get("sentinel_username"),
         sentinel_password=options.get("sentinel_password"),
     )
+
+
+def _in_file(parts: SplitResult) -> RedisUrl:
+    """Return the URL in the file that `parts` names, with the login of `parts` if it has one."""
+    path = unquote(parts.path)
+    try:
+        text = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', '') or 'it is not text'}") from None
+    found = _parse(text) if text.startswith(("redis://", "rediss://")) else None
+    if found is None:
+        raise ValueError(f"{path} must hold one line with a redis:// or rediss:// URL")
+    if not parts.username:
+        return replace(found, moves=True)
+    return replace(found, moves=True, username=unquote(parts.username), password=unquote(parts.password or ""))
 
 
 def _options(parts: SplitResult) -> dict[str, str]:

@@ -28,7 +28,8 @@ from protocol.codec import encode
 from protocol.errors import UserError
 from protocol.header import seal
 from protocol.keys import TASK_GROUP, Keys
-from protocol.messages import EngineInfo, NodeState
+from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
+from protocol.runtime.redis import processes
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.server import function_library
@@ -138,7 +139,7 @@ def test_a_ring_runs_with_each_process_as_its_own_user(
 async def test_a_node_registers_follows_and_answers_as_its_own_user(
     urls: dict[str, str], users: dict[str, redis.Redis]
 ) -> None:
-    from rollout_server.metrics import _write, deregister_metrics
+    from rollout_server.metrics import deregister_metrics
 
     client, stats = RedisClient(urls["node"], KEYS), Stats("node", "e1")
     registry = Registry(client, lease_s=5)
@@ -147,13 +148,29 @@ async def test_a_node_registers_follows_and_answers_as_its_own_user(
     target_view = await registry.target_view()
     assert target_view.target is None and target_view.view is None
     assert not await registry.held_back("rollout", PolicyVersion(1, 1))
-    await _write(client, stats)
+    await processes.write(client, stats.snapshot())
     await GroupPublisher(client, stats).emit_event("test", "a node speaks")
     assert users["viewer"].hget(KEYS.engine("e1"), "b") == encode(info)
     await deregister_metrics(client, stats)
     await registry.deregister("e1")
     await client.aclose()
     assert users["viewer"].exists(KEYS.engine("e1")) == 0
+
+
+async def test_a_retriever_registers_and_a_rollout_server_finds_it_each_as_its_own_user(
+    urls: dict[str, str], users: dict[str, redis.Redis]
+) -> None:
+    retriever, rollout = (RedisClient(urls[role], KEYS) for role in ("retriever", "rollout"))
+    text = {"url": "http://127.0.0.1:7", "state": "ready"}
+    await processes.write(retriever, MetricsSnapshot(process="retriever", id="r1", text=text))
+    assert await processes.ready_urls(rollout, "retriever") == ["http://127.0.0.1:7"]
+    refused(users["rollout"], "SET", KEYS.metrics("retriever", "r2"), "forged")
+    refused(users["node"], "SET", KEYS.metrics("retriever", "r2"), "forged")
+    refused(users["retriever"], "GET", KEYS.issued)
+    await processes.remove(retriever, "retriever", "r1")
+    assert await processes.ready_urls(rollout, "retriever") == []
+    await retriever.aclose()
+    await rollout.aclose()
 
 
 def test_an_operator_requeues_and_purges_and_can_do_no_more(

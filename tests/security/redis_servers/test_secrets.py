@@ -62,12 +62,12 @@ def test_every_secret_is_fresh_and_each_role_has_its_own(written: Path) -> None:
     envs = {path.stem: read_env(written, path.stem) for path in written.glob("*.env")}
     assert set(envs) == {"learner", "rollout", "node", "retriever", "viewer", "operator", "admin"}
     urls = [parse_redis_url(env["FORAY_REDIS_URL"]) for env in envs.values() if "FORAY_REDIS_URL" in env]
-    assert len({url.password for url in urls}) == len(urls) == 6 and all(url.verifies for url in urls)
-    assert [url.hosts for url in urls] == [(("redis.example", 6379),)] * 6
+    assert len({url.password for url in urls}) == len(urls) == 7 and all(url.verifies for url in urls)
+    assert [url.hosts for url in urls] == [(("redis.example", 6379),)] * 7
     assert set(envs["viewer"]) == {"FORAY_VIEWER_TOKEN", "FORAY_REDIS_URL"}
     assert set(envs["operator"]) == {"FORAY_OPERATOR_TOKEN", "FORAY_REDIS_URL"}
     assert "FORAY_RUN_KEY" in envs["learner"] and not any("FORAY_RUN_KEY" in envs[r] for r in envs if r != "learner")
-    assert "FORAY_REDIS_URL" not in envs["retriever"] and "FORAY_OPERATOR_TOKEN" not in envs["node"]
+    assert "FORAY_OPERATOR_TOKEN" not in envs["node"]
     for env in envs.values():
         read_access(env)  # strong, and no two the same
     acl = (written / "users.acl").read_text()
@@ -131,14 +131,14 @@ def test_a_place_that_shells_and_redis_read_differently_is_refused(
 
 def test_each_process_gets_its_own_and_nothing_is_written_down(written: Path) -> None:
     config = load_config(None, ["run.dir=/r", f"launch.secrets={written}"])
-    place = Addresses("unix:///r/redis.sock", Path("/bin/redis"), ("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
+    place = Addresses("unix:///r/redis.sock", Path("/bin/redis"))
     specs = {spec.kind: spec for spec in plan(config, place, python="py", resolved=Path("/r/resolved.yaml"))}
     assert f"--aclfile {written}/users.acl" in " ".join(specs["redis"].argv) and not specs["redis"].env
-    for kind, role in (("learner", "learner"), ("rollout", "rollout"), ("engine", "node")):
-        own = parse_redis_url(specs[kind].env["FORAY_REDIS_URL"])
+    for kind, role in (("learner", "learner"), ("rollout", "rollout"), ("engine", "node"), ("retriever", "retriever")):
+        own = parse_redis_url(specs[kind].env_secret["FORAY_REDIS_URL"])
         assert (own.path, own.username) == ("/r/redis.sock", role)
         assert own.password == parse_redis_url(read_env(written, role)["FORAY_REDIS_URL"]).password
-    assert "FORAY_REDIS_URL" not in specs["retriever"].env and "FORAY_NODE_TOKEN" in specs["retriever"].env
+    assert "FORAY_NODE_TOKEN" in specs["retriever"].env_secret
     shown = json.dumps([spec.to_json() for spec in specs.values()]) + repr(list(specs.values()))
     for path in written.glob("*.env"):
         for secret in SECRETS.findall(path.read_text()):
@@ -149,7 +149,7 @@ def test_each_process_gets_its_own_and_nothing_is_written_down(written: Path) ->
 
 def test_a_configured_redis_is_where_the_files_say(written: Path) -> None:
     config = load_config(None, ["run.dir=/r", f"launch.secrets={written}", "launch.redis=configured"])
-    chosen = choose(config, environ={}, port=lambda: 1)
+    chosen = choose(config, environ={})
     assert chosen.server is None and chosen.redis_url == f"rediss://redis.example:6379/0?ssl_ca_certs={written}/ca.pem"
 
 
@@ -183,13 +183,15 @@ if module == "learner":
         time.sleep(0.02)
     sys.exit(0)
 if module == "rollout_server":
-    import http.server
-    class Well(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200); self.end_headers()
-        def log_message(self, *_): pass
-    port = int(dict(a.split("=", 1) for a in sys.argv if "=" in a)["rollout.port"])
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), Well).serve_forever()
+    import redis
+    from protocol.codec import encode
+    from protocol.keys import Keys
+    from protocol.messages import MetricsSnapshot
+    from protocol.runtime.redis.client import connect
+    text = dict(url="http://127.0.0.1:1", state="ready", incarnation="1")
+    mine = encode(MetricsSnapshot(process="rollout", id="rollout-1", text=text))
+    connect(os.environ["FORAY_REDIS_URL"]).set(Keys("mine").metrics("rollout", "rollout-1"), mine)
+    time.sleep(60)
 """
 
 
