@@ -137,13 +137,15 @@ def plan(
     def process(name: str, kind: str, module: str, *overrides: str, ready: Ready) -> ProcessSpec:
         restarts = launch.restart_learner if kind == "learner" else launch.restarts
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.learner_ranks))
-        ranked = torchrun if kind == "learner" and launch.learner_ranks > 1 else ()
-        argv = (python, *ranked, "-m", module, "--config", str(resolved), *overrides)
+        ranked = torchrun if kind == "learner" and launch.learner_ranks > 1 and not launch.learner_prefix else ()
+        prefix = launch.learner_prefix if kind == "learner" else ()
+        argv = (*prefix, python, *ranked, "-m", module, "--config", str(resolved), *overrides)
         own = env_of(launch.secrets, kind, addresses.redis_url) if launch.secrets and read_secrets else {}
         log = run.dir / "logs" / f"{name}.log"
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
         limits = _limits(config, kind, cores, stop_s)
-        mine = {**limits, **env, **own, **extra_env, **placement.environment(name)}
+        # with a prefix the scheduler shows each rank its GPUs
+        mine = {**limits, **env, **own, **extra_env, **({} if prefix else placement.environment(name))}
         return ProcessSpec(name, kind, argv, log, ready, "", mine, restarts, hidden, stop_s)
 
     specs: list[ProcessSpec] = [_redis(config, addresses)] if addresses.server is not None else []
