@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster, slurm
 
 from deploy.launch.slurm import TEMPLATE
 from deploy.run.run_dir import locate
@@ -25,6 +24,7 @@ from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import read_journal
 from protocol.ledger import Ledger
 from protocol.messages import NodeState
+from tests.ops.slurm_cluster import Cluster, slurm
 from tests.support.waiting import wait_until
 
 STEPS, GROUPS = 60, 8
