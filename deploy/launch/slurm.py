@@ -118,7 +118,7 @@ def jobs(name: str, run: Call = call) -> list[Job]:
 def submit(config: RunConfig, given: Sequence[str], run: Call = call) -> list[str]:
     """Submit what the run lacks: the core, and engines up to `launch.engines`. Return lines for the user.
 
-    More engines than that are drained: the last ones get SIGTERM, finish or hand over their requests, and end.
+    More engines than that are drained: the last ones finish or hand over their requests, and end.
     """
     check(config)
     folder = config.run.dir.absolute() / SCRIPTS
@@ -139,9 +139,7 @@ def scale(directory: Path, name: str, wanted: int, run: Call = call) -> list[str
     keep, drop = there[:wanted], there[wanted:]  # those that run stay first
     said = []
     for job in drop:
-        # to the script alone, which tells the node: a signal to all processes would end the engine before it is drained
-        how = ["--quiet"] if job.pending else ["--batch", "--signal=TERM"]
-        run(["scancel", *how, job.id])
+        run(_cancel(job))
         said.append(f"engine-{job.task}: {'cancelled' if job.pending else 'drains'}")
     used = {job.task for job in there}
     if new := [number for number in range(1, wanted + len(used) + 1) if number not in used][: wanted - len(keep)]:
@@ -156,9 +154,15 @@ def stop(run_id: str, run: Call = call) -> list[str]:
     core, engines = names(run_id)
     said = []
     for job in [*jobs(core, run), *jobs(engines, run)]:
-        run(["scancel", *(["--quiet"] if job.pending else ["--batch", "--signal=TERM"]), job.id])
+        run(_cancel(job))
         said.append(f"job {job.id}: {'cancelled' if job.pending else 'stopping'}")
     return said
+
+
+def _cancel(job: Job) -> list[str]:
+    # to the script alone, which passes SIGTERM on: one to all processes would end an engine before its node drains it,
+    # and Redis before the learner's checkpoint
+    return ["scancel", *(["--quiet"] if job.pending else ["--batch", "--signal=USR2"]), job.id]
 
 
 def check(config: RunConfig) -> None:

@@ -20,10 +20,12 @@ host=$(hostname)
 set -u
 cd @DIRECTORY@ || exit 1
 child='' stopped=''
-trap 'stopped=term; [ -z "$child" ] || kill -TERM "$child"' TERM
+# Slurm sends SIGTERM to all processes of a job; `foray down` and fewer engines send SIGUSR2 to this script alone.
+trap 'stopped=term' TERM
+trap 'stopped=term; [ -z "$child" ] || kill -TERM "$child"' USR2
 trap 'stopped=time; [ -z "$child" ] || kill -TERM "$child"' USR1 # the time limit is near, or a preemption
 
-supervise() { # runs a command and returns its exit code; signals reach it through the traps
+supervise() { # runs a command and returns its exit code; a signal to this script reaches it through the traps
   "$@" &
   child=$!
   while kill -0 "$child" 2>/dev/null; do wait "$child"; done

@@ -88,10 +88,12 @@ def test_a_signal_reaches_the_process_and_its_exit_code_comes_back(tmp_path: Pat
     child = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
     child += "print('up', flush=True)\ntime.sleep(60)"
     script = f"{body}\nsupervise python3 -c {shlex.quote(child)}\necho $? $stopped"
-    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True) as shell:
-        assert shell.stdout is not None and shell.stdout.readline() == "up\n"
-        shell.send_signal(signal.SIGUSR1)
-        assert shell.stdout.read() == "7 time\n"
+    for number, why in ((signal.SIGUSR1, "time"), (signal.SIGUSR2, "term")):
+        with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True) as shell:
+            assert shell.stdout is not None and shell.stdout.readline() == "up\n"
+            shell.send_signal(signal.SIGTERM)  # Slurm sends that one to the process, too: twice would mean hurry
+            shell.send_signal(number)
+            assert shell.stdout.read() == f"7 {why}\n"
 
 
 @dataclass
@@ -131,14 +133,14 @@ def test_fewer_engines_cancel_what_waits_and_drain_the_last(tmp_path: Path) -> N
     said = slurm.scale(tmp_path, "q-engines", 1, queue)
     assert said == ["engine-3: drains", "engine-4: drains", "engine-2: cancelled"]
     assert queue.did == [
-        "scancel --batch --signal=TERM 6_3", "scancel --batch --signal=TERM 6_4", "scancel --quiet 6_2",
+        "scancel --batch --signal=USR2 6_3", "scancel --batch --signal=USR2 6_4", "scancel --quiet 6_2",
     ]  # fmt: skip
 
 
 def test_down_stops_the_core_by_its_script_so_that_it_writes_a_checkpoint() -> None:
     queue = Queue([("5", "q-core", "N/A", "R"), ("6_1", "q-engines", "1", "R"), ("6_2", "q-engines", "2", "PD")])
     assert len(slurm.stop("q", queue)) == 3
-    assert queue.did[0] == "scancel --batch --signal=TERM 5" and queue.did[2] == "scancel --quiet 6_2"
+    assert queue.did[0] == "scancel --batch --signal=USR2 5" and queue.did[2] == "scancel --quiet 6_2"
 
 
 def test_jobs_on_several_nodes_need_secrets(tmp_path: Path) -> None:

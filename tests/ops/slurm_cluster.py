@@ -39,7 +39,7 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=2,bf_interval=2
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-ReturnToService=2
+ReturnToService=1
 SlurmdTimeout=10
 KillWait=20
 JobRequeue=1

@@ -27,7 +27,7 @@ from protocol.messages import NodeState
 from tests.ops.slurm_cluster import Cluster, slurm
 from tests.support.waiting import wait_until
 
-STEPS, GROUPS = 60, 8
+STEPS, GROUPS = 150, 8
 SMALL = ("run.id=ops", f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", "learner.checkpoint_every=5")
 pytestmark = [pytest.mark.ops, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -97,7 +97,7 @@ def test_the_ring_trains_while_engines_nodes_and_the_core_come_and_go(run: Run) 
             raise AssertionError(f"{error}\n{run.explain()}") from None
 
     assert "core: job" in run.submit(2)
-    wait(lambda: run.steps() >= 3, "the first steps", 240)
+    wait(lambda: run.steps() >= 3, "the first steps", 400)
     assert "engines 3, 4" in run.submit(4)
     wait(lambda: len(run.ready()) == 4, "four engines")
     said = run.submit(1)
