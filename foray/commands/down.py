@@ -8,8 +8,20 @@ import os
 import signal
 from pathlib import Path
 
-from deploy.run.run_dir import LOCK, is_held, launcher_pid, read_record, require, saved, wait_until_free
+from deploy.run.run_dir import (
+    LOCK,
+    SCRIPTS,
+    configuration_of,
+    is_held,
+    launcher_pid,
+    read_record,
+    require,
+    saved,
+    wait_until_free,
+)
 from protocol.errors import ForayError
+from protocol.runtime.config import read_tree, section
+from protocol.settings import RunSettings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +31,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _stop_jobs(directory: Path) -> list[str]:
+    """Stop the run's jobs on Slurm. Return what was done, [] if there are none."""
+    from deploy.launch import slurm
+
+    return slurm.stop(section(read_tree(configuration_of(directory) or None), "run", RunSettings).id)
+
+
 def run(args: argparse.Namespace) -> int:
     """Return 0 when nothing runs there. Raises ForayError if the launcher does not end in time."""
     directory = require(args.run_dir)
+    if (directory / SCRIPTS).is_dir() and (stopped := _stop_jobs(directory)):
+        print(json.dumps({"run_dir": str(directory), "jobs": stopped}) if args.json else "\n".join(stopped))
+        return 0
     was_running = stop(directory, args.timeout)
     if args.json:
         print(json.dumps({"run_dir": str(directory), "was_running": was_running}))
