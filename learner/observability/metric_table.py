@@ -64,6 +64,7 @@ STEP: Table = {
     # the batch
     "trajectories": gauge("Trajectories in the batch, including mixed-in groups."),
     "trajectories_trained": gauge("Trajectories with at least one trained token."),
+    "sequences_trained": gauge("Training sequences with at least one trained token: at least one a trajectory."),
     "zero_advantage_share": gauge(
         "Share of trajectories whose advantage is 0 in every turn: they give no learning signal."
     ),

@@ -42,6 +42,8 @@ class ScoredTokens:
     outcome: torch.Tensor
     lags: torch.Tensor
     trajectory: torch.Tensor
+    sequence: torch.Tensor
+    place: torch.Tensor
     turn: torch.Tensor
     end: torch.Tensor
     mask: torch.Tensor
@@ -100,7 +102,7 @@ class ScoredTokens:
             values=self.values,
             last_values=self.last_values,
             mask=self.mask,
-            trajectory=self.trajectory,
+            trajectory=self.sequence,
             turn=self.turn,
         )
 
@@ -109,7 +111,7 @@ class ScoredTokens:
         """Return [n] arrays of the tokens with a weight, for `TokenValues.add`; None before the first loss."""
         columns = {
             "trajectory": self.trajectory,
-            "position": self.positions.flatten()[self.index] + 1,
+            "position": self.place,
             "logprob": self.logprobs,
             "reference": self.reference,
             "advantage": self.advantages,

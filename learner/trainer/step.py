@@ -127,7 +127,7 @@ def policy_loss(tokens: ScoredTokens, models: Models, algorithm: Algorithm) -> L
             advantages=tokens.advantages,
             weights=tokens.weights,
             mask=tokens.mask,
-            trajectory=tokens.trajectory,
+            trajectory=tokens.sequence,
             lags=tokens.lags,
             outcome=tokens.outcome,
             top=top,
