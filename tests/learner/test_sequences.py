@@ -371,6 +371,30 @@ def test_turns_and_lengths_are_those_of_the_whole_trajectory(settings: dict[str,
     )
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("gspo", "gmpo")])
+def test_one_sequence_and_several_give_the_same_loss_where_the_page_says_so(kind: str) -> None:
+    """Losses per token; without discount, values and divergence also those with returns of tokens."""
+    plain: dict[str, Any] = {"rejection": {}}
+    if kind in ("ppo", "reinforce_pp"):
+        plain |= {"gamma": 1.0, "kl": {"coefficient": 0.0}} | ({"lam": 1.0} if kind == "ppo" else {})
+    given, algorithm = groups(), algorithm_of(kind, **plain)
+    joined = [g.model_copy(update={"trajectories": tuple(map(as_one, g.trajectories))}) for g in given]
+    known = drawn(sequences_of(given))
+    known.values, known.after = dict.fromkeys(known.values, 0.0), dict.fromkeys(known.after, 0.0)
+    two, one = (product_loss(build(g, algorithm), known, algorithm) for g in (given, joined))
+    assert one.item() == pytest.approx(two.item(), rel=1e-6)
+    leaves = list(known.policy.values())
+    gradients = [torch.stack(torch.autograd.grad(loss, leaves)) for loss in (one, two)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+
+
+def as_one(trajectory: Trajectory) -> Trajectory:
+    """The same tokens, later prompts as observations."""
+    first, *rest = trajectory.segments
+    later = [observation_segment(s.ids.tolist()) if s.owner is Owner.PROMPT else s for s in rest]
+    return trajectory.model_copy(update={"segments": (first, *later)})
+
+
 # ---- the batch
 
 
