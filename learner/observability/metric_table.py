@@ -148,6 +148,7 @@ RUN: Table = {
     "issued": gauge("Highest seq that was issued."),
     "watermark": gauge("Highest seq up to which all seqs are settled."),
     "in_flight": gauge("Seqs that are issued and not settled."),
+    "wanted_engines": gauge("Engines that the run can use now (docs/clusters.md).", name="foray_wanted_engines"),
     "held": gauge("Groups that have arrived and are waiting for training."),
     "duplicates": counter("Entries whose seq had already arrived or was settled."),
     "redelivered": counter("Entries that were read again or taken over."),
