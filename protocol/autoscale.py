@@ -17,7 +17,7 @@ LOOK_S = 10.0
 """Seconds between two looks."""
 WINDOW_S, WINDOW_STEPS = 60.0, 3
 """A vote is on at least this time and this many steps, without a change in between."""
-STARVING, PRESSED = 0.1, 0.15
+STARVING, PRESSED = 0.1, 0.1
 """Vote for more: shares of time that the learner waits for groups, and that turns wait for engines."""
 FED, SPARE = 0.05, 1.3
 """Vote for one less: share of time that the learner waits, at most, and the number of engines that are idle."""
@@ -90,9 +90,9 @@ def vote(before: Seen, now: Seen, trajectories: int) -> int:
         return 0
     if starving > STARVING and pressed > PRESSED:
         bound = math.ceil(trajectories * count / places) if places else count + 1
-        # with `missing` more, the learner would just not wait; half of it, because waits do not add up like that
-        missing = count * starving / max(1 - starving, 0.1)
-        return max(0, min(max(1, int(missing / 2)), count, bound - count))
+        # with `missing` more the learner would not wait, if it waited for engines only; half of it: that is a model
+        missing = count * min(starving, pressed) / max(1 - starving, 0.1)
+        return max(0, min(math.ceil(missing / 2), count, bound - count))
     if starving < FED and places and count > 1:
         busy = _engine_seconds(before, now) / (now.now - before.now) / places * count
         return -1 if count - busy > SPARE else 0
