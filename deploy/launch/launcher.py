@@ -30,6 +30,7 @@ from deploy.hardware.run import cores, on_this_machine
 from deploy.hardware.speed import with_dtypes
 from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
 from deploy.launch.process import ManagedProcess, ProcessFailed
+from deploy.launch.scale import EngineScaler
 from deploy.launch.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
 from deploy.run.addresses import Addresses, choose, dated, seen_from_here, settle
 from deploy.run.history import StepTail, read_history
@@ -121,16 +122,9 @@ class Launcher:
         self.resolved = self.directory / RESOLVED
         self.config = dated(with_dtypes(settle(self._given, self.addresses)), self.resolved)
         atomic_write(self.resolved, self.config.to_yaml(), durable=False)
-        self.specs = plan(
-            self.config,
-            self.addresses,
-            python=self._python,
-            resolved=self.resolved,
-            takeover=self._takeover,
-            placement=on_this_machine(self.config),
-            cores=cores(),
-        )
         launch = self.config.launch
+        planned = self._planned(max(launch.engines, launch.autoscale.max))
+        self.specs = [spec for spec in planned if spec.kind != "engine" or spec.name in self.config.engine_roles]
         self._readiness = Readiness(self._redis_url, self.config.run.id)
         self._losses = EngineLosses(self._redis_url, self.config.run.id)
         self.supervisor = Supervisor(
@@ -141,12 +135,41 @@ class Launcher:
             beat=self._say.beat,
             interrupted=self._raise_if_stopped,
         )
+        self._scaler = EngineScaler(launch, self.supervisor, self._add_engine, self._redis_url, self.config.run.id)
         self._catch_signals()
         if not self.config.run.model.exists():
             self._make_model()
             self.config = with_dtypes(self.config)
             atomic_write(self.resolved, self.config.to_yaml(), durable=False)
             self._require(inputs(self.config))
+
+    def _planned(self, engines: int) -> list[ProcessSpec]:
+        config = self.config
+        config = config.model_copy(update={"launch": config.launch.model_copy(update={"engines": engines})})
+        return plan(
+            config,
+            self.addresses,
+            python=self._python,
+            resolved=self.resolved,
+            takeover=self._takeover,
+            placement=on_this_machine(config),
+            cores=cores(),
+        )
+
+    def _add_engine(self, number: int) -> None:
+        """Start engine `number`. Raises UserError if there is no place for it beside the running ones."""
+        launch = self.config.launch
+        planned = {s.name: s for s in self._planned(max(number, launch.engines, launch.autoscale.max))}
+        if any(planned[s.name].env != s.env for s in self.specs if s.kind == "engine" and s.name in planned):
+            raise UserError(
+                f"there is no place for engine-{number}: the processes have got their GPUs",
+                why="with one more engine they would be placed otherwise",
+                todo="reserve GPUs by launch.autoscale.max and start the run again",
+            )
+        spec = planned[f"engine-{number}"]
+        self.specs = [s for s in self.specs if s.name != spec.name] + [spec]
+        self._readiness.starting(spec)
+        self.supervisor.spawn(spec)
 
     @property
     def redis_url(self) -> str:
@@ -188,6 +211,8 @@ class Launcher:
             self.supervisor.check()
         except ProcessFailed as failure:
             raise self._losses.explained(failure, self.directory) from None
+        for line in self._scaler.tick():
+            self._say(for_terminal(line))
         newest = self._steps.last
         for record in self._steps.read():
             if self._training is not None:
@@ -243,6 +268,7 @@ class Launcher:
     def stop(self, state: str = "stopped") -> None:
         """Stop all started processes in order. Idempotent."""
         self._state = "stopping"
+        self.supervisor.children |= self._scaler.leaving
         try:
             self._record()
         finally:  # also on a full disk
