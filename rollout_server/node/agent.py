@@ -71,6 +71,8 @@ RELAUNCHES_S = 3600.0
 """Period of `engine.relaunches`."""
 NOTICE_S = 1.0
 """Time for rollout servers to notice that an engine drains: they poll twice a second."""
+PREEMPTED_S = 1.0
+"""Timeout for an answer of `engine.preempted`, which is on the same machine."""
 LEFT_PAUSED = "it was left paused during an update; it continues when a complete version has been loaded"
 HAND_BACK_S = 3.0
 """Time for the partial outputs of a drained engine to reach their clients."""
@@ -82,7 +84,7 @@ async def is_preempted(notice: str, session: aiohttp.ClientSession) -> bool:
         return bool(notice) and Path(notice).exists()
     try:
         # Google's metadata server requires the header; it answers FALSE until then, Amazon's 404
-        async with asyncio.timeout(NOTICE_S), session.get(notice, headers={"Metadata-Flavor": "Google"}) as answer:
+        async with asyncio.timeout(PREEMPTED_S), session.get(notice, headers={"Metadata-Flavor": "Google"}) as answer:
             return answer.status == 200 and (await read_start(answer, 100)).strip().upper() not in ("", "FALSE")
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         log.debug("no answer from engine.preempted: %s", error)
