@@ -23,7 +23,7 @@ from benchmarks.base import BenchResult, Say
 from benchmarks.transport.chain import RUN, TransportRing, a_task, ring
 from benchmarks.transport.settings import TransportBench
 from deploy.launch.plan import ProcessSpec, Ready
-from deploy.launch.process import ManagedProcess
+from deploy.launch.process import Child
 from deploy.run.redis_server import connect
 from protocol.errors import ForayError
 from protocol.keys import Keys
@@ -98,7 +98,7 @@ def load(settings: TransportBench, directory: Path, say: Say) -> dict[str, Any]:
     }
 
 
-def _clients(settings: TransportBench, made: TransportRing, directory: Path) -> list[ManagedProcess]:
+def _clients(settings: TransportBench, made: TransportRing, directory: Path) -> list[Child]:
     children, each = [], -(-settings.clients // settings.processes)
     for first in range(0, settings.clients, each):
         count = min(each, settings.clients - first)
@@ -142,9 +142,7 @@ def _fill(settings: TransportBench, pump: Pump, client: redis.Redis, say: Say) -
     }
 
 
-def _hold(
-    settings: TransportBench, pump: Pump, client: redis.Redis, children: list[ManagedProcess], say: Say
-) -> dict[str, Any]:
+def _hold(settings: TransportBench, pump: Pump, client: redis.Redis, children: list[Child], say: Say) -> dict[str, Any]:
     """Run reader and clients at full speed; read the memory of every process each second."""
     begun, piled = time.monotonic(), pump.issued
     end, look, arrived, peak = begun + 60 * settings.minutes, begun, 0, 0.0
@@ -181,7 +179,7 @@ def _drain(pump: Pump) -> None:
         pump.turn()
 
 
-def _end(child: ManagedProcess, directory: Path) -> dict[str, Any]:
+def _end(child: Child, directory: Path) -> dict[str, Any]:
     child.terminate()
     child.wait(20)
     last = (directory / f"{child.spec.name}.log").read_text().strip().splitlines()[-1]

@@ -21,7 +21,7 @@ import msgpack
 
 from benchmarks.base import Say
 from deploy.launch.plan import ProcessSpec, Ready
-from deploy.launch.process import ManagedProcess
+from deploy.launch.process import Child
 from deploy.launch.supervisor import Readiness, Supervisor
 from deploy.run.redis_server import child_url, connect, find_server, redis_argv
 from protocol.keys import TASK_GROUP, Keys
@@ -41,7 +41,7 @@ class TransportRing:
     """A Redis, and a run in it whose learner is this process."""
 
     url: str
-    redis: ManagedProcess
+    redis: Child
     store: RunStore
     supervisor: Supervisor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deploy.config import RunConfig
@@ -89,26 +89,48 @@ class Assignment:
     host: str
     gpus: tuple[Gpu, ...]
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Return the variable that shows the process its GPUs, and no others."""
-        return {VISIBLE: ",".join(gpu.id for gpu in self.gpus)}
-
 
 @dataclass(frozen=True)
 class Placement:
-    """The result of `place`. gpus: whether there are any; without, no process's environment changes."""
+    """The result of `place`.
+
+    gpus    whether GPUs were assigned; without, no process's environment changes
+    wanted  the needs, also of processes without a GPU
+    home    name of the host of processes that need no GPU, "" for this machine
+    """
 
     gpus: bool
     assignments: tuple[Assignment, ...] = ()
     left: int = 0
-    by_name: Mapping[str, dict[str, str]] = field(default_factory=dict)
+    wanted: tuple[Need, ...] = ()
+    home: str = ""
 
-    def environment(self, name: str) -> dict[str, str]:
-        """Return the variables of a process: no GPU for one that was assigned none."""
-        return self.by_name.get(name, {VISIBLE: ""} if self.gpus else {})
+    def of(self, name: str, kind: str, rank: int = 0, ranks: int = 1) -> Place:
+        """Return where a process runs; the ranks of a learner divide its GPUs in order."""
+        need = next((need for need in self.wanted if need.name == name), Need(name, kind, 0))
+        held = [(a.host, gpu) for a in self.assignments if a.need.name == name for gpu in a.gpus]
+        held = held[len(held) * rank // ranks : len(held) * (rank + 1) // ranks]
+        host = held[0][0] if held else self.home
+        return Place(replace(need, gpus=need.gpus // ranks), host, tuple(gpu for _, gpu in held), shown=self.gpus)
 
 
+@dataclass(frozen=True)
+class Place:
+    """The host and the GPUs of one process. shown: it sees these GPUs and no others."""
+
+    need: Need
+    host: str
+    gpus: tuple[Gpu, ...]
+    shown: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variable that shows the process its GPUs."""
+        return {VISIBLE: ",".join(gpu.id for gpu in self.gpus)} if self.shown else {}
+
+
+NOWHERE = Place(Need("", "", 0), "", ())
+"""The place of a process that needs none in particular."""
 NO_GPUS = Placement(gpus=False)
 """The placement on a machine without GPUs."""
 
@@ -200,10 +222,9 @@ def place(config: RunConfig, hosts: Sequence[Host], wanted: Sequence[Need]) -> P
     assignments: list[Assignment] = []
     for need in sorted(wanted, key=lambda need: need.optional):
         assignments += pool.take(need, explicit[need.kind])
-    by_name = {a.need.name: a.environment for a in assignments}
     order = {need.name: i for i, need in enumerate(wanted)}
     assignments.sort(key=lambda a: order[a.need.name])
-    return Placement(True, tuple(assignments), pool.left, by_name)
+    return Placement(True, tuple(assignments), pool.left, tuple(wanted), hosts[0].name)
 
 
 class _Pool:
@@ -291,7 +312,7 @@ def table(placement: Placement, ports: Mapping[str, str]) -> list[str]:
         least = min(gpu.memory for gpu in a.gpus)
         memory = f"{gib(a.need.memory)} of {gib(least)}" if a.need.memory else f"of {gib(least)}"
         where = f"{a.host}: " if hosts else ""
-        rows.append((a.need.name, where + a.environment[VISIBLE], memory, ports.get(a.need.name, "")))
+        rows.append((a.need.name, where + ",".join(gpu.id for gpu in a.gpus), memory, ports.get(a.need.name, "")))
     named = {a.need.name for a in placement.assignments}
     rows += [(name, "none", "", port) for name, port in ports.items() if name not in named]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]

@@ -21,10 +21,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Host:
-    """One machine. `name` is empty for this one."""
+    """One machine. `name` is empty for this one; `address`: where its processes are reached."""
 
     gpus: tuple[Gpu, ...]
     name: str = ""
+    address: str = "127.0.0.1"
 
 
 def _hosts(number: int, gpus: int, gib: float) -> tuple[Host, ...]:

@@ -123,7 +123,8 @@ def resolve(
             refused = error
             continue
         found.append(one)
-        if len(one.placement.by_name) == sum(need.gpus > 0 for need in needs(one.config, facts, index=index)):
+        wanted = {need.name for need in needs(one.config, facts, index=index) if need.gpus}
+        if wanted == {a.need.name for a in one.placement.assignments}:
             return one  # also the encoder that can do without a GPU has one
     if not found:
         raise UserError(f"{hardware}: {refused.what}", refused.why, refused.todo)

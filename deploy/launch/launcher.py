@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -26,11 +27,12 @@ from deploy.doctor.identity import CHECK
 from deploy.doctor.machine import usable
 from deploy.doctor.model import ENGINE_TOKENIZER, RUN_TOKENIZER
 from deploy.doctor.run import inputs, preflight
-from deploy.hardware.run import cores, on_this_machine
+from deploy.hardware.assign import Placement
+from deploy.hardware.run import cores
 from deploy.hardware.speed import with_dtypes
 from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
-from deploy.launch.process import ManagedProcess, ProcessFailed
-from deploy.launch.scale import EngineScaler
+from deploy.launch.process import LaunchBackend, LocalBackend, ManagedProcess, ProcessFailed
+from deploy.launch.scale import EngineScaler, with_engines
 from deploy.launch.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
 from deploy.run.addresses import Addresses, choose, dated, seen_from_here, settle
 from deploy.run.history import StepTail, read_history
@@ -68,7 +70,12 @@ REPLACED_BY_TAKEOVER = (CHECK, RUN_TOKENIZER, ENGINE_TOKENIZER)
 
 
 class Launcher:
-    """One run. `say` receives the lines for the user; `again` is the command that resumes the run."""
+    """One run.
+
+    say      receives the lines for the user
+    again    the command that resumes the run
+    backend  starts the processes; default: that of `launch.backend`
+    """
 
     def __init__(
         self,
@@ -78,7 +85,9 @@ class Launcher:
         python: str = "",
         again: str = "",
         takeover: bool = False,
+        backend: LaunchBackend | None = None,
     ) -> None:
+        self._backend = backend or LocalBackend()
         self._given, self._python, self._again = config, python or sys.executable, again
         self._takeover = takeover
         self._say = Progress.of(say)
@@ -115,6 +124,9 @@ class Launcher:
         self._require([f for f in found if f.check not in REPLACED_BY_TAKEOVER or not self._takeover])
         if self._given.launch.learner:  # without a learner here, its run directory may be on another disk
             ensure_lineage_id(self._given.run)
+        self._exits.callback(self._backend.close)
+        reserved = max(self._given.launch.engines, self._given.launch.autoscale.max)
+        self._placement = self._backend.place(with_dtypes(with_engines(self._given, reserved)))
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
@@ -123,8 +135,7 @@ class Launcher:
         self.config = dated(with_dtypes(settle(self._given, self.addresses)), self.resolved)
         atomic_write(self.resolved, self.config.to_yaml(), durable=False)
         launch = self.config.launch
-        planned = self._planned(max(launch.engines, launch.autoscale.max))
-        self.specs = [spec for spec in planned if spec.kind != "engine" or spec.name in self.config.engine_roles]
+        self.specs = self._planned(self.config, self._placement)
         self._readiness = Readiness(self._redis_url, self.config.run.id)
         self._losses = EngineLosses(self._redis_url, self.config.run.id)
         self.supervisor = Supervisor(
@@ -134,6 +145,7 @@ class Launcher:
             say=self._say,
             beat=self._say.beat,
             interrupted=self._raise_if_stopped,
+            backend=self._backend,
         )
         self._scaler = EngineScaler(launch, self.supervisor, self._add_engine, self._redis_url, self.config.run.id)
         self._catch_signals()
@@ -143,30 +155,30 @@ class Launcher:
             atomic_write(self.resolved, self.config.to_yaml(), durable=False)
             self._require(inputs(self.config))
 
-    def _planned(self, engines: int) -> list[ProcessSpec]:
-        config = self.config
-        config = config.model_copy(update={"launch": config.launch.model_copy(update={"engines": engines})})
+    def _planned(self, config: RunConfig, placement: Placement) -> list[ProcessSpec]:
         return plan(
             config,
             self.addresses,
             python=self._python,
             resolved=self.resolved,
             takeover=self._takeover,
-            placement=on_this_machine(config),
+            placement=placement,
             cores=cores(),
         )
 
     def _add_engine(self, number: int) -> None:
         """Start engine `number`. Raises UserError if there is no place for it beside the running ones."""
-        launch = self.config.launch
-        planned = {s.name: s for s in self._planned(max(number, launch.engines, launch.autoscale.max))}
-        if any(planned[s.name].env != s.env for s in self.specs if s.kind == "engine" and s.name in planned):
+        config = with_engines(self.config, max(number, self.config.launch.engines))
+        reserved = number <= max(config.launch.autoscale.max, self.config.launch.engines)
+        placement = self._placement if reserved else self._backend.place(config)
+        specs = {spec.name: spec for spec in self._planned(config, placement)}
+        if any(specs[s.name].place != s.place for s in self.specs if s.name in specs):
             raise UserError(
-                f"there is no place for engine-{number}: the processes have got their GPUs",
+                f"there is no place for engine-{number}: the GPUs are given to the processes that run",
                 why="with one more engine they would be placed otherwise",
                 todo="reserve GPUs by launch.autoscale.max and start the run again",
             )
-        spec = planned[f"engine-{number}"]
+        spec = specs[f"engine-{number}"]
         self.specs = [s for s in self.specs if s.name != spec.name] + [spec]
         self._readiness.starting(spec)
         self.supervisor.spawn(spec)
@@ -198,7 +210,8 @@ class Launcher:
                 if spec.kind == "redis":
                     (self.directory / "redis").mkdir(parents=True, exist_ok=True)
                 self._readiness.starting(spec)
-                self.supervisor.spawn(spec)
+            for _, group in groupby(fresh, key=lambda spec: spec.group or spec.name):
+                self.supervisor.spawn(*group)
             self._record()
             self.supervisor.await_ready([spec.name for spec in fresh])
         self._state = "running"
@@ -206,7 +219,7 @@ class Launcher:
 
     def check(self) -> None:
         """Restart processes that exited and may be restarted; print new steps. Raises ProcessFailed or RunStopped."""
-        before = {name: child.pid for name, child in self.supervisor.children.items()}
+        before = dict(self.supervisor.children)
         try:
             self.supervisor.check()
         except ProcessFailed as failure:
@@ -225,7 +238,7 @@ class Launcher:
             self._say(for_terminal(line))
         for record in self._validations.read():
             self._say(f"validation of {describe(record)}")
-        if before != {name: child.pid for name, child in self.supervisor.children.items()}:
+        if before != self.supervisor.children:
             self._record()
 
     def _say_problems(self) -> None:
@@ -362,6 +375,10 @@ class Launcher:
             "learner": self.addresses.learner,
             "device_price": self.config.launch.device_price,
             "restarts": dict(self.supervisor.restarts),
-            "processes": [s.to_json() | {"pid": children[s.name].pid} for s in self.specs if s.name in children],
+            "processes": [
+                s.to_json() | {"pid": children[s.name].pid, "host": children[s.name].host}
+                for s in self.specs
+                if s.name in children
+            ],
         }
         write_record(self.directory, record)

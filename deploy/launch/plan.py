@@ -6,19 +6,18 @@ without the packages of the processes. Every process reads the same resolved fil
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig
-from deploy.hardware.assign import NO_GPUS, Placement
+from deploy.hardware.assign import NO_GPUS, NOWHERE, Place, Placement
 from deploy.hardware.inventory import VISIBLE
 from deploy.run.addresses import Addresses
 from deploy.run.redis_server import redis_argv
 from deploy.secrets.env import SECRET_VARIABLES, env_of
-from protocol.redaction import is_secret_name
 from protocol.settings import REDIS_URL_VARIABLE
 
 KINDS = ("redis", "retriever", "engine", "rollout", "learner")
@@ -37,8 +36,8 @@ class Ready(StrEnum):
     RUNNING = "running"
 
 
-ELASTIC_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Variable of torchrun: seconds between SIGTERM and SIGKILL of its ranks."""
+HOST = "{host}"
+"""In argv: the address of the host that the process runs on, which a restart may change."""
 CHECKPOINT_BYTES_PER_S = 0.25e9
 """A slow network disk: an upper bound on the time of a stop, which ends as soon as the checkpoint is written."""
 BYTES_PER_WEIGHT = 2
@@ -52,7 +51,10 @@ class ProcessSpec:
     name      unique in the run, and the name of its log file
     kind      one of KINDS
     argv      command line
+    place     what it needs, and its host and GPUs
+    group     processes that are started and restarted together, with ranks from 0; default: this one alone
     env       environment variables added to the launcher's
+    env_secret  more of them, which are shown and written nowhere
     hidden    environment variables of the launcher that this process does not inherit
     log       file for its stdout and stderr
     ready     readiness condition; `url` if it needs an address
@@ -70,18 +72,20 @@ class ProcessSpec:
     restarts: int = 0
     hidden: tuple[str, ...] = ()
     stop_s: float = 0.0
+    place: Place = NOWHERE
+    group: str = ""
+    rank: int = 0
+    env_secret: dict[str, str] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `--dry-run --json` and run.json, without secrets and without the Redis URL."""
+        """Return plain values for `--dry-run --json` and run.json, without `env_secret`."""
         return {
             "name": self.name,
             "kind": self.kind,
             "argv": list(self.argv),
-            "env": {
-                name: value
-                for name, value in self.env.items()
-                if name != REDIS_URL_VARIABLE and not is_secret_name(name)
-            },
+            "env": self.env,
+            "host": self.place.host,
+            "gpus": [gpu.id for gpu in self.place.gpus],
             "log": str(self.log),
             "ready": str(self.ready),
             "url": self.url,
@@ -101,13 +105,9 @@ def checkpoint_s(config: RunConfig) -> float:
     return checkpoints * weights / BYTES_PER_WEIGHT * 12 / CHECKPOINT_BYTES_PER_S
 
 
-def _limits(config: RunConfig, kind: str, cores: int, stop_s: float) -> dict[str, str]:
-    """Return the variables for threads, and for the time that torchrun gives its ranks after SIGTERM (else 30 s)."""
+def _threads(config: RunConfig, kind: str, cores: int) -> dict[str, str]:
     threads = learner_threads(config, cores) if kind == "learner" else config.launch.threads
-    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    if kind == "learner" and config.launch.learner_ranks > 1:
-        limits[ELASTIC_TIMEOUT] = str(math.ceil(config.launch.shutdown_s + stop_s))
-    return limits
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
 
 
 def plan(
@@ -128,24 +128,23 @@ def plan(
     such a file is missing.
     """
     launch, run = config.launch, config.run
-    env = {"PYTHONUNBUFFERED": "1", **({} if launch.secrets else {REDIS_URL_VARIABLE: addresses.redis_url})}
+    url_secret = {} if launch.secrets else {REDIS_URL_VARIABLE: addresses.redis_url}
     # which GPUs `launch.env` shows was decided by the placement
     extra_env = {name: value for name, value in launch.env.items() if name != VISIBLE or not placement.gpus}
     hidden = SECRET_VARIABLES if launch.secrets else ()
 
     def process(name: str, kind: str, module: str, *overrides: str, ready: Ready, url: str = "") -> ProcessSpec:
         restarts = launch.restart_learner if kind == "learner" else launch.restarts
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.learner_ranks))
-        ranked = torchrun if kind == "learner" and launch.learner_ranks > 1 else ()
-        argv = (python, *ranked, "-m", module, "--config", str(resolved), *overrides)
+        argv = (python, "-m", module, "--config", str(resolved), *overrides)
         own = env_of(launch.secrets, kind, addresses.redis_url) if launch.secrets and read_secrets else {}
         log = run.dir / "logs" / f"{name}.log"
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
-        limits = _limits(config, kind, cores, stop_s)
-        mine = {**limits, **env, **own, **extra_env, **placement.environment(name)}
-        return ProcessSpec(name, kind, argv, log, ready, url, mine, restarts, hidden, stop_s)
+        place = placement.of(name, kind)
+        env = {**_threads(config, kind, cores), "PYTHONUNBUFFERED": "1", **extra_env, **place.environment}
+        known = (name, kind, argv, log, ready, url, env, restarts, hidden, stop_s, place)
+        return ProcessSpec(*known, group=name, env_secret=url_secret | own)
 
-    specs: list[ProcessSpec] = [_redis(config, addresses)] if addresses.server is not None else []
+    specs: list[ProcessSpec] = [_redis(config, addresses, placement)] if addresses.server is not None else []
     for index, url in enumerate(addresses.retrievers, start=1):
         port = f"retriever.port={_port(url)}"
         specs.append(process(f"retriever-{index}", "retriever", "retriever", port, ready=Ready.HTTP, url=url))
@@ -167,8 +166,20 @@ def plan(
         extra = ("--takeover",) if takeover else ()
         if addresses.learner:
             extra = (*extra, f"learner.metrics_port={_port(addresses.learner)}")
-        specs.append(process("learner", "learner", "learner", *extra, ready=Ready.RUNNING, url=addresses.learner))
+        learner = process("learner", "learner", "learner", *extra, ready=Ready.RUNNING, url=addresses.learner)
+        specs += _ranks(learner, launch.learner_ranks, placement) if launch.learner_ranks > 1 else [learner]
     return specs
+
+
+def _ranks(learner: ProcessSpec, size: int, placement: Placement) -> Iterator[ProcessSpec]:
+    """Yield the processes of a learner with several ranks. The first has the name and the log of the learner."""
+    for rank in range(size):
+        place = placement.of(learner.name, learner.kind, rank, size)
+        # each rank sees one GPU, its own
+        ranked = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
+        spec = replace(learner, rank=rank, place=place, env=learner.env | place.environment | ranked)
+        name = f"{learner.name}-rank-{rank}"
+        yield replace(spec, name=name, log=spec.log.with_name(f"{name}.log"), url="") if rank else spec
 
 
 def learner_threads(config: RunConfig, cores: int) -> int:
@@ -179,7 +190,7 @@ def learner_threads(config: RunConfig, cores: int) -> int:
     return max(launch.threads, cores // launch.learner_ranks)
 
 
-def _redis(config: RunConfig, addresses: Addresses) -> ProcessSpec:
+def _redis(config: RunConfig, addresses: Addresses, placement: Placement) -> ProcessSpec:
     directory = (config.run.dir / "redis").absolute()
     assert addresses.server is not None
     launch = config.launch
@@ -187,7 +198,10 @@ def _redis(config: RunConfig, addresses: Addresses) -> ProcessSpec:
     argv = redis_argv(addresses.server, directory, addresses.redis_url, maxmemory_mb=launch.redis_maxmemory_mb, acl=acl)
     log = config.run.dir / "logs" / "redis.log"
     hidden = SECRET_VARIABLES if launch.secrets else ()
-    return ProcessSpec("redis", "redis", argv, log, Ready.PING, addresses.redis_url, {}, launch.restarts, hidden)
+    place = placement.of("redis", "redis")
+    return ProcessSpec(
+        *("redis", "redis", argv, log, Ready.PING, addresses.redis_url, {}, launch.restarts, hidden), place=place
+    )
 
 
 def _drain(section: str, given: set[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""One process that the launcher started: spawn, poll, stop. The launcher signals only these processes.
+"""The processes that a backend started: spawn, poll, stop. The launcher signals only these processes.
 
 Each child leads its own session: Ctrl-C in the terminal reaches only the launcher (which then stops everything in
 order), and a signal to the child's group reaches its own children. If the launcher is killed (SIGKILL), the kernel
@@ -13,20 +13,27 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
-from deploy.launch.plan import ProcessSpec
+from deploy.config import RunConfig
+from deploy.hardware.assign import Placement
+from deploy.hardware.run import on_this_machine
+from deploy.launch.plan import HOST, ProcessSpec
 from deploy.terminal import escape_untrusted
 from protocol.errors import ForayError
 from protocol.redaction import for_terminal
 from protocol.runtime.lifecycle import require_linux
+from protocol.runtime.net import free_port
 from protocol.runtime.service_cli import INTERRUPTED, NOT_RESTARTED
+from rollout_server.node.guard import memory_mib
 
 PR_SET_PDEATHSIG = 1
+LOOPBACK = "127.0.0.1"
 TAIL_LINES = 25
-_RANK_0 = re.compile(r"rank +: 0 \(local_rank: 0\)\n +exitcode +: (-?\d+) ")
-"""In torchrun's report of failed ranks. torchrun itself always exits with 1."""
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (INFO )?")
 
 
@@ -63,55 +70,53 @@ class ProcessFailed(ForayError):
         return for_terminal(f"error: {self.name} {self.what}\n{indented}\n  log: {self.log}{cause}{todo}")
 
 
-class ManagedProcess:
-    """A running or ended process of `spec`. Spawn it in a thread that lives as long as the run."""
+class Child(Protocol):
+    """A started process of `spec`. Backends implement it; `Supervisor` knows nothing else of a process.
+
+    host     address of its host, "" while that is unknown
+    ready    whether it was ready once
+    spawned  when, in seconds of `time.monotonic`
+    lost     it ended because its host was lost, which is no fault of the process
+    """
+
+    spec: ProcessSpec
+    spawned: float
+    host: str = ""
+    ready: bool = False
+    lost: bool = False
 
     def __init__(self, spec: ProcessSpec) -> None:
-        self.spec = spec
-        self.spawned = time.monotonic()
-        self.ready = False
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
-        self._log_start = spec.log.stat().st_size if spec.log.exists() else 0
-        with spec.log.open("ab") as log:
-            self._popen = subprocess.Popen(
-                spec.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={name: value for name, value in os.environ.items() if name not in spec.hidden} | spec.env,
-                start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
-            )
+        self.spec, self.spawned = spec, time.monotonic()
 
     @property
+    def has_finished(self) -> bool:
+        """Return whether it is a learner that has taken its last step."""
+        return self.spec.kind == "learner" and self.poll() == 0
+
+    @property
+    @abstractmethod
     def pid(self) -> int:
-        """Return the process id, which is also the id of its group."""
-        return self._popen.pid
+        """Return the process id on its host, 0 while that is unknown."""
 
+    @abstractmethod
     def poll(self) -> int | None:
-        """Return the exit code (the negative signal number if a signal killed it), None while it runs; of several ranks
-        that of rank 0.
+        """Return the exit code (the negative signal number if a signal killed it), None while it runs."""
 
-        Processes left in the group of an ended process (the engine of a killed node) are killed before it is reaped:
-        until then no other process can have its id, or the id of its group.
-        """
-        if self._popen.returncode is None:
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return None
-            self._signal_group(signal.SIGKILL)
-        code = self._popen.poll()
-        found = _RANK_0.search(self.tail(1000)) if code == 1 and "torch.distributed.run" in self.spec.argv else None
-        return int(found[1]) if found else code
-
+    @abstractmethod
     def terminate(self) -> None:
         """Send SIGTERM to this process only: it stops its own children."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
 
+    @abstractmethod
     def kill(self) -> None:
-        """Kill its whole group immediately."""
-        if self.poll() is None:
-            self._signal_group(signal.SIGKILL)
+        """Kill it and what it started immediately."""
+
+    @abstractmethod
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """Return the last log lines of this process, not of an earlier one with the same name."""
+
+    @abstractmethod
+    def memory_mib(self) -> int:
+        """Return the resident memory of this process and those below it."""
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether it ended within `timeout_s`."""
@@ -121,13 +126,6 @@ class ManagedProcess:
                 return False
             time.sleep(0.02)
         return True
-
-    def tail(self, lines: int = TAIL_LINES) -> str:
-        """Return the last log lines of this process, not of an earlier one with the same name."""
-        with self.spec.log.open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - 64 * 1024))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
     def waiting_line(self, until: str = "", *, since: float = 0.0) -> str:
         """Return a line such as `waiting for engine-1 (registered in Redis as ready), 12 s; its log: ...`."""
@@ -139,6 +137,101 @@ class ManagedProcess:
     def failed(self, what: str) -> ProcessFailed:
         """Return the error with the way in which this process ended the run."""
         return ProcessFailed(self.spec.name, what, code=self.poll(), log=self.spec.log, tail=self.tail())
+
+
+class LaunchBackend(Protocol):
+    """What starts the processes of a run: this machine, or a cluster of several."""
+
+    def place(self, config: RunConfig) -> Placement:
+        """Return the host and the GPUs of each process; waits for room. Raises UserError if there is none."""
+
+    def spawn(self, specs: Sequence[ProcessSpec]) -> Sequence[Child]:
+        """Start the processes of one group (often one process) where there is room; does not wait for it."""
+
+    def close(self) -> None:
+        """Give back the places of the run, whose processes have ended."""
+
+
+class LocalBackend:
+    """This machine."""
+
+    def place(self, config: RunConfig) -> Placement:
+        """Return the GPUs of each process."""
+        return on_this_machine(config)
+
+    def spawn(self, specs: Sequence[ProcessSpec]) -> Sequence[Child]:
+        """Start the processes of one group."""
+        return [ManagedProcess(spec) for spec in meeting_at(LOOPBACK, free_port, specs)]
+
+    def close(self) -> None:
+        """Return: no place is held."""
+
+
+def meeting_at(host: str, port: Callable[[], int], specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+    """Return the specs of a group with the address where its ranks meet; `host` is that of the first."""
+    if len(specs) == 1:
+        return list(specs)
+    place = {"MASTER_ADDR": host, "MASTER_PORT": str(port())}
+    return [replace(spec, env=spec.env | place) for spec in specs]
+
+
+class ManagedProcess(Child):
+    """A process of this machine. Spawn it in a thread that lives as long as the run."""
+
+    def __init__(self, spec: ProcessSpec, host: str = LOOPBACK) -> None:
+        super().__init__(spec)
+        self.host = host
+        inherited = {name: value for name, value in os.environ.items() if name not in spec.hidden}
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = spec.log.stat().st_size if spec.log.exists() else 0
+        with spec.log.open("ab") as log:
+            self._popen = subprocess.Popen(
+                [word.replace(HOST, host) for word in spec.argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=inherited | spec.env | spec.env_secret,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+
+    @property
+    def pid(self) -> int:
+        """Return the process id, which is also the id of its group."""
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code (the negative signal number if a signal killed it), None while it runs.
+
+        Processes left in the group of an ended process (the engine of a killed node) are killed before it is reaped:
+        until then no other process can have its id, or the id of its group.
+        """
+        if self._popen.returncode is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            self._signal_group(signal.SIGKILL)
+        return self._popen.poll()
+
+    def terminate(self) -> None:
+        """Send SIGTERM to this process only: it stops its own children."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill its whole group immediately."""
+        if self.poll() is None:
+            self._signal_group(signal.SIGKILL)
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """Return the last log lines of this process, not of an earlier one with the same name."""
+        with self.spec.log.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - 64 * 1024))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+    def memory_mib(self) -> int:
+        """Return the resident memory of this process and those below it."""
+        return memory_mib(self.pid)
 
     def _signal_group(self, number: signal.Signals) -> None:
         try:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from deploy.config import LaunchSettings
-from deploy.launch.process import ManagedProcess
+from deploy.config import LaunchSettings, RunConfig
+from deploy.launch.process import Child
 from deploy.launch.supervisor import Supervisor
 from deploy.run.redis_server import connect
 from learner.delivery.dead_letters import LEARNER_ID
@@ -29,6 +29,11 @@ def followed(requested: int | None, reported: float, *, least: int, most: int) -
     return min(max(int(reported), least), most) if reported and most else None
 
 
+def with_engines(config: RunConfig, engines: int) -> RunConfig:
+    """Return the configuration with this many engines."""
+    return config.model_copy(update={"launch": config.launch.model_copy(update={"engines": engines})})
+
+
 class EngineScaler:
     """Starts and drains engines of one run. The owner calls `tick` periodically.
 
@@ -41,7 +46,7 @@ class EngineScaler:
     ) -> None:
         self._limits, self._supervisor, self._add = launch.autoscale, supervisor, add
         self._url, self._keys = redis_url, Keys(run)
-        self.leaving: dict[str, ManagedProcess] = {}
+        self.leaving: dict[str, Child] = {}
         self._due, self._refused = 0.0, 0
 
     def tick(self) -> list[str]:
@@ -79,7 +84,7 @@ class EngineScaler:
             child.terminate()
             yield f"{name} drains and ends: its turns continue at the others"
 
-    def _numbers(self, names: dict[str, ManagedProcess]) -> Iterator[int]:
+    def _numbers(self, names: dict[str, Child]) -> Iterator[int]:
         return (number_of(name.removeprefix("engine-").encode()) for name in names if name.startswith("engine-"))
 
     def _wanted(self) -> int | None:

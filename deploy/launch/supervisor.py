@@ -1,7 +1,10 @@
 """Start processes, wait until each is ready, restart them within limits, stop all in order.
 
-There is no thread: the owner of a Supervisor calls `check` periodically. A process that exits without restarts left
-raises `ProcessFailed`, and the owner then calls `stop`. The stop order is that of the data: the learner first (it
+There is no thread: the owner of a Supervisor calls `check` periodically. Nothing else restarts a process, whatever
+`LaunchBackend` started it. The processes of a group, such as the ranks of a learner, are restarted together. A group
+that ends without restarts left raises `ProcessFailed`, and the owner then calls `stop`.
+
+The stop order is that of the data: the learner first (it
 writes its checkpoint), then the processes that feed it, Redis last.
 """
 
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.launch.plan import ProcessSpec, Ready
-from deploy.launch.process import ManagedProcess, ProcessFailed
+from deploy.launch.process import Child, LaunchBackend, LocalBackend, ProcessFailed
 from deploy.run.redis_server import connect, ping
 from protocol import events
 from protocol.codec import decode_as
@@ -29,6 +32,8 @@ STOP_ORDER = ("learner", "rollout", "engine", "retriever", "redis")
 POLL_S = 0.05
 RESTARTS_S = 3600.0
 """Restarts within this period are limited: a loop ends the run, rare failures of a long run do not."""
+LEAVE_S = 2.0
+"""Seconds for the other ranks to end by themselves after one exited."""
 Say = Callable[[str], None]
 IsReady = Callable[[ProcessSpec], bool]
 
@@ -36,6 +41,7 @@ IsReady = Callable[[ProcessSpec], bool]
 class Supervisor:
     """The child processes of one run.
 
+    backend     starts the processes; default: on this machine
     is_ready    returns whether a started process is ready; called every `POLL_S` * 2, must return quickly
     ready_s     time for one process to become ready; it starts again whenever the memory of its processes has grown
     shutdown_s  time between SIGTERM and SIGKILL, for each stage of the stop
@@ -53,20 +59,24 @@ class Supervisor:
         beat: Callable[[Callable[[], str]], None] = lambda line: None,
         interrupted: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        backend: LaunchBackend | None = None,
     ) -> None:
         self._is_ready, self._ready_s, self._shutdown_s = is_ready, ready_s, shutdown_s
         self._hurried = False
         self._say, self._beat, self._interrupted = say, beat, interrupted
-        self.children: dict[str, ManagedProcess] = {}
+        self._backend = backend or LocalBackend()
+        self.children: dict[str, Child] = {}
         self.restarts: dict[str, int] = {}
         self._clock = clock
+        self._ending: dict[str, tuple[Child, list[tuple[float, str]]]] = {}
+        """Group that ends -> its member that ended first, and what is done to the others, and when."""
         self._restarted: dict[str, list[float]] = {}
 
-    def spawn(self, spec: ProcessSpec) -> ManagedProcess:
-        """Start `spec` without waiting for it."""
-        child = ManagedProcess(spec)
-        self.children[spec.name] = child
-        return child
+    def spawn(self, *specs: ProcessSpec) -> Child:
+        """Start the processes of one group without waiting for them, and return the first."""
+        children = self._backend.spawn(specs)
+        self.children.update((child.spec.name, child) for child in children)
+        return children[0]
 
     def await_ready(self, names: Sequence[str]) -> None:
         """Wait until all of `names` are ready. Raises ProcessFailed if one exits for good or the time is over."""
@@ -75,31 +85,58 @@ class Supervisor:
             self.check()
             child = self.children[waiting[0]]
             self._beat(child.waiting_line)
-            if growth.has_ended(self.children[name].pid for name in waiting):
+            if growth.has_ended(lambda: sum(self.children[name].memory_mib() for name in waiting)):
                 raise child.failed(f"was not ready {self._ready_s:g} s after it last grew ({child.spec.ready})")
             time.sleep(POLL_S * 2)
 
     def check(self) -> None:
-        """Restart processes that exited. Raises ProcessFailed if one has used its restarts of the last RESTARTS_S.
+        """Restart groups of processes that exited. Raises ProcessFailed if one has used its restarts of RESTARTS_S.
 
-        A process that exits with code 0 has finished (the learner after its last step). A process with a code of
-        NOT_RESTARTED (user error, no training signal, fenced) is not restarted: it would fail again.
+        A learner that exits with code 0 has finished (after its last step). A group whose first rank has a code of
+        NOT_RESTARTED (user error, no training signal, fenced) is not restarted: it would fail again. A restart because
+        a host was lost does not count.
         """
         self._interrupted()
-        for name, child in list(self.children.items()):
-            code = child.poll()
-            if code is None or (code == 0 and child.spec.kind == "learner"):
-                continue
-            now = self._clock()
-            recent = self._restarted[name] = [at for at in self._restarted.get(name, ()) if now - at < RESTARTS_S]
-            if len(recent) >= child.spec.restarts or code in NOT_RESTARTED:
-                again = f" (after {len(recent)} restarts within an hour)" if recent else ""
-                raise child.failed(f"{describe_exit(code)}{again}")
+        groups: dict[str, list[Child]] = {}
+        for child in self.children.values():
+            groups.setdefault(child.spec.group or child.spec.name, []).append(child)
+        for group, members in groups.items():
+            failed = [child for child in members if child.poll() is not None and not child.has_finished]
+            if failed and not members[0].has_finished and self._all_ended(group, members, failed[0]):
+                self._restart(group, members, self._ending.pop(group)[0])
+
+    def _all_ended(self, group: str, members: Sequence[Child], failed: Child) -> bool:
+        """Return whether all members have ended; stop them first, as after a lost rank none can go on."""
+        left, now = [child for child in members if child.poll() is None], self._clock()
+        # one that exits by itself may follow the first rank, whose exit code counts
+        begin = now if failed.lost or (failed.poll() or 0) < 0 else now + LEAVE_S
+        stop = [(begin, "terminate"), (begin + self._shutdown_s, "kill")]
+        _, due = self._ending.setdefault(group, (failed, stop))
+        while left and due and now >= due[0][0]:
+            _, method = due.pop(0)
+            for child in left:
+                getattr(child, method)()
+        return not left
+
+    def _restart(self, group: str, members: Sequence[Child], failed: Child) -> None:
+        first = members[0].poll()
+        failed = members[0] if first in NOT_RESTARTED else failed
+        lost = next((child for child in members if child.lost), None)
+        code, now = failed.poll() or 0, self._clock()
+        recent = self._restarted[group] = [at for at in self._restarted.get(group, ()) if now - at < RESTARTS_S]
+        if code in NOT_RESTARTED or (lost is None and len(recent) >= failed.spec.restarts):
+            again = f" (after {len(recent)} restarts within an hour)" if recent else ""
+            raise failed.failed(f"{describe_exit(code)}{again}")
+        self.restarts[group] = self.restarts.get(group, 0) + 1
+        if lost is not None:
+            why, limit = f"{lost.spec.name} was lost with its host {lost.host}".rstrip(), "(this does not count)"
+        else:
             recent.append(now)
-            self.restarts[name] = self.restarts.get(name, 0) + 1
-            limit = f"({len(recent)} of {child.spec.restarts} per hour)"
-            self._say(f"{name} {describe_exit(code)}: restarting it {limit}, the run continues")
-            self.spawn(child.spec)
+            why = f"{failed.spec.name} {describe_exit(code)}"
+            limit = f"({len(recent)} of {failed.spec.restarts} per hour)"
+        what = "it" if len(members) == 1 else f"all {len(members)} ranks"
+        self._say(f"{why}: restarting {what} {limit}, the run continues")
+        self.spawn(*(child.spec for child in members))
 
     def ended(self, name: str) -> bool:
         """Return whether `name` has finished with code 0. `check` handles failures."""
@@ -120,7 +157,7 @@ class Supervisor:
         """Do not wait in the stop in progress, or in later ones."""
         self._hurried = True
 
-    def _stop_stage(self, stage: list[ManagedProcess]) -> list[str]:
+    def _stop_stage(self, stage: list[Child]) -> list[str]:
         if alive := [child.spec.name for child in stage if child.poll() is None]:
             checkpoint = ", which writes a checkpoint" if stage[0].spec.kind == "learner" else ""
             self._say(f"stopping {', '.join(alive)}{checkpoint}")
@@ -148,7 +185,7 @@ class Supervisor:
             state = "started" if child.spec.ready is Ready.RUNNING else "ready"
             self._say(f"{name} {state} ({took:.1f} s)" + (f", {child.spec.url}" if child.spec.url else ""))
         # a learner with nothing left to do may have ended before the first check
-        return child.ready or (child.spec.kind == "learner" and child.poll() == 0)
+        return child.ready or child.has_finished
 
 
 ANSWER_S = 1.0

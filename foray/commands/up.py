@@ -136,10 +136,12 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     print("# processes, in start order:")
     for spec in specs:
         print(f"#   {spec.name}: {shlex.join(spec.argv)}")
-        print(f"#     log {spec.log}; ready when: {spec.ready}; restarts: {spec.restarts}")
+        gpus = ",".join(gpu.id for gpu in spec.place.gpus) or "none"
+        print(f"#     host {spec.place.host or 'this machine'}; GPUs {gpus}; restarts per hour: {spec.restarts}")
+        print(f"#     log {spec.log}; ready when: {spec.ready}")
     if placement.gpus:
         print(f"# GPUs {note}".rstrip() + ":")
-        ports = {spec.name: spec.url.rpartition(":")[2] for spec in specs if spec.kind != "redis"}
+        ports = {spec.name: spec.url.rpartition(":")[2] for spec in specs if spec.kind != "redis" and not spec.rank}
         for line in table(placement, ports):
             print(f"#   {line}")
     print("# ports shown as 0 and a Redis shown as `redis-server` are chosen when the run starts")

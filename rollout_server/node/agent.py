@@ -43,7 +43,7 @@ from rollout_server.metrics import Stats
 from rollout_server.node.attach import validate_engine
 from rollout_server.node.capabilities import read_capabilities
 from rollout_server.node.config import AttachedEngine, CpuEngine, NodeSettings, SglangEngine
-from rollout_server.node.guard import Growth
+from rollout_server.node.guard import Growth, memory_mib
 from rollout_server.node.process import (
     STOP_S,
     EngineKeys,
@@ -373,7 +373,7 @@ class Agent:
         growth, wait_s = Growth(self._settings.start_timeout_s, now), self._settings.probe_timeout_s
         sampling = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
         while True:
-            has_ended = growth.has_ended([child.pid])
+            has_ended = growth.has_ended(lambda: memory_mib(child.pid))
             try:
                 asked = now()
                 await self._client.health(timeout_s=wait_s)

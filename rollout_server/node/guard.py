@@ -20,7 +20,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -94,10 +94,10 @@ class Growth:
         self._look_at = self.until = clock()
         """Time at which the start has failed."""
 
-    def has_ended(self, pids: Iterable[int]) -> bool:
-        """Return whether the processes below `pids` have not grown for patience_s."""
+    def has_ended(self, memory: Callable[[], int]) -> bool:
+        """Return whether the processes have not grown for patience_s. `memory` returns how much they have, in MiB."""
         if (now := self._clock()) >= self._look_at:
-            self._look_at, grown = now + self._patience_s / 20, sum(map(memory_mib, pids))
+            self._look_at, grown = now + self._patience_s / 20, memory()
             if grown > self._most:
                 self._most, self.until = grown, now + self._patience_s
         return now > self.until

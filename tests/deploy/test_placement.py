@@ -39,7 +39,7 @@ def assigned(config: RunConfig, hosts: Sequence[Host] = EIGHT) -> Placement:
 
 def devices(placement: Placement) -> dict[str, str]:
     return {
-        a.need.name: f"{a.host}{':' if a.host else ''}{a.environment['CUDA_VISIBLE_DEVICES']}"
+        a.need.name: f"{a.host}{':' if a.host else ''}{','.join(gpu.id for gpu in a.gpus)}"
         for a in placement.assignments
     }
 
@@ -92,14 +92,15 @@ def test_every_process_sees_its_own_gpus_and_no_others() -> None:
     config = recipe("launch.engines=2", "launch.learner_ranks=4", "launch.env={CUDA_VISIBLE_DEVICES: '0', A: b}")
     specs = plan(config, ADDRESSES, python="py", resolved=Path("/r/x"), placement=assigned(config))
     shown = {spec.name: spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs}
-    assert shown == {"retriever-1": "", "engine-1": "0", "engine-2": "1", "rollout-1": "", "learner": "2,3,4,5"}
+    ranks = {"learner": "2", "learner-rank-1": "3", "learner-rank-2": "4", "learner-rank-3": "5"}
+    assert shown == {"retriever-1": "", "engine-1": "0", "engine-2": "1", "rollout-1": "", **ranks}
     assert all(spec.env["A"] == "b" for spec in specs)
 
 
 def test_without_gpus_no_environment_changes() -> None:
     config = recipe("launch.engines=4", "launch.learner_ranks=4")
     found = place(config, [Host(())], needs(config, SEVEN_B))
-    assert not found.gpus and found.environment("learner") == {}
+    assert not found.gpus and found.of("learner", "learner").environment == {}
     specs = plan(config, ADDRESSES, python="py", resolved=Path("/r/x"), placement=found)
     assert not any("CUDA_VISIBLE_DEVICES" in spec.env for spec in specs)
 
@@ -173,9 +174,9 @@ def test_a_retriever_gets_a_gpu_if_it_needs_one_or_one_is_left() -> None:
     base = ("launch.engines=2", "launch.learner_ranks=4")
     assert devices(assigned(recipe(*base, f"retriever.index={transformer}")))["retriever-1"] == "6"
     full = recipe("launch.engines=4", "launch.learner_ranks=4", f"retriever.index={transformer}")
-    assert "retriever-1" not in devices(assigned(full)) and assigned(full).environment("retriever-1") == {
-        "CUDA_VISIBLE_DEVICES": ""
-    }
+    assert "retriever-1" not in devices(assigned(full)) and assigned(full).of(
+        "retriever-1", "retriever"
+    ).environment == {"CUDA_VISIBLE_DEVICES": ""}
     gpu = "retriever.index={type: faiss_gpu, devices: [0, 1]}"
     assert devices(assigned(recipe(*base, gpu)))["retriever-1"] == "6,7"
     assert "the run needs 9 GPUs" in refusal(recipe("launch.engines=3", "launch.learner_ranks=4", gpu))

@@ -64,7 +64,7 @@ def test_engines_for_evaluation_come_after_the_others_with_a_role_a_name_and_a_f
 def test_an_outer_redis_is_not_started_and_reaches_everybody_by_environment() -> None:
     specs = planned(addresses=Addresses("redis://:secret@db:6379/0", None, (), ()))
     assert all(spec.kind != "redis" for spec in specs)
-    assert named(specs, "learner").env["FORAY_REDIS_URL"] == "redis://:secret@db:6379/0"
+    assert named(specs, "learner").env_secret["FORAY_REDIS_URL"] == "redis://:secret@db:6379/0"
 
 
 def test_a_password_is_not_written_into_the_record() -> None:
@@ -137,11 +137,17 @@ def test_the_preview_needs_no_redis_and_makes_no_directory(tmp_path: Path) -> No
     assert not (tmp_path / "none").exists()
 
 
-def test_several_ranks_of_the_learner_are_started_by_torchrun() -> None:
-    argv = named(planned("launch.learner_ranks=2"), "learner").argv
-    assert argv[:6] == ("py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert argv[6:8] == ("-m", "learner")
-    assert named(planned(), "learner").argv[:3] == ("py", "-m", "learner")
+def test_each_rank_of_the_learner_is_a_process_of_one_group() -> None:
+    ranks = [s for s in planned("launch.learner_ranks=3") if s.kind == "learner"]
+    assert [(s.name, s.group, s.rank, s.log.name) for s in ranks] == [
+        ("learner", "learner", 0, "learner.log"),
+        ("learner-rank-1", "learner", 1, "learner-rank-1.log"),
+        ("learner-rank-2", "learner", 2, "learner-rank-2.log"),
+    ]
+    assert all(s.argv[:3] == ("py", "-m", "learner") and s.env["WORLD_SIZE"] == "3" for s in ranks)
+    assert [s.env["RANK"] for s in ranks] == ["0", "1", "2"] and {s.env["LOCAL_RANK"] for s in ranks} == {"0"}
+    (alone,) = [s for s in planned() if s.kind == "learner"]
+    assert "RANK" not in alone.env and alone.group == "learner"
 
 
 def test_the_learner_may_take_the_time_of_its_last_checkpoint_to_stop(tmp_path: Path) -> None:
@@ -150,7 +156,6 @@ def test_the_learner_may_take_the_time_of_its_last_checkpoint_to_stop(tmp_path: 
     chosen = (f"run.model={tmp_path}", "launch.shutdown_s=20", "launch.learner_ranks=8")
     learner, engine = (named(planned(*chosen), name) for name in ("learner", "engine-1"))
     assert (learner.stop_s, engine.stop_s) == (720.0, 0.0)
-    assert learner.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "740" and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in engine.env
     assert named(planned(*chosen, "learner.model.lora.rank=8"), "learner").stop_s == 0.0, "adapters are small"
     assert named(planned(), "learner").stop_s == 0.0, "the model is on another host"
 

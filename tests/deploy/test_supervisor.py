@@ -84,17 +84,6 @@ def test_a_process_that_would_end_so_again_is_not_tried_again_and_keeps_its_code
     assert ("no training signal" in str(failure.value)) == (code == 65)
 
 
-@pytest.mark.slow
-def test_the_code_of_several_ranks_is_that_of_rank_0(tmp_path: Path, supervisor: Supervisor) -> None:
-    (tmp_path / "rank.py").write_text("import os, time\nif os.environ['RANK'] == '0': os._exit(65)\ntime.sleep(60)")
-    ranked = spec(tmp_path, "learner", "", kind="learner", restarts=5)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "rank.py"))
-    supervisor.spawn(replace(ranked, argv=(sys.executable, *torchrun)))
-    with pytest.raises(ProcessFailed, match="no training signal") as failure:
-        wait_until(lambda: supervisor.check() is not None, "the death is seen")
-    assert failure.value.exit_code == 65 and not supervisor.restarts, "torchrun itself exits with 1"
-
-
 def test_a_process_is_started_again_as_often_as_it_may_and_then_ends_the_run(
     tmp_path: Path, supervisor: Supervisor
 ) -> None:

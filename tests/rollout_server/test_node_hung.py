@@ -98,16 +98,15 @@ async def test_a_relaunch_loop_ends_with_its_cause(world, tmp_path: Path, monkey
     assert (tmp_path / "launched").read_text().count("\n") == 3
 
 
-def test_a_start_has_failed_when_its_processes_have_stopped_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_has_failed_when_its_processes_have_stopped_to_grow() -> None:
     """However long it takes: the memory grows every 200 s for an hour, and then not any more."""
-    now, sizes = [0.0], {1: 10}
-    monkeypatch.setattr(guard, "memory_mib", lambda pid: sizes[pid])
+    now, size = [0.0], [10]
     growth = guard.Growth(300.0, lambda: now[0])
     while now[0] < 3600:
         now[0] += 1.0
-        sizes[1] += now[0] % 200 == 0
-        assert not growth.has_ended([1])
-    while not growth.has_ended([1]):
+        size[0] += now[0] % 200 == 0
+        assert not growth.has_ended(lambda: size[0])
+    while not growth.has_ended(lambda: size[0]):
         now[0] += 1.0
     assert 3600 + 300 <= now[0] <= 3600 + 320
 

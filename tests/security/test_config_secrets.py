@@ -44,7 +44,7 @@ def test_a_password_in_the_configuration_reaches_the_processes_and_no_file(url: 
     settled = settle(config, addresses)
     assert CANARY not in settled.to_yaml() and CANARY not in document(settled)
     specs = plan(settled, addresses, python="python", resolved=tmp_path / "resolved.yaml")
-    assert all(spec.env[REDIS_URL_VARIABLE] == url for spec in specs)
+    assert all(spec.env_secret[REDIS_URL_VARIABLE] == url for spec in specs)
     assert not any(CANARY in str(spec.to_json()) or CANARY in " ".join(spec.argv) for spec in specs)
     plain = load_config(None, ["run.redis_url=redis://10.0.0.1/0"])
     assert settle(plain, addresses).run.redis_url == "redis://10.0.0.1/0", "what is no secret stays"

@@ -135,10 +135,11 @@ def test_each_process_gets_its_own_and_nothing_is_written_down(written: Path) ->
     specs = {spec.kind: spec for spec in plan(config, place, python="py", resolved=Path("/r/resolved.yaml"))}
     assert f"--aclfile {written}/users.acl" in " ".join(specs["redis"].argv) and not specs["redis"].env
     for kind, role in (("learner", "learner"), ("rollout", "rollout"), ("engine", "node")):
-        own = parse_redis_url(specs[kind].env["FORAY_REDIS_URL"])
+        own = parse_redis_url(specs[kind].env_secret["FORAY_REDIS_URL"])
         assert (own.path, own.username) == ("/r/redis.sock", role)
         assert own.password == parse_redis_url(read_env(written, role)["FORAY_REDIS_URL"]).password
-    assert "FORAY_REDIS_URL" not in specs["retriever"].env and "FORAY_NODE_TOKEN" in specs["retriever"].env
+    assert "FORAY_REDIS_URL" not in specs["retriever"].env_secret
+    assert "FORAY_NODE_TOKEN" in specs["retriever"].env_secret
     shown = json.dumps([spec.to_json() for spec in specs.values()]) + repr(list(specs.values()))
     for path in written.glob("*.env"):
         for secret in SECRETS.findall(path.read_text()):
