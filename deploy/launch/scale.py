@@ -68,6 +68,8 @@ class EngineScaler:
             if self._refused and count >= self._refused:
                 return
             number = next(n for n in range(1, len(taken) + 2) if n not in taken)
+            if number > wanted:
+                return  # the place is that of an engine that still drains
             try:
                 self._add(number)
             except UserError as error:
