@@ -168,7 +168,7 @@ class Status(StrEnum):
 
 
 class Trajectory(Message):
-    """One attempt at a question: one or more training sequences, which share its reward (schema 1.7).
+    """One answer of the policy to a question: one or more training sequences, which share its reward (schema 1.7).
 
     The first segment is the prompt. A later prompt segment begins the next sequence: the policy was given that prompt
     alone, without the segments before it. A learner before schema 1.7 would train all of them as one sequence.

@@ -270,7 +270,7 @@ def alone(
             old=column(old.values()),
             reference=column(known.reference[key] for key in one.keys),
             advantages=column(gains[key] for key in one.keys),
-            weights=torch.full((n,), weight, dtype=torch.float64),
+            token_weights=torch.full((n,), weight, dtype=torch.float64),
             mask=torch.ones(n, dtype=torch.bool),
             trajectory=torch.zeros(n, dtype=torch.int64),
             lags=torch.zeros(n, dtype=torch.int64),
@@ -290,7 +290,7 @@ def product_loss(batch: Batch, known: Known, algorithm: Any) -> torch.Tensor:
     """`learner.trainer.step` on every micro-batch of all ranks, with a model that looks tokens up."""
     scored = [ScoredTokens.of(m, 0, 1.0, torch.device("cpu")) for m in batch.micro_batches]
     for tokens in scored:
-        for name in ("behaviour", "advantages", "weights", "rewards", "outcome"):
+        for name in ("behaviour", "advantages", "token_weights", "rewards", "outcome"):
             setattr(tokens, name, getattr(tokens, name).double())
         keys = keys_of(tokens)
         tokens.old, tokens.reference, tokens.values = (
@@ -408,7 +408,7 @@ def test_weights_sum_to_one_with_unequal_numbers_of_sequences(aggregation: str, 
     batch = build(given, build_algorithm(GrpoSettings(aggregation=aggregation)), layout)
     weights: dict[int, float] = {}
     for m in batch.micro_batches:
-        for number, weight in zip(m.trajectory.tolist(), m.weights.tolist(), strict=True):
+        for number, weight in zip(m.trajectory.tolist(), m.token_weights.tolist(), strict=True):
             weights[number] = weights.get(number, 0.0) + weight
     assert sum(weights.values()) == pytest.approx(1)
     if aggregation == "seq_mean_token_mean":
@@ -429,7 +429,7 @@ def test_a_sequence_is_read_without_the_segments_before_its_prompt(layout: str) 
     for m in batch.micro_batches:
         for n, at in enumerate(m.index.tolist()):
             row, last = divmod(at, m.ids.shape[1])
-            inside = np.flatnonzero(m.documents[row] == m.documents[row, last])
+            inside = np.flatnonzero(m.document_ids[row] == m.document_ids[row, last])
             inside = inside[inside <= last]
             # behind a shared prompt the rests follow one another: a token reads the prompt and its own rest
             context: dict[int, int] = {}
@@ -474,7 +474,7 @@ def test_rewards_repeat_at_the_end_of_each_sequence_what_the_trajectory_still_ea
     assert left(m.rewards[:4]) + left(m.rewards[4:]) == left(whole.rewards), (
         "undiscounted, each token's return is the same"
     )
-    np.testing.assert_array_equal(m.weights, whole.weights)
+    np.testing.assert_array_equal(m.token_weights, whole.token_weights)
     np.testing.assert_array_equal(m.advantages, whole.advantages)
 
 
