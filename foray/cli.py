@@ -56,6 +56,7 @@ VERBS: dict[str, Verb] = {
     "up": Verb("start all processes of a run on this machine and monitor them", "foray.commands.up"),
     "submit": Verb("submit a run to Slurm, or change its number of engines", "foray.commands.submit"),
     "down": Verb("stop a run", "foray.commands.down"),
+    "scale": Verb("set the number of engines of a run while it goes on", "foray.commands.scale"),
     "status": Verb("show a run: its processes, engines, streams, ledger, problems", "foray.commands.watch.status"),
     "top": Verb("show a run live: throughput, lag, reward, bottleneck", "foray.commands.watch.top"),
     "dashboard": Verb("show a run in the browser: curves, engines, trajectories", "foray.commands.watch.dashboard"),

@@ -47,6 +47,7 @@ from learner.observability.reporting import StepReporter, open_trackers, run_met
 from learner.validation.results import ValidationFiles
 from learner.validation.validator import Validator
 from learner.weights import build_publisher
+from protocol.autoscale import Autoscaler
 from protocol.codec import decode_as
 from protocol.errors import Fenced, ForayError, StateLost, UserError
 from protocol.ledger import Outcome
@@ -197,14 +198,17 @@ def build_delivery(
     redis_audit = RedisAudit(store, delivery, event_log, state=state, checkpoint=name)
     meta = run_meta(run, sampler, lease.lineage_id)
     audit = AccountingAudit(store, delivery, event_log, requests, redis_audit, meta)
+    snapshot = snapshot_source(run, delivery, lease, meter, audit)
+    autoscaler = Autoscaler((run.max_lag + 1) * run.groups_per_step * run.group_size)
     maintenance = MaintenanceTask(
         store,
         issuer,
         MissingSeqReconciler(store, delivery, consumer, event_log),
         requests,
         redis_audit,
-        snapshot_source(run, delivery, lease, meter, audit),
+        snapshot,
         reconcile_s=settings.reconcile_s,
+        autoscale=lambda: meter.set(wanted_engines=autoscaler.look(store.look(snapshot()))),
     )
     return DeliveryServices(event_log, crashes, group_filter, consumer, issuer, audit, maintenance, tracer)
 

@@ -65,6 +65,9 @@ ROLLOUT: Table = {
     "tokens_discarded": counter("Tokens dropped because the engine sent malformed data."),
     "tokens_unattributed": counter("Tokens dropped because their policy version is unknown."),
     "turns_waiting": gauge("Turns that wait for an engine."),
+    "engine_ms": counter(
+        "Milliseconds of requests for training at engines, added up: 1000 of them per second are one request in flight."
+    ),
     "requests_in_flight": gauge("Requests of this server in flight at engines."),
     # searches and tools
     "searches": counter("Searches requested by the policy."),

@@ -225,7 +225,8 @@ class RolloutServer:
 
     def _backpressure(self) -> str:
         """Return what a new group would have to wait for; "" if it could start."""
-        if self._publisher.spool_full or not self._fleet.looked:  # the first read shows whose run this is
+        knows = self._fleet.looked and self._compatibility.is_met
+        if self._publisher.spool_full or not knows:  # the first read shows whose run this is
             return "redis"
         if self._search.backpressure:
             return "retriever"

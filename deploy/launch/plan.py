@@ -143,7 +143,12 @@ def plan(
         log = run.dir / "logs" / f"{name}.log"
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
         place = placement.of(name, kind)
-        env = {**_threads(config, kind, cores), "PYTHONUNBUFFERED": "1", **extra_env, **({} if prefix else place.environment)}
+        env = {
+            **_threads(config, kind, cores),
+            "PYTHONUNBUFFERED": "1",
+            **extra_env,
+            **({} if prefix else place.environment),
+        }
         known = (name, kind, argv, log, ready, "", env, restarts, hidden, stop_s, place)
         return ProcessSpec(*known, group=name, env_secret=url_secret | own)
 

@@ -210,7 +210,7 @@ class PolicyAlgorithm:
             assert s.old is not None and s.reference is not None
             divergence = kl_estimate(s.old, s.reference, s.mask, kl.type)  # type: ignore[arg-type]  # see KlSettings
             rewards.append(penalised(s.rewards, divergence, self._kl.coefficient, s.mask))
-            count = len(torch.unique(s.trajectory[s.mask]))
+            count = int((torch.unique(s.trajectory[s.mask]) >= 0).sum())
             sums += torch.tensor([float(divergence.double().sum()), float(s.mask.sum()), count], dtype=torch.float64)
         divergence, tokens, trajectories = all_reduce(sums).tolist()
         mean = divergence / max(tokens, 1.0)

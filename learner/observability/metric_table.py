@@ -67,6 +67,7 @@ STEP: Table = {
     # the batch
     "trajectories": gauge("Trajectories in the batch, including mixed-in groups."),
     "trajectories_trained": gauge("Trajectories with at least one trained token."),
+    "sequences_trained": gauge("Training sequences with at least one trained token: at least one a trajectory."),
     "zero_advantage_share": gauge(
         "Share of trajectories whose advantage is 0 in every turn: they give no learning signal."
     ),
@@ -167,6 +168,7 @@ RUN: Table = {
     "issued": gauge("Highest seq that was issued."),
     "watermark": gauge("Highest seq up to which all seqs are settled."),
     "in_flight": gauge("Seqs that are issued and not settled."),
+    "wanted_engines": gauge("Engines that the run can use now (docs/clusters.md).", name="foray_wanted_engines"),
     "held": gauge("Groups that have arrived and are waiting for training."),
     "duplicates": counter("Entries whose seq had already arrived or was settled."),
     "redelivered": counter("Entries that were read again or taken over."),

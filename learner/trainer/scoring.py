@@ -43,6 +43,8 @@ class ScoredTokens:
     outcome: torch.Tensor
     lags: torch.Tensor
     trajectory: torch.Tensor
+    sequence: torch.Tensor
+    place: torch.Tensor
     turn: torch.Tensor
     answer: torch.Tensor
     end: torch.Tensor
@@ -103,7 +105,7 @@ class ScoredTokens:
             values=self.values,
             last_values=self.last_values,
             mask=self.mask,
-            trajectory=self.trajectory,
+            trajectory=self.sequence,
             turn=self.turn,
         )
 
@@ -112,7 +114,7 @@ class ScoredTokens:
         """Return [n] arrays of the tokens with a weight, for `TokenValues.add`; None before the first loss."""
         columns = {
             "trajectory": self.trajectory,
-            "position": self.positions.flatten()[self.index] + 1,
+            "position": self.place,
             "logprob": self.logprobs,
             "reference": self.reference,
             "advantage": self.advantages,

@@ -132,7 +132,7 @@ def policy_loss(tokens: ScoredTokens, models: Models, algorithm: Algorithm) -> L
             advantages=tokens.advantages,
             token_weights=tokens.token_weights,
             mask=tokens.mask,
-            trajectory=tokens.trajectory,
+            trajectory=tokens.sequence,
             lags=tokens.lags,
             outcome=tokens.outcome,
             turn=tokens.turn,

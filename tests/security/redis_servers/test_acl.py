@@ -376,6 +376,10 @@ def test_a_node_cannot_write_what_engines_must_load_or_publish_trajectories(user
         ("SADD", KEYS.drain, "another"),
     ):
         refused(users["node"], *command)
+    operator = users["operator"]
+    assert operator.hset(KEYS.scale, "engines", "2") == 1 and users["viewer"].hget(KEYS.scale, "engines") == b"2"
+    assert operator.hdel(KEYS.scale, "engines") == 1
+    refused(users["viewer"], "HSET", KEYS.scale, "engines", "3")
     assert users["operator"].sadd(KEYS.drain, "e") == 1 and users["node"].srem(KEYS.drain, "e") == 1
 
 
