@@ -55,13 +55,14 @@ class AgentsBench(BenchSettings):
 
 async def _measure(settings: AgentsBench, say: Say) -> BenchResult:
     from protocol.messages import Question, Sampling
+    from protocol.search import Passage
     from rollout_server.agents.config import PythonAgentSettings
     from rollout_server.agents.run import Agents
     from rollout_server.agents.tagged import TaggedRenderer
     from rollout_server.metrics import Stats
     from rollout_server.rollout.trajectory import run_trajectory
-    from rollout_server.search.base import NoSearch
     from tests.support.environments import make_environment
+    from tests.support.fake_search import FakeSearch
 
     with tempfile.TemporaryDirectory(prefix="foray-bench-") as directory:
         given: dict[str, Any] = {
@@ -75,8 +76,9 @@ async def _measure(settings: AgentsBench, say: Say) -> BenchResult:
         agents = Agents(
             PythonAgentSettings.model_validate(agent), TaggedRenderer(environment), Stats("rollout", "bench")
         )
+        search = FakeSearch(otherwise=[Passage(id="p", contents=f"t\n{FOUND}")])
         question, engine = Question(id="q", text=WORDS, answers=("the policy",)), _Engine(environment, settings)
-        play: Any = (environment, question, engine, NoSearch(), Sampling())
+        play: Any = (environment, question, engine, search, Sampling())
 
         async def loop(player: Any, number: int) -> None:
             played = await player(*play, session=f"{number:032x}", group="g")

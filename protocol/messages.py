@@ -112,6 +112,7 @@ class Segment(Message):
     query, passage_ids, latency_s and error describe an observation: the query, the passages returned, the time taken,
     and the cause of a failure ("" for none)
     tool      tool that produced the observation; "" for search
+    finish_reason  of a policy's turn: stop or length; of a prompt that is not the first: why it began a new sequence
     reward    reward of this policy turn, included in the trajectory's reward; 0 with outcome rewards only
     """
 
@@ -167,7 +168,7 @@ class Status(StrEnum):
 
 
 class Trajectory(Message):
-    """One attempt at a question. The first segment is the prompt.
+    """One answer of the policy to a question. The first segment is the prompt.
 
     reward   total reward, including the rewards of the segments
     rewards  reward components by name, unweighted

@@ -81,6 +81,7 @@ UNUSED = {
     "called by a library": {
         *("_zero_init_param", "_generate_and_score_completions", "on_step_begin", "on_step_end", "on_log", "kwargs"),
         *("handle_starttag", "handle_startendtag", "handle_endtag", "attrs"),
+        *("pipe_data_received", "process_exited", "connection_lost", "exc"),
     },
     "a field that leaves the process: in a message, a report or a table": {
         *("escape_version", "question_id", "practice_steps", "world_cpu_s", "inert"),

@@ -26,7 +26,7 @@ and `foray status` read. In Prometheus it has the prefix `foray_PROCESS_`, units
 | rollout server | `GET /metrics` | `rollout.port`; `rollouts` in `run.json` |
 | learner | `GET /metrics` | `learner.metrics_port` (0: a free port; null: none); `learner` in `run.json`, its log |
 | retriever | `GET /metrics` | `retriever.port`; `retrievers` in `run.json` |
-| engine | `GET /metrics` | `url` of the engine in `foray status --json`; the embedded engine has SGLang's names |
+| engine | `GET /metrics` | `url` of the engine in `foray status --json`; the CPU engine has SGLang's names |
 | node | snapshot in Redis | `foray status --json`, `foray top` |
 
 Every sample of the learner and of a rollout server has the label `run`. `foray top` shows the run live;
@@ -142,7 +142,7 @@ def _endpoints() -> Iterator[str]:
     yield from _retriever()
     from rollout_server.cpu_engine.server.admin import ENGINE, PREFIX
 
-    yield from _table("Embedded engine", PREFIX, ENGINE, None)
+    yield from _table("CPU engine", PREFIX, ENGINE, None)
 
 
 def _table(title: str, prefix: str, table: Table, waits: Metric | None) -> Iterator[str]:

@@ -12,8 +12,8 @@ from rollout_server.agents.messages import (
     MAX_MESSAGES,
     Ask,
     BodyBase,
+    CallRefused,
     Content,
-    Refused,
     ToolName,
     Turn,
     text_of,
@@ -83,11 +83,11 @@ class _Body(BodyBase):
 
 
 def parse(body: Mapping[str, Any], items: Items) -> Ask:
-    """Return what a body asks for. Raises Refused."""
+    """Return what a body asks for. Raises CallRefused."""
     given = validated(_Body, body)
     stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
     if not all(stop) or len(stop) > 16:
-        raise Refused("stop: at most 16 strings, none of them empty", code="invalid_value", field="stop")
+        raise CallRefused("stop: at most 16 strings, none of them empty", code="invalid_value", field="stop")
     return Ask(
         messages=tuple(message.cleaned() for message in given.messages),
         tools=tuple(tool.cleaned() for tool in given.tools or ()),
@@ -121,7 +121,7 @@ def events(ask: Ask, turn: Turn, items: Items) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def failed(error: Refused) -> str:
+def failed(error: CallRefused) -> str:
     """Return the event of an error in a stream."""
     return _line(error.body())
 

@@ -35,9 +35,9 @@ from protocol.runtime.timing import loop_timeout
 from rollout_server.agents import chat_completions, responses
 from rollout_server.agents.chat_completions import Items
 from rollout_server.agents.config import OwnAgentSettings
-from rollout_server.agents.messages import Ask, Refused, Turn, validated
+from rollout_server.agents.messages import Ask, CallRefused, Turn, validated
 from rollout_server.agents.recorded import LIMIT, Recorded, Reply
-from rollout_server.agents.runners import Access
+from rollout_server.agents.runners import AgentAccess
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ CLOSED = "the key names no trajectory in progress: it has ended, or never existe
 class Dialect:
     """How one API asks and answers.
 
-    parse   a body -> what it asks for; raises Refused
+    parse   a body -> what it asks for; raises CallRefused
     whole   the answer without stream
     events  the server-sent events of a finished turn
     failed  the event of an error
@@ -67,7 +67,7 @@ class Dialect:
     parse: Callable[[Mapping[str, Any], Items], Ask]
     whole: Callable[[Ask, Turn, Items], dict[str, Any]]
     events: Callable[[Ask, Turn, Items], Iterator[str]]
-    failed: Callable[[Refused], str]
+    failed: Callable[[CallRefused], str]
 
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -107,12 +107,12 @@ class Gateway:
             yield listener.port
 
     @contextmanager
-    def admitting(self, recorded: Recorded) -> Iterator[Access]:
+    def admitting(self, recorded: Recorded) -> Iterator[AgentAccess]:
         """Answer calls with a new key from `recorded` while the block runs."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._recorded[key] = recorded
         try:
-            yield Access(f"{self._url}/v1", key)
+            yield AgentAccess(f"{self._url}/v1", key)
         finally:
             del self._recorded[key]
 
@@ -121,7 +121,7 @@ class Gateway:
         found = self._recorded.get(key)
         if found is None:
             self._counts["agent_late_calls"] += 1
-            raise Refused(CLOSED, status=404, code="not_found")
+            raise CallRefused(CLOSED, status=404, code="not_found")
         return found
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
@@ -134,7 +134,7 @@ class Gateway:
                 digest = hashlib.sha256(request.path.encode() + raw).digest()
                 again = request.headers.get("x-stainless-retry-count", "0") != "0"
                 return await _answer(request, dialect, ask, recorded.items, recorded.reply(ask, digest, retry=again))
-            except Refused as error:
+            except CallRefused as error:
                 return self._refused(error, recorded)
 
         return handle
@@ -145,7 +145,7 @@ class Gateway:
             recorded = self._find(request)
             query = validated(_SearchBody, (await _body(request))[1]).query
             result = await recorded.search(query)
-        except Refused as error:
+        except CallRefused as error:
             return self._refused(error, recorded)
         found = [{"id": p.id, "title": p.title, "text": p.text, "contents": p.contents} for p in result.passages]
         return web.json_response({"passages": found, "error": result.error})
@@ -153,12 +153,12 @@ class Gateway:
     async def _models(self, request: web.Request) -> web.Response:
         try:
             self._find(request)
-        except Refused as error:
+        except CallRefused as error:
             return self._refused(error, None)
         policy = {"id": "policy", "object": "model", "created": 0, "owned_by": "foray"}
         return web.json_response({"object": "list", "data": [policy]})
 
-    def _refused(self, error: Refused, recorded: Recorded | None) -> web.Response:
+    def _refused(self, error: CallRefused, recorded: Recorded | None) -> web.Response:
         if error.status in (400, 413) and error.code != LIMIT and recorded is not None:
             self._counts["agent_refusals"] += 1
             recorded.refusal = str(error)
@@ -166,39 +166,39 @@ class Gateway:
 
 
 async def _body(request: web.Request) -> tuple[bytes, dict[str, Any]]:
-    """Return the body as bytes and as a JSON object. Raises Refused."""
+    """Return the body as bytes and as a JSON object. Raises CallRefused."""
     try:
         async with loop_timeout(BODY_S):
             raw = await request.read()
         body = parse_json(raw)
     except TimeoutError:
-        raise Refused(f"the body did not arrive within {BODY_S:g} s", status=408, code="timeout") from None
+        raise CallRefused(f"the body did not arrive within {BODY_S:g} s", status=408, code="timeout") from None
     except web.HTTPRequestEntityTooLarge:
-        raise Refused(f"the body exceeds {MAX_BODY_BYTES} bytes", status=413, code="too_large") from None
+        raise CallRefused(f"the body exceeds {MAX_BODY_BYTES} bytes", status=413, code="too_large") from None
     except (web.RequestPayloadError, ValueError) as error:
-        raise Refused(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise CallRefused(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
-        raise Refused("the body is not a JSON object", code="invalid_json")
+        raise CallRefused("the body is not a JSON object", code="invalid_json")
     return raw, body
 
 
 async def _answer(request: web.Request, dialect: Dialect, ask: Ask, items: Items, reply: Reply) -> web.StreamResponse:
-    """Send a reply when it is there. Raises Refused if that can still be the status."""
+    """Send a reply when it is there. Raises CallRefused if that can still be the status."""
     reply.waiting += 1
     try:
         response: web.StreamResponse | None = None
         while not (await asyncio.wait({reply.task}, timeout=ALIVE_S if ask.stream else None))[0]:
             response = response or await _begin(request)
             await sse.write(request, response, sse.KEEPALIVE.encode(), WRITE_S)
-        gone = Refused(CLOSED, status=404, code="not_found")
+        gone = CallRefused(CLOSED, status=404, code="not_found")
         turn = gone if reply.task.cancelled() else reply.task.result()
-        if isinstance(turn, Refused) and response is None:
+        if isinstance(turn, CallRefused) and response is None:
             raise turn
         if not ask.stream and isinstance(turn, Turn):
             response = web.json_response(dialect.whole(ask, turn, items))
         else:
             response = response or await _begin(request)
-            events = [dialect.failed(turn)] if isinstance(turn, Refused) else dialect.events(ask, turn, items)
+            events = [dialect.failed(turn)] if isinstance(turn, CallRefused) else dialect.events(ask, turn, items)
             await sse.write(request, response, "".join(events).encode(), WRITE_S)
             await response.write_eof()
         reply.sent = True

@@ -34,7 +34,7 @@ B = TypeVar("B", bound=BaseModel)
 ToolName = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=256)
 
 
-class Refused(ForayError):
+class CallRefused(ForayError):
     """The gateway does not answer a call: an HTTP status, OpenAI's error code, and the field that is wrong."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "unsupported_value", field: str = "") -> None:
@@ -145,19 +145,19 @@ class BodyBase(BaseModel, extra="allow"):
     stream_options: StreamOptions | None = None
 
     def ignored(self) -> tuple[str, ...]:
-        """Return the parameters that have no effect. Raises Refused for one that cannot be ignored."""
+        """Return the parameters that have no effect. Raises CallRefused for one that cannot be ignored."""
         given = {name: value for name, value in (self.model_extra or {}).items() if value or value == 0}
         for name, value in given.items():
             if value and name in _FREE and value not in _FREE[name]:
-                raise Refused(f"{name} is not supported by Foray's gateway: leave it out", field=name)
+                raise CallRefused(f"{name} is not supported by Foray's gateway: leave it out", field=name)
         return tuple(sorted({name if name in IGNORED else "other" for name in given.keys() - _FREE.keys()}))
 
 
 def validated(kind: type[B], body: object, prefix: Sequence[str | int] = ()) -> B:
-    """Return `body` as `kind`. Raises Refused that names the first wrong field."""
+    """Return `body` as `kind`. Raises CallRefused that names the first wrong field."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in (*prefix, *first["loc"]))
-        raise Refused(f"{where}: {first['msg']}", code="invalid_value", field=where) from None
+        raise CallRefused(f"{where}: {first['msg']}", code="invalid_value", field=where) from None

@@ -39,8 +39,8 @@ from rollout_server.agents.renderer import (
     NotAppendable,
     Renderer,
     Said,
+    TemplateVerdict,
     Tool,
-    Verdict,
     content_of,
     function_of,
 )
@@ -208,13 +208,15 @@ class NativeRenderer:
         thoughts, text = split_thoughts(text, self._opened)
         return replace(self._read(text, tools) if self._read and tools else Said(text), reasoning=thoughts)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> TemplateVerdict:
         """Return what agents can do with this template, tried with a conversation of two calls and two questions."""
         if not self._shows_tools:
-            return Verdict("no_tools", "the chat template leaves out tools")
+            return TemplateVerdict("no_tools", "the chat template leaves out tools")
         if self._read is None:
             shown = self._one.strip()[:60]
-            return Verdict("refused", f"no parser reads calls that begin with {shown!r}" if shown else self._failure)
+            return TemplateVerdict(
+                "refused", f"no parser reads calls that begin with {shown!r}" if shown else self._failure
+            )
         call, again = (Said("", "", (Call(name, NAME, json.dumps(ARGUMENTS)),)) for name in IDS)
         results: list[Message] = [{"role": "tool", "tool_call_id": name, "name": NAME, "content": "?"} for name in IDS]
         reasons = [
@@ -222,16 +224,16 @@ class NativeRenderer:
             for thoughts in ("", _THOUGHT)
         ]
         if all(reasons):
-            return Verdict("refused", reasons[0])
+            return TemplateVerdict("refused", reasons[0])
         try:
             self.go_on(results[:1], [PROBE_TOOL], [], call)
         except NotAppendable as error:
-            return Verdict("refused", str(error))
+            return TemplateVerdict("refused", str(error))
         try:
             self.go_on([{"role": "user", "content": "?"}], [PROBE_TOOL], [], Said("?"))
         except NotAppendable as error:
-            return Verdict("user", str(error))
-        return Verdict("one")
+            return TemplateVerdict("user", str(error))
+        return TemplateVerdict("one")
 
     def _rewritten(self, messages: Sequence[Message]) -> str:
         """Return why a conversation is not its turns appended to each other; "" if it is."""

@@ -19,15 +19,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from protocol.errors import UserError
 from protocol.messages import MAX_SEGMENTS, Segment, Status
 from protocol.runtime.timing import LoopTimer
 from protocol.runtime.tracing import span
-from rollout_server.agents.messages import Ask, Normal, Refused, Turn, normalise
+from rollout_server.agents.messages import Ask, CallRefused, Normal, Turn, normalise
 from rollout_server.agents.renderer import Call, Message, NotAppendable, Renderer, Said, content_of
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
+from rollout_server.environment.actions import MAX_CHARS_PER_TOKEN
 from rollout_server.rewards.base import TurnText
 from rollout_server.rollout.trajectory import End, Play, sample
 from rollout_server.rollout.transcript import Transcript
@@ -67,7 +68,7 @@ class RecordedSequence:
 class Reply:
     """The answer to a call, now or later. `waiting`: requests that wait for it; `sent`: one has got it."""
 
-    task: asyncio.Task[Turn | Refused]
+    task: asyncio.Task[Turn | CallRefused]
     waiting: int = 0
     sent: bool = False
 
@@ -79,7 +80,7 @@ class Reply:
     @property
     def failed(self) -> bool:
         """Whether it is an error, so that a repetition is a new attempt."""
-        return self.task.done() and (self.task.cancelled() or isinstance(self.task.result(), Refused))
+        return self.task.done() and (self.task.cancelled() or isinstance(self.task.result(), CallRefused))
 
 
 class Recorded:
@@ -150,10 +151,10 @@ class Recorded:
             self.over.set()
 
     async def search(self, query: str) -> SearchResult:
-        """Search, and record it with the next turn. Raises Refused."""
+        """Search, and record it with the next turn. Raises CallRefused."""
         self._admit()
         if self._searched >= MAX_SEARCHES:
-            raise Refused(f"this trajectory has searched {MAX_SEARCHES} times", code=LIMIT)
+            raise CallRefused(f"this trajectory has searched {MAX_SEARCHES} times", code=LIMIT)
         self._searched += 1
         with self._clock_stopped():
             result = await self._play.search(query)
@@ -178,34 +179,34 @@ class Recorded:
                 self.timer.arm(self._left_s)
 
     def _admit(self) -> None:
-        """Raise Refused if the trajectory answers no further call."""
+        """Raise CallRefused if the trajectory answers no further call."""
         if self.ended is None:
             return
         status, cause = self.ended.status, self.ended.cause
         if status is Status.STALE:
-            raise Refused(f"the trajectory is too old: {cause}", status=409, code="stale")
+            raise CallRefused(f"the trajectory is too old: {cause}", status=409, code="stale")
         if status is Status.FAILED:
-            raise Refused(f"the trajectory has failed: {cause}", status=503, code=cause)
-        raise Refused(f"the trajectory has reached its limit: {status}", code=LIMIT)
+            raise CallRefused(f"the trajectory has failed: {cause}", status=503, code=cause)
+        raise CallRefused(f"the trajectory has reached its limit: {status}", code=LIMIT)
 
-    async def _answer(self, ask: Ask) -> Turn | Refused:
+    async def _answer(self, ask: Ask) -> Turn | CallRefused:
         try:
             with self._clock_stopped(), span("turn", turn=self._turns):
                 return await self._turn(ask)
-        except Refused as error:
+        except CallRefused as error:
             return error
         except UserError as error:  # the template rejects the conversation
-            return Refused(str(error), field="messages")
+            return CallRefused(str(error), field="messages")
         except EngineError as error:
             self.end(End(Status.FAILED, error.cause))
-            return Refused(str(error), status=503, code=error.cause)
+            return CallRefused(str(error), status=503, code=error.cause)
         except Exception as error:  # a bug: it is counted as FAILED and must not end the server
             log.exception("unexpected error in a call of trajectory %s", self._play.session)
             self.end(End(Status.FAILED, f"error_{type(error).__name__}"))
-            return Refused("internal error", status=500, code="internal_error")
+            return CallRefused("internal error", status=500, code="internal_error")
 
     async def _turn(self, ask: Ask) -> Turn:
-        """Generate the turn of a call and record it. Raises Refused, EngineError or UserError."""
+        """Generate the turn of a call and record it. Raises CallRefused, EngineError or UserError."""
         play, limits = self._play, self._play.environment.settings
         firsts = [v for s in self.sequences if (v := s.transcript.first_version) is not None]
         if firsts and play.should_stop(min(firsts)):
@@ -216,8 +217,7 @@ class Recorded:
         sequence, tail, new = self._place(ask)
         room = sequence.transcript.remaining - len(tail)
         if room < limits.reserve_tokens:
-            self.end(End(Status.TRUNCATED, "context") if self.last else End(Status.FAILED, "prompt_too_long"))
-            self._admit()
+            self._refuse_length()
         request = GenerateRequest(
             ids=[*sequence.transcript.ids, *tail],
             session=sequence.session,
@@ -240,18 +240,32 @@ class Recorded:
             sequence.busy = False
         return self._record(ask, sequence, (tail, new), completion, segment)
 
+    def _refuse_length(self) -> NoReturn:
+        """End the trajectory: the context is full. Raises CallRefused."""
+        self.end(End(Status.TRUNCATED, "context") if self.last else End(Status.FAILED, "prompt_too_long"))
+        self._admit()
+        raise AssertionError("an ended trajectory admits no call")
+
+    def _check_length(self, messages: Sequence[Message]) -> None:
+        """Raise CallRefused for texts that cannot fit: tokenising megabytes would block the event loop."""
+        chars = sum(len(content_of(message)) for message in messages)
+        if chars > MAX_CHARS_PER_TOKEN * self._play.environment.settings.max_context:
+            self._refuse_length()
+
     def _place(self, ask: Ask) -> tuple[RecordedSequence, list[int], Sequence[Message]]:
         """Return the sequence that a call continues, and the ids and messages to add; or a new sequence."""
         tools = json.dumps(ask.tools, sort_keys=True)
         found, label, reason = self._match([normalise(message) for message in ask.messages], tools)
         if found is not None:
             new = ask.messages[len(found.said) :]
+            self._check_length(new)
             try:
                 return found, self._renderer.go_on(new, ask.tools, *found.last), new
             except NotAppendable as error:
                 label, reason = "template", f"template: {error}"
         if label:
             self._counts[f"agent_sequences_{label}"] += 1
+        self._check_length(ask.messages)
         prompt = self._renderer.begin(ask.messages, ask.tools)
         transcript = Transcript(prompt, self._play.environment.settings.max_context, reason=reason)
         session = uuid.uuid4().hex if reason else self._play.session

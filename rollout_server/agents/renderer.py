@@ -43,7 +43,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TemplateVerdict:
     """What a renderer can do with a model's chat template, found at start.
 
     sequences  one: a trajectory stays one sequence; user: a later message of the user begins a new one; no_tools: for
@@ -94,7 +94,7 @@ class Renderer(Protocol):
         """Return the message that the sampled `ids` stand for."""
         ...
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> TemplateVerdict:
         """Return what agents can do with this renderer. For a log at start and `foray doctor`."""
         ...
 

@@ -14,9 +14,9 @@ from rollout_server.agents.messages import (
     MAX_MESSAGES,
     Ask,
     BodyBase,
+    CallRefused,
     Content,
     Part,
-    Refused,
     ToolName,
     Turn,
     text_of,
@@ -69,11 +69,11 @@ class _ResponsesBody(BodyBase):
 
 
 def parse(body: Mapping[str, Any], items: Items) -> Ask:
-    """Return what a body asks for. `items` are those of earlier answers. Raises Refused."""
+    """Return what a body asks for. `items` are those of earlier answers. Raises CallRefused."""
     given = validated(_ResponsesBody, body)
     asked = [{"role": "user", "content": given.input}] if isinstance(given.input, str) else given.input
     if not 0 < len(asked) <= MAX_MESSAGES:
-        raise Refused(f"input: 1 to {MAX_MESSAGES} items", code="invalid_value", field="input")
+        raise CallRefused(f"input: 1 to {MAX_MESSAGES} items", code="invalid_value", field="input")
     history = [{"role": "system", "content": given.instructions}] if given.instructions else []
     for number, item in enumerate(asked):
         _add(history, item, items, number)
@@ -97,11 +97,11 @@ def _add(history: list[dict[str, Any]], item: Mapping[str, Any], items: Items, n
     name = item.get("type") or "message"
     if name not in _KINDS:
         wrong = f"input.{number}.type"
-        raise Refused(f"{wrong}: items of type {str(name)[:40]!r} are not supported", field=wrong)
+        raise CallRefused(f"{wrong}: items of type {str(name)[:40]!r} are not supported", field=wrong)
     one = validated(_KINDS[name], item, where)
     if isinstance(one, _Reference):
         if one.id not in items:
-            raise Refused(f"input.{number}.id: there is no item {one.id[:80]!r}", code="not_found", field=where[0])
+            raise CallRefused(f"input.{number}.id: there is no item {one.id[:80]!r}", code="not_found", field=where[0])
         _add(history, items[one.id], items, number)
     elif isinstance(one, _Output):
         history.append({"role": "tool", "content": text_of(one.output), "tool_call_id": one.call_id})
@@ -178,7 +178,7 @@ def _pieces(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield f"{added}.done", {**at, "part": part}
 
 
-def failed(error: Refused) -> str:
+def failed(error: CallRefused) -> str:
     """Return the event of an error in a stream."""
     data = {"type": "error", "sequence_number": 0, **error.body()["error"]}
     return sse.event("error", json.dumps(data))

@@ -21,7 +21,7 @@ from rollout_server.agents.gateway import Gateway
 from rollout_server.agents.native import build_renderer
 from rollout_server.agents.recorded import Recorded
 from rollout_server.agents.renderer import Renderer
-from rollout_server.agents.runners import CAUSES, Access, AgentError, AgentResult, Runner
+from rollout_server.agents.runners import CAUSES, AgentAccess, AgentError, AgentResult, Runner
 from rollout_server.engine.base import Generate
 from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
@@ -193,7 +193,7 @@ class AgentPlay(Play):
             return AgentError("agent_result", "no `reward`, and rollout.agent.reward is agent")
         return None
 
-    async def _result(self, access: Access) -> AgentResult | None:
+    async def _result(self, access: AgentAccess) -> AgentResult | None:
         """Run the agent until it ends, or until its trajectory is invalid: then return None. Raises AgentError."""
         told = (
             self.question

@@ -50,7 +50,7 @@ class AgentError(ForayError):
 
 
 @dataclass(frozen=True)
-class Access:
+class AgentAccess:
     """What an agent needs to call the model: `OpenAI(base_url=access.base_url, api_key=access.api_key)`."""
 
     base_url: str
@@ -68,7 +68,7 @@ class AgentResult:
 class Runner(Protocol):
     """Runs agents. Cancelling a call ends its agent."""
 
-    async def __call__(self, question: Question, access: Access) -> AgentResult:
+    async def __call__(self, question: Question, access: AgentAccess) -> AgentResult:
         """Run an agent to its end. Raises AgentError."""
         ...
 
@@ -105,10 +105,10 @@ class PythonRunner:
 
     def __init__(self, settings: PythonAgentSettings) -> None:
         """Import the function. Raises UserError."""
-        arguments = "a Question", "an Access"
+        arguments = "a Question", "an AgentAccess"
         self._call = UserFunction("agent", settings.target, settings.options, settings.concurrency, *arguments)
 
-    async def __call__(self, question: Question, access: Access) -> AgentResult:
+    async def __call__(self, question: Question, access: AgentAccess) -> AgentResult:
         try:
             value = await self._call(question, access)
         except MemoryError as error:
@@ -128,7 +128,7 @@ class HttpRunner:
         self._url = settings.target
         self._session: Any = None
 
-    async def __call__(self, question: Question, access: Access) -> AgentResult:
+    async def __call__(self, question: Question, access: AgentAccess) -> AgentResult:
         self._session = self._session or bounded_session()
         attempt = 0
         while True:
@@ -173,7 +173,7 @@ class CommandRunner:
         limit = str(settings.memory_mb << 10)
         self._command = ("sh", "-c", 'ulimit -d "$0" && exec "$@"', limit, *settings.command)
 
-    async def __call__(self, question: Question, access: Access) -> AgentResult:
+    async def __call__(self, question: Question, access: AgentAccess) -> AgentResult:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("FORAY_")}
         told = {
             "OPENAI_BASE_URL": access.base_url,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from rollout_server.agents.renderer import Call, Message, Said, Tool, Verdict, content_of, function_of, new_id
+from rollout_server.agents.renderer import Call, Message, Said, TemplateVerdict, Tool, content_of, function_of, new_id
 from rollout_server.environment.actions import (
     MAX_CHARS_PER_TOKEN,
     RESERVED_TAGS,
@@ -71,9 +71,9 @@ class TaggedRenderer:
         argument = action.query if isinstance(action, SearchAction) else action.argument
         return Said("", before, (Call(new_id(), name, json.dumps({key: argument}, ensure_ascii=False)),))
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> TemplateVerdict:
         """Return that a trajectory is one sequence."""
-        return Verdict("one")
+        return TemplateVerdict("one")
 
     def _heard(self, message: Message, tools: Sequence[Tool]) -> list[int]:
         environment, limit = self.environment, self.environment.settings.max_obs_tokens

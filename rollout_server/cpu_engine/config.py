@@ -20,7 +20,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class EngineSettings(Settings):
-    """Settings of one embedded engine."""
+    """Settings of one CPU engine."""
 
     model_path: Path
     """Model directory in Hugging Face layout: config.json, safetensors, tokenizer.json."""

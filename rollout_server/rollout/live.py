@@ -15,7 +15,7 @@ from typing import Protocol
 from protocol.messages import Segment, Task, Trajectory
 
 
-class Recording(Protocol):
+class SegmentLog(Protocol):
     """What has been recorded of a trajectory."""
 
     @property
@@ -33,7 +33,7 @@ class LiveTrajectory:
     """
 
     session: str
-    transcript: Recording | None = None
+    transcript: SegmentLog | None = None
     ended: Trajectory | None = None
 
 

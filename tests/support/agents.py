@@ -13,7 +13,7 @@ from protocol.messages import Question, Sampling, Trajectory
 from rollout_server.agents.config import OwnAgentSettings, PythonAgentSettings
 from rollout_server.agents.renderer import Renderer
 from rollout_server.agents.run import Agents
-from rollout_server.agents.runners import Access
+from rollout_server.agents.runners import AgentAccess
 from rollout_server.agents.tagged import TaggedRenderer
 from rollout_server.engine.base import Generate
 from rollout_server.environment.environment import Environment
@@ -28,11 +28,11 @@ SEARCH = {
         "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
     },
 }
-Agent = Callable[[Question, Access], Awaitable[Any]]
+Agent = Callable[[Question, AgentAccess], Awaitable[Any]]
 _agents: dict[str, Agent] = {}
 
 
-async def scripted(question: Question, access: Access, name: str) -> Any:
+async def scripted(question: Question, access: AgentAccess, name: str) -> Any:
     """The target of every python agent of the tests."""
     return await _agents[name](question, access)
 
@@ -41,7 +41,7 @@ async def scripted(question: Question, access: Access, name: str) -> Any:
 class Client:
     """A client of the gateway without a library."""
 
-    access: Access
+    access: AgentAccess
     session: aiohttp.ClientSession
     statuses: list[int] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class Client:
 
 
 @asynccontextmanager
-async def client_of(access: Access) -> AsyncIterator[Client]:
+async def client_of(access: AgentAccess) -> AsyncIterator[Client]:
     """A client for one trajectory."""
     async with aiohttp.ClientSession() as session:
         yield Client(access, session)

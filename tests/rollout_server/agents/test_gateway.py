@@ -11,7 +11,7 @@ import pytest
 
 from protocol.messages import Question, Status
 from rollout_server.agents import gateway
-from rollout_server.agents.runners import Access
+from rollout_server.agents.runners import AgentAccess
 from tests.support.agents import QUESTION, SEARCH, Client, client_of, playing
 from tests.support.environments import make_environment
 from tests.support.fake_engine import FakeEngine, Play
@@ -27,7 +27,7 @@ async def within(tmp_path: Path, act: Any, *texts: str, latency_s: float = 0.0, 
     encode, results = environment.tokenizer.encode_trusted, []
     plays = iter([Play(encode(text), latency_s=latency_s, error=error) for text in texts])
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             results.append(await act(client))
             return "c"
@@ -89,13 +89,13 @@ async def test_garbage_and_bodies_that_are_too_large_are_refused(tmp_path: Path,
 
 
 async def test_only_a_key_in_use_is_answered(tmp_path: Path) -> None:
-    kept: list[Access] = []
+    kept: list[AgentAccess] = []
 
     async def act(client: Client) -> None:
         kept.append(client.access)
         await client.chat([USER])
         for key in ("", "sk-" + "x" * 43):
-            other = Client(Access(client.access.base_url, key), client.session)
+            other = Client(AgentAccess(client.access.base_url, key), client.session)
             for path in ("/chat/completions", "/responses", "/search"):
                 assert (await other.post(path, BODY))["error"]["code"] == "not_found"
             assert other.statuses == [404] * 3
@@ -151,12 +151,12 @@ async def test_an_error_in_an_open_stream_is_an_event(tmp_path: Path, monkeypatc
     environment = make_environment(tmp_path)
     background: list[asyncio.Task[str]] = []
 
-    async def agent(question: Question, access: Access) -> None:
+    async def agent(question: Question, access: AgentAccess) -> None:
         # a task of its own: the agent is ended as soon as its trajectory has failed
         background.append(asyncio.create_task(read(access)))
         await asyncio.Event().wait()
 
-    async def read(access: Access) -> str:
+    async def read(access: AgentAccess) -> str:
         async with client_of(access) as client:
             return await stream(client, path, {**BODY, "input": "a"})
 

@@ -12,7 +12,7 @@ import pytest
 
 from protocol.messages import Owner, Question, Sampling, Segment, Status, Trajectory, VersionSpan
 from protocol.search import Passage
-from rollout_server.agents.runners import Access
+from rollout_server.agents.runners import AgentAccess
 from rollout_server.environment.environment import Environment
 from rollout_server.rollout.live import LiveTrajectory
 from rollout_server.rollout.trajectory import run_trajectory
@@ -62,7 +62,7 @@ async def test_ids_mask_logprobs_and_versions_are_those_of_the_builtin_loop(tmp_
     options: Any = {"session": "s", "group": "g"}
     builtin = await run_trajectory(environment, QUESTION, FakeEngine(in_turn(*plays)), search, Sampling(), **options)
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             return await loop(client)
 
@@ -81,7 +81,7 @@ async def test_ids_mask_logprobs_and_versions_are_those_of_the_builtin_loop(tmp_
 async def test_a_client_that_drops_reasoning_and_reorders_arguments_continues(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             said = await client.chat([USER])
             call = said["tool_calls"][0]
@@ -147,7 +147,7 @@ async def test_a_call_that_continues_nothing_begins_a_sequence_and_says_why(
 ) -> None:
     environment = make_environment(tmp_path)
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             await agent_calls(client)
             return "c"
@@ -165,7 +165,7 @@ async def test_a_failed_call_leaves_no_trace_and_its_repetition_continues(tmp_pa
     """A request that its template refuses fails between two turns; the next one continues the sequence."""
     environment = make_environment(tmp_path)
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             said = await client.chat([USER])
             wrong = await client.chat([USER, said, _call(said)], n=2)
@@ -182,7 +182,7 @@ async def test_a_repetition_gets_the_running_or_finished_turn(tmp_path: Path) ->
     environment = make_environment(tmp_path)
     asked: list[dict[str, Any]] = []
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             with pytest.raises(TimeoutError):
                 await client.chat([USER], timeout_s=0.05)
@@ -203,7 +203,7 @@ async def test_a_repetition_gets_the_running_or_finished_turn(tmp_path: Path) ->
 async def test_a_client_without_the_header_gets_its_turn_after_it_went_away(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             with pytest.raises(TimeoutError):
                 await client.chat([USER], timeout_s=0.05)
@@ -222,7 +222,7 @@ async def test_a_client_without_the_header_gets_its_turn_after_it_went_away(tmp_
 async def test_limits_end_the_trajectory_whatever_the_agent_then_does(tmp_path: Path) -> None:
     environment = make_environment(tmp_path, max_turns=1)
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             try:
                 await loop(client)
@@ -237,7 +237,7 @@ async def test_limits_end_the_trajectory_whatever_the_agent_then_does(tmp_path: 
 
     environment = make_environment(tmp_path / "short", max_context=40, reserve_tokens=4)
 
-    async def crashes(question: Question, access: Access) -> str:
+    async def crashes(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             return await loop(client, "b " * 60)
 
@@ -245,11 +245,27 @@ async def test_limits_end_the_trajectory_whatever_the_agent_then_does(tmp_path: 
         trajectory = await table.play(turns(environment, *["<search> a </search>"] * 3))
     assert (trajectory.status, trajectory.cause) == (Status.TRUNCATED, "context") and owners(trajectory) == "Po"
 
+    async def pastes(question: Question, access: AgentAccess) -> str:
+        async with client_of(access) as client:
+            return await loop(client, "b" * 3000)  # refused before it is tokenised
+
+    async with playing(environment, pastes) as table:
+        trajectory = await table.play(turns(environment, *["<search> a </search>"] * 3))
+    assert (trajectory.status, trajectory.cause) == (Status.TRUNCATED, "context") and owners(trajectory) == "Po"
+
+    async def asks_too_much(question: Question, access: AgentAccess) -> None:
+        async with client_of(access) as client:
+            await client.chat([{**USER, "content": "a " * 50}])
+
+    async with playing(environment, asks_too_much) as table:
+        trajectory = await table.play(turns(environment))
+    assert (trajectory.status, trajectory.cause) == (Status.FAILED, "prompt_too_long")
+
 
 async def test_a_trajectory_that_is_too_old_ends_at_once(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
 
-    async def hangs(question: Question, access: Access) -> str:
+    async def hangs(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             said = await client.chat([USER])
             await client.chat([USER, said, _call(said)])
@@ -265,7 +281,7 @@ async def test_a_trajectory_that_is_too_old_ends_at_once(tmp_path: Path) -> None
 async def test_searches_through_the_gateway_are_recorded_with_their_passages(tmp_path: Path) -> None:
     environment = make_environment(tmp_path, rewards=[{"type": "em"}, {"type": "retrieval_hit", "weight": 0.5}])
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             said = await client.chat([USER])
             found = await client.post("/search", {"query": "a"})
@@ -284,7 +300,7 @@ async def test_searches_through_the_gateway_are_recorded_with_their_passages(tmp
 async def test_searches_of_an_agent_that_rewrites_its_history_count_too(tmp_path: Path) -> None:
     environment = make_environment(tmp_path, rewards=[{"type": "retrieval_hit"}])
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             await client.chat([USER])
             await client.post("/search", {"query": "a"})
@@ -303,7 +319,7 @@ async def test_searches_of_an_agent_that_rewrites_its_history_count_too(tmp_path
 async def test_lenient_a_text_with_the_id_of_the_call_stands_for_it(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             said = await client.chat([USER])
             text = {"role": "assistant", "content": f"Calling tools: [{said['tool_calls'][0]['id']}]"}
@@ -318,7 +334,7 @@ async def test_lenient_a_text_with_the_id_of_the_call_stands_for_it(tmp_path: Pa
 async def test_stop_strings_of_the_agent_end_a_turn_and_are_not_in_its_answer(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             return str((await client.chat([USER], stop=["found"], max_tokens=3))["content"])
 
@@ -334,7 +350,7 @@ async def test_watchers_see_the_segments_in_the_order_of_their_recording(tmp_pat
     live = LiveTrajectory("s")
     seen: list[int] = []
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
             for _ in range(2):
                 await client.chat([USER])

@@ -16,7 +16,7 @@ from protocol.errors import UserError
 from protocol.messages import Question, Segment, Status, Trajectory
 from rollout_server.agents import run
 from rollout_server.agents.config import CommandAgentSettings, HttpAgentSettings, PythonAgentSettings
-from rollout_server.agents.runners import Access, AgentResult
+from rollout_server.agents.runners import AgentAccess, AgentResult
 from rollout_server.config import RolloutSettings
 from rollout_server.environment.environment import Environment
 from tests.support.agents import QUESTION, client_of, playing
@@ -119,7 +119,7 @@ async def test_a_command_gets_no_secret_of_foray(tmp_path: Path, monkeypatch: py
 async def test_time_in_calls_does_not_count_for_the_deadline(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
 
-    async def agent(question: Question, access: Access) -> None:
+    async def agent(question: Question, access: AgentAccess) -> None:
         async with client_of(access) as client:
             await asyncio.gather(*(client.chat([{**USER, "content": text}]) for text in ("a", "b")))
 
@@ -136,7 +136,7 @@ async def test_an_agent_that_refuses_to_end_fails_and_its_late_calls_change_noth
     late = asyncio.Event()
     statuses: list[int] = []
 
-    async def stubborn(question: Question, access: Access) -> None:
+    async def stubborn(question: Question, access: AgentAccess) -> None:
         async with client_of(access) as client:
             await client.chat([USER])
             while not late.is_set():
@@ -160,7 +160,7 @@ async def test_a_call_in_flight_at_the_end_of_its_agent_is_cancelled(tmp_path: P
     environment = make_environment(tmp_path)
     statuses: list[int] = []
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         async def call() -> None:
             async with client_of(access) as client:
                 await client.chat([{**USER, "content": "d ?"}])
@@ -185,7 +185,7 @@ async def test_a_call_in_flight_at_the_end_of_its_agent_is_cancelled(tmp_path: P
 async def test_an_engine_that_fails_is_the_cause_and_the_agent_is_ended(tmp_path: Path, cause: str) -> None:
     environment = make_environment(tmp_path)
 
-    async def hangs(question: Question, access: Access) -> None:
+    async def hangs(question: Question, access: AgentAccess) -> None:
         async with client_of(access) as client:
             for retry in range(2):
                 answer = await client.chat([USER], retry=retry)
@@ -203,7 +203,7 @@ async def test_the_agents_reward_or_forays(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
     asked: list[Question] = []
 
-    async def agent(question: Question, access: Access) -> AgentResult:
+    async def agent(question: Question, access: AgentAccess) -> AgentResult:
         asked.append(question)
         async with client_of(access) as client:
             await client.chat([USER])
@@ -224,7 +224,7 @@ async def test_a_plain_function_runs_in_a_thread(tmp_path: Path) -> None:
     assert (trajectory.status, trajectory.answer) == (Status.ANSWERED, "c")
 
 
-def blocking(question: Question, access: Access) -> dict[str, str]:
+def blocking(question: Question, access: AgentAccess) -> dict[str, str]:
     """A plain function as agent."""
     import json
     import urllib.request
@@ -260,7 +260,7 @@ class Service(ScriptedServer):
         body = await request.json()
         self.asked.append(body)
         if self._calls:
-            async with client_of(Access(body["base_url"], body["api_key"])) as client:
+            async with client_of(AgentAccess(body["base_url"], body["api_key"])) as client:
                 await client.chat([USER])
         if isinstance(self._answer, web.StreamResponse):
             return self._answer
@@ -309,7 +309,7 @@ async def test_a_service_that_restarts_is_waited_for(tmp_path: Path) -> None:
 async def test_a_warning_when_more_than_a_twentieth_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     environment = make_environment(tmp_path)
 
-    async def agent(question: Question, access: Access) -> str:
+    async def agent(question: Question, access: AgentAccess) -> str:
         return "c"
 
     async with playing(environment, agent) as table:

@@ -10,7 +10,7 @@ import aiohttp
 
 from protocol.messages import GroupFailed, Owner, Question, Status, TrajectoryGroup
 from protocol.versions import PolicyVersion
-from rollout_server.agents.runners import Access
+from rollout_server.agents.runners import AgentAccess
 from tests.support import rollout_process
 from tests.support.agents import client_of
 from tests.support.fake_engine import Fault
@@ -25,7 +25,7 @@ AGENT = {
 }
 
 
-async def searcher(question: Question, access: Access, fails: str = "") -> str:
+async def searcher(question: Question, access: AgentAccess, fails: str = "") -> str:
     """An agent that searches through the gateway, and fails for a question with the text `fails`."""
     async with client_of(access) as client:
         messages: list[dict[str, Any]] = [{"role": "user", "content": question.text}]
