@@ -8,8 +8,8 @@
         command: [/opt/vf/bin/python, examples/agents/verifiers_agent.py, my-taskset]
         reward: agent                   # the taskset's
 
-The id of a question (`learner.questions`) is the position of the task in the taskset. Further arguments go to vf-eval, e.g.
-`--env.agent.harness.id bash`.
+The id of a question (`learner.questions`) is the position of the task in the taskset. Further arguments go to vf-eval,
+e.g. `--env.agent.harness.id bash`.
 """
 
 import json
@@ -34,8 +34,8 @@ with tempfile.TemporaryDirectory() as folder:
     lines = traces[0].read_text().splitlines() if traces else []
     if done.returncode or len(lines) != 1:
         sys.exit(f"vf-eval exited with {done.returncode} and {len(lines)} traces\n{done.stdout}\n{done.stderr}")
-    trace = json.loads(lines[0])
-rewards = trace["rewards"].values()
-if trace.get("errors") or not all(rewards):
-    sys.exit(f"the episode was not scored: {trace.get('errors')}")
-print(json.dumps({"reward": sum(reward["score"] * reward.get("weight", 1.0) for reward in rewards)}))
+    episode = json.loads(lines[0])
+if not episode["ok"]:
+    sys.exit(f"the episode failed: {episode['errors']} {[trace.get('errors') for trace in episode['traces']]}")
+rewards = [reward for trace in episode["traces"] for reward in trace["rewards"].values()]
+print(json.dumps({"reward": sum(reward["score"] * reward["weight"] for reward in rewards)}))

@@ -177,7 +177,8 @@ class NativeRenderer:
         try:
             text = self._text(hidden, True, shown)
         except UserError:  # gpt-oss takes no message with thoughts, a text and calls
-            text = self._text([{k: m[k] for k in m.keys() - set(_THOUGHTS)} for m in hidden], True, shown)
+            plain = [{key: part for key, part in message.items() if key not in _THOUGHTS} for message in hidden]
+            text = self._text(plain, True, shown)
         return marks.encode(text)
 
     def go_on(self, new: Sequence[Message], tools: Sequence[Tool], last: Sequence[int], said: Said) -> list[int]:
