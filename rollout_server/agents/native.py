@@ -95,7 +95,7 @@ class _Marks:
     def hide(self, value: Any) -> Any:
         """Return messages or tools with marks in place of texts that hold, begin or end a control token."""
         if isinstance(value, Mapping):
-            return {self.hide(key): self.hide(given) for key, given in value.items()}
+            return {self.hide(k): v if k in ("role", "type") else self.hide(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return [self.hide(given) for given in value]
         if not isinstance(value, str) or not self._could_be_control(value):
@@ -173,7 +173,13 @@ class NativeRenderer:
                 todo="use a model whose template renders tools, or an agent without tools",
             )
         marks = _Marks(self._tokenizer, self._borders)
-        return marks.encode(self._text(marks.hide(_plain(messages, {})), True, marks.hide(tools)))
+        hidden, shown = marks.hide(_plain(messages, {})), marks.hide(tools)
+        try:
+            text = self._text(hidden, True, shown)
+        except UserError:  # gpt-oss takes no message with thoughts, a text and calls
+            plain = [{key: part for key, part in message.items() if key not in _THOUGHTS} for message in hidden]
+            text = self._text(plain, True, shown)
+        return marks.encode(text)
 
     def go_on(self, new: Sequence[Message], tools: Sequence[Tool], last: Sequence[int], said: Said) -> list[int]:
         """Return the tail of a turn and the new messages.

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from protocol.errors import UserError
 from protocol.messages import MAX_SEGMENTS, Segment, Status
@@ -28,6 +28,7 @@ from protocol.runtime.tracing import span
 from rollout_server.agents.messages import Ask, CallRefused, Normal, Turn, normalise
 from rollout_server.agents.renderer import Call, Message, NotAppendable, Renderer, Said, content_of
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
+from rollout_server.environment.actions import MAX_CHARS_PER_TOKEN
 from rollout_server.rewards.base import TurnText
 from rollout_server.rollout.trajectory import End, Play, sample
 from rollout_server.rollout.transcript import Transcript
@@ -216,8 +217,7 @@ class Recorded:
         sequence, tail, new = self._place(ask)
         room = sequence.transcript.remaining - len(tail)
         if room < limits.reserve_tokens:
-            self.end(End(Status.TRUNCATED, "context") if self.last else End(Status.FAILED, "prompt_too_long"))
-            self._admit()
+            self._refuse_length()
         request = GenerateRequest(
             ids=[*sequence.transcript.ids, *tail],
             session=sequence.session,
@@ -240,18 +240,32 @@ class Recorded:
             sequence.busy = False
         return self._record(ask, sequence, (tail, new), completion, segment)
 
+    def _refuse_length(self) -> NoReturn:
+        """End the trajectory: the context is full. Raises CallRefused."""
+        self.end(End(Status.TRUNCATED, "context") if self.last else End(Status.FAILED, "prompt_too_long"))
+        self._admit()
+        raise AssertionError("an ended trajectory admits no call")
+
+    def _check_length(self, messages: Sequence[Message]) -> None:
+        """Raise CallRefused for texts that cannot fit: tokenising megabytes would block the event loop."""
+        chars = sum(len(content_of(message)) for message in messages)
+        if chars > MAX_CHARS_PER_TOKEN * self._play.environment.settings.max_context:
+            self._refuse_length()
+
     def _place(self, ask: Ask) -> tuple[RecordedSequence, list[int], Sequence[Message]]:
         """Return the sequence that a call continues, and the ids and messages to add; or a new sequence."""
         tools = json.dumps(ask.tools, sort_keys=True)
         found, label, reason = self._match([normalise(message) for message in ask.messages], tools)
         if found is not None:
             new = ask.messages[len(found.said) :]
+            self._check_length(new)
             try:
                 return found, self._renderer.go_on(new, ask.tools, *found.last), new
             except NotAppendable as error:
                 label, reason = "template", f"template: {error}"
         if label:
             self._counts[f"agent_sequences_{label}"] += 1
+        self._check_length(ask.messages)
         prompt = self._renderer.begin(ask.messages, ask.tools)
         transcript = Transcript(prompt, self._play.environment.settings.max_context, reason=reason)
         session = uuid.uuid4().hex if reason else self._play.session

@@ -22,6 +22,17 @@ SEARCH, ANSWER = "<think> b </think> <search> a </search>", "<think> b </think> 
 FINAL = "<think> b </think> <final_answer> c </final_answer>"
 
 
+def node(tmp_path: Path, name: str) -> tuple[str, str]:
+    """The command of a client on Node, in a folder that sees the packages in FORAY_PEERS_NODE."""
+    modules = Path(os.environ.get("FORAY_PEERS_NODE", "")) / "node_modules"
+    if not (modules / "openai").is_dir():
+        pytest.skip("FORAY_PEERS_NODE names no folder with `npm install openai ai @ai-sdk/openai`")
+    (tmp_path / "node_modules").symlink_to(modules)
+    client = tmp_path / f"{name}.mjs"
+    client.write_text((CLIENTS / client.name).read_text())
+    return "node", str(client)
+
+
 @pytest.mark.parametrize(
     ("words", "last", "sequences"),
     [
@@ -35,6 +46,10 @@ FINAL = "<think> b </think> <final_answer> c </final_answer>"
         ("agent_langgraph plain", ANSWER, 1),
         ("agent_langgraph stream", ANSWER, 1),
         ("agent_smolagents", FINAL, 3),
+        ("agent_node openai plain", ANSWER, 1),
+        ("agent_node openai stream", ANSWER, 1),
+        ("agent_node ai responses", ANSWER, 1),
+        ("agent_node ai chat", ANSWER, 1),
     ],
 )
 async def test_an_agent_of_a_library(
@@ -42,9 +57,11 @@ async def test_an_agent_of_a_library(
 ) -> None:
     environment = make_environment(tmp_path, more_words=["<final_answer>", "</final_answer>"])
     name, *arguments = words.split()
-    command = (os.environ["FORAY_PEERS_PYTHON"], str(CLIENTS / f"{name}.py"), *arguments)
+    command: tuple[str, ...] = (os.environ["FORAY_PEERS_PYTHON"], str(CLIENTS / f"{name}.py"), *arguments)
+    if name == "agent_node":
+        command = (*node(tmp_path, name), *arguments)
     plays = iter([Play(environment.tokenizer.encode_trusted(text)) for text in (SEARCH, SEARCH, last)])
-    async with playing(environment, settings=CommandAgentSettings(command=command, deadline_s=60)) as table:
+    async with playing(environment, settings=CommandAgentSettings(command=command, deadline_s=300)) as table:
         trajectory = await table.play(FakeEngine(lambda request, turn: next(plays)))
     assert (trajectory.status, trajectory.cause, trajectory.answer.strip(), trajectory.turns) == (
         Status.ANSWERED,

@@ -158,6 +158,19 @@ def test_messages_of_clients_are_rendered_as_templates_expect_them() -> None:
     ]
 
 
+def test_thoughts_that_a_template_rejects_are_left_out_of_a_new_prompt() -> None:
+    guard = "{% if m.thinking and m.content %}{{ raise_exception('not both') }}{% endif %}"
+    known = make_chat(
+        templates.CHANNELS.replace("{% elif m.tool_calls %}", "{% elif m.tool_calls %}" + guard), templates.CALL
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "b"}
+    text = known.tokens.decode(known.renderer.begin([USER, said, result], TOOLS))
+    assert " to=functions.search" in text and "Hm." not in text
+    assert "Hm." in known.tokens.decode(known.renderer.begin([USER, said | {"content": None}, result], TOOLS))
+
+
 def settings_of(**given: Any) -> PythonAgentSettings:
     return PythonAgentSettings.model_validate({"target": "a:b"} | given)
 

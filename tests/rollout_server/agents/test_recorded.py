@@ -245,6 +245,22 @@ async def test_limits_end_the_trajectory_whatever_the_agent_then_does(tmp_path: 
         trajectory = await table.play(turns(environment, *["<search> a </search>"] * 3))
     assert (trajectory.status, trajectory.cause) == (Status.TRUNCATED, "context") and owners(trajectory) == "Po"
 
+    async def pastes(question: Question, access: AgentAccess) -> str:
+        async with client_of(access) as client:
+            return await loop(client, "b" * 3000)  # refused before it is tokenised
+
+    async with playing(environment, pastes) as table:
+        trajectory = await table.play(turns(environment, *["<search> a </search>"] * 3))
+    assert (trajectory.status, trajectory.cause) == (Status.TRUNCATED, "context") and owners(trajectory) == "Po"
+
+    async def asks_too_much(question: Question, access: AgentAccess) -> None:
+        async with client_of(access) as client:
+            await client.chat([{**USER, "content": "a " * 50}])
+
+    async with playing(environment, asks_too_much) as table:
+        trajectory = await table.play(turns(environment))
+    assert (trajectory.status, trajectory.cause) == (Status.FAILED, "prompt_too_long")
+
 
 async def test_a_trajectory_that_is_too_old_ends_at_once(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
