@@ -35,12 +35,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Sign:
-    """A sign of collapse: the mean of a metric over the last window is worse than in the run's best window before.
+    """A sign of collapse: the mean of a metric over the last window is worse than in the run's best window before, or
+    than a bound.
 
     rises   whether a higher value is worse
     least   smallest difference that counts, in units of the metric
     factor  smallest difference as a share of the best window's value
     alone   whether it decides alone; otherwise two signs do
+    bound   compared with instead of the best window
     """
 
     metric: str
@@ -49,6 +51,7 @@ class Sign:
     factor: float
     what: str
     alone: bool = False
+    bound: float | None = None
 
 
 SIGNS = (
@@ -57,7 +60,8 @@ SIGNS = (
     Sign("entropy", True, 0.1, 0.5, "the entropy rises"),
     Sign("grad_norm", True, 0.0, 2.0, "the gradient grows"),
     Sign("ratio_low", True, 0.01, 1.0, "ratios fall towards 0"),
-    Sign("fell_turns", True, 0.2, 0.5, "turns of right answers become less likely in each step"),
+    Sign("logprob_change", False, 0.0, 0.0, "steps make right answers less likely", bound=0.0),
+    Sign("fell_turns", True, 0.0, 0.0, "most turns of right answers become less likely in a step", bound=0.5),
     Sign("thoughts_empty", True, 0.2, 1.0, "thoughts are empty"),
     Sign("turns_repeated", True, 0.1, 1.0, "turns are repeated"),
 )
@@ -73,12 +77,12 @@ class LearningState:
 
 def learning_state(history: RunHistory) -> LearningState:
     """Return whether the run learns, by its last steps: each sign against the run's best window, the reward's rise."""
-    rewards = _windows(history, "reward_mean")
-    if len(rewards) < 2:
-        return LearningState()
     spoken = [(sign, said) for sign in SIGNS if (said := _said(sign, history))]
     if len(spoken) > 1 or any(sign.alone for sign, _ in spoken):
         return LearningState("collapsing", "; ".join(said for _, said in spoken))
+    rewards = _windows(history, "reward_mean")
+    if len(rewards) < 2:
+        return LearningState()
     now, before = rewards[-1], rewards[:-1][-BACK:][0]
     if fmean(now) >= SOLVED or fmean(now) - fmean(before) > LIKELY * _error(now, before):
         return LearningState("learning", f"mean reward {fmean(before):.3g} -> {fmean(now):.3g}")
@@ -98,6 +102,8 @@ def _error(one: Sequence[float], other: Sequence[float]) -> float:
 def _said(sign: Sign, history: RunHistory) -> str:
     """Return the sign with its figures; empty: it does not show."""
     *before, now = _windows(history, sign.metric) or [()]
+    if sign.bound is not None and now:
+        before = [[sign.bound] * WINDOW]
     if not before:
         return ""
     best = (min if sign.rises else max)(before, key=fmean)

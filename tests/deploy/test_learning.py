@@ -118,7 +118,8 @@ FALLS = {
     "entropy": (0.5, 1.4),
     "grad_norm": (0.3, 2.0),
     "ratio_low": (0.001, 0.1),
-    "fell_turns": (0.2, 0.9),
+    "fell_turns": (0.4, 0.9),
+    "logprob_change": (-0.01, -0.02),
     "thoughts_empty": (0.01, 0.6),
     "turns_repeated": (0.01, 0.5),
 }
@@ -135,8 +136,15 @@ def test_two_signs_or_a_falling_reward_say_that_it_collapses(one: str) -> None:
     (problem, *_) = learning_problems(fallen)
     assert "the run is collapsing: the reward falls: reward_mean 0.4" in problem.what
     assert "The reward collapses" in problem.todo
-    better = {name: ends[::-1] for name, ends in FALLS.items()}
+    better = {name: ends[::-1] for name, ends in FALLS.items()} | {"logprob_change": (0.02, 0.01)}
     assert learning_state(told(steps(60, **rises, **better))).word == "learning"
+
+
+def test_good_answers_that_fall_in_each_step_are_seen_after_ten() -> None:
+    falls = {"fell_turns": (0.7, 0.9), "logprob_change": (-0.02, -0.05)}
+    assert learning_state(told(steps(10, **falls))).word == "collapsing"
+    assert learning_state(told(steps(9, **falls))).word == ""
+    assert learning_state(told(steps(10, **falls | {"fell_turns": (0.4, 0.5)}))).word == ""
 
 
 def test_a_healthy_run_with_noise_never_collapses() -> None:
