@@ -5,8 +5,8 @@ ceiling goes down with the commit that takes lines away. It goes up in a commit 
 an issue states, and names the issue: `house: 400 code lines for issue 41`. Docstrings, comments and blank lines are not
 counted: they never pay.
 
-code_lines      lines of a top folder that are neither blank, comment nor docstring. `benchmarks` is not in the wheel, and
-                what is may import neither it nor tests
+code_lines      lines of a top folder that are neither blank, comment nor docstring. `benchmarks` is not in the
+                wheel, and what is may import neither it nor tests
 other_lines     lines of a top folder in other languages, neither blank nor a whole-line comment
 unformatted     `# fmt:` comments: what ruff may not reformat holds more on a line
 knobs           settings that a user can choose (`house.own_knobs`)
