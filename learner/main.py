@@ -47,7 +47,7 @@ from learner.observability.reporting import StepReporter, open_trackers, run_met
 from learner.validation.results import ValidationFiles
 from learner.validation.validator import Validator
 from learner.weights import build_publisher
-from protocol.autoscale import Autoscaler
+from learner.observability.autoscale import Autoscaler
 from protocol.codec import decode_as
 from protocol.errors import Fenced, ForayError, StateLost, UserError
 from protocol.ledger import Outcome

@@ -43,9 +43,11 @@ from typing import Any
 
 import aiohttp
 
+from protocol.codec import SCHEMA_MAJOR
 from protocol.errors import StateLost
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState, Task, TrajectoryGroup
+from protocol.run_meta import SEQUENCES
 from protocol.runtime.http.auth import Access, engine_key, read_access
 from protocol.runtime.http.body import bounded_session
 from protocol.runtime.http.server import announce, listening, reachable_url, service_host
@@ -137,7 +139,8 @@ class RolloutServer:
         self._redis, self._search, consumer = redis, search, f"{stats.id}-{secrets.token_hex(4)}"
         self._agents = build_agents(settings.agent, environment, stats)
         stats.text["incarnation"] = lambda: consumer
-        self._live, self._compatibility = LiveGroups(), RunCompatibility(run, max_lag=run.max_lag)
+        needs = SEQUENCES if self._agents else (SCHEMA_MAJOR, 0)
+        self._live, self._compatibility = LiveGroups(), RunCompatibility(run, needs=needs, max_lag=run.max_lag)
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
         connect: Callable[[EngineInfo], EngineClient] = partial(

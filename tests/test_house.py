@@ -38,7 +38,7 @@ SLACK = 60
 
 SGLANG_CPU = "requirements/sglang_cpu_launch.py"
 """Run by the interpreter of an environment that holds nothing of ours."""
-MODELS = ("learner/", "retriever/encoder/", "retriever/rerank/", "foray/demo/", "benchmarks/", SGLANG_CPU)
+MODELS = ("learner/", "retriever/encoder/", "retriever/rerank/", "foray/demo/", "foray/api/", "benchmarks/", SGLANG_CPU)
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": ("learner/engine/",),
     # the benchmark compares with FAISS by itself
@@ -51,7 +51,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "datasets": ("benchmarks/learner/trl_baseline.py",),
     "peft": ("learner/model/lora.py",),
     "matplotlib": ("foray/watch/plot.py",),
-    "pyarrow": ("protocol/runtime/records.py",),
+    "pyarrow": ("protocol/runtime/records.py", "foray/api/run.py"),
     "pickle": (),
 }
 """Framework -> the only places that may import it (files or folders)."""

@@ -74,7 +74,7 @@ class StreamSnapshot:
 
 @dataclass(frozen=True)
 class Look:
-    """protocol.autoscale.Seen."""
+    """learner.observability.autoscale.Seen."""
 
     now: float
     processes: tuple[MetricsSnapshot, ...]
