@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
+from typing import Any
 
 from protocol.messages import Question, Sampling, Segment, Status, Trajectory
 from protocol.runtime.timing import loop_timeout
@@ -28,7 +29,7 @@ from rollout_server.metrics import Stats
 from rollout_server.rewards.base import TurnText
 from rollout_server.rewards.composite import TrajectoryReward
 from rollout_server.rollout.live import LiveTrajectory
-from rollout_server.rollout.trajectory import End, OnProgress, Play, ShouldStop, ignore_progress, never_stop
+from rollout_server.rollout.trajectory import End, Play
 from rollout_server.search.base import Search
 
 log = logging.getLogger(__name__)
@@ -89,11 +90,8 @@ class Agents:
         sampling: Sampling,
         *,
         session: str,
-        group: str,
-        pinned: bool = False,
-        should_stop: ShouldStop = never_stop,
-        on_progress: OnProgress = ignore_progress,
         live: LiveTrajectory | None = None,
+        **options: Any,
     ) -> Trajectory:
         """Play one trajectory, as `run_trajectory`. Further causes are those of `rollout_server.agents.runners`."""
         play = AgentPlay(
@@ -104,11 +102,8 @@ class Agents:
             search=search,
             sampling=sampling,
             session=session,
-            group=group,
-            pinned=pinned,
-            should_stop=should_stop,
-            on_progress=on_progress,
             live=live or LiveTrajectory(session),
+            **options,
         )
         return await play.finish()
 
