@@ -7,6 +7,7 @@
         type: command
         command: [/opt/vf/bin/python, examples/agents/verifiers_agent.py, my-taskset]
         reward: agent                   # the taskset's
+        memory_mb: 8192
 
 The id of a question (`learner.questions`) is the position of the task in the taskset. Further arguments go to vf-eval,
 e.g. `--env.agent.harness.id bash`.

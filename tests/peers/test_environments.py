@@ -15,7 +15,7 @@ from protocol.messages import Status
 from rollout_server.agents.config import CommandAgentSettings
 from rollout_server.tools import build_tool
 from rollout_server.tools.mcp import McpSettings
-from tests.support.agents import playing
+from tests.support.agents import QUESTION, playing
 from tests.support.environments import make_environment
 from tests.support.fake_engine import FakeEngine, Play
 from tests.support.waiting import wait_until
@@ -82,3 +82,22 @@ async def test_an_environment_of_skyrl_gym(
     assert (trajectory.answer.strip(), trajectory.reward) == (answer, reward)
     text = environment.tokenizer.decode([i for s in trajectory.segments for i in s.ids.tolist()])
     assert text.count("number3") >= 2, "the passage is shown"
+
+
+@pytest.mark.skipif(
+    "FORAY_VERIFIERS_PYTHON" not in os.environ, reason="verifiers needs openai < 3: an environment apart"
+)
+@pytest.mark.timeout(600)
+async def test_a_taskset_of_verifiers(tmp_path: Path, did: Did) -> None:
+    """FORAY_VERIFIERS_PYTHON: an interpreter with `pip install verifiers==0.4.0 uv`."""
+    environment = make_environment(tmp_path)
+    command = (os.environ["FORAY_VERIFIERS_PYTHON"], str(EXAMPLES / "verifiers_agent.py"), "foray_lakes")
+    given = {"env": {"PYTHONPATH": str(CLIENTS)}, "deadline_s": 500, "reward": "agent", "memory_mb": 8192}
+    settings = CommandAgentSettings.model_validate({"command": command} | given)
+    turn = Play(environment.tokenizer.encode_trusted("<think> b </think> <answer> c </answer>"))
+    async with playing(environment, settings=settings) as table:
+        question = QUESTION.model_copy(update={"id": "1"})
+        trajectory = await table.play(FakeEngine(lambda request, number: turn), question=question)
+    did("verifiers 0.4.0 vf-eval", f"{trajectory.turns} turn, reward {trajectory.reward}")
+    assert (trajectory.status, trajectory.cause, trajectory.reward) == (Status.ANSWERED, "", 1.0)
+    assert environment.tokenizer.decode(trajectory.segments[0].ids.tolist()).endswith("a b ?"), "the second task"
