@@ -41,13 +41,13 @@ from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from learner.interfaces import TrainEngine
 from learner.loop import TrainingLoop
+from learner.observability.autoscale import Autoscaler
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.metrics_server import metrics_page, serve_prometheus
 from learner.observability.reporting import StepReporter, open_trackers, run_meta, snapshot_source, summary
 from learner.validation.results import ValidationFiles
 from learner.validation.validator import Validator
 from learner.weights import build_publisher
-from learner.observability.autoscale import Autoscaler
 from protocol.codec import decode_as
 from protocol.errors import Fenced, ForayError, StateLost, UserError
 from protocol.ledger import Outcome

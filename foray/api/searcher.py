@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.errors import UserError
 from protocol.search import Passage
@@ -54,5 +54,6 @@ class IndexSearcher:
         return [Passage.model_validate_json(document) for document in found.documents]
 
 
-Searcher = LocalSearch = IndexSearcher
+Searcher: TypeAlias = IndexSearcher
+LocalSearch: TypeAlias = IndexSearcher
 """Its public names; the second is that of a note on GRPO."""

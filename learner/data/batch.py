@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -305,10 +306,8 @@ def _part(
     Ranks get equally many micro-batches, because all take part in every collective. A rank with fewer trajectories
     than that gets dummies of weight 0.
     """
-    counts = np.zeros(len(advantages), np.int64)
-    for row in rows:
-        counts[row.number] += len(row.trained)
-    weights = trajectory_weights(counts.tolist(), algorithm.aggregation, algorithm.aggregation_length)
+    counts = np.bincount([r.number for r in rows], [len(r.trained) for r in rows], len(advantages))
+    weights = trajectory_weights(counts.astype(int).tolist(), algorithm.aggregation, algorithm.aggregation_length)
     units = _sharing(rows, settings) if settings.share_prompts else [_Unit.of([row], 0) for row in rows]
     found = layouts([len(u.ids) for u in units], ranks, capacity, settings.micro_batch_tokens)
     longest = max(len(layout) for layout in found)
@@ -323,8 +322,8 @@ def _sharing(rows: Sequence[_Row], settings: BatchSettings) -> list[_Unit]:
     """Return units of the sequences of each group that begin alike, of at most a row or a micro-batch: first sequences
     with first ones, and so on."""
     limit = settings.row_tokens or settings.micro_batch_tokens
-    units = []
-    for _, group in groupby(sorted(rows, key=_alike), _alike):
+    alike, units = attrgetter("group", "order"), []
+    for _, group in groupby(sorted(rows, key=alike), alike):
         parts = list(group)
         prompt = _common_prompt(parts)
         while parts:
@@ -333,10 +332,6 @@ def _sharing(rows: Sequence[_Row], settings: BatchSettings) -> list[_Unit]:
             units.append(_Unit.of(parts[:count], prompt))
             parts = parts[count:]
     return units
-
-
-def _alike(row: _Row) -> tuple[int, int]:
-    return row.group, row.order
 
 
 def _common_prompt(rows: Sequence[_Row]) -> int:

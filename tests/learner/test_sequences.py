@@ -217,10 +217,13 @@ def slow_advantages(
     return estimates
 
 
-def corrected(gap: float, s: Any) -> float:
-    """Truncated importance weight of a token, proximal / behaviour."""
-    assert (s.correction.mode, s.correction.level) == ("truncate", "token")
-    return min(math.exp(gap), s.correction.high)
+def corrected(one: Sequence, old: dict[Key, float], s: Any) -> list[float]:
+    """Truncated importance weights of a sequence's tokens, proximal / behaviour; `geometric`: their mean's for all."""
+    assert s.correction.mode == "truncate" and s.correction.level in ("token", "geometric")
+    gaps = [old[key] - behaviour for key, behaviour in zip(one.keys, one.behaviour, strict=True)]
+    if s.correction.level == "geometric":
+        gaps = [math.fsum(gaps) / len(gaps)] * len(gaps)
+    return [min(math.exp(gap), s.correction.high) for gap in gaps]
 
 
 def clip_gain(ratio: torch.Tensor, gain: float, s: Any) -> torch.Tensor:
@@ -238,16 +241,17 @@ def slow_loss(found: list[Sequence], given: list[TrajectoryGroup], known: Known,
         if s.old_logprobs == "recompute":
             old = {key: known.old[key] for key in one.keys}
         gaps = torch.stack([known.policy[key] - old[key] for key in one.keys])
+        importance = corrected(one, old, s)
         if s.type == "gspo":
             fixed = gaps.detach()
             for n, key in enumerate(one.keys):
                 ratio = torch.exp(fixed.mean() + gaps[n] - fixed[n])
                 token = torch.maximum(-gains[key] * ratio, -gains[key] * ratio.clamp(1 - s.clip_low, 1 + s.clip_high))
-                total = total + weights[one.trajectory] * corrected(old[key] - one.behaviour[n], s) * token
+                total = total + weights[one.trajectory] * importance[n] * token
         elif s.type == "ppo":
             for n, key in enumerate(one.keys):
                 token = clip_gain(gaps[n].exp(), gains[key], s)
-                total = total + weights[one.trajectory] * corrected(old[key] - one.behaviour[n], s) * token
+                total = total + weights[one.trajectory] * importance[n] * token
         else:
             total = total + alone(one, old, gains, weights[one.trajectory], known, algorithm).loss
     return total
@@ -274,6 +278,8 @@ def alone(
             mask=torch.ones(n, dtype=torch.bool),
             trajectory=torch.zeros(n, dtype=torch.int64),
             lags=torch.zeros(n, dtype=torch.int64),
+            turn=torch.zeros(n, dtype=torch.int64),
+            answer=torch.full((n,), -1.0, dtype=torch.float64),
             outcome=torch.zeros(n, dtype=torch.float64),
         )
     )
