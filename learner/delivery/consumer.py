@@ -222,7 +222,7 @@ class StreamConsumer:
             return taken
 
     def peek(self, count: int) -> list[StreamEntry]:
-        """Return the groups that `take` would return now, [] if there are not so many; it may drop some first."""
+        """Return the `count` groups that `take` would return now, or [] if fewer are here. `take` may drop stale ones first."""
         with self._changed:
             return list(islice(self._buffer, count)) if len(self._buffer) >= count else []
 
