@@ -222,7 +222,7 @@ class StreamConsumer:
             return taken
 
     def peek(self, count: int) -> list[StreamEntry]:
-        """Return the `count` groups that `take` would return now, or [] if fewer are here. `take` may drop stale ones first."""
+        """Return the next `count` groups and keep them, or [] if there are fewer. `take` may drop stale ones first."""
         with self._changed:
             return list(islice(self._buffer, count)) if len(self._buffer) >= count else []
 
