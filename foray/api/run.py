@@ -89,6 +89,38 @@ class Run:
 
         return pyarrow.Table.from_pylist([row for entry in self.groups() for row in _rows(entry)])
 
+    def tokens(self, seq: int, index: int = 0) -> list[dict[str, Any]]:
+        """Return the tokens of a trained trajectory, a mapping each.
+
+        position, id, text, owner (prompt, policy, environment); of the policy's tokens version (the step whose policy
+        sampled it) and logprob (when it was sampled). In steps whose values the learner kept (`learner.token_values`)
+        also trained_logprob (of the policy that was updated) and advantage.
+
+        Raises KeyError if the group was not trained, IndexError for another index.
+        """
+        from foray.watch.replay_view import find_tokenizer, read_settings
+        from learner.checkpoint.journal import read_journal
+        from learner.data.token_values import read_token_values
+
+        entry = next(iter(read_journal(self.directory / "journal", seq=seq, last=1)), None)
+        if entry is None:
+            raise KeyError(f"no group {seq} is in the journal of {self.directory}")
+        trajectory = entry.group.trajectories[index]
+        tokenizer = find_tokenizer(self.directory, None, read_settings(self.directory))
+        values = read_token_values(self.directory, entry.step, seq, index)
+        computed = {int(at): place for place, at in enumerate(values.get("position", ()))}
+        owners = [segment.owner.value for segment in trajectory.segments for _ in segment.ids]
+        found = []
+        for at, (token, owner, own) in enumerate(zip(trajectory.ids.tolist(), owners, trajectory.mask, strict=True)):
+            row = {"position": at, "id": token, "text": tokenizer.decode([token]), "owner": owner}
+            if own:
+                row |= {"version": int(trajectory.versions[at, 1]), "logprob": float(trajectory.logprobs[at])}
+            if (place := computed.get(at)) is not None:
+                row["trained_logprob"] = float(values["logprob"][place])
+                row["advantage"] = float(values["advantage"][place])
+            found.append(row)
+        return found
+
     def wait(self, *, progress: bool = True, timeout_s: float | None = None) -> Run:
         """Wait until the run ends and return it; show its steps if `progress`. Raises RunFailed, TimeoutError."""
         say = Progress.on(sys.stderr) if progress else None

@@ -60,6 +60,7 @@ async def settings(
         needs: dict[str, dict[str, Any]] = {
             "semantic": {"url": service.url, "model": "bag"},
             "judge": {"url": service.url, "model": "judge"},
+            "http": {"url": f"{service.url}/reward"},
             "custom": {"target": "own_reward:by_length", "options": {"most": 100}},
         }
         (tmp_path / "own_reward.py").write_text(TARGET)
@@ -82,7 +83,7 @@ async def score(settings: Any) -> AsyncIterator[Scored]:
 
 
 def test_every_member_is_of_a_kind_that_these_tests_know() -> None:
-    assert {kind(member) for member in MEMBERS} == OF_ANSWER | OF_EVIDENCE | OF_BEHAVIOUR | {"custom"}
+    assert {kind(member) for member in MEMBERS} == OF_ANSWER | OF_EVIDENCE | OF_BEHAVIOUR | {"custom", "http"}
 
 
 def test_it_is_known_by_its_key_and_has_a_weight(settings: Any) -> None:
