@@ -135,7 +135,7 @@ class Child(Protocol):
         return f"waiting for {self.spec.name} {until or f'({self.spec.ready})'}, {seconds:.0f} s{log}"
 
     def failed(self, what: str) -> ProcessFailed:
-        """Return the error with the way in which this process ended the run."""
+        """Return the error that says how this process ended the run."""
         return ProcessFailed(self.spec.name, what, code=self.poll(), log=self.spec.log, tail=self.tail())
 
 
