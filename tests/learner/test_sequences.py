@@ -574,7 +574,7 @@ def test_gradients_of_models_are_those_of_float64_models_that_read_each_sequence
     batch = build(given, algorithm, layout)
     batch = RankBatch(batch.minibatches, 1.0, batch.num_tokens, {})  # of all ranks, in one process
     scored = score(batch, models, algorithm)
-    judged, _ = algorithm.compute_advantages([tokens.scores for tokens in scored], models.policy.total)
+    judged, _ = algorithm.compute_advantages([tokens.scores for tokens in scored], models.policy.all_reduce)
     for tokens, estimate in zip(scored, judged, strict=True):
         tokens.advantages, tokens.returns = estimate.advantages, estimate.returns
     bare: Any = SimpleNamespace(policy=SimpleNamespace(forward=models.policy.module), settings=models.settings)
