@@ -30,9 +30,9 @@ from deploy.doctor.run import inputs, preflight
 from deploy.hardware.run import cores
 from deploy.hardware.speed import with_dtypes
 from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
-from deploy.launch.process import LaunchBackend, LocalBackend, ManagedProcess, ProcessFailed
+from deploy.launch.process import LaunchBackend, ManagedProcess, ProcessFailed, open_backend
 from deploy.launch.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
-from deploy.run.addresses import REDIS_URL_FILE, Addresses, choose, dated, seen_from_here, settle
+from deploy.run.addresses import REDIS_URL_FILE, Addresses, choose, dated, reachable, seen_from_here, settle
 from deploy.run.history import StepTail, read_history
 from deploy.run.learning import learning_problems
 from deploy.run.redis_server import check_server
@@ -85,7 +85,7 @@ class Launcher:
         takeover: bool = False,
         backend: LaunchBackend | None = None,
     ) -> None:
-        self._backend = backend or LocalBackend()
+        self._backend = backend
         self._given, self._python, self._again = config, python or sys.executable, again
         self._takeover = takeover
         self._say = Progress.of(say)
@@ -118,12 +118,14 @@ class Launcher:
         return self
 
     def _prepare(self) -> None:
+        backend = self._backend or open_backend(self._given, self._say)
+        self._exits.callback(backend.close)
+        self._given = reachable(self._given, backend.address)
         found = preflight(self._given)
         self._require([f for f in found if f.check not in REPLACED_BY_TAKEOVER or not self._takeover])
         if self._given.launch.learner:  # without a learner here, its run directory may be on another disk
             ensure_lineage_id(self._given.run)
-        self._exits.callback(self._backend.close)
-        placement = self._backend.place(with_dtypes(self._given))
+        placement = backend.place(with_dtypes(self._given))
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
@@ -153,7 +155,7 @@ class Launcher:
             say=self._say,
             beat=self._say.beat,
             interrupted=self._raise_if_stopped,
-            backend=self._backend,
+            backend=backend,
             url_of=lambda name: self._readiness.urls.get(name, ""),
         )
         self._catch_signals()
