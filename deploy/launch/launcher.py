@@ -202,7 +202,7 @@ class Launcher:
 
     def check(self) -> None:
         """Restart processes that exited and may be restarted; print new steps. Raises ProcessFailed or RunStopped."""
-        before = dict(self.supervisor.children)
+        before = {(child, child.pid) for child in self.supervisor.children.values()}
         try:
             self.supervisor.check()
         except ProcessFailed as failure:
@@ -219,7 +219,7 @@ class Launcher:
             self._say(for_terminal(line))
         for record in self._validations.read():
             self._say(f"validation of {describe(record)}")
-        if before != self.supervisor.children:
+        if before != {(child, child.pid) for child in self.supervisor.children.values()}:
             self._record()
 
     def _say_problems(self) -> None:

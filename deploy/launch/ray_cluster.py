@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,8 @@ class ProcessActor:
                 # Ray sets these for its own workers
                 of_ray = tuple(name for name in os.environ if name.startswith(("RAY_", "OMP_")))
                 spec = replace(self._spec, env={**self._spec.env, **place}, hidden=(*self._spec.hidden, *of_ray))
+                if spec.argv[1:2] == ("-m",):
+                    spec = replace(spec, argv=(sys.executable, *spec.argv[1:]))
                 # a node that drained would hold its GPU, which Ray gives to another: it ends at once with its actor
                 end = signal.SIGTERM if spec.kind == "learner" else signal.SIGKILL
                 self._child = ManagedProcess(spec, ray.util.get_node_ip_address(), end)
