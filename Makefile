@@ -75,7 +75,7 @@ $(SGLANG_STAMP): requirements/sglang_cpu.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG_VERSION)
 	@touch $@
 
-# The engine contract with the fake, the embedded engine and real SGLang. FORAY_SGLANG_PYTHON names another
+# The engine contract with the fake, the CPU engine and real SGLang. FORAY_SGLANG_PYTHON names another
 # interpreter with SGLang; FORAY_SGLANG_URL and FORAY_SGLANG_MODEL name a running SGLang server.
 # ARGS="-m architectures" loads published weights of every architecture into it (about 10 minutes).
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)

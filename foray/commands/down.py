@@ -44,16 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if (directory / SCRIPTS).is_dir() and (stopped := _stop_jobs(directory)):
         print(json.dumps({"run_dir": str(directory), "jobs": stopped}) if args.json else "\n".join(stopped))
         return 0
-    was_running = is_held(directory)
-    if was_running:
-        if (pid := launcher_pid(directory)) is None:
-            raise ForayError(
-                f"cannot tell which process runs {directory}: {directory / LOCK} names no process of this machine. "
-                "Stop it on the host where `foray up` runs"
-            )
-        os.kill(pid, signal.SIGTERM)
-        if not wait_until_free(directory, args.timeout):
-            raise ForayError(f"the launcher (process {pid}) of {directory} did not end within {args.timeout:g} s")
+    was_running = stop(directory, args.timeout)
     if args.json:
         print(json.dumps({"run_dir": str(directory), "was_running": was_running}))
     else:
@@ -61,3 +52,18 @@ def run(args: argparse.Namespace) -> int:
         if was_running:
             print("\n".join(saved(directory, read_record(directory).get("again", ""))))
     return 0
+
+
+def stop(directory: Path, timeout_s: float) -> bool:
+    """Stop the run of `directory` and return whether one was in progress. Raises ForayError if it does not end."""
+    if not is_held(directory):
+        return False
+    if (pid := launcher_pid(directory)) is None:
+        raise ForayError(
+            f"cannot tell which process runs {directory}: {directory / LOCK} names no process of this machine. "
+            "Stop it on the host where `foray up` runs"
+        )
+    os.kill(pid, signal.SIGTERM)
+    if not wait_until_free(directory, timeout_s):
+        raise ForayError(f"the launcher (process {pid}) of {directory} did not end within {timeout_s:g} s")
+    return True
