@@ -12,6 +12,9 @@ SGLANG_VERSION := 0.5.23
 # Third-party clients, in a separate environment because of their dependencies.
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
+# Ray, whose packages need other versions.
+OPS_VENV := .venv-ops
+OPS_STAMP := $(OPS_VENV)/.installed
 # Playwright, which only `make test-ui` needs.
 UI_STAMP := $(VENV)/.ui-installed
 # The two environments of a machine with NVIDIA GPUs.
@@ -21,7 +24,7 @@ ENGINE_VENV := .venv-engine
 LOCK_VENV := .venv-lock
 LOCK_STAMP := $(LOCK_VENV)/.installed
 
-.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang sglang-source test-peers test-ui mutants mutants-sample reliability families figures page reference docs lint format lock gpu-lock gpu-env test-gpu-lock gpu-check gpu-carry sbom clean chaos simulate fuzz
+.PHONY: setup demo demo-lm test test-slow test-all sglang-env test-sglang sglang-source test-peers test-ui test-ops mutants mutants-sample reliability families figures page reference docs lint format lock gpu-lock gpu-env test-gpu-lock gpu-check gpu-carry sbom clean chaos simulate fuzz
 
 setup: $(STAMP)
 
@@ -72,7 +75,7 @@ $(SGLANG_STAMP): requirements/sglang_cpu.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG_VERSION)
 	@touch $@
 
-# The engine contract with the fake, the embedded engine and real SGLang. FORAY_SGLANG_PYTHON names another
+# The engine contract with the fake, the CPU engine and real SGLang. FORAY_SGLANG_PYTHON names another
 # interpreter with SGLang; FORAY_SGLANG_URL and FORAY_SGLANG_MODEL name a running SGLang server.
 # ARGS="-m architectures" loads published weights of every architecture into it (about 10 minutes).
 test-sglang: setup $(if $(FORAY_SGLANG_PYTHON)$(FORAY_SGLANG_URL),,sglang-env)
@@ -104,6 +107,19 @@ $(UI_STAMP): requirements/ui.txt | $(STAMP)
 test-ui: setup $(UI_STAMP)
 	@command -v "$${FORAY_CHROMIUM:-chromium}" >/dev/null || { echo "test-ui needs Chromium: apt-get install chromium"; exit 2; }
 	$(BIN)/python -m pytest tests/ui $(ARGS)
+
+# A run as jobs of Slurm on this machine: three nodes, minutes. Installs Slurm as root by apt, and Ray by pip in a separate
+# environment (FORAY_RAY_PYTHON).
+test-ops: setup $(OPS_STAMP)
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null || \
+	  { apt-get update --quiet && apt-get install --quiet --yes slurm-wlm munge; }
+	FORAY_RAY_PYTHON="$(CURDIR)/$(OPS_VENV)/bin/python" $(BIN)/python -m pytest tests/ops $(ARGS)
+
+$(OPS_STAMP): requirements/ops.txt
+	@test -x $(OPS_VENV)/bin/python || $(PYTHON) -m venv $(OPS_VENV)
+	$(OPS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
+	$(OPS_VENV)/bin/python -m pip install --quiet -r requirements/ops.txt
+	@touch $@
 
 # Known bugs, built into a copy of the checkout one by one: the fast tests must detect each. ARGS="word" selects some.
 mutants: setup
@@ -239,4 +255,4 @@ $(LOCK_STAMP): requirements/lock-tools.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(LOCK_VENV) $(GPU_VENV) $(ENGINE_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis site
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(OPS_VENV) $(LOCK_VENV) $(GPU_VENV) $(ENGINE_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis site

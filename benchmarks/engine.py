@@ -1,4 +1,4 @@
-"""`foray bench engine`: tokens/s of the embedded engine, against `generate` of transformers.
+"""`foray bench engine`: tokens/s of the CPU engine, against `generate` of transformers.
 
 The same model, prompts, lengths and threads, in alternating rounds. Foray uses HTTP and returns log-probs, as rollouts
 need them. The baseline is one static batch in a separate process without either; all lengths are equal, so it pads
@@ -53,7 +53,7 @@ class BenchedEngine:
 
 
 @contextmanager
-def embedded_engine(directory: Path, model: Path, threads: int, dtype: str, say: Say) -> Iterator[BenchedEngine]:
+def cpu_engine(directory: Path, model: Path, threads: int, dtype: str, say: Say) -> Iterator[BenchedEngine]:
     """Run the engine as a process while the block runs. Raises ProcessFailed if it does not start."""
     url = f"http://127.0.0.1:{free_port()}"
     argv = python("rollout_server.cpu_engine", "--model-path", str(model), "--port", url.rpartition(":")[2])
@@ -204,7 +204,7 @@ async def _json(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 class EngineBench(BenchSettings):
     """Settings of `foray bench engine`."""
 
-    help: ClassVar[str] = "tokens/s of the embedded engine against transformers' generate"
+    help: ClassVar[str] = "tokens/s of the CPU engine against transformers' generate"
     quick: ClassVar[dict[str, Any]] = {"concurrency": 4, "prompt_tokens": 16, "new_tokens": 16, "rounds": 1}
     targets: ClassVar[tuple[Target, ...]] = (
         Target("ratio", 3.0, "tokens a second, streaming, over transformers' generate"),
@@ -247,7 +247,7 @@ class EngineBench(BenchSettings):
             directory = Path(name)
             model = self.model or random_model(directory / "model", self.shape)
             with (
-                embedded_engine(directory, model, self.threads, self.dtype, say) as engine,
+                cpu_engine(directory, model, self.threads, self.dtype, say) as engine,
                 Baseline(directory, model, self.threads, self.dtype) as baseline,
             ):
                 rows = asyncio.run(rounds_of(self, engine, baseline, say))

@@ -1,6 +1,6 @@
 """`foray bench weights`: weight updates from the learner's memory to every engine, against moving the bytes only.
 
-This process publishes versions of a random model to embedded engines in separate processes: gather, send or write,
+This process publishes versions of a random model to CPU engines in separate processes: gather, send or write,
 verify, load, until the last engine is READY at the new version. The baselines only move the same bytes: gloo's
 broadcast between as many processes, bare and with the copies and sha256 of an update, and a copy of the file. Value
 and ratio are of `distributed` with the most engines. Engines are idle, so pauses are due to the update alone.
@@ -98,7 +98,7 @@ class WeightsFleet:
 
 @contextmanager
 def running(directory: Path, *, engines: int, say: Say) -> Iterator[WeightsFleet]:
-    """Run Redis and `engines` nodes with embedded engines of `directory`/model while the block runs."""
+    """Run Redis and `engines` nodes with CPU engines of `directory`/model while the block runs."""
     redis_url = child_url(directory)
     supervisor = Supervisor(is_ready=Readiness(redis_url, RUN), ready_s=TIMEOUT_S, shutdown_s=15.0, say=say)
 

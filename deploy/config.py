@@ -53,6 +53,17 @@ class GpuSettings(Settings):
     without it SGLang takes most of the GPU."""
 
 
+class SlurmSettings(Settings):
+    """Jobs that `foray submit` writes (docs/clusters.md)."""
+
+    template: Path | None = None
+    """Your copy of the script of the jobs, with partition, account, time limits and modules of your site. null: that of
+    Foray."""
+    nodes: int = Field(default=1, ge=1)
+    """Nodes of the core job: the learner runs `learner_ranks` on each; Redis, rollout servers and retrievers run on
+    the first."""
+
+
 class LaunchSettings(Settings):
     """Processes that `foray up` starts, and how it supervises them."""
 
@@ -67,6 +78,8 @@ class LaunchSettings(Settings):
     """Number of retrievers. null: one, or none if `rollout.search` names other retrievers or another backend."""
     learner: bool = True
     """Start the learner. Without it, `up` serves the model until it is stopped."""
+    learner_prefix: tuple[str, ...] = ()
+    """Command before that of the learner, which starts its ranks: [srun, ...]. Empty: `foray up` starts each."""
     learner_ranks: int = Field(default=1, ge=1)
     """Number of learner ranks, each a process with one GPU. All are restarted together."""
     backend: Literal["local", "ray"] = "local"
@@ -105,6 +118,8 @@ class LaunchSettings(Settings):
     secrets: Path | None = None
     """Directory that `foray init --secure` wrote. Each process gets only the secrets of its role, and the Redis that
     `up` starts gets its users. null: all processes inherit the launcher's environment."""
+    slurm: SlurmSettings = SlurmSettings()
+    """Jobs of `foray submit`."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for every process. No secrets: this file is copied to the run directory."""
     prepare: tuple[tuple[str, ...], ...] = ()

@@ -1,6 +1,6 @@
 """The public API for scripts, notebooks, rewards, tools and algorithms outside this repository. Only re-exports.
 
-from foray import RewardInput, load_config
+run = foray.train_grpo(model, tokenizer, dataset, search_engine, epochs=3, lr=1e-5)
 
 Names are imported on first access: the environment of a process may lack what another needs.
 """
@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from deploy.config import RunConfig as RunConfig
     from deploy.config import load_config as load_config
     from deploy.run.history import read_steps as read_steps
+    from foray.api.evaluate import Evaluation as Evaluation
+    from foray.api.evaluate import evaluate as evaluate
+    from foray.api.run import Run as Run
+    from foray.api.run import RunFailed as RunFailed
+    from foray.api.searcher import LocalSearch as LocalSearch
+    from foray.api.searcher import Searcher as Searcher
+    from foray.api.train import train_grpo as train_grpo
     from learner.algorithms.base import Algorithm as Algorithm
     from learner.algorithms.base import LossOutput as LossOutput
     from learner.algorithms.base import TokenInputs as TokenInputs
@@ -48,6 +55,10 @@ if TYPE_CHECKING:
 _MODULES = {
     "deploy.config": ("RunConfig", "load_config"),
     "deploy.run.history": ("read_steps",),
+    "foray.api.evaluate": ("Evaluation", "evaluate"),
+    "foray.api.run": ("Run", "RunFailed"),
+    "foray.api.searcher": ("LocalSearch", "Searcher"),
+    "foray.api.train": ("train_grpo",),
     "learner.algorithms.base": ("Algorithm", "LossOutput", "TokenInputs"),
     "learner.checkpoint.journal": ("read_journal",),
     "learner.config.learner": ("LearnerSettings",),

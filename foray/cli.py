@@ -48,6 +48,7 @@ VERBS: dict[str, Verb] = {
     "init": Verb("write a configuration file with every setting explained", "foray.commands.init"),
     "sft": Verb("train a model on demonstrations: the warm start of a run", "foray.commands.sft"),
     "up": Verb("start all processes of a run on this machine and monitor them", "foray.commands.up"),
+    "submit": Verb("submit a run to Slurm, or change its number of engines", "foray.commands.submit"),
     "down": Verb("stop a run", "foray.commands.down"),
     "status": Verb("show a run: its processes, engines, streams, ledger, problems", "foray.commands.watch.status"),
     "top": Verb("show a run live: throughput, lag, reward, bottleneck", "foray.commands.watch.top"),

@@ -12,7 +12,7 @@ from learner.config.learner import LearnerSettings
 from learner.data.filter import GroupFilter
 from learner.data.replay_buffer import ReplayBuffer
 from learner.data.sampler import Sampler
-from learner.delivery.audit import ConservationAudit
+from learner.delivery.audit import AccountingAudit
 from learner.delivery.background import BackgroundLoop, ErrorSlot, MaintenanceTask
 from learner.delivery.consumer import StreamConsumer
 from learner.delivery.dead_letters import CrashRecord, EventLog
@@ -50,7 +50,7 @@ class LearnerContext:
     delivery: DeliveryState
     event_log: EventLog
     crashes: CrashRecord
-    audit: ConservationAudit
+    audit: AccountingAudit
     meter: Meter
     errors: ErrorSlot
     lease: LearnerLease

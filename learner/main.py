@@ -28,7 +28,7 @@ from learner.data.filter import GroupFilter
 from learner.data.questions import load_questions
 from learner.data.replay_buffer import ReplayBuffer, ReplayedGroup, replay_count
 from learner.data.sampler import Sampler
-from learner.delivery.audit import ConservationAudit, RedisAudit
+from learner.delivery.audit import AccountingAudit, RedisAudit
 from learner.delivery.background import BackgroundLoop, ErrorSlot, LeaseRenewal, MaintenanceTask
 from learner.delivery.consumer import StreamConsumer
 from learner.delivery.dead_letters import LEARNER_ID, CrashRecord, DeadLetterStore, EventLog
@@ -76,7 +76,7 @@ def build_trainer(run: RunSettings, settings: LearnerSettings) -> TrainEngine:
     from learner.trainer.trainer import Trainer
 
     if ranks()[1] > 1:
-        require_shared_folder(run.checkpoint_dir)
+        require_shared_folder(run.checkpoint_dir, settings.model.dtype)
     return lead(Trainer(run, settings, adapters=settings.publish.type == "adapter"))
 
 
@@ -160,7 +160,7 @@ class DeliveryServices:
     group_filter: GroupFilter
     consumer: StreamConsumer
     issuer: TaskIssuer
-    audit: ConservationAudit
+    audit: AccountingAudit
     maintenance: MaintenanceTask
     tracer: Tracer
 
@@ -196,7 +196,7 @@ def build_delivery(
     state, name = (checkpoint.facts.get("redis"), checkpoint.path.name) if checkpoint else (None, "")
     redis_audit = RedisAudit(store, delivery, event_log, state=state, checkpoint=name)
     meta = run_meta(run, sampler, lease.lineage_id)
-    audit = ConservationAudit(store, delivery, event_log, requests, redis_audit, meta)
+    audit = AccountingAudit(store, delivery, event_log, requests, redis_audit, meta)
     maintenance = MaintenanceTask(
         store,
         issuer,

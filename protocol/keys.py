@@ -12,7 +12,7 @@ wv:validated        string   learner    the version under validation, for engine
 wv:answers:{e}.{n}  hash     nodes      the view times out; TTL
 engine:{id}         string   node       registers again; TTL
 engines             zset     node       id -> expiry in Redis seconds, for listing without KEYS
-metrics:{p}:{id}    string   process    reported again; TTL
+metrics:{p}:{id}    string   process    reported again; TTL; also registers a retriever or rollout server (url, state)
 processes           zset     process    "{p}:{id}" -> expiry, for listing without KEYS
 tokens              hash     functions  tokens of attempts that ended (published, rejected) since Redis was empty
 meta                hash     learner    written at every start: lineage id, schema, tokenizer, settings of the run

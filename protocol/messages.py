@@ -167,7 +167,7 @@ class Status(StrEnum):
 
 
 class Trajectory(Message):
-    """One attempt at a question. The first segment is the prompt.
+    """One answer of the policy to a question. The first segment is the prompt.
 
     reward   total reward, including the rewards of the segments
     rewards  reward components by name, unweighted

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from protocol.search import MAX_TOPK
 from protocol.settings import Settings
 from retriever.backends.memory.config import SearchMemorySettings
-from retriever.backends.web.config import OnlineSettings
+from retriever.backends.web.config import WebSettings
 from retriever.index.config import Bm25Settings, IndexSettings
 from retriever.rerank.config import RerankSettings
 
@@ -36,7 +36,7 @@ class RetrieverSettings(Settings):
     """Reranker: a model that reads the best hits together with the query and reorders them. null: none."""
     fields: tuple[str, ...] | None = None
     """Fields to return besides `id` and `contents` (`url`, `source`, ..). null: all fields of the corpus."""
-    online: OnlineSettings | None = None
+    online: WebSettings | None = None
     """Web search engine instead of an index; then no corpus or index is opened."""
     memory: SearchMemorySettings | None = None
     """Memory of a run's earlier searches, for requests that name a run. null: off."""

@@ -20,6 +20,7 @@ def selections(target: str) -> list[str | None]:
         "--old-file=setup",
         "--old-file=sglang-env",
         "--old-file=.venv-peers/.installed",
+        "--old-file=.venv-ops/.installed",
         "--no-print-directory",
         target,
     ]
@@ -38,6 +39,7 @@ def selections(target: str) -> list[str | None]:
         ("test-sglang", ["not architectures"]),
         ("test-peers", [None]),
         ("test-ui", [None]),
+        ("test-ops", [None]),
     ],
 )
 def test_each_target_runs_its_tier(target: str, expected: list[str | None]) -> None:

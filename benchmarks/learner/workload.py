@@ -49,8 +49,8 @@ def utilisation(settings: LearnerBench, model: Path, batch: Batch) -> Callable[[
     shape = json.loads((model / "config.json").read_text())
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     layer = layer_parameters(shape)
-    read = sum(int((m.documents >= 0).sum()) for m in batch.micro_batches)
-    seen = sum(float(np.where(m.documents >= 0, m.positions + 1, 0).sum()) for m in batch.micro_batches)
+    read = sum(int((m.document_ids >= 0).sum()) for m in batch.micro_batches)
+    seen = sum(float(np.where(m.document_ids >= 0, m.positions + 1, 0).sum()) for m in batch.micro_batches)
     body = 6.0 * layers * layer * read + 12.0 * layers * hidden * seen
     output = 6.0 * settings.vocabulary * hidden
     ceiling = matmul_flops(settings.dtype, settings.threads)

@@ -113,7 +113,7 @@ KV cache. Both are assumptions. `foray doctor` checks main memory: 12 bytes per 
 ## Without a GPU
 
 `--hardware cpu` is for trying a recipe on two cores with a small model
-([make one](quickstart.md#your-own-data-on-a-cpu)): the embedded engine, float32, no ZeRO, one minibatch of at most
+([make one](quickstart.md#your-own-data-on-a-cpu)): the CPU engine, float32, no ZeRO, one minibatch of at most
 8 groups. Loss, rewards and prompts are those of the preset.
 
 ## Profiles

@@ -23,10 +23,10 @@ and `foray status` read. In Prometheus it has the prefix `foray_PROCESS_`, units
 
 | process | endpoint | where to find it |
 |---|---|---|
-| rollout server | `GET /metrics` | `rollout.port`; `rollouts` in `run.json` |
-| learner | `GET /metrics` | `learner.metrics_port` (0: a free port; null: none); `learner` in `run.json`, its log |
-| retriever | `GET /metrics` | `retriever.port`; `retrievers` in `run.json` |
-| engine | `GET /metrics` | `url` of the engine in `foray status --json`; the embedded engine has SGLang's names |
+| rollout server | `GET /metrics` | `rollout.port`; its log, `processes` of `foray status --json` |
+| learner | `GET /metrics` | `learner.metrics_port` (0: a free port; null: none); as above |
+| retriever | `GET /metrics` | `retriever.port`; as above |
+| engine | `GET /metrics` | `url` of the engine in `foray status --json`; the CPU engine has SGLang's names |
 | node | snapshot in Redis | `foray status --json`, `foray top` |
 
 Every sample of the learner and of a rollout server has the label `run`. `foray top` shows the run live;
@@ -86,7 +86,8 @@ engine or query) and `end`. At most 16 trajectories are watched at a time; a cli
 disconnected. With no watcher nothing is decoded early. Texts are those of the policy and of passages: escape them in a
 page.
 
-    curl -N "$(jq -r '.rollouts[0]' RUN_DIR/run.json)/v1/live/trajectory?seq=12&index=0"
+    url=$(foray status RUN_DIR --json | jq -r '.processes[] | select(.process == "rollout") | .text.url' | head -1)
+    curl -N "$url/v1/live/trajectory?seq=12&index=0"
 
 ## Prometheus and Grafana
 
@@ -142,7 +143,7 @@ def _endpoints() -> Iterator[str]:
     yield from _retriever()
     from rollout_server.cpu_engine.server.admin import ENGINE, PREFIX
 
-    yield from _table("Embedded engine", PREFIX, ENGINE, None)
+    yield from _table("CPU engine", PREFIX, ENGINE, None)
 
 
 def _table(title: str, prefix: str, table: Table, waits: Metric | None) -> Iterator[str]:

@@ -19,6 +19,10 @@ from protocol.runtime.records import RowCount
 from protocol.runtime.torch_safety import refuse_pickled
 
 LENGTHS_S = 5.0
+LOOKUP_S = 1.0
+LEAST_COVERED = 0.9
+"""Share of questions whose supporting passages are in the corpus, below which a run is warned: no policy finds what is
+not there."""
 ROWS = 100
 """Number of questions and passages to read: a wrong format shows in the first ones."""
 MODEL_FILES = "give a directory in Hugging Face layout (config.json, model.safetensors, tokenizer.json): run.model=..."
@@ -35,6 +39,7 @@ def files(config: RunConfig) -> Iterator[Finding]:
         for suite in config.learner.eval.suites:
             found = _questions(QuestionSource(path=suite.path), "learner.eval.suites")
             yield _unless_prepared(config, suite.path, found)
+        yield from passages(config)
 
 
 def awaits_preparation(config: RunConfig) -> bool:
@@ -133,12 +138,12 @@ def lengths(config: RunConfig) -> Iterator[Finding]:
     """Encode the questions with the run's template, for at most LENGTHS_S seconds: too long ones would be lost."""
     if not config.launch.learner or awaits_preparation(config):
         return
-    episode, count, too_long = config.rollout.episode, 0, 0
-    room, until = episode.max_context - episode.reserve_tokens, time.monotonic() + LENGTHS_S
+    limits, count, too_long = config.rollout.episode, 0, 0
+    room, until = limits.max_context - limits.reserve_tokens, time.monotonic() + LENGTHS_S
     try:
         from rollout_server.environment.environment import build_environment
 
-        prompt = build_environment(episode, config.run.model, day=config.run.date).prompt
+        prompt = build_environment(limits, config.run.model, day=config.run.date).prompt
         for question in chain.from_iterable(map(read_questions, question_sources(config.learner.questions))):
             count, too_long = count + 1, too_long + (len(prompt(question.text)) > room)
             if time.monotonic() > until:
@@ -157,6 +162,40 @@ def lengths(config: RunConfig) -> Iterator[Finding]:
     why = "they fail as prompt_too_long and are not trained (rollout.episode.max_context - reserve_tokens)"
     todo = "raise rollout.episode.max_context, or remove them: `foray data inspect --config` shows the lengths"
     yield Finding("question lengths", "warn" if too_long < count else "fail", detail, todo, why)
+
+
+def passages(config: RunConfig) -> Iterator[Finding]:
+    """Look up the supporting passages that the questions name, for LOOKUP_S seconds, where an index is here."""
+    settings = config.retriever
+    if not config.num_retrievers or settings.online is not None or not settings.index_path.exists():
+        return
+    count = complete = known = 0
+    try:
+        from retriever.corpus.corpus import Corpus
+        from retriever.corpus.manifest import corpus_of
+
+        corpus = Corpus(corpus_of(settings.index_path, settings.given_corpus), settings.index_path)
+        until = time.monotonic() + LOOKUP_S
+        for question in chain.from_iterable(map(read_questions, question_sources(config.learner.questions))):
+            if names := question.supporting:
+                here = sum(corpus.find(name) is not None for name in names)
+                count, complete, known = count + 1, complete + (here == len(names)), known + here
+            if time.monotonic() > until:
+                break
+    except (UserError, ImportError, OSError):  # other checks report it
+        return
+    if not count:
+        return
+    detail = f"the corpus has all supporting passages of {complete} of {count} questions that name some"
+    todo = "`foray data coverage` lists the questions without them, and looks for titles and answers too"
+    if not known:
+        detail = f"no supporting passage of {count} questions is an id of the corpus: titles, or another corpus"
+        yield Finding("supporting passages", "ok", detail, todo)
+    elif complete < LEAST_COVERED * count:
+        why = "a question whose passages are not in the corpus teaches to guess, or to search in vain"
+        yield Finding("supporting passages", "warn", detail, todo, why)
+    else:
+        yield Finding("supporting passages", "ok", detail)
 
 
 def _unless_prepared(config: RunConfig, path: Path | None, found: Finding) -> Finding:

@@ -29,9 +29,9 @@ from rollout_server.cpu_engine.model.config import read_model_config
 from rollout_server.node.config import CpuEngine, SglangEngine
 
 CPU_PARAMETERS = 1_000_000_000
-"""Maximum parameters for the embedded engine: its float32 weights take 4 GB, and an answer takes minutes."""
+"""Maximum parameters for the CPU engine: its float32 weights take 4 GB, and an answer takes minutes."""
 SLOW_PARAMETERS = 50_000_000
-"""Parameters from which the embedded engine, made for tests and demos, is slow."""
+"""Parameters from which the CPU engine, made for tests and demos, is slow."""
 LARGE_BYTES = 8_000_000_000
 """Size of the weights from which only the first layers are loaded for the check."""
 ON_SGLANG = "use SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
@@ -169,17 +169,17 @@ def _cpu(model: Path) -> Finding:
     try:
         parameters = read_model_config(model).parameters
     except UserError as error:
-        detail = f"the embedded engine (engine.kind.type=cpu) cannot serve {model}"
+        detail = f"the CPU engine (engine.kind.type=cpu) cannot serve {model}"
         why = f"{error.what}{': ' if error.why else ''}{error.why}"
         return Finding("engine", "fail", detail, f"{ON_SGLANG}, or {error.todo or 'use another model'}", why)
     size = f"{model} has {parameters / 1e6:,.1f} million parameters"
     if parameters > CPU_PARAMETERS:
         why = f"engine.kind.type is cpu, the engine for tests and demos, up to {CPU_PARAMETERS / 1e6:,.0f} million"
-        return Finding("engine", "fail", f"{size}: too large for the embedded engine", ON_SGLANG, why)
+        return Finding("engine", "fail", f"{size}: too large for the CPU engine", ON_SGLANG, why)
     if parameters > SLOW_PARAMETERS:
         why = f"engine.kind.type is cpu, fast up to {SLOW_PARAMETERS / 1e6:.0f} million"
-        return Finding("engine", "warn", f"{size}: slow on the embedded engine", ON_SGLANG, why)
-    return Finding("engine", "ok", f"the embedded engine can serve it: {size}")
+        return Finding("engine", "warn", f"{size}: slow on the CPU engine", ON_SGLANG, why)
+    return Finding("engine", "ok", f"the CPU engine can serve it: {size}")
 
 
 def _sglang(kind: SglangEngine) -> Finding:
@@ -302,7 +302,7 @@ def _unusable(model: Path, error: Exception) -> Finding:
 def _nccl(config: RunConfig) -> Finding:
     todo = "learner.publish.backend=gloo, or 'learner.publish={type: disk}'"
     if config.engine_roles and isinstance(config.engine.kind, CpuEngine):
-        why = "the embedded engine supports only gloo for weight transfer"
+        why = "the CPU engine supports only gloo for weight transfer"
         return Finding("learner.publish", "fail", "the backend is nccl, but engine.kind.type is cpu", todo, why)
     if config.engine_roles and config.launch.gpus.share:
         why = "NCCL refuses two ranks on one GPU: every version would be read from files, after a timeout"

@@ -34,7 +34,7 @@ def cpu_speed() -> CpuSpeed | None:
 def with_dtypes(
     config: RunConfig, environ: Mapping[str, str] = os.environ, speed: Callable[[], CpuSpeed | None] = cpu_speed
 ) -> RunConfig:
-    """Return `config` with the dtype that `auto` stands for, one for learner and embedded engine: as set for one of
+    """Return `config` with the dtype that `auto` stands for, one for learner and CPU engine: as set for one of
     them, else that of the run's checkpoint, else what this machine is faster in. Unchanged while run.model is missing.
     """
     learner, kind = config.learner, config.engine.kind

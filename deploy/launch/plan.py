@@ -136,12 +136,15 @@ def plan(
 
     def process(name: str, kind: str, module: str, *overrides: str, ready: Ready) -> ProcessSpec:
         restarts = launch.restart_learner if kind == "learner" else launch.restarts
-        argv = (python, "-m", module, "--config", str(resolved), *overrides)
+        prefix = launch.learner_prefix if kind == "learner" else ()
+        argv = (*prefix, python, "-m", module, "--config", str(resolved), *overrides)
         own = env_of(launch.secrets, kind, addresses.redis_url) if launch.secrets and read_secrets else {}
         log = run.dir / "logs" / f"{name}.log"
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
         place = placement.of(name, kind)
-        env = {**_threads(config, kind, cores), "PYTHONUNBUFFERED": "1", **extra_env, **place.environment}
+        # with a prefix the scheduler starts the ranks, and shows each its GPUs
+        seen = {} if prefix else place.environment
+        env = {**_threads(config, kind, cores), "PYTHONUNBUFFERED": "1", **extra_env, **seen}
         known = (name, kind, argv, log, ready, "", env, restarts, hidden, stop_s, place)
         return ProcessSpec(*known, group=name, env_secret=url_secret | own)
 
@@ -163,7 +166,8 @@ def plan(
     if launch.learner:
         extra = ("--takeover",) if takeover else ()
         learner = process("learner", "learner", "learner", *extra, ready=Ready.RUNNING)
-        specs += _ranks(learner, launch.learner_ranks, placement) if launch.learner_ranks > 1 else [learner]
+        ranks = 1 if launch.learner_prefix else launch.learner_ranks
+        specs += _ranks(learner, ranks, placement) if ranks > 1 else [learner]
     return specs
 
 

@@ -35,6 +35,8 @@ from protocol.runtime.service_cli import add_config_arguments, config_and_overri
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 
 RECORD, RESOLVED, LOCK = "run.json", "resolved.yaml", "launcher.lock"
+SCRIPTS = "slurm"
+"""Folder with the scripts of the jobs that `foray submit` submitted."""
 
 
 def unique_id(stem: str) -> str:

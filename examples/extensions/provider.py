@@ -7,11 +7,11 @@ import re
 from html import unescape
 from typing import Any, Literal
 
-from retriever.backends.web.config import OnlineBase
+from retriever.backends.web.config import WebBase
 from retriever.backends.web.provider import KeyLocation, ProviderHit, ProviderRequest, expect, inner, objects, text
 
 
-class MediaWikiSettings(OnlineBase):
+class MediaWikiSettings(WebBase):
     NEEDS_KEY, MAX_HITS = False, 50
     type: Literal["mediawiki"] = "mediawiki"
     base_url: str = "https://en.wikipedia.org/w/api.php"

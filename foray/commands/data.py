@@ -10,6 +10,7 @@
     foray data sample FILE --rows 500 --out F
     foray data dedupe TRAIN --against TEST --out F     remove repeats, and what the test set has too
     foray data demonstrate FILE --corpus C --out F     demonstrations of searching, for `foray sft` (docs/sft.md)
+    foray data coverage FILE --config run.yaml         is what the questions ask for in the corpus, and is it found?
 
 A run needs no conversion: `learner.questions` reads every format, and several files with weights (docs/data.md).
 """
@@ -31,6 +32,7 @@ from protocol.runtime.progress import Progress
 from protocol.runtime.records import RowCount
 
 if TYPE_CHECKING:
+    from deploy.config import RunConfig
     from protocol.messages import Question
 
 _FILE = "a file of questions, or a folder that `datasets` saved"
@@ -49,6 +51,7 @@ def subcommands() -> dict[str, str]:
         "sample": "Write a random sample of the questions.",
         "dedupe": "Remove repeated questions, and those that a test set has too.",
         "demonstrate": "Write demonstrations of searching, from questions with supporting passages.",
+        "coverage": "Say how many questions have their passages or an answer in the corpus, and are found there.",
     }
 
 
@@ -60,7 +63,7 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("--to", type=Path, default=Path("data"), help="data directory (default: data)")
     if action == "get":
         parser.add_argument("--sha256", default="", help="expected checksum of one address")
-    if action in ("list", "formats", "inspect", "dedupe", "demonstrate"):
+    if action in ("list", "formats", "inspect", "dedupe", "demonstrate", "coverage"):
         parser.add_argument("--json", action="store_true", help="print JSON")
     if action == "inspect":
         parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=f"{_FILE}, or of passages")
@@ -76,7 +79,7 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("--id", default="", help="column of the id, with --question")
     if action in ("merge", "dedupe"):
         parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=_FILE)
-    if action in ("split", "sample", "demonstrate"):
+    if action in ("split", "sample", "demonstrate", "coverage"):
         parser.add_argument("file", type=Path, metavar="FILE", help=_FILE)
     if action == "split":
         parser.add_argument("parts", nargs="+", metavar="NAME=SHARE", help="share, number of questions, or `rest`")
@@ -93,16 +96,20 @@ def configure(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("--near", type=float, default=0.8,
                             help="share of common words (Jaccard) from which questions with a common answer are near "
                             "duplicates; 0: only exact ones (default: 0.8)")  # fmt: skip
-    if action == "demonstrate":
+    if action in ("demonstrate", "coverage"):
         parser.add_argument("--corpus", type=Path, help="corpus of the passages (default: that of --config)")
         parser.add_argument("--config", type=Path, help="a run: its template, corpus and index")
+        parser.add_argument("--limit", type=at_least(1), help="read only the first LIMIT questions")
+    if action == "coverage":
+        parser.add_argument("--index", type=Path, help="directory of the index (default: that of --config)")
+        parser.add_argument("--out", type=Path, help="file for the questions that the corpus has nothing for")
+    if action == "demonstrate":
         parser.add_argument("--topk", type=at_least(1), help="passages per search (default: that of --config, or 2)")
         parser.add_argument("--searches", type=at_least(1), default=3, help="maximum searches (default: 3)")
-        parser.add_argument("--limit", type=at_least(1), help="read only the first LIMIT questions")
-    if action in ("inspect", "convert", "merge", "split", "sample", "dedupe", "demonstrate"):
+    if action in ("inspect", "convert", "merge", "split", "sample", "dedupe", "demonstrate", "coverage"):
         parser.add_argument("--skip-invalid", action="store_true",
                             help="drop invalid rows and count them, instead of stopping at the first one")  # fmt: skip
-    if action in ("convert", "sample", "split", "inspect", "demonstrate"):
+    if action in ("convert", "sample", "split", "inspect", "demonstrate", "coverage"):
         parser.add_argument("--format", default="", help="format of the file (default: that of the first record)")
     if action == "convert":
         parser.add_argument("--source", default="", help="name of the data set, instead of that in the file")
@@ -256,25 +263,23 @@ def _dedupe(args: argparse.Namespace) -> int:
 
 
 def _demonstrate(args: argparse.Namespace) -> int:
-    from deploy.config import load_config
-    from foray.data.demonstrate import demonstrate, opened_search, write_demonstrations
+    from foray.data.demonstrate import demonstrate, opened_searcher, search_with, write_demonstrations
     from rollout_server.environment.prompts import TEMPLATES
 
-    if args.corpus is None and args.config is None:
-        raise UserError("no corpus is given", todo="give --corpus FILE, or --config of a run")
-    config = load_config(args.config, [] if args.corpus is None else [override("retriever.corpus", args.corpus)])
+    config = _retriever_of(args)
     topk = args.topk or (getattr(config.rollout.search, "topk", 2) if args.config else 2)
     template = TEMPLATES[config.rollout.episode.template]
     found, rows = _questions(args)
     questions = found[: args.limit]
     with (
-        opened_search(config.retriever, topk) as (search, find),
+        opened_searcher(config.retriever) as searcher,
         Progress.on(sys.stderr).task("demonstrate", len(questions), "questions") as task,
     ):
+        search = search_with(searcher, topk)
         report = write_demonstrations(
             args.out,
             questions,
-            lambda question: demonstrate(question, search, find, template, args.searches),
+            lambda question: demonstrate(question, search, searcher.find, template, args.searches),
             task,
         )
     report = {"questions": len(questions), "topk": topk, "dropped": dict(rows.dropped), **report}
@@ -290,6 +295,40 @@ def _demonstrate(args: argparse.Namespace) -> int:
         print(f"  left out: {count} questions, {reason}")
     print(rows.account(report["demonstrations"], "left out"))
     return 0
+
+
+def _coverage(args: argparse.Namespace) -> int:
+    from foray.data.coverage import coverage, render, report
+    from foray.data.demonstrate import opened_searcher
+    from foray.data.files import write_questions
+
+    config = _retriever_of(args)
+    found, rows = _questions(args)
+    with opened_searcher(config.retriever) as searcher:
+        total = searcher.num_passages + len(found[: args.limit])
+        with Progress.on(sys.stderr).task("coverage", total, "passages and questions") as task:
+            covered = coverage(found[: args.limit], searcher, task)
+        facts = report(covered, searcher.num_passages)
+    if args.out is not None:
+        write_questions(args.out, [one.question for one in covered if one.lacking])
+    if args.json:
+        print(json.dumps(facts | {"dropped": dict(rows.dropped)}, indent=1, ensure_ascii=False))
+        return 0
+    print("\n".join(render(facts)))
+    for why, count in rows.dropped.items():
+        print(f"{count} rows dropped: {why} (first: {rows.first[why]})")
+    return 0
+
+
+def _retriever_of(args: argparse.Namespace) -> RunConfig:
+    """Return the run of --config with the corpus and the index that are given."""
+    from deploy.config import load_config
+
+    given = {"retriever.corpus": args.corpus, "retriever.index_dir": getattr(args, "index", None)}
+    overrides = [override(name, path) for name, path in given.items() if path is not None]
+    if not overrides and args.config is None:
+        raise UserError("no corpus is given", todo="give --corpus FILE, or --config of a run")
+    return load_config(args.config, overrides)
 
 
 def _questions(args: argparse.Namespace) -> tuple[Sequence[Question], RowCount]:
@@ -336,4 +375,5 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "sample": _sample,
     "dedupe": _dedupe,
     "demonstrate": _demonstrate,
+    "coverage": _coverage,
 }

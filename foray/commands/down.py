@@ -8,8 +8,20 @@ import os
 import signal
 from pathlib import Path
 
-from deploy.run.run_dir import LOCK, is_held, launcher_pid, read_record, require, saved, wait_until_free
+from deploy.run.run_dir import (
+    LOCK,
+    SCRIPTS,
+    configuration_of,
+    is_held,
+    launcher_pid,
+    read_record,
+    require,
+    saved,
+    wait_until_free,
+)
 from protocol.errors import ForayError
+from protocol.runtime.config import read_tree, section
+from protocol.settings import RunSettings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,19 +31,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _stop_jobs(directory: Path) -> list[str]:
+    """Stop the run's jobs on Slurm. Return what was done, [] if there are none."""
+    from deploy.launch import slurm
+
+    return slurm.stop(section(read_tree(configuration_of(directory) or None), "run", RunSettings).id)
+
+
 def run(args: argparse.Namespace) -> int:
     """Return 0 when nothing runs there. Raises ForayError if the launcher does not end in time."""
     directory = require(args.run_dir)
-    was_running = is_held(directory)
-    if was_running:
-        if (pid := launcher_pid(directory)) is None:
-            raise ForayError(
-                f"cannot tell which process runs {directory}: {directory / LOCK} names no process of this machine. "
-                "Stop it on the host where `foray up` runs"
-            )
-        os.kill(pid, signal.SIGTERM)
-        if not wait_until_free(directory, args.timeout):
-            raise ForayError(f"the launcher (process {pid}) of {directory} did not end within {args.timeout:g} s")
+    if (directory / SCRIPTS).is_dir() and (stopped := _stop_jobs(directory)):
+        print(json.dumps({"run_dir": str(directory), "jobs": stopped}) if args.json else "\n".join(stopped))
+        return 0
+    was_running = stop(directory, args.timeout)
     if args.json:
         print(json.dumps({"run_dir": str(directory), "was_running": was_running}))
     else:
@@ -39,3 +52,18 @@ def run(args: argparse.Namespace) -> int:
         if was_running:
             print("\n".join(saved(directory, read_record(directory).get("again", ""))))
     return 0
+
+
+def stop(directory: Path, timeout_s: float) -> bool:
+    """Stop the run of `directory` and return whether one was in progress. Raises ForayError if it does not end."""
+    if not is_held(directory):
+        return False
+    if (pid := launcher_pid(directory)) is None:
+        raise ForayError(
+            f"cannot tell which process runs {directory}: {directory / LOCK} names no process of this machine. "
+            "Stop it on the host where `foray up` runs"
+        )
+    os.kill(pid, signal.SIGTERM)
+    if not wait_until_free(directory, timeout_s):
+        raise ForayError(f"the launcher (process {pid}) of {directory} did not end within {timeout_s:g} s")
+    return True

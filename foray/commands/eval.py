@@ -92,12 +92,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every episode was scored at one version, 1 if some failed or versions are mixed, 130 after Ctrl-C."""
     _separate_overrides(args)
-    from foray.evaluation.store import already_there, has_episodes, is_result, read_protocol, read_rows
+    from foray.evaluation.store import already_there, has_episodes, is_result, read_recipe, read_rows
     from foray.evaluation.targets import find_target
 
     if is_result(Path(args.where)):
         directory = Path(args.where)
-        return _report(directory, read_protocol(directory), read_rows(directory), args)
+        return _report(directory, read_recipe(directory), read_rows(directory), args)
     if args.n < 1 or not 0 <= args.temperature <= 100 or not 0 < args.top_p <= 1:
         what = f"--n {args.n} --temperature {args.temperature:g} --top-p {args.top_p:g} cannot be sampled"
         raise UserError(what, todo="give --n from 1, --temperature from 0 to 100, and --top-p above 0 and up to 1")
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
     sets = read_suites(args.suite, args.data, args.limit)
     for path in args.against:
-        read_protocol(path)  # a wrong path must not show after hours
+        read_recipe(path)  # a wrong path must not show after hours
     target = find_target(args.where)
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     directory = args.out or Path("evaluations") / f"{target.name}-{stamp}"
@@ -149,8 +149,8 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
     say = Progress.on(sys.stderr, stamp=lambda: time.strftime("%H:%M:%S "))
     try:
         with sole_writer(directory), serving(target, needs, options, directory, say) as served:
-            protocol = _protocol(served, methods, sets, sampler, judge)
-            store = open_store(directory, protocol, resume=args.resume)
+            recipe = _recipe(served, methods, sets, sampler, judge)
+            store = open_store(directory, recipe, resume=args.resume)
             try:
                 _ask(served, methods, sets, sampler, judge, store)
             except BaseException:
@@ -165,7 +165,7 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
     except ProcessFailed as failure:
         print(failure.render(), file=sys.stderr, flush=True)
         return failure.exit_code
-    return _report(directory, protocol, store.rows, args)
+    return _report(directory, recipe, store.rows, args)
 
 
 def _again(args: argparse.Namespace, directory: Path) -> str:
@@ -190,35 +190,35 @@ def _ask(
         served.during(lambda task: judge_all(judge, store, sets, task), "judging", len(unjudged(store)), "episodes")
 
 
-def _protocol(
+def _recipe(
     served: Served,
     methods: list[MethodSettingsBase],
     sets: list[DataSet],
     sampler: AskOptions,
     judge: JudgeSettings | None,
 ) -> dict[str, Any]:
-    from foray.evaluation import protocol
+    from foray.evaluation import recipe
     from foray.evaluation.methods import POLICY
     from foray.evaluation.runner import prompts_of
     from foray.versions import foray_version
 
-    prompts = protocol.digest(vars(prompts_of(served)))
-    template = protocol.template_of(served.episode)
+    prompts = recipe.digest(vars(prompts_of(served)))
+    template = recipe.template_of(served.environment)
     own: dict[str, dict[str, Any]] = {POLICY: {"template": template}} if served.rollout_url else {}
     return {
-        "format": protocol.FORMAT,
+        "format": recipe.FORMAT,
         "foray": foray_version(),
         "subject": served.subject,
         "methods": {
             settings.type: own.get(settings.type) or {**settings.model_dump(mode="json"), "prompts": prompts}
             for settings in methods
         },
-        "limits": protocol.limits_of(served.episode),
+        "limits": recipe.limits_of(served.environment),
         "sampler": {name: getattr(sampler, name) for name in ("n", "temperature", "top_p", "top_k")},
         "search": sampler.search,
-        "retriever": protocol.retriever_of(_info(served.search.urls[0]), served.search.topk) if served.search else None,
-        "data": protocol.data_of(sets),
-        "judge": {"model": judge.model, "instructions": protocol.digest(judge.instructions)} if judge else None,
+        "retriever": recipe.retriever_of(_info(served.search.urls[0]), served.search.topk) if served.search else None,
+        "data": recipe.data_of(sets),
+        "judge": {"model": judge.model, "instructions": recipe.digest(judge.instructions)} if judge else None,
     }
 
 
@@ -250,12 +250,12 @@ def _judge(args: argparse.Namespace) -> JudgeSettings | None:
 
 def _other(directory: Path) -> Other:
     from foray.evaluation.report import Other
-    from foray.evaluation.store import read_protocol, read_rows
+    from foray.evaluation.store import read_recipe, read_rows
 
-    return Other(directory, read_protocol(directory), read_rows(directory))
+    return Other(directory, read_recipe(directory), read_rows(directory))
 
 
-def _report(directory: Path, protocol: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace) -> int:
+def _report(directory: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace) -> int:
     """Write and print the report. Return the exit code."""
     from foray.evaluation.report import document_of, to_json
     from foray.evaluation.summary import summarise
@@ -263,19 +263,19 @@ def _report(directory: Path, protocol: dict[str, Any], rows: list[dict[str, Any]
 
     if not rows:
         raise UserError(f"{directory} holds no episodes", todo="evaluate into it again with --resume")
-    order = {name: place for place, name in enumerate(protocol["methods"])}
+    order = {name: place for place, name in enumerate(recipe["methods"])}
     rows = sorted(rows, key=lambda row: order.get(row["method"], len(order)))
     summary: Summary = summarise(rows)
     others = [_other(path) for path in args.against]
     name = directory.absolute().name
-    document = document_of(name, protocol, rows, summary, others)
-    numbers = to_json(name, protocol, rows, summary, others)
+    document = document_of(name, recipe, rows, summary, others)
+    numbers = to_json(name, recipe, rows, summary, others)
     atomic_write(directory / "result.json", json.dumps(numbers, indent=1) + "\n", durable=False)
     atomic_write(directory / "report.md", page.to_markdown(document), durable=False)
     atomic_write(directory / "report.html", page.to_html(document), durable=False)
     if args.json:
         print(json.dumps(numbers))
     else:
-        print(page.to_text(page.without(document, "Protocol")))
+        print(page.to_text(page.without(document, "Recipe")))
         print(f"\n{directory / 'report.html'}")
     return 1 if summary.failed or summary.mixed else 0

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -35,6 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--takeover", action="store_true", help="replace another run or learner with the same run.id in this Redis"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end (progress on stderr)")
+    parser.add_argument(
+        "--until-stdin-ends", action="store_true", help="stop when standard input ends: with the program that holds it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         print_plan(config, as_json=args.json)
         return 0
     out = sys.stderr if args.json else sys.stdout
+    if args.until_stdin_ends:
+        threading.Thread(target=_stop_at_end_of, args=(sys.stdin.fileno(),), name="stdin", daemon=True).start()
 
     say = Progress.on(out, stamp=lambda: time.strftime("%H:%M:%S "))
     again = shlex.join(["foray", "up", str(path), *map(redacted_override, overrides)])
@@ -56,6 +63,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary))
     return code
+
+
+def _stop_at_end_of(pipe: int) -> None:
+    while os.read(pipe, 1 << 16):  # no buffered reader: its lock would be held at exit
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def up(

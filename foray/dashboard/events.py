@@ -73,15 +73,18 @@ class EventFeed:
 
     def _read(self) -> dict[str, Any]:
         self._data.read_steps()
-        seen, waits = self._data.snapshot()
+        snapshot, waits = self._data.snapshot()
         engines = [
             {"id": e.id, "state": str(e.state), "version": e.version.label, "running": e.running, "waiting": e.waiting}
-            for e in seen.engines
+            for e in snapshot.engines
         ]
-        version = {"version": seen.target.version.label if seen.target else None, "state": seen.target_state}
+        version = {
+            "version": snapshot.target.version.label if snapshot.target else None,
+            "state": snapshot.target_state,
+        }
         return {
             "step": self._data.steps.last,
-            "state": {"state": state(seen), "waits": waits},
+            "state": {"state": state(snapshot), "waits": waits},
             "version": version,
             "engines": engines,
             "problems": self._data.problems(),

@@ -20,7 +20,7 @@ from foray.dashboard.index import TrajectoryIndex
 from foray.watch.dead_letter_pages import as_json
 from foray.watch.dead_letters import Fates, read_letters
 from foray.watch.replay_view import Decoder, find_tokenizer
-from foray.watch.status import conservation, look, problems, to_json
+from foray.watch.status import look, problems, seq_balance, to_json
 from foray.watch.top import Looks, waits_in_words
 from learner.data.token_values import read_token_values
 from protocol import events
@@ -60,9 +60,9 @@ class RunData:
         """Return a snapshot that is at most FRESH_S old, and its wait times as sentences."""
         with self._looking:
             if self._seen is None or time.monotonic() - self._seen[0] > FRESH_S:
-                seen = look(self.found)
-                waits = waits_in_words(seen, self._looks.before(seen)) if seen.processes else []
-                self._seen = (time.monotonic(), seen, waits)
+                snapshot = look(self.found)
+                waits = waits_in_words(snapshot, self._looks.before(snapshot)) if snapshot.processes else []
+                self._seen = (time.monotonic(), snapshot, waits)
             return self._seen[1:]
 
     def urls(self, process: str) -> list[str]:
@@ -77,21 +77,21 @@ class RunData:
     def overview(self) -> dict[str, Any]:
         """Return the page of `foray status --json` and what only the dashboard shows."""
         self.read_steps()
-        seen, waits = self.snapshot()
-        return to_json(seen, max_lag=self.found.run.max_lag) | {
+        snapshot, waits = self.snapshot()
+        return to_json(snapshot, max_lag=self.found.run.max_lag) | {
             "waits": waits,
-            "evaluation_lines": seen.evaluation_lines(),
+            "evaluation_lines": snapshot.evaluation_lines(),
             "max_lag": self.found.run.max_lag,
             "steps": self.found.run.steps,
             "last": self.steps.last,
             "names": self.steps.names(),
-            "is_over": seen.is_over,
-            "again": seen.again,
+            "is_over": snapshot.is_over,
+            "again": snapshot.again,
             "failure": str(read_record(self.directory).get("failure", "")),
             "directory": str(self.directory),
             "device_price": float(self.found.record.get("device_price", 0.0)),
             "index": self.index.progress,
-            "conserved": conservation(seen).source,
+            "conserved": seq_balance(snapshot).source,
         }
 
     def problems(self) -> list[dict[str, str]]:

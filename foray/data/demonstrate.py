@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from foray.data.dedupe import words_of
 from protocol.messages import Question
@@ -23,6 +23,9 @@ from protocol.runtime.files import atomic_write
 from protocol.search import Passage
 from retriever.config import RetrieverSettings
 from rollout_server.environment.prompts.base import PromptTemplate
+
+if TYPE_CHECKING:
+    from retriever.backends.index import Searcher
 
 SearchPassages = Callable[[str], Sequence[Passage]]
 """Returns the best passages for a query."""
@@ -55,8 +58,8 @@ class SearchShown:
 
 
 @contextmanager
-def opened_search(settings: RetrieverSettings, topk: int) -> Iterator[tuple[SearchPassages, FindPassage]]:
-    """Open the index of a run without a server, as (search, find); a missing one is built in a temporary folder.
+def opened_searcher(settings: RetrieverSettings) -> Iterator[Searcher]:
+    """Open the index of a run without a server; a missing one is built in a temporary folder.
 
     Raises UserError for a corpus that cannot be read, or that is too large to index here.
     """
@@ -67,13 +70,17 @@ def opened_search(settings: RetrieverSettings, topk: int) -> Iterator[tuple[Sear
         if not settings.index_path.exists():
             refuse_large(settings)
             settings = settings.model_copy(update={"index_dir": Path(folder) / "index"})
-        searcher = open_searcher(settings)
+        yield open_searcher(settings)
 
-        def search(query: str) -> list[Passage]:
-            (result,) = searcher.search([query], topk)
-            return [Passage.model_validate_json(document) for document in result.documents]
 
-        yield search, searcher.find
+def search_with(searcher: Searcher, topk: int) -> SearchPassages:
+    """Return a function from a query to its `topk` best passages."""
+
+    def search(query: str) -> list[Passage]:
+        (result,) = searcher.search([query], topk)
+        return [Passage.model_validate_json(document) for document in result.documents]
+
+    return search
 
 
 def demonstrate(

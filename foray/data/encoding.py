@@ -2,7 +2,7 @@
 
     {"messages": [{"role", "content"}, ..]}                      the model's chat template; trains assistant turns
     {"prompt", "completion"}                                     texts, or lists of messages; trains the completion
-    {"question", "segments": [{"text", "train"} | {"passages"}]}  an episode: the run's prompt and observations
+    {"question", "segments": [{"text", "train"} | {"passages"}]}  a trajectory: the run's prompt and observations
 
 Parts are encoded apart, as in a rollout, where the policy's tokens are sampled after ids that are fixed.
 """
@@ -52,19 +52,19 @@ class Tokens:
 
 
 class DemonstrationEncoder:
-    """Encodes records for one model, with the template and limits of episodes in `episode`.
+    """Encodes records for one model, with the template and limits of trajectories in `settings`.
 
     day  date for chat templates that contain one (`run.date`)
     """
 
-    def __init__(self, model: Path, episode: EnvironmentSettings, *, max_tokens: int, day: date | None = None) -> None:
-        self._model, self._episode, self._max_tokens, self._day = model, episode, max_tokens, day
+    def __init__(self, model: Path, settings: EnvironmentSettings, *, max_tokens: int, day: date | None = None) -> None:
+        self._model, self._settings, self._max_tokens, self._day = model, settings, max_tokens, day
         self._tokenizer = load_tokenizer(model, day)
 
     @cached_property
     def environment(self) -> Environment:
-        """Build the environment of the episodes."""
-        return build_environment(self._episode, self._model, day=self._day)
+        """Build the environment of the trajectories."""
+        return build_environment(self._settings, self._model, day=self._day)
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
@@ -120,14 +120,14 @@ class DemonstrationEncoder:
         tokens.add([*self._tokenizer.encode_trusted(completion), *self._end], train=True)
         return tokens, prompt
 
-    def episode(self, record: Record) -> tuple[Tokens, str]:
+    def trajectory(self, record: Record) -> tuple[Tokens, str]:
         """Return the tokens of `question` and `segments`, as a rollout has them, and the question."""
         question, segments = record.get("question"), record.get("segments")
         if not isinstance(question, str) or not question.strip():
             raise ValueError("no `question`")
         if not isinstance(segments, list) or not segments:
             raise ValueError("`segments` is not a list with at least one segment")
-        environment, limits = self.environment, self._episode
+        environment, limits = self.environment, self._settings
         tokens, observations = Tokens(), 0
         tokens.add(environment.prompt(question), train=False)
         for number, segment in enumerate(segments, 1):
@@ -178,7 +178,7 @@ EncodeRecord = Callable[[DemonstrationEncoder, Record], tuple[Tokens, str]]
 FORMATS: dict[tuple[str, ...], EncodeRecord] = {
     ("messages",): DemonstrationEncoder.messages,
     ("prompt", "completion"): DemonstrationEncoder.completion,
-    ("question", "segments"): DemonstrationEncoder.episode,
+    ("question", "segments"): DemonstrationEncoder.trajectory,
 }
 """Fields of a record -> how it is encoded."""
 

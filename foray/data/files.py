@@ -43,13 +43,16 @@ def write_questions(path: Path, questions: Iterable[Question]) -> None:
     atomic_write(path, _encoded(questions), durable=False)
 
 
+def record_of(question: Question) -> dict[str, Any]:
+    """Return a question as a record of Foray's JSON lines."""
+    record: dict[str, Any] = {"id": question.id, "question": question.text, "answers": list(question.answers)}
+    record |= {name: value for name, value in question.meta.items() if name != "supporting_ids"}
+    return record | ({"supporting_ids": list(question.supporting)} if question.supporting else {})
+
+
 def _encoded(questions: Iterable[Question]) -> Iterator[bytes]:
     for question in questions:
-        record: dict[str, Any] = {"id": question.id, "question": question.text, "answers": list(question.answers)}
-        record |= {name: value for name, value in question.meta.items() if name != "supporting_ids"}
-        if question.supporting:
-            record["supporting_ids"] = list(question.supporting)
-        yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        yield json.dumps(record_of(question), ensure_ascii=False).encode() + b"\n"
 
 
 def convert_questions(

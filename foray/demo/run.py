@@ -224,7 +224,7 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
         mark = time.monotonic()
         say("[5/5] evaluating the same questions again, and once with search disabled")
         waiting = "waiting for all engines to load the last weights"
-        seen = launcher.during(lambda task: await_last_version(launcher), waiting)
+        snapshot = launcher.during(lambda task: await_last_version(launcher), waiting)
         after = launcher.during(asked, "evaluating, sampled and greedy", both, "episodes")
         blind = launcher.during(
             lambda task: ask(url, questions, [sampled], task, search=False),
@@ -232,7 +232,7 @@ def run_demo(prepared: PreparedDemo, began: float, say: Say) -> dict[str, Any]:
         )
         say(describe("after", after, hops))
         seconds["ask_after"] = time.monotonic() - mark
-    summary = scores(before, after, blind, hops) | accounting(prepared.config.run.dir, seen)
+    summary = scores(before, after, blind, hops) | accounting(prepared.config.run.dir, snapshot)
     summary["examples"] = example(prepared.held_out, before[0], after[0])
     summary["seconds"] = round(time.monotonic() - began, 1)
     summary["seconds_by_phase"] = {name: round(value, 1) for name, value in seconds.items()}
@@ -265,13 +265,15 @@ def await_last_version(launcher: Launcher) -> RunSnapshot:
     """Return the snapshot in which every ready engine holds the target version. Raises ForayError on a timeout."""
     began = time.monotonic()
     while True:
-        seen = take_snapshot(launcher.redis_url, launcher.config.run.id, launcher.directory)
-        ready = [e for e in seen.engines if e.state is NodeState.READY]
-        if seen.target is not None and ready and all(e.version == seen.target.version for e in ready):
-            return seen
-        limit_s = max([LAST_VERSION_S, *(PATIENCE * max(e.pause_s, e.pace_s) for e in seen.engines)])
+        snapshot = take_snapshot(launcher.redis_url, launcher.config.run.id, launcher.directory)
+        ready = [e for e in snapshot.engines if e.state is NodeState.READY]
+        if snapshot.target is not None and ready and all(e.version == snapshot.target.version for e in ready):
+            return snapshot
+        limit_s = max([LAST_VERSION_S, *(PATIENCE * max(e.pause_s, e.pace_s) for e in snapshot.engines)])
         if time.monotonic() > began + limit_s:
-            states = ", ".join(f"{e.id} {e.state} {e.version.label} {e.detail}" for e in seen.engines) or "no engine"
+            states = (
+                ", ".join(f"{e.id} {e.state} {e.version.label} {e.detail}" for e in snapshot.engines) or "no engine"
+            )
             raise ForayError(f"the engines have not loaded the last version after {limit_s:.0f} s: {states}")
         time.sleep(0.2)
 
@@ -315,11 +317,11 @@ def scores(
     return found
 
 
-def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
+def accounting(directory: Path, snapshot: RunSnapshot) -> dict[str, Any]:
     """Return the run part of the summary: steps, delivery, lag, tokens."""
     steps = list(read_steps(directory / "metrics.jsonl").values())
     ledger = read_ledger_totals(directory)
-    rollouts, learner = seen.of("rollout"), seen.learner
+    rollouts, learner = snapshot.of("rollout"), snapshot.learner
     trained = sum(step["tokens_trained"] for step in steps)
     curve = [round(step["reward/em"], 3) for step in steps if "reward/em" in step]
     return {
@@ -334,7 +336,7 @@ def accounting(directory: Path, seen: RunSnapshot) -> dict[str, Any]:
         "lag_max": max(s["lag_max"] for s in steps),
         "tokens_generated": int(sum(r.values.get("tokens_generated", 0) for r in rollouts)),
         "tokens_trained": trained,
-        "weight_updates": sum(e.updates for e in seen.engines),
+        "weight_updates": sum(e.updates for e in snapshot.engines),
         "curve": curve,
     }
 

@@ -6,6 +6,6 @@ models.py     text from an engine or an OpenAI-compatible endpoint, for the meth
 methods/      how to ask: one method a file, and the registry
 runner.py     asks, scores and stores each episode once
 store.py      a directory of results, which may be continued
-scoring.py, statistics.py, protocol.py, summary.py, published.py   pure functions over results
+scoring.py, statistics.py, recipe.py, summary.py, published.py   pure functions over results
 report.py     the summary for the terminal, as Markdown and as HTML
 """

@@ -1,4 +1,4 @@
-"""The report of a result as a document: scores, paired tests, failures, costs, published rows, protocol, examples."""
+"""The report of a result as a document: scores, paired tests, failures, costs, published rows, recipe, examples."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from foray.evaluation.protocol import Protocol, differences
 from foray.evaluation.published import rows_for
+from foray.evaluation.recipe import EvalRecipe, differences
 from foray.evaluation.scoring import FAILURES
 from foray.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
 from foray.evaluation.store import Row
@@ -33,30 +33,30 @@ TESTS = (
 
 
 class Other:
-    """Another result to compare with: its directory, protocol and episodes."""
+    """Another result to compare with: its directory, recipe and episodes."""
 
-    def __init__(self, directory: Path, protocol: Protocol, rows: Sequence[Row]) -> None:
-        self.name, self.protocol, self.rows = directory.name, protocol, rows
+    def __init__(self, directory: Path, recipe: EvalRecipe, rows: Sequence[Row]) -> None:
+        self.name, self.recipe, self.rows = directory.name, recipe, rows
 
 
 def document_of(
-    name: str, protocol: Protocol, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
+    name: str, recipe: EvalRecipe, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
 ) -> Report:
     """Return the report of a result, with comparisons to other results."""
     sections = [
         *_warnings(summary),
         Section("Scores", (INTERVALS,), _scores(summary)),
         *_compared("Methods compared", summary.comparisons),
-        *(section for other in against for section in _against(name, protocol, rows, other)),
+        *(section for other in against for section in _against(name, recipe, rows, other)),
         Section(
             "Wrong answers by cause", tuple(f"{_words(k)}: {v}." for k, v in FAILURES.items()), _failures(summary.cells)
         ),
         Section("Cost per question", (), _costs(summary.cells)),
         *_published(summary),
-        Section("Protocol", (), ReportTable(("setting", "value"), tuple(_flat(protocol)))),
+        Section("Recipe", (), ReportTable(("setting", "value"), tuple(_flat(recipe)))),
         *_examples(rows),
     ]
-    subject = protocol["subject"]
+    subject = recipe["subject"]
     facts = [(key, str(value)) for key, value in subject.items() if value]
     if summary.versions:
         facts.append(("policy version", ", ".join(f"{v or 'unknown'} ({n})" for v, n in summary.versions.items())))
@@ -64,13 +64,13 @@ def document_of(
 
 
 def to_json(
-    name: str, protocol: Protocol, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
+    name: str, recipe: EvalRecipe, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
 ) -> dict[str, Any]:
     """Return the numbers of the report as JSON values; NaN as null."""
     comparisons = [*summary.comparisons, *(c for other in against for c in _comparisons(name, rows, other))]
     return {
         "name": name,
-        "protocol": protocol,
+        "protocol": recipe,
         "versions": summary.versions,
         "mixed_versions": summary.mixed,
         "scores": [
@@ -95,7 +95,7 @@ def to_json(
             {"metric": c.metric, "first": c.first, "second": c.second, "data_set": c.data_set, **_plain(vars(c.test))}
             for c in comparisons
         ],
-        "protocol_differences": {other.name: differences(other.protocol, protocol) for other in against},
+        "protocol_differences": {other.name: differences(other.recipe, recipe) for other in against},
     }
 
 
@@ -180,8 +180,8 @@ def _comparisons(name: str, rows: Sequence[Row], other: Other) -> list[Compariso
     ]
 
 
-def _against(name: str, protocol: Protocol, rows: Sequence[Row], other: Other) -> list[Section]:
-    different = differences(other.protocol, protocol)
+def _against(name: str, recipe: EvalRecipe, rows: Sequence[Row], other: Other) -> list[Section]:
+    different = differences(other.recipe, recipe)
     notes = [f"The two were made under different conditions: {'; '.join(different)}."] if different else []
     found = _compared(f"Compared with {other.name}", _comparisons(name, rows, other), notes)
     return found or [Section(f"Compared with {other.name}", ("The two have no question in common.",), warning=True)]

@@ -61,7 +61,7 @@ class AskOptions:
 
 def prompts_of(served: Served) -> Prompts:
     """Return the prompts of the methods for the model that is served."""
-    return prompts_for(served.episode.template) if served.episode else ENGLISH
+    return prompts_for(served.environment.template) if served.environment else ENGLISH
 
 
 def ask_all(

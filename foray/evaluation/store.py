@@ -14,11 +14,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from foray.evaluation.protocol import FORMAT, Protocol, differences
+from foray.evaluation.recipe import FORMAT, EvalRecipe, differences
 from protocol.errors import UserError
 from protocol.runtime.files import atomic_write, folder_lock
 
-PROTOCOL, EPISODES = "protocol.json", "episodes.jsonl"
+RECIPE, EPISODES = "protocol.json", "episodes.jsonl"
 POLICY = ("run", "lineage_id", "model")
 """Fields of an episode that identify the policy, besides its version: a score must not mix policies."""
 Row = dict[str, Any]
@@ -32,7 +32,7 @@ def key_of(row: Row) -> Key:
 
 def is_result(directory: Path) -> bool:
     """Return whether `directory` holds results."""
-    return (directory / PROTOCOL).is_file()
+    return (directory / RECIPE).is_file()
 
 
 def has_episodes(directory: Path) -> bool:
@@ -41,11 +41,11 @@ def has_episodes(directory: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def read_protocol(directory: Path) -> Protocol:
-    """Return the protocol of a result. Raises UserError if it cannot be read."""
+def read_recipe(directory: Path) -> EvalRecipe:
+    """Return the recipe of a result. Raises UserError if it cannot be read."""
     try:
-        protocol: Protocol = json.loads((directory / PROTOCOL).read_text(encoding="utf-8"))
-        readable = protocol["format"] == FORMAT
+        recipe: EvalRecipe = json.loads((directory / RECIPE).read_text(encoding="utf-8"))
+        readable = recipe["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{directory} holds no results of `foray eval`",
@@ -54,10 +54,10 @@ def read_protocol(directory: Path) -> Protocol:
         ) from None
     if not readable:
         raise UserError(
-            f"{directory} was written in format {protocol['format']}, not {FORMAT}",
+            f"{directory} was written in format {recipe['format']}, not {FORMAT}",
             todo="use the version that wrote it",
         )
-    return protocol
+    return recipe
 
 
 def read_rows(directory: Path) -> list[Row]:
@@ -86,13 +86,13 @@ def read_rows(directory: Path) -> list[Row]:
 class ResultStore:
     """An open directory of results. Threads may add episodes; after `close` none is added."""
 
-    def __init__(self, directory: Path, protocol: Protocol, rows: Iterable[Row] = ()) -> None:
-        self.directory, self.protocol = directory, protocol
+    def __init__(self, directory: Path, recipe: EvalRecipe, rows: Iterable[Row] = ()) -> None:
+        self.directory, self.recipe = directory, recipe
         self._rows = {key_of(row): row for row in rows}
         self._first = next((row for row in self._rows.values() if _policy(row)), None)
         self._lock, self._replaced = threading.Lock(), False
         directory.mkdir(parents=True, exist_ok=True)
-        atomic_write(directory / PROTOCOL, json.dumps(protocol, indent=1) + "\n", durable=False)
+        atomic_write(directory / RECIPE, json.dumps(recipe, indent=1) + "\n", durable=False)
         self._write_all()
         self._file = (directory / EPISODES).open("a", encoding="utf-8")
 
@@ -153,27 +153,27 @@ def already_there(directory: Path) -> UserError:
     )
 
 
-def open_store(directory: Path, protocol: Protocol, *, resume: bool) -> ResultStore:
-    """Open a directory for the results of `protocol`.
+def open_store(directory: Path, recipe: EvalRecipe, *, resume: bool) -> ResultStore:
+    """Open a directory for the results of `recipe`.
 
-    Raises UserError if it holds results and `resume` is False, or results of another protocol or model.
+    Raises UserError if it holds results and `resume` is False, or results of another recipe or model.
     """
     if not has_episodes(directory):
-        return ResultStore(directory, protocol)
+        return ResultStore(directory, recipe)
     if not resume:
         raise already_there(directory)
-    before = read_protocol(directory)
-    changed = differences(before, protocol) + _subject_changed(before["subject"], protocol["subject"])
+    before = read_recipe(directory)
+    changed = differences(before, recipe) + _subject_changed(before["subject"], recipe["subject"])
     for part in ("data", "methods"):
-        if before[part].keys() != protocol[part].keys():
-            changed.append(f"{part}: {', '.join(before[part])} and {', '.join(protocol[part])}")
+        if before[part].keys() != recipe[part].keys():
+            changed.append(f"{part}: {', '.join(before[part])} and {', '.join(recipe[part])}")
     if changed:
         raise UserError(
             f"the results in {directory} were made under other conditions",
             why="; ".join(changed),
             todo="give the same options, or another --out",
         )
-    return ResultStore(directory, protocol, read_rows(directory))
+    return ResultStore(directory, recipe, read_rows(directory))
 
 
 def _subject_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

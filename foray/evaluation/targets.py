@@ -121,7 +121,7 @@ def monitoring(
 class Served:
     """A target that answers.
 
-    subject      what it is, for the protocol: kind, where, model digest
+    subject      what it is, for the recipe: kind, where, model digest
     rollout_url  rollout server for the policy's own rollouts
     engines      READY engines for the other methods, and `model_dir` with their tokenizer
     episode      template and limits; None if unknown
@@ -139,7 +139,7 @@ class Served:
     endpoint: ModelEndpoint | None = None
 
     @property
-    def episode(self) -> EnvironmentSettings | None:
+    def environment(self) -> EnvironmentSettings | None:
         """Return template and limits; None if unknown."""
         return self.config.rollout.episode if self.config else None
 

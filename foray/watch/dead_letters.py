@@ -198,13 +198,13 @@ def _seq(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) <= 18 else 0
 
 
-def choose(seen: RunSnapshot, fates: Fates, seqs: Sequence[int], *, reason: str = "") -> list[int]:
+def choose(snapshot: RunSnapshot, fates: Fates, seqs: Sequence[int], *, reason: str = "") -> list[int]:
     """Return the seqs to requeue, ascending: `seqs`, or all dead or stale ones with `reason`, or all dead ones.
 
     Changes nothing: the learner requeues them (`Keys.requeue`).
     Raises UserError if the run is done, if there is no checkpoint, or if one of `seqs` is neither dead nor stale.
     """
-    if seen.is_done:
+    if snapshot.is_done:
         raise UserError(
             "the run is done, so no seq can be retried",
             todo="extend the run first (raise run.steps and start the learner again), then requeue",
@@ -231,12 +231,12 @@ def choose(seen: RunSnapshot, fates: Fates, seqs: Sequence[int], *, reason: str 
     return sorted({seq for seq in chosen if seq not in fates.requeued})
 
 
-def outlook(seen: RunSnapshot, seqs: Sequence[int]) -> str:
+def outlook(snapshot: RunSnapshot, seqs: Sequence[int]) -> str:
     """Return a message about what happens next."""
     if not seqs:
         return "nothing to requeue: all dead seqs are requeued already"
     some = ", ".join(map(str, seqs[:SHOWN])) + (", ..." if len(seqs) > SHOWN else "")
     then = "reopens them in its ledger and reissues their tasks; until they end they count as in flight"
-    if seen.learner is None:
+    if snapshot.learner is None:
         return f"{len(seqs)} seqs requeued: {some}\nNo learner is running. When one starts, it {then}."
     return f"{len(seqs)} seqs requeued: {some}\nThe learner {then}."

@@ -17,7 +17,7 @@ from deploy.run.snapshot import RunSnapshot, read_ledger_totals
 from foray.versions import versions
 from foray.watch.page import Chart, Example, Measured, Report, ReportTable, Section
 from foray.watch.replay_view import Decoder, Shown, choose
-from foray.watch.status import Problem, conservation, letters_line, problems, span, state, step_line, token_balance
+from foray.watch.status import Problem, letters_line, problems, seq_balance, span, state, step_line, token_balance
 from learner.checkpoint.journal import JournalEntry, read_journal
 from learner.observability.reporting import token_lags
 from protocol.redaction import redact
@@ -33,15 +33,15 @@ TRAJECTORIES = 6
 MOST_CHARS = 20_000
 
 
-def build_report(found: Located, seen: RunSnapshot, tokens: Decoder | None) -> Report:
+def build_report(found: Located, snapshot: RunSnapshot, tokens: Decoder | None) -> Report:
     """Return the report of a run. tokens: decodes trajectories; None: they are left out."""
     directory = found.directory
     records = read_steps(directory / "metrics.jsonl")
     entries: Sequence[JournalEntry] = recent_groups(directory)
-    wrong = problems(seen, max_lag=found.run.max_lag)
+    wrong = problems(snapshot, max_lag=found.run.max_lag)
     sections = [
         *_problems(wrong),
-        _accounting(seen),
+        _accounting(snapshot),
         *_steps(records),
         *_curves(records),
         *_validations(directory),
@@ -50,7 +50,7 @@ def build_report(found: Located, seen: RunSnapshot, tokens: Decoder | None) -> R
         *_configuration(directory),
         Section("Environment of this report", examples=(Example("versions", tuple(_present(versions()))),)),
     ]
-    return Report(f"Run {found.run.id}", tuple(sections), tuple(_facts(found, seen, records)))
+    return Report(f"Run {found.run.id}", tuple(sections), tuple(_facts(found, snapshot, records)))
 
 
 def recent_groups(directory: Path) -> list[JournalEntry]:
@@ -61,8 +61,8 @@ def recent_groups(directory: Path) -> list[JournalEntry]:
     return list(read_journal(journal, lineage=lineage, last=RECENT_GROUPS)) if journal.is_dir() else []
 
 
-def _facts(found: Located, seen: RunSnapshot, records: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    facts = [("state", state(seen)), ("progress", step_line(seen)), ("model", str(found.run.model))]
+def _facts(found: Located, snapshot: RunSnapshot, records: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    facts = [("state", state(snapshot)), ("progress", step_line(snapshot)), ("model", str(found.run.model))]
     shape = f"{found.run.groups_per_step} groups of {found.run.group_size}, max_lag {found.run.max_lag}"
     facts.append(("batch", shape))
     if records:
@@ -80,10 +80,10 @@ def _problems(found: Sequence[Problem]) -> list[Section]:
     return [Section("Problems", tuple(redact(f"{p.what} -> {p.todo}") for p in found), warning=True)]
 
 
-def _accounting(seen: RunSnapshot) -> Section:
-    balance = token_balance(seen)
-    lines = [f"seqs: {conservation(seen).line()}", *([f"tokens: {balance.line()}"] if balance else [])]
-    return Section("Accounting", (*lines, f"dead letters: {letters_line(seen)}"))
+def _accounting(snapshot: RunSnapshot) -> Section:
+    balance = token_balance(snapshot)
+    lines = [f"seqs: {seq_balance(snapshot).line()}", *([f"tokens: {balance.line()}"] if balance else [])]
+    return Section("Accounting", (*lines, f"dead letters: {letters_line(snapshot)}"))
 
 
 def _steps(records: Mapping[int, Mapping[str, Any]]) -> list[Section]:

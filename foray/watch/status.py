@@ -62,38 +62,41 @@ class TokenBalance:
         return f"generated {self.generated} {'=' if self.closes else '!='} {parts} ({verdict}){more}"
 
 
-def token_balance(seen: RunSnapshot) -> TokenBalance | None:
+def token_balance(snapshot: RunSnapshot) -> TokenBalance | None:
     """Return the learner's balance, else that of the last checkpoint; None if neither counts tokens."""
-    values, rejected = (seen.learner.values if seen.learner is not None else {}), seen.tokens.get("rejected", 0)
+    values, rejected = (
+        (snapshot.learner.values if snapshot.learner is not None else {}),
+        snapshot.tokens.get("rejected", 0),
+    )
     if "tokens_generated_total" in values:
         parts = {name: int(values.get(f"token_accounting_{name}", 0)) for name in BUCKETS}
         lost = int(values.get("token_accounting_redis_lost", 0))
         return TokenBalance(int(values["tokens_generated_total"]), parts, rejected, lost)
-    if seen.learner is None and seen.totals is not None and seen.totals.tokens:
+    if snapshot.learner is None and snapshot.totals is not None and snapshot.totals.tokens:
         # it does not include what was undecided then: that is delivered again
-        parts = {name: seen.totals.tokens.get(name, 0) for name in BUCKETS}
-        return TokenBalance(seen.totals.tokens["generated"], parts, rejected)
+        parts = {name: snapshot.totals.tokens.get(name, 0) for name in BUCKETS}
+        return TokenBalance(snapshot.totals.tokens["generated"], parts, rejected)
     return None
 
 
-def letters_line(seen: RunSnapshot) -> str:
+def letters_line(snapshot: RunSnapshot) -> str:
     """Return `37 (of the last 20: 12 corrupt, 8 foreign_run)`."""
-    if not seen.letters:
-        return str(seen.dead_letters)
-    reasons = Counter(reason for _, reason in seen.letters)
+    if not snapshot.letters:
+        return str(snapshot.dead_letters)
+    reasons = Counter(reason for _, reason in snapshot.letters)
     listed = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in reasons.most_common())
-    some = f"of the last {len(seen.letters)}: " if len(seen.letters) < seen.dead_letters else ""
-    return f"{seen.dead_letters} ({some}{listed})"
+    some = f"of the last {len(snapshot.letters)}: " if len(snapshot.letters) < snapshot.dead_letters else ""
+    return f"{snapshot.dead_letters} ({some}{listed})"
 
 
-def delivery_problems(seen: RunSnapshot) -> list[Problem]:
+def delivery_problems(snapshot: RunSnapshot) -> list[Problem]:
     """Return the problems with delivery in a run in progress."""
-    return [*of_tokens(seen), *_of_letters(seen), *_of_learner(seen), *_of_spools(seen)]
+    return [*of_tokens(snapshot), *_of_letters(snapshot), *_of_learner(snapshot), *_of_spools(snapshot)]
 
 
-def of_tokens(seen: RunSnapshot) -> list[Problem]:
+def of_tokens(snapshot: RunSnapshot) -> list[Problem]:
     """Return a problem if tokens are unaccounted for, also in a finished run."""
-    balance = token_balance(seen)
+    balance = token_balance(snapshot)
     if balance is None or balance.closes:
         return []
     return [
@@ -104,8 +107,8 @@ def of_tokens(seen: RunSnapshot) -> list[Problem]:
     ]
 
 
-def _of_letters(seen: RunSnapshot) -> list[Problem]:
-    fresh = [reason for at, reason in seen.letters if seen.now - at < WINDOW_S]
+def _of_letters(snapshot: RunSnapshot) -> list[Problem]:
+    fresh = [reason for at, reason in snapshot.letters if snapshot.now - at < WINDOW_S]
     if len(fresh) < GROWING:
         return []
     listed = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in Counter(fresh).most_common())
@@ -117,16 +120,18 @@ def _of_letters(seen: RunSnapshot) -> list[Problem]:
     ]
 
 
-def _of_learner(seen: RunSnapshot) -> list[Problem]:
-    learner = seen.learner
+def _of_learner(snapshot: RunSnapshot) -> list[Problem]:
+    learner = snapshot.learner
     if learner is None:
         return []
     found, values = [], learner.values
-    epoch = int(values.get("epoch", seen.learner_epoch))
-    if epoch < seen.learner_epoch:
-        what = f"a learner of epoch {epoch} is still running, but epoch {seen.learner_epoch} has taken over the lease"
+    epoch = int(values.get("epoch", snapshot.learner_epoch))
+    if epoch < snapshot.learner_epoch:
+        what = (
+            f"a learner of epoch {epoch} is still running, but epoch {snapshot.learner_epoch} has taken over the lease"
+        )
         found.append(Problem(what, "it exits with code 75 by itself; make sure that only one learner is started"))
-    elif not seen.lease_ms:
+    elif not snapshot.lease_ms:
         found.append(
             Problem(
                 "the learner's lease has expired: another learner may take over",
@@ -155,21 +160,21 @@ def _of_learner(seen: RunSnapshot) -> list[Problem]:
     return found
 
 
-def _of_spools(seen: RunSnapshot) -> list[Problem]:
+def _of_spools(snapshot: RunSnapshot) -> list[Problem]:
     return [
         Problem(
             f"rollout server {p.id} cannot publish: {int(p.values['spooled_groups'])} groups "
             f"({p.values.get('spooled_bytes', 0) / 2**20:.1f} MiB) wait for Redis, the oldest for {age:.0f} s",
             "check its log: Redis is full, down or slow; at rollout.spool_groups it stops leasing tasks",
         )
-        for p in seen.of("rollout")
+        for p in snapshot.of("rollout")
         if (age := p.values.get("spool_age_s", 0.0)) > SPOOLING_S and p.values.get("spooled_groups", 0)
     ]
 
 
 @dataclass(frozen=True)
-class Conservation:
-    """Conservation by seq: issued = settled (by outcome) + in flight. `closes`: whether it adds up.
+class SeqBalance:
+    """Accounting by seq: issued = settled (by outcome) + in flight. `closes`: whether it adds up.
 
     source  "learner" (live), "checkpoint" (durable, a few steps behind), or "" if there is neither
     """
@@ -196,19 +201,19 @@ class Conservation:
         )
 
 
-def conservation(seen: RunSnapshot) -> Conservation:
+def seq_balance(snapshot: RunSnapshot) -> SeqBalance:
     """Return the balance by seq, from the learner if it reports, else from the last checkpoint and the streams."""
-    learner = seen.learner
+    learner = snapshot.learner
     if learner is not None and learner.values.get("issued", -1) >= learner.values.get("settled", 0):
         # a learner that resumes reports the settled seqs of its checkpoint before it has counted the issued ones
         value = {name: int(learner.values.get(name, 0)) for name in ("issued", *_OUTCOMES, "in_flight")}
-        return Conservation("learner", **value)
-    if seen.totals is None:
-        return Conservation("", seen.issued, 0, 0, 0, 0, seen.tasks.total + seen.traj.total)
-    counts = {name: seen.totals.counts.get(name, 0) for name in _OUTCOMES}
-    issued = max(seen.issued, seen.totals.settled)
+        return SeqBalance("learner", **value)
+    if snapshot.totals is None:
+        return SeqBalance("", snapshot.issued, 0, 0, 0, 0, snapshot.tasks.total + snapshot.traj.total)
+    counts = {name: snapshot.totals.counts.get(name, 0) for name in _OUTCOMES}
+    issued = max(snapshot.issued, snapshot.totals.settled)
     # Without a learner, every seq that is not settled will be issued again.
-    return Conservation("checkpoint", issued, **counts, in_flight=issued - seen.totals.settled)
+    return SeqBalance("checkpoint", issued, **counts, in_flight=issued - snapshot.totals.settled)
 
 
 _OUTCOMES = ("trained", "filtered", "stale", "dead")
@@ -222,16 +227,16 @@ def look(found: Located) -> RunSnapshot:
     """Take a snapshot of a run from Redis, run.json and `metrics.jsonl`."""
     record = read_record(found.directory)
     if found.redis_url:
-        seen = take_snapshot(found.redis_url, found.run.id, found.directory)
+        snapshot = take_snapshot(found.redis_url, found.run.id, found.directory)
     else:
         why, totals = "its address is unknown", read_ledger_totals(found.directory)
-        seen = RunSnapshot(found.run.id, "", error=why, totals=totals)
-    seen = with_record(seen, record, alive=is_held(found.directory))
-    return replace(seen, steps=found.run.steps, history=read_history(found.directory / "metrics.jsonl"))
+        snapshot = RunSnapshot(found.run.id, "", error=why, totals=totals)
+    snapshot = with_record(snapshot, record, alive=is_held(found.directory))
+    return replace(snapshot, steps=found.run.steps, history=read_history(found.directory / "metrics.jsonl"))
 
 
-def with_record(seen: RunSnapshot, record: Mapping[str, Any], *, alive: bool = False) -> RunSnapshot:
-    """Return `seen` with the state from run.json. After a regular end, a Redis that is down is not a problem.
+def with_record(snapshot: RunSnapshot, record: Mapping[str, Any], *, alive: bool = False) -> RunSnapshot:
+    """Return `snapshot` with the state from run.json. After a regular end, a Redis that is down is not a problem.
 
     alive  whether the launcher is running: the last state of a dead launcher is not the state of the run
     """
@@ -239,8 +244,8 @@ def with_record(seen: RunSnapshot, record: Mapping[str, Any], *, alive: bool = F
     started = [p for p in record.get("processes", ()) if p.get("kind") == "learner"]
     trains = bool(record.get("trains", True))
     just_now = time.time() - float(record.get("updated", 0.0)) < STARTING_S
-    seen = replace(
-        seen,
+    snapshot = replace(
+        snapshot,
         launch=launch,
         launch_error=str(record.get("error", "")),
         launcher_lives=alive,
@@ -248,70 +253,70 @@ def with_record(seen: RunSnapshot, record: Mapping[str, Any], *, alive: bool = F
         trains=trains,
         awaits_learner=alive and trains and (not started or just_now),
     )
-    if launch == "stopped" and seen.learner is None:
-        return replace(seen, error="", stopped=True)
-    if launch == "done" and seen.error and not alive:
-        return replace(seen, error="", target_state="done")
-    return seen
+    if launch == "stopped" and snapshot.learner is None:
+        return replace(snapshot, error="", stopped=True)
+    if launch == "done" and snapshot.error and not alive:
+        return replace(snapshot, error="", target_state="done")
+    return snapshot
 
 
-def problems(seen: RunSnapshot, *, max_lag: int) -> list[Problem]:
+def problems(snapshot: RunSnapshot, *, max_lag: int) -> list[Problem]:
     """Return the problems of the machinery and then of learning, the worst first."""
-    if seen.todo:
-        return [Problem(seen.error, seen.todo)]
-    now = state(seen)
-    learns = learning_problems(seen.history)
-    if seen.stopped:
-        return of_tokens(seen) + learns
+    if snapshot.todo:
+        return [Problem(snapshot.error, snapshot.todo)]
+    now = state(snapshot)
+    learns = learning_problems(snapshot.history)
+    if snapshot.stopped:
+        return of_tokens(snapshot) + learns
     if now in ("failed", "interrupted"):
-        todo = f"fix the error in its logs, then resume with: {seen.again or 'the command that started the run'}"
-        why = f": {escape_untrusted(seen.launch_error, 300)}" if seen.launch_error else ""
+        todo = f"fix the error in its logs, then resume with: {snapshot.again or 'the command that started the run'}"
+        why = f": {escape_untrusted(snapshot.launch_error, 300)}" if snapshot.launch_error else ""
         what = "has failed" if now == "failed" else "was interrupted"
-        return [*_no_signal(seen), Problem(f"the run {what}{why}", todo), *of_tokens(seen), *learns]
-    if now == "stopping" or (now == "preparing" and seen.launch == "starting"):
+        return [*_no_signal(snapshot), Problem(f"the run {what}{why}", todo), *of_tokens(snapshot), *learns]
+    if now == "stopping" or (now == "preparing" and snapshot.launch == "starting"):
         return []  # the launcher is starting or stopping processes, and monitors them
-    if seen.error:
+    if snapshot.error:
         todo = "start the run with `foray up`: it resumes from its checkpoint"
-        return [Problem(f"Redis does not answer: {seen.error}", todo)]
+        return [Problem(f"Redis does not answer: {snapshot.error}", todo)]
     found = [
         Problem(f"unreadable message: {text}", "run the same Foray version in all processes")
-        for text in seen.unreadable
+        for text in snapshot.unreadable
     ]
-    totals = conservation(seen)
-    if seen.is_done:
+    totals = seq_balance(snapshot)
+    if snapshot.is_done:
         if not totals.closes or totals.in_flight:
             found.append(
                 Problem(f"the run is done, but {totals.line()}", "start the learner again: it settles the rest")
             )
-        return found + of_tokens(seen) + learns
-    if seen.max_memory and seen.memory > 0.9 * seen.max_memory:
+        return found + of_tokens(snapshot) + learns
+    if snapshot.max_memory and snapshot.memory > 0.9 * snapshot.max_memory:
         found.append(
             Problem(
-                f"Redis uses {seen.memory / 2**20:.0f} of {seen.max_memory / 2**20:.0f} MiB",
+                f"Redis uses {snapshot.memory / 2**20:.0f} of {snapshot.max_memory / 2**20:.0f} MiB",
                 "raise maxmemory, or lower learner.checkpoint_every: groups stay in Redis until the next checkpoint",
             )
         )
-    found += _no_signal(seen)
-    if seen.learner is None and not seen.only_serves and not seen.awaits_learner:
-        held = f"; its lease expires in {seen.lease_ms / 1000:.0f} s" if seen.lease_ms else ""
+    found += _no_signal(snapshot)
+    if snapshot.learner is None and not snapshot.only_serves and not snapshot.awaits_learner:
+        held = f"; its lease expires in {snapshot.lease_ms / 1000:.0f} s" if snapshot.lease_ms else ""
         found.append(Problem(f"no learner is running{held}", "start it again: it resumes from its checkpoint"))
-    if not seen.of("rollout"):
+    if not snapshot.of("rollout"):
         found.append(Problem("no rollout server is running", "start one: foray rollout --config ..."))
-    for p in seen.of("rollout"):
+    for p in snapshot.of("rollout"):
         if outage := p.text.get("search_outage"):
             found.append(_no_retriever(p.id, outage))
-    for p in seen.processes:
+    for p in snapshot.processes:
         if refusal := p.text.get("redis_refusal"):
             todo = "the process retries; find out which program writes to this run's keys (SECURITY.md)"
             found.append(Problem(f"Redis refuses {p.process} {p.id}: {refusal}", todo))
-    found += _engine_problems(seen, max_lag)
-    found += delivery_problems(seen)
+    found += _engine_problems(snapshot, max_lag)
+    found += delivery_problems(snapshot)
     return found + learns
 
 
-def _no_signal(seen: RunSnapshot) -> list[Problem]:
+def _no_signal(snapshot: RunSnapshot) -> list[Problem]:
     """Return a problem if the last thing that a learner reported is that nothing can be learned."""
-    last = next((event for event in reversed(seen.events) if event.process == "learner"), None)
+    last = next((event for event in reversed(snapshot.events) if event.process == "learner"), None)
     if last is None or last.kind != "no-signal":
         return []
     todo = "the state is in its checkpoint: find the cause (docs/troubleshooting.md), then continue as its log says"
@@ -327,11 +332,11 @@ def _no_retriever(rollout: str, outage: str) -> Problem:
     return Problem(f"rollout server {rollout} has no healthy retriever: {outage}", todo)
 
 
-def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
+def _engine_problems(snapshot: RunSnapshot, max_lag: int) -> list[Problem]:
     # without a learner every engine answers, else those of role eval do not generate training data
-    serving = [e for e in seen.engines if e.role == "rollout" or seen.only_serves]
+    serving = [e for e in snapshot.engines if e.role == "rollout" or snapshot.only_serves]
     if not serving:
-        others = f": {len(seen.engines)} with role eval serve evaluations only" if seen.engines else ""
+        others = f": {len(snapshot.engines)} with role eval serve evaluations only" if snapshot.engines else ""
         return [Problem(f"no engine is registered{others}", "start one: foray engine --config ...")]
     found = [
         Problem(
@@ -339,7 +344,7 @@ def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
             "it gets no requests until its node has loaded the complete target version, or restarted the engine. "
             "If it does not recover, check the logs of the node and of the engine",
         )
-        for e in seen.engines
+        for e in snapshot.engines
         if e.state in (NodeState.QUARANTINED, NodeState.SUSPECT)
     ]
     found += [
@@ -348,88 +353,93 @@ def _engine_problems(seen: RunSnapshot, max_lag: int) -> list[Problem]:
             "it takes part in the next broadcast. Only an engine that shares run.dir with the learner can also load a "
             "version after a failed broadcast; the learner's log has the reasons of failures",
         )
-        for e in seen.engines
+        for e in snapshot.engines
         if e.needs_broadcast and e.state in (NodeState.SYNCING, NodeState.READY)
     ]
-    target = seen.target
+    target = snapshot.target
     usable = [e for e in serving if e.state is NodeState.READY]
     if target is not None:
         usable = [e for e in usable if e.epoch == target.epoch and target.step - e.step <= max_lag]
     moving = any(e.state in (NodeState.JOINING, NodeState.SYNCING, NodeState.LOADING) for e in serving)
-    if not usable and not moving and not seen.pinned_evaluations:  # a pinned evaluation keeps an older version
+    if not usable and not moving and not snapshot.pinned_evaluations:  # a pinned evaluation keeps an older version
         label = target.version.label if target is not None else "any version"
         found.append(Problem(f"no engine is ready at {label}", "check the logs of the nodes"))
     return found
 
 
-def to_json(seen: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
+def to_json(snapshot: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
     """Return the page as JSON values. Stable: names are added, never changed."""
-    wrong, totals = problems(seen, max_lag=max_lag), conservation(seen)
+    wrong, totals = problems(snapshot, max_lag=max_lag), seq_balance(snapshot)
     return {
-        "run": seen.run,
+        "run": snapshot.run,
         "healthy": not wrong,
-        "state": state(seen),
-        "evaluations": seen.evaluations,
-        "figures": dict(seen.figures),
-        "step_s": seen.history.step_s or None,
-        "eta_s": seen.eta_s,
+        "state": state(snapshot),
+        "evaluations": snapshot.evaluations,
+        "figures": dict(snapshot.figures),
+        "step_s": snapshot.history.step_s or None,
+        "eta_s": snapshot.eta_s,
         "problems": [asdict(p) for p in wrong],
-        "redis": {"url": seen.redis_url, "error": seen.error, "memory": seen.memory, "max_memory": seen.max_memory},
+        "redis": {
+            "url": snapshot.redis_url,
+            "error": snapshot.error,
+            "memory": snapshot.memory,
+            "max_memory": snapshot.max_memory,
+        },
         "target": {
-            "version": seen.target.version.label if seen.target else None,
-            "digest": seen.target.digest if seen.target else None,
-            "state": seen.target_state,
+            "version": snapshot.target.version.label if snapshot.target else None,
+            "digest": snapshot.target.digest if snapshot.target else None,
+            "state": snapshot.target_state,
         },
-        "learner_epoch": seen.learner_epoch,
-        "lease_ms": seen.lease_ms,
-        "engines": [e.model_dump(mode="json") | {"version": e.version.label} for e in seen.engines],
-        "processes": [p.model_dump(mode="json") for p in seen.processes],
+        "learner_epoch": snapshot.learner_epoch,
+        "lease_ms": snapshot.lease_ms,
+        "engines": [e.model_dump(mode="json") | {"version": e.version.label} for e in snapshot.engines],
+        "processes": [p.model_dump(mode="json") for p in snapshot.processes],
         "streams": {
-            "tasks_waiting": seen.tasks.waiting,
-            "tasks_leased": seen.tasks.held,
-            "traj_ready": seen.traj.waiting,
-            "traj_unacked": seen.traj.held,
-            "dead_letters": seen.dead_letters,
+            "tasks_waiting": snapshot.tasks.waiting,
+            "tasks_leased": snapshot.tasks.held,
+            "traj_ready": snapshot.traj.waiting,
+            "traj_unacked": snapshot.traj.held,
+            "dead_letters": snapshot.dead_letters,
         },
-        "letters": [{"at": at, "reason": reason} for at, reason in seen.letters],
-        "events": [asdict(event) for event in seen.events],
-        "tokens": asdict(balance) | {"closes": balance.closes} if (balance := token_balance(seen)) else None,
+        "letters": [{"at": at, "reason": reason} for at, reason in snapshot.letters],
+        "events": [asdict(event) for event in snapshot.events],
+        "tokens": asdict(balance) | {"closes": balance.closes} if (balance := token_balance(snapshot)) else None,
         "ledger": asdict(totals) | {"closes": totals.closes},
-        "checkpoint": asdict(seen.totals) | {"closes": seen.totals.closes} if seen.totals else None,
+        "checkpoint": asdict(snapshot.totals) | {"closes": snapshot.totals.closes} if snapshot.totals else None,
     }
 
 
-def state(seen: RunSnapshot) -> str:
+def state(snapshot: RunSnapshot) -> str:
     """Return the state in one word. With a learner: starting, training. Without one: preparing (it will start), serving
     (the run has none), evaluating, waiting (it does not run). Also stopping, stopped (by the user), interrupted (only
     its learner was stopped), done, failed, down.
     """
-    if seen.stopped:
+    if snapshot.stopped:
         return "stopped"
-    if seen.launcher_lives and seen.launch == "stopping":
+    if snapshot.launcher_lives and snapshot.launch == "stopping":
         return "stopping"
-    if seen.launch in ("failed", "interrupted") and not seen.launcher_lives and seen.learner is None:
-        return seen.launch
-    if seen.error:
-        return "preparing" if seen.launcher_lives and seen.launch == "starting" else "down"
-    if seen.evaluations and (seen.learner is None or seen.is_done):
+    if snapshot.launch in ("failed", "interrupted") and not snapshot.launcher_lives and snapshot.learner is None:
+        return snapshot.launch
+    if snapshot.error:
+        return "preparing" if snapshot.launcher_lives and snapshot.launch == "starting" else "down"
+    if snapshot.evaluations and (snapshot.learner is None or snapshot.is_done):
         return "evaluating"
-    if seen.is_done:
+    if snapshot.is_done:
         return "done"
-    if seen.learner:
-        return seen.learner.text.get("state", "training")
-    if seen.only_serves:
+    if snapshot.learner:
+        return snapshot.learner.text.get("state", "training")
+    if snapshot.only_serves:
         return "serving"
-    return "preparing" if seen.awaits_learner else "waiting"
+    return "preparing" if snapshot.awaits_learner else "waiting"
 
 
-def step_line(seen: RunSnapshot) -> str:
+def step_line(snapshot: RunSnapshot) -> str:
     """Return `step 14 of 60, 3.9 s per step, about 3 min to go`, without unknown parts."""
-    figures = seen.figures
+    figures = snapshot.figures
     line = f"step {figures.get('step', 0):.0f} of {figures.get('steps', 0):.0f}"
-    if seen.history.step_s:
-        line += f", {seen.history.step_s:.1f} s per step"
-    return line if seen.eta_s is None else f"{line}, about {span(seen.eta_s)} to go"
+    if snapshot.history.step_s:
+        line += f", {snapshot.history.step_s:.1f} s per step"
+    return line if snapshot.eta_s is None else f"{line}, about {span(snapshot.eta_s)} to go"
 
 
 def span(seconds: float) -> str:

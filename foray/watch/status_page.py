@@ -7,25 +7,25 @@ from collections.abc import Iterator, Mapping
 
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import escape_untrusted, sparkline, wrapped
-from foray.watch.status import conservation, letters_line, problems, state, step_line, token_balance
+from foray.watch.status import letters_line, problems, seq_balance, state, step_line, token_balance
 
 LABEL = 10
 """Columns of the first word of a line."""
 BOLD, RED, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 
 
-def render(seen: RunSnapshot, *, max_lag: int, width: int = 0, colour: bool = False) -> str:
+def render(snapshot: RunSnapshot, *, max_lag: int, width: int = 0, colour: bool = False) -> str:
     """Return the page of `foray status`.
 
     Args:
         width: Columns of the terminal: lines are wrapped, and a sparkline shows the reward. 0: a pipe, neither.
         colour: Whether the state is bold and problems are red.
     """
-    wrong = problems(seen, max_lag=max_lag)
-    pages = [[f"run {seen.run}: {state(seen)}, {'healthy' if not wrong else 'NOT healthy'}"], [], []]
+    wrong = problems(snapshot, max_lag=max_lag)
+    pages = [[f"run {snapshot.run}: {state(snapshot)}, {'healthy' if not wrong else 'NOT healthy'}"], [], []]
     for problem in wrong:
         pages[1] += [f"problem:  {problem.what}", f"   do:    {problem.todo}"]
-    pages[2] = list(_lines(seen, trend=width > 0))
+    pages[2] = list(_lines(snapshot, trend=width > 0))
     marks = (BOLD, BOLD + RED, "") if colour else ("", "", "")
     return "\n".join(
         f"{mark}{piece}{PLAIN if mark else ''}"
@@ -35,68 +35,68 @@ def render(seen: RunSnapshot, *, max_lag: int, width: int = 0, colour: bool = Fa
     )
 
 
-def _lines(seen: RunSnapshot, *, trend: bool) -> Iterator[str]:
+def _lines(snapshot: RunSnapshot, *, trend: bool) -> Iterator[str]:
     """Yield a line for each part of the run."""
-    yield f"redis     {seen.redis_url}"
-    if seen.target:
-        yield f"target    {seen.target.version.label} ({seen.target_state}), epoch {seen.learner_epoch}"
-    yield from _learner_lines(seen, trend=trend)
-    yield from seen.evaluation_lines()
-    for p in seen.of("rollout"):
+    yield f"redis     {snapshot.redis_url}"
+    if snapshot.target:
+        yield f"target    {snapshot.target.version.label} ({snapshot.target_state}), epoch {snapshot.learner_epoch}"
+    yield from _learner_lines(snapshot, trend=trend)
+    yield from snapshot.evaluation_lines()
+    for p in snapshot.of("rollout"):
         v = p.values
         yield (
             f"rollout   {p.id}: {v.get('groups_in_flight', 0):.0f} groups in flight, "
             f"{v.get('groups_published', 0):.0f} published, {v.get('groups_failed', 0):.0f} failed"
         )
-    for e in seen.engines:
+    for e in snapshot.engines:
         yield (
             f"engine    {e.id}: {e.state}, {'role eval, ' if e.role == 'eval' else ''}version {e.version.label}, "
             f"{e.running} running, {e.waiting} waiting, "
             f"{e.tokens_per_s:.0f} tok/s, paused {e.pause_s:.2f} s at the last update, {e.url}"
         )
     yield (
-        f"streams   tasks {seen.tasks.waiting} waiting, {seen.tasks.held} leased; "
-        f"trajectory groups {seen.traj.waiting} ready, {seen.traj.held} unacknowledged; "
-        f"dead letters {letters_line(seen)}"
+        f"streams   tasks {snapshot.tasks.waiting} waiting, {snapshot.tasks.held} leased; "
+        f"trajectory groups {snapshot.traj.waiting} ready, {snapshot.traj.held} unacknowledged; "
+        f"dead letters {letters_line(snapshot)}"
     )
-    yield from _accounts(seen)
-    yield from (f"event     {line}" for line in event_lines(seen))
-    if seen.stopped:
-        yield f"next      resume from the checkpoint with {seen.again or 'the command that started the run'}"
+    yield from _accounts(snapshot)
+    yield from (f"event     {line}" for line in event_lines(snapshot))
+    if snapshot.stopped:
+        yield f"next      resume from the checkpoint with {snapshot.again or 'the command that started the run'}"
 
 
-def _learner_lines(seen: RunSnapshot, *, trend: bool) -> Iterator[str]:
-    v = seen.figures
+def _learner_lines(snapshot: RunSnapshot, *, trend: bool) -> Iterator[str]:
+    v = snapshot.figures
     if "step" in v:
         lag = f", lag {v['lag_mean']:.2f} (max {v.get('lag_max', 0):.0f})" if "lag_mean" in v else ""
         checkpoint = f", checkpoint at step {v['checkpoint_step']:.0f}" if "checkpoint_step" in v else ""
-        yield f"learner   {step_line(seen)}{lag}{checkpoint}"
+        yield f"learner   {step_line(snapshot)}{lag}{checkpoint}"
     if "reward_mean" in v:
-        rewards = seen.history.values("reward_mean") if trend else []
+        rewards = snapshot.history.values("reward_mean") if trend else []
         line = f"  {sparkline(rewards, len(rewards))} last {len(rewards)} steps" if len(rewards) > 1 else ""
         yield f"reward    {v['reward_mean']:.3f}{line}"
     if "publish_bytes" in v:
         yield _weights_line(v)
 
 
-def _accounts(seen: RunSnapshot) -> Iterator[str]:
-    totals = conservation(seen)
+def _accounts(snapshot: RunSnapshot) -> Iterator[str]:
+    totals = seq_balance(snapshot)
     if totals.source:
         yield f"ledger    {totals.line()} ({totals.source})"
-    if balance := token_balance(seen):
+    if balance := token_balance(snapshot):
         yield f"tokens    {balance.line()}"
-    if seen.totals:
-        verdict = "consistent" if seen.totals.closes else "INCONSISTENT"
-        yield f"checkpoint step {seen.totals.step}, epoch {seen.totals.epoch}: {seen.totals.settled} settled, {verdict}"
+    if last := snapshot.totals:
+        verdict = "consistent" if last.closes else "INCONSISTENT"
+        yield f"checkpoint step {last.step}, epoch {last.epoch}: {last.settled} settled, {verdict}"
 
 
-def event_lines(seen: RunSnapshot) -> list[str]:
+def event_lines(snapshot: RunSnapshot) -> list[str]:
     """Return the last events, the oldest first: `12:31:07 UTC  rollout r1  lease-lost: another took seq 7`."""
     return [
         f"{time.strftime('%H:%M:%S UTC', time.gmtime(event.at))}  {escape_untrusted(event.process, 32)} "
         f"{escape_untrusted(event.id, 64)}  "
         f"{escape_untrusted(event.kind, 32)}: {escape_untrusted(event.text, 300)}"
-        for event in seen.events
+        for event in snapshot.events
     ]
 
 

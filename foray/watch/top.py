@@ -15,7 +15,7 @@ from http.client import HTTPException
 
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import sparkline, wrapped
-from foray.watch.status import conservation, letters_line, problems, state, step_line, token_balance
+from foray.watch.status import letters_line, problems, seq_balance, state, step_line, token_balance
 from protocol.messages import MetricsSnapshot
 from protocol.redaction import printable
 from protocol.runtime.http.client import ask
@@ -133,12 +133,12 @@ def table(columns: tuple[str, ...], rows: Iterable[TableRow], width: int = 0) ->
     return ["  " + "  ".join(line[i].ljust(widths[i]) for i in kept) for line in cells]
 
 
-def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
-    """Return the frame of `seen`; `before` is an earlier snapshot, for rates and shares."""
-    rollouts, values = seen.of("rollout"), seen.figures
+def frame(snapshot: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
+    """Return the frame of `snapshot`; `before` is an earlier snapshot, for rates and shares."""
+    rollouts, values = snapshot.of("rollout"), snapshot.figures
     facts = [
-        ("step", f"{step_line(seen).removeprefix('step ')}, weights {_weights(seen)}"),
-        ("tokens/s", _tokens_line(seen)),
+        ("step", f"{step_line(snapshot).removeprefix('step ')}, weights {_weights(snapshot)}"),
+        ("tokens/s", _tokens_line(snapshot)),
         ("reward", f"{_of(values, 'reward_mean')} trained, {_mean(rollouts, 'reward_mean')} generated"),
     ]
     if "reward/em" in values or any("reward/em" in p.values for p in rollouts):
@@ -147,25 +147,21 @@ def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, 
         facts.append(
             ("lag", f"mean {values['lag_mean']:.2f}, max {values.get('lag_max', 0.0):.0f} (bound {max_lag})"),
         )
-    if seen.evaluations:
-        still = " (new weights wait for it)" if seen.learner and seen.pinned_evaluations else ""
-        facts.append(("evaluation", f"{seen.evaluations} running{still}"))
+    if snapshot.evaluations:
+        still = " (new weights wait for it)" if snapshot.learner and snapshot.pinned_evaluations else ""
+        facts.append(("evaluation", f"{snapshot.evaluations} running{still}"))
     if rollouts:
         in_flight = sum(p.values.get("groups_in_flight", 0.0) for p in rollouts)
         flying = sum(p.values.get("trajectories_in_flight", 0.0) for p in rollouts)
         facts.append(("in flight", f"{in_flight:.0f} groups, {flying:.0f} trajectories"))
-    if seen.now:
-        facts.append(
-            (
-                "streams",
-                f"tasks {seen.tasks.waiting} waiting, {seen.tasks.held} leased; groups {seen.traj.waiting} ready, "
-                f"{seen.traj.held} until the next checkpoint",
-            )
-        )
-    facts.append(("ledger", conservation(seen).line()))
-    if balance := token_balance(seen):
+    if snapshot.now:
+        tasks, groups = snapshot.tasks, snapshot.traj
+        text = f"tasks {tasks.waiting} waiting, {tasks.held} leased; "
+        facts.append(("streams", f"{text}groups {groups.waiting} ready, {groups.held} until the next checkpoint"))
+    facts.append(("ledger", seq_balance(snapshot).line()))
+    if balance := token_balance(snapshot):
         facts.append(("tokens", balance.line()))
-    facts.append(("dead letters", letters_line(seen)))
+    facts.append(("dead letters", letters_line(snapshot)))
     if rollouts:
         facts.append(("search", _search_line(rollouts, searches)))
     engines = tuple(
@@ -182,25 +178,25 @@ def frame(seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, 
                 e.role,
             ),
         )
-        for e in seen.engines
+        for e in snapshot.engines
     )
-    wrong = tuple(f"{p.what} -> {p.todo}" for p in problems(seen, max_lag=max_lag))
+    wrong = tuple(f"{p.what} -> {p.todo}" for p in problems(snapshot, max_lag=max_lag))
     waits: list[str] = []
-    if seen.processes and state(seen) in WORKING:
-        waits = waits_in_words(seen, before) or ["no wait of 5 % or more"]
-    trends = {name: seen.history.values(metric) for name, metric in TRENDS.items()}
-    return Frame(f"run {seen.run}: {state(seen)}", tuple(facts), engines, tuple(waits), wrong, trends)
+    if snapshot.processes and state(snapshot) in WORKING:
+        waits = waits_in_words(snapshot, before) or ["no wait of 5 % or more"]
+    trends = {name: snapshot.history.values(metric) for name, metric in TRENDS.items()}
+    return Frame(f"run {snapshot.run}: {state(snapshot)}", tuple(facts), engines, tuple(waits), wrong, trends)
 
 
-def waits_in_words(seen: RunSnapshot, before: RunSnapshot | None) -> list[str]:
+def waits_in_words(snapshot: RunSnapshot, before: RunSnapshot | None) -> list[str]:
     """Return sentences with the shares of time that processes wait, the largest first, from 5 % up."""
-    ranked = sorted(wait_shares(seen, before).items(), key=lambda item: -item[1])
+    ranked = sorted(wait_shares(snapshot, before).items(), key=lambda item: -item[1])
     return [
         f"{share:4.0%}  {IN_WORDS.get(key, f'{key[0]} waits for {key[1]}')}" for key, share in ranked if share >= 0.05
     ]
 
 
-def wait_shares(seen: RunSnapshot, before: RunSnapshot | None) -> dict[tuple[str, str], float]:
+def wait_shares(snapshot: RunSnapshot, before: RunSnapshot | None) -> dict[tuple[str, str], float]:
     """Return the share of time that each kind of process waits, by (process, cause).
 
     The share is of the time between the two snapshots (or since the start of a new process), averaged over the
@@ -209,8 +205,8 @@ def wait_shares(seen: RunSnapshot, before: RunSnapshot | None) -> dict[tuple[str
     """
     earlier = {(p.process, p.id): p for p in before.processes} if before else {}
     shares: dict[tuple[str, str], list[float]] = {}
-    apart = {("node", e.id) for e in seen.engines if e.role == "eval"}  # training does not wait for these
-    for now in (p for p in seen.processes if (p.process, p.id) not in apart):
+    apart = {("node", e.id) for e in snapshot.engines if e.role == "eval"}  # training does not wait for these
+    for now in (p for p in snapshot.processes if (p.process, p.id) not in apart):
         old = earlier.get((now.process, now.id))
         # a restarted process with the same name counts from zero again
         old = old if old is not None and old.uptime_s < now.uptime_s else None
@@ -243,26 +239,26 @@ class Looks:
     def __init__(self) -> None:
         self._looks: deque[RunSnapshot] = deque()
 
-    def before(self, seen: RunSnapshot) -> RunSnapshot | None:
-        """Return the snapshot to compare `seen` with: the newest that is WINDOW_S old, else the oldest."""
-        if seen.now:
-            self._looks.append(seen)
-        while len(self._looks) > 1 and self._looks[1].now <= seen.now - WINDOW_S:
+    def before(self, snapshot: RunSnapshot) -> RunSnapshot | None:
+        """Return the snapshot to compare `snapshot` with: the newest that is WINDOW_S old, else the oldest."""
+        if snapshot.now:
+            self._looks.append(snapshot)
+        while len(self._looks) > 1 and self._looks[1].now <= snapshot.now - WINDOW_S:
             self._looks.popleft()
-        return self._looks[0] if self._looks and self._looks[0] is not seen else None
+        return self._looks[0] if self._looks and self._looks[0] is not snapshot else None
 
 
-def _weights(seen: RunSnapshot) -> str:
-    if seen.target:
-        return seen.target.version.label
-    return f"{seen.totals.epoch}.{seen.totals.step} (checkpoint)" if seen.totals else "none yet"
+def _weights(snapshot: RunSnapshot) -> str:
+    if snapshot.target:
+        return snapshot.target.version.label
+    return f"{snapshot.totals.epoch}.{snapshot.totals.step} (checkpoint)" if snapshot.totals else "none yet"
 
 
-def _tokens_line(seen: RunSnapshot) -> str:
+def _tokens_line(snapshot: RunSnapshot) -> str:
     """Return the present throughput, or for a run without processes its mean over the last steps."""
-    rollouts, history = seen.of("rollout"), seen.history
+    rollouts, history = snapshot.of("rollout"), snapshot.history
     generated = sum(p.values.get("tokens_generated_per_s", 0.0) for p in rollouts) if rollouts else None
-    trained = seen.learner.values.get("tokens_trained_per_s", 0.0) if seen.learner else None
+    trained = snapshot.learner.values.get("tokens_trained_per_s", 0.0) if snapshot.learner else None
     if generated is not None or trained is not None:
         return f"{_number(generated)} generated, {_number(trained)} trained"
     past = f" (mean of the last {len(history.recent)} steps)" if history.recent else ""

@@ -18,7 +18,7 @@ import torch
 from learner.algorithms.advantages import Outcomes, Turns
 from learner.data.packing import Aggregation
 
-Total = Callable[[torch.Tensor], torch.Tensor]
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a float64 vector over the ranks; every rank must call it, in the same order."""
 
 
@@ -98,18 +98,18 @@ class TopTokens:
 class TokenInputs:
     """What a loss sees of one micro-batch: N trained tokens, all tensors [N], float32 unless said otherwise.
 
-    logprobs   of the policy being trained, with gradient
-    entropy    of its distributions, with gradient where `Requirements.entropy_gradient`
-    behaviour  log-probs when the tokens were sampled
-    old        log-probs of the proximal policy (see `Requirements.old`)
-    reference  log-probs of the reference, None where the algorithm does not need one
-    advantages as `compute_advantages` returned them
-    weights    share of each token in the loss of the whole batch (`learner.data.packing`)
-    mask       bool, False only in dummies that pad a rank
-    trajectory int64, number of the token's trajectory in the batch
-    lags       int64, steps between the version that sampled the token and the one being trained
-    outcome    reward of the token's trajectory, for the metrics
-    top        set if `Requirements.top`
+    logprobs      of the policy being trained, with gradient
+    entropy       of its distributions, with gradient where `Requirements.entropy_gradient`
+    behaviour     log-probs when the tokens were sampled
+    old           log-probs of the proximal policy (see `Requirements.old`)
+    reference     log-probs of the reference, None where the algorithm does not need one
+    advantages    as `compute_advantages` returned them
+    token_weights share of each token in the loss of the whole batch (`learner.data.packing`)
+    mask          bool, False only in dummies that pad a rank
+    trajectory    int64, number of the token's trajectory in the batch
+    lags          int64, steps between the version that sampled the token and the one being trained
+    outcome       reward of the token's trajectory, for the metrics
+    top           set if `Requirements.top`
     """
 
     logprobs: torch.Tensor
@@ -118,7 +118,7 @@ class TokenInputs:
     old: torch.Tensor
     reference: torch.Tensor | None
     advantages: torch.Tensor
-    weights: torch.Tensor
+    token_weights: torch.Tensor
     mask: torch.Tensor
     trajectory: torch.Tensor
     lags: torch.Tensor
@@ -179,7 +179,7 @@ class Algorithm(Protocol):
         ...
 
     def compute_advantages(
-        self, scores: Sequence[TokenScores], total: Total
+        self, scores: Sequence[TokenScores], all_reduce: AllReduce
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
         """Return advantages (and returns) of every token of this rank, and values for the metrics; collective."""
         ...

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from learner.algorithms.advantages import to_rows
-from learner.algorithms.base import TokenInputs, TokenScores, Total
+from learner.algorithms.base import AllReduce, TokenInputs, TokenScores
 from learner.algorithms.kl import log_ratio
 from learner.algorithms.losses import (
     WeightSums,
@@ -48,7 +48,7 @@ class Correction:
         """Return whether the weights of the whole batch are needed before any of them is used."""
         return self._normalises or self._rejection.second_moment > 0
 
-    def prepare(self, scores: Sequence[TokenScores], total: Total) -> None:
+    def prepare(self, scores: Sequence[TokenScores], all_reduce: AllReduce) -> None:
         """Compute the batch-wide quantities: sums of the weights, bound on their second moment; collective."""
         if not self.needs_old_for_advantages:
             return
@@ -61,10 +61,10 @@ class Correction:
             for log_weight, s in zip(log_weights, scores, strict=True):
                 weight = self._weight(log_weight, s.trajectory, s.mask)
                 pieces.append(torch.stack(weight_sums(weight, s.trajectory, s.mask, level=self._settings.level)))
-            self._sums = WeightSums(*total(torch.stack(pieces).sum(0)))
+            self._sums = WeightSums(*all_reduce(torch.stack(pieces).sum(0)))
         if self._rejection.second_moment:
             squares = [x[s.mask].double().square() for x, s in zip(log_weights, scores, strict=True)]
-            self._bound = second_moment_bound(squares, self._rejection.second_moment, total)
+            self._bound = second_moment_bound(squares, self._rejection.second_moment, all_reduce)
 
     def of(self, inputs: TokenInputs, old: torch.Tensor) -> Corrected:
         """Return weights of one micro-batch's tokens, given the proximal log-probs."""

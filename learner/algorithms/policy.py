@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from learner.algorithms.advantages import Outcomes, RunningMoments, Turns, whiten
-from learner.algorithms.base import LossOutput, Requirements, TokenAdvantages, TokenInputs, TokenScores, Total
+from learner.algorithms.base import AllReduce, LossOutput, Requirements, TokenAdvantages, TokenInputs, TokenScores
 from learner.algorithms.correction import Corrected, Correction
 from learner.algorithms.kl import (
     AdaptiveKl,
@@ -156,14 +156,14 @@ class PolicyAlgorithm:
     # --- before the first update ---
 
     def compute_advantages(
-        self, scores: Sequence[TokenScores], total: Total
+        self, scores: Sequence[TokenScores], all_reduce: AllReduce
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
         """Return advantages of tokens over all ranks: `token_advantages`, whitened if so configured."""
-        self._correction.prepare(scores, total)
-        rewards, facts = self._rewards(scores, total)
+        self._correction.prepare(scores, all_reduce)
+        rewards, facts = self._rewards(scores, all_reduce)
         estimates = self.token_advantages(scores, rewards)
         if self.policy_settings.whiten:
-            estimates = _whitened(estimates, scores, total)
+            estimates = _whitened(estimates, scores, all_reduce)
         return estimates, facts
 
     def token_advantages(self, scores: Sequence[TokenScores], rewards: Sequence[torch.Tensor]) -> list[TokenAdvantages]:
@@ -172,7 +172,9 @@ class PolicyAlgorithm:
         """
         return [TokenAdvantages(s.advantages) for s in scores]
 
-    def _rewards(self, scores: Sequence[TokenScores], total: Total) -> tuple[list[torch.Tensor], dict[str, float]]:
+    def _rewards(
+        self, scores: Sequence[TokenScores], all_reduce: AllReduce
+    ) -> tuple[list[torch.Tensor], dict[str, float]]:
         kl = self.policy_settings.kl
         if kl.place == "loss" or not kl.coefficient:
             return [s.rewards for s in scores], {}
@@ -183,7 +185,7 @@ class PolicyAlgorithm:
             rewards.append(penalised(s.rewards, divergence, self._kl.coefficient, s.mask))
             count = len(torch.unique(s.trajectory[s.mask]))
             sums += torch.tensor([float(divergence.double().sum()), float(s.mask.sum()), count], dtype=torch.float64)
-        divergence, tokens, trajectories = total(sums).tolist()
+        divergence, tokens, trajectories = all_reduce(sums).tolist()
         mean = divergence / max(tokens, 1.0)
         facts = {"kl_reference": mean, "kl_coefficient": self._kl.coefficient}
         # not finite: the update is refused; keep the coefficient
@@ -214,17 +216,17 @@ class PolicyAlgorithm:
         surrogate = self.surrogate(inputs, old)
         corrected = self._correction.of(inputs, old)
         values = surrogate.loss * corrected.weight
-        total = weighted_sum(values, inputs.weights, mask)
+        total = weighted_sum(values, inputs.token_weights, mask)
         sums, maxima, ratios = report(inputs, surrogate, corrected, values)
         if s.entropy_coefficient:
-            total = total - s.entropy_coefficient * entropy_sum(inputs.entropy, inputs.weights, mask)
+            total = total - s.entropy_coefficient * entropy_sum(inputs.entropy, inputs.token_weights, mask)
         if s.drift_coefficient:
             drift = log_ratio(inputs.logprobs, old.detach(), mask).square()
-            total = total + s.drift_coefficient * weighted_sum(drift, inputs.weights, mask)
+            total = total + s.drift_coefficient * weighted_sum(drift, inputs.token_weights, mask)
         if inputs.reference is not None and s.kl.place == "loss":
             divergence = self.divergence(inputs, old)
             if not self.distills:
-                total = total + s.kl.coefficient * weighted_sum(divergence, inputs.weights, mask)
+                total = total + s.kl.coefficient * weighted_sum(divergence, inputs.token_weights, mask)
             sums["kl_reference"] = divergence.detach().sum()
         return LossOutput(total, sums, maxima, ratios)
 
@@ -267,9 +269,11 @@ def kl_controller(settings: KlSettings) -> KlController:
 
 
 def _whitened(
-    estimates: Sequence[TokenAdvantages], scores: Sequence[TokenScores], total: Total
+    estimates: Sequence[TokenAdvantages], scores: Sequence[TokenScores], all_reduce: AllReduce
 ) -> list[TokenAdvantages]:
     """Return a copy with advantages of mean 0 and deviation 1 over all tokens of all ranks."""
     sizes = [len(j.advantages) for j in estimates]
-    together = whiten(torch.cat([j.advantages for j in estimates]), torch.cat([s.mask for s in scores]), total=total)
+    together = whiten(
+        torch.cat([j.advantages for j in estimates]), torch.cat([s.mask for s in scores]), all_reduce=all_reduce
+    )
     return [TokenAdvantages(part, j.returns) for part, j in zip(torch.split(together, sizes), estimates, strict=True)]

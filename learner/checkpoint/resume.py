@@ -50,6 +50,11 @@ def with_dtype(run: RunSettings, settings: AnyTrainer) -> AnyTrainer:
     if dtype == settings.model.dtype:
         return settings
     log.info("learner.model.dtype: %s, chosen for this run and machine", dtype)
+    return use_dtype(settings, dtype)
+
+
+def use_dtype(settings: AnyTrainer, dtype: str) -> AnyTrainer:
+    """Return `settings` with `dtype`."""
     return settings.model_copy(update={"model": settings.model.model_copy(update={"dtype": dtype})})
 
 

@@ -52,34 +52,34 @@ class AdvantageEstimator(Protocol):
 class MicroBatch:
     """One forward pass: R rows of L tokens and the N trained tokens in them.
 
-    ids        [R, L] int64, 0 where padding
-    positions  [R, L] int64, from 0 in each trajectory
-    documents  [R, L] int64, which trajectory of its row a token belongs to (from 0), -1 where padding. Trajectories
-               that share a prompt are one document: the prompt, then the rest of each, with positions that continue
-               the prompt's
-    index      [N] int64, row * L + t of the input whose logits predict the trained token
-    targets    [N] int64, the trained token
-    behaviour  [N] float32, its log-prob when it was sampled
-    advantages [N] float32
-    weights    [N] float32, its share in the loss; 0 only in dummies that pad a rank
-    rewards    [N] float32, its reward: a turn's reward at the turn's last trained token, the rest of the
-               trajectory's reward at its last trained token
-    outcome    [N] float32, its trajectory's reward
-    lags       [N] int64, steps between the version that sampled it and the one being trained
-    trajectory [N] int64, its trajectory's number in the batch
-    turn       [N] int64, number of its turn in the trajectory, from 0
-    end        [N] int64, row * L + t of its trajectory's last token if that was truncated and the algorithm
-               bootstraps, -1 elsewhere
+    ids           [R, L] int64, 0 where padding
+    positions     [R, L] int64, from 0 in each trajectory
+    document_ids  [R, L] int64, which trajectory of its row a token belongs to (from 0), -1 where padding. Trajectories
+                  that share a prompt are one document: the prompt, then the rest of each, with positions that continue
+                  the prompt's
+    index         [N] int64, row * L + t of the input whose logits predict the trained token
+    targets       [N] int64, the trained token
+    behaviour     [N] float32, its log-prob when it was sampled
+    advantages    [N] float32
+    token_weights [N] float32, its share in the loss; 0 only in dummies that pad a rank
+    rewards       [N] float32, its reward: a turn's reward at the turn's last trained token, the rest of the
+                  trajectory's reward at its last trained token
+    outcome       [N] float32, its trajectory's reward
+    lags          [N] int64, steps between the version that sampled it and the one being trained
+    trajectory    [N] int64, its trajectory's number in the batch
+    turn          [N] int64, number of its turn in the trajectory, from 0
+    end           [N] int64, row * L + t of its trajectory's last token if that was truncated and the algorithm
+                  bootstraps, -1 elsewhere
     """
 
     ids: IntArray
     positions: IntArray
-    documents: IntArray
+    document_ids: IntArray
     index: IntArray
     targets: IntArray
     behaviour: FloatArray
     advantages: FloatArray
-    weights: FloatArray
+    token_weights: FloatArray
     rewards: FloatArray
     outcome: FloatArray
     lags: IntArray
@@ -123,7 +123,7 @@ class Batch:
     def minibatches(self) -> tuple[MiniBatch, ...]:
         """Return the micro-batches of every part, from all ranks, without dummies."""
         parts = zip(*self.shares, strict=True)
-        return tuple(tuple(m for share in part for m in share if m.weights.any()) for part in parts)
+        return tuple(tuple(m for share in part for m in share if m.token_weights.any()) for part in parts)
 
     @property
     def micro_batches(self) -> MiniBatch:
@@ -404,12 +404,12 @@ def _assemble(
     return MicroBatch(
         ids=placed.ids,
         positions=placed.positions,
-        documents=placed.documents,
+        document_ids=placed.document_ids,
         index=np.concatenate(index),
         targets=np.concatenate([p.targets for p in parts]),
         behaviour=np.concatenate([p.behaviour for p in parts]),
         advantages=advantages[numbers, np.minimum(turns, advantages.shape[1] - 1)].astype(np.float32),
-        weights=weights[numbers].astype(np.float32),
+        token_weights=weights[numbers].astype(np.float32),
         rewards=np.concatenate([p.rewards for p in parts]),
         outcome=np.repeat([p.outcome for p in parts], [len(p.trained) for p in parts]).astype(np.float32),
         lags=np.concatenate([p.lags for p in parts]),
@@ -433,9 +433,9 @@ def _statistics(
     advantages: npt.NDArray[np.float64],
 ) -> dict[str, float]:
     lags = np.concatenate([r.lags for r in rows]) if rows else np.zeros(1, np.int64)
-    micro_batches = [m for part in parts for share in part for m in share if m.weights.any()]
+    micro_batches = [m for part in parts for share in part for m in share if m.token_weights.any()]
     slots = sum(m.ids.size for m in micro_batches)
-    read = sum(int((m.documents >= 0).sum()) for m in micro_batches)
+    read = sum(int((m.document_ids >= 0).sum()) for m in micro_batches)
     spent = np.array([[sum(_cost(m) for m in share) for share in part] for part in parts], np.float64)
     valid = outcomes.rewards[outcomes.valid]
     return {
@@ -458,5 +458,5 @@ def _statistics(
 
 
 def _cost(micro_batch: MicroBatch) -> int:
-    squares = np.where(micro_batch.documents >= 0, 2 * micro_batch.positions + 1, 0).sum()  # 1 + 3 + ... = length^2
+    squares = np.where(micro_batch.document_ids >= 0, 2 * micro_batch.positions + 1, 0).sum()  # 1 + 3 + ... = length^2
     return cost(micro_batch.ids.size, int(squares))

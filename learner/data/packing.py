@@ -160,12 +160,12 @@ def _cost_of(micro_batch: list[list[int]], lengths: Sequence[int]) -> int:
 
 
 class PlacedRows(NamedTuple):
-    """Rows as arrays: ids, positions, documents [R, L] int64 as in `learner.data.batch.MicroBatch`, and `starts`, where
-    each trajectory begins in the flattened rows."""
+    """Rows as arrays: ids, positions, document_ids [R, L] int64 as in `learner.data.batch.MicroBatch`, and `starts`,
+    where each trajectory begins in the flattened rows."""
 
     ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
+    document_ids: npt.NDArray[np.int64]
     starts: list[int]
 
 
@@ -176,7 +176,7 @@ def place_rows(rows: Sequence[Sequence[npt.NDArray[np.int64]]]) -> PlacedRows:
     """
     width = max(sum(map(len, row)) for row in rows)
     shape = (len(rows), width)
-    ids, positions, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    ids, positions, document_ids = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
     starts = []
     for y, row in enumerate(rows):
         x = 0
@@ -184,16 +184,16 @@ def place_rows(rows: Sequence[Sequence[npt.NDArray[np.int64]]]) -> PlacedRows:
             n = len(part)
             ids[y, x : x + n] = part
             positions[y, x : x + n] = np.arange(n)
-            documents[y, x : x + n] = document
+            document_ids[y, x : x + n] = document
             starts.append(y * width + x)
             x += n
-    return PlacedRows(ids, positions, documents, starts)
+    return PlacedRows(ids, positions, document_ids, starts)
 
 
-def holds_several(documents: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> bool:
+def holds_several(document_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> bool:
     """Return whether a row has several trajectories: several documents, or one whose positions go back."""
-    back = (np.diff(positions) != 1) & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
-    return bool((documents > 0).any() or back.any())
+    back = (np.diff(positions) != 1) & (document_ids[:, 1:] == document_ids[:, :-1]) & (document_ids[:, 1:] >= 0)
+    return bool((document_ids > 0).any() or back.any())
 
 
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]

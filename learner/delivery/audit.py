@@ -1,4 +1,4 @@
-"""Conservation audits: run at every checkpoint, reported if they fail, and decisive at the end of a run.
+"""Accounting audits: run at every checkpoint, reported if they fail, and decisive at the end of a run.
 
 By seq: issued = trained + filtered + stale + dead + in flight. By token: `token_accounting.py`. Against Redis:
 
@@ -156,7 +156,7 @@ def _problem(moved: int) -> str:
     return f"{-moved} received tokens are not counted as published in Redis"
 
 
-class ConservationAudit:
+class AccountingAudit:
     """Runs all audits of a run when they are due. Other threads may only call `values`."""
 
     def __init__(

@@ -187,15 +187,15 @@ class DeepSpeedEngine:
         self.updates += applied
         return OptimizerUpdate(float("nan") if norm is None else float(norm), applied, rate)
 
-    def reduce(self, sums: list[float], maxima: list[float]) -> tuple[list[float], list[float]]:
+    def all_reduce_scalars(self, sums: list[float], maxima: list[float]) -> tuple[list[float], list[float]]:
         """Return element-wise sums and maxima over the ranks; collective."""
         if self.world_size == 1:
             return sums, maxima
         largest = torch.tensor(maxima, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-        return self.total(torch.tensor(sums, dtype=torch.float64)).tolist(), largest.tolist()
+        return self.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist(), largest.tolist()
 
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, in a new tensor with the same dtype, on the same device; collective."""
         if self.world_size == 1:
             return tensor.clone()

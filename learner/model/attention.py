@@ -51,20 +51,20 @@ class Spans:
     bounds: torch.Tensor = field(compare=False)
 
     @classmethod
-    def of(cls, documents: torch.Tensor, positions: torch.Tensor) -> Spans:
-        """Return the spans of documents and positions [R, L] int64, as in `learner.data.batch.MicroBatch`.
+    def of(cls, document_ids: torch.Tensor, positions: torch.Tensor) -> Spans:
+        """Return the spans of document_ids and positions [R, L] int64, as in `learner.data.batch.MicroBatch`.
 
         Each document must be contiguous. Where positions go back, another trajectory continues the prompt.
         """
         widths, held, shared = [], [], []
-        for row, places in zip(documents.cpu(), positions.cpu(), strict=True):
+        for row, places in zip(document_ids.cpu(), positions.cpu(), strict=True):
             found, counts = torch.unique_consecutive(row, return_counts=True)
             widths.append(tuple(counts.tolist()))
             held.append(tuple((found >= 0).tolist()))
             spans = zip(torch.split(places, list(widths[-1])), held[-1], strict=True)
             shared.append(tuple(_branches(span) if inside else () for span, inside in spans))
         bounds = torch.tensor([0, *accumulate(width for row in widths for width in row)], dtype=torch.int32)
-        return cls(tuple(widths), tuple(held), tuple(shared), bounds.to(documents.device))
+        return cls(tuple(widths), tuple(held), tuple(shared), bounds.to(document_ids.device))
 
 
 def _branches(positions: torch.Tensor) -> tuple[int, ...]:
@@ -213,16 +213,16 @@ def use_varlen(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
         return False
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    documents = torch.tensor([[0] * 5 + [1] * 40 + [2] * 19, [0] * 50 + [-1] * 14], device=device)
+    document_ids = torch.tensor([[0] * 5 + [1] * 40 + [2] * 19, [0] * 50 + [-1] * 14], device=device)
     positions = torch.tensor([[*range(5), *range(40), *range(19)], [*range(50), *range(14)]], device=device)
-    spans, scaling = Spans.of(documents, positions), width**-0.5
+    spans, scaling = Spans.of(document_ids, positions), width**-0.5
     generator = torch.Generator(device).manual_seed(0)  # not torch's own: the run's random state must not change
 
     def rows(count: int) -> torch.Tensor:
         return torch.randn((2, count, 64, width), generator=generator, device=device, dtype=dtype)
 
     given = (rows(heads), rows(groups), rows(groups))
-    weight = (documents >= 0)[:, :, None, None] * rows(heads).transpose(1, 2)
+    weight = (document_ids >= 0)[:, :, None, None] * rows(heads).transpose(1, 2)
     module = torch.nn.Module()
     module.num_key_value_groups = heads // groups
     _VARLEN.discard(_kind(*given))
@@ -259,27 +259,27 @@ def _with_gradients(
     return [(output * (weight != 0)).detach().float(), *(g.float() for g in gradients)]
 
 
-def block_mask(documents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return [R, 1, L, L] bool of documents and positions [R, L]: token t sees s if s <= t and both are in one
+def block_mask(document_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return [R, 1, L, L] bool of document_ids and positions [R, L]: token t sees s if s <= t and both are in one
     trajectory, or s is in the prompt that t continues (padding sees padding).
     """
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = (positions.diff() != 1) | (documents.diff() != 0)
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = (positions.diff() != 1) | (document_ids.diff() != 0)
     branch = starts.cumsum(1)
-    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    at = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
     begun = positions.gather(1, torch.where(starts, at, 0).cummax(1).values)  # where the token's branch starts
     own = branch[:, :, None] == branch[:, None, :]
     prompt = (begun[:, None, :] == 0) & (positions[:, None, :] < begun[:, :, None])
-    same = documents[:, :, None] == documents[:, None, :]
+    same = document_ids[:, :, None] == document_ids[:, None, :]
     return torch.tril(same & (own | prompt))[:, None]
 
 
 def attention_mask(
-    documents: torch.Tensor, positions: torch.Tensor, config: Any, dtype: torch.dtype
+    document_ids: torch.Tensor, positions: torch.Tensor, config: Any, dtype: torch.dtype
 ) -> torch.Tensor | dict[str, torch.Tensor]:
     """Return `attention_mask` of a transformers base model for rows of several trajectories.
 
-    documents, positions [R, L] int64, as in `learner.data.batch.MicroBatch`.
+    document_ids, positions [R, L] int64, as in `learner.data.batch.MicroBatch`.
     The masks are [R, 1, L, L]: bool for sdpa, of `dtype` and added to the
     scores for eager attention. One mask, or one per kind of layer if the configuration lists other
     kinds than full attention. Raises ValueError for unsupported kinds.
@@ -287,7 +287,7 @@ def attention_mask(
     kinds = layer_kinds(config)
     if kinds - {FULL, SLIDING}:
         raise ValueError(f"unsupported kinds of attention layers: {', '.join(sorted(kinds - {FULL, SLIDING}))}")
-    full = block_mask(documents, positions)
+    full = block_mask(document_ids, positions)
     masks = {FULL: full}
     if SLIDING in kinds:
         far = positions[:, None, :] <= positions[:, :, None] - config.sliding_window

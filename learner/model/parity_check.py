@@ -256,8 +256,8 @@ def _in_one_row(policy: PolicyModel, texts: list[torch.Tensor]) -> torch.Tensor:
     filling = torch.zeros(PADDING, dtype=torch.long)
     ids = torch.cat([*(t[:-1] for t in texts), filling])[None]
     positions = torch.cat([*(torch.arange(n) for n in LENGTHS), filling])[None]
-    documents = torch.cat([*(torch.full((n,), number) for number, n in enumerate(LENGTHS)), filling - 1])[None]
-    return _scored(policy, ids, positions, documents, torch.arange(sum(LENGTHS)), texts)
+    document_ids = torch.cat([*(torch.full((n,), number) for number, n in enumerate(LENGTHS)), filling - 1])[None]
+    return _scored(policy, ids, positions, document_ids, torch.arange(sum(LENGTHS)), texts)
 
 
 def _behind_one_prompt(policy: PolicyModel, texts: list[torch.Tensor]) -> torch.Tensor:
@@ -265,18 +265,18 @@ def _behind_one_prompt(policy: PolicyModel, texts: list[torch.Tensor]) -> torch.
     filling = torch.zeros(PADDING, dtype=torch.long)
     ids = torch.cat([texts[0][:-1], texts[1][PROMPT:-1], filling])[None]
     positions = torch.cat([torch.arange(first), torch.arange(PROMPT, second), filling])[None]
-    documents = torch.cat([torch.zeros(first + second - PROMPT, dtype=torch.long), filling - 1])[None]
+    document_ids = torch.cat([torch.zeros(first + second - PROMPT, dtype=torch.long), filling - 1])[None]
     index = torch.cat([torch.arange(first), torch.arange(PROMPT), torch.arange(first, first + second - PROMPT)])
-    return _scored(policy, ids, positions, documents, index, texts)
+    return _scored(policy, ids, positions, document_ids, index, texts)
 
 
 def _scored(
     policy: PolicyModel,
     ids: torch.Tensor,
     positions: torch.Tensor,
-    documents: torch.Tensor | None,
+    document_ids: torch.Tensor | None,
     index: torch.Tensor,
     texts: list[torch.Tensor],
 ) -> torch.Tensor:
     targets = torch.cat([t[1:] for t in texts])
-    return policy(ids, positions, documents, index, targets, 1.0, False).logprobs.double()  # type: ignore[no-any-return]
+    return policy(ids, positions, document_ids, index, targets, 1.0, False).logprobs.double()  # type: ignore[no-any-return]

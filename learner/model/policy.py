@@ -61,7 +61,7 @@ class PolicyModel(torch.nn.Module):
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        documents: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
         index: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
@@ -71,10 +71,10 @@ class PolicyModel(torch.nn.Module):
     ) -> Scores:
         """Return the scores of the N trained tokens.
 
-        ids, positions [R, L] int64; documents [R, L] int64, or None if no row contains more than one trajectory;
+        ids, positions [R, L] int64; document_ids [R, L] int64, or None if no row contains more than one trajectory;
         index [N] int64 into the flattened rows, targets [N] int64, at_ids [N, k] int64.
         """
-        hidden = hidden_states(backbone(self.causal), ids, positions, documents)[index]
+        hidden = hidden_states(backbone(self.causal), ids, positions, document_ids)[index]
         top = min(top, self.top_among)
         layer = OutputLayer.of(self.causal)
         if isinstance(layer.head, ScoringLinear) and layer.cap is None:
@@ -106,7 +106,7 @@ def backbone(causal: Any) -> Any:
 
 
 def hidden_states(
-    base: Any, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None
+    base: Any, ids: torch.Tensor, positions: torch.Tensor, document_ids: torch.Tensor | None
 ) -> torch.Tensor:
     """Return [R * L, H]: the last hidden states of a base model of transformers, rows one after the other.
 
@@ -115,10 +115,10 @@ def hidden_states(
     if length_limit(base.config):
         refuse_context(base.config.name_or_path, base.config, int(positions.max()) + 1)
     who: dict[str, Any] = {"attention_mask": None}
-    if documents is not None and takes_spans(base.config):
-        who["spans"] = Spans.of(documents, positions)
-    elif documents is not None:
-        who["attention_mask"] = attention_mask(documents, positions, base.config, base.dtype)
+    if document_ids is not None and takes_spans(base.config):
+        who["spans"] = Spans.of(document_ids, positions)
+    elif document_ids is not None:
+        who["attention_mask"] = attention_mask(document_ids, positions, base.config, base.dtype)
     output = base(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, **who)
     hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1)
     return hidden

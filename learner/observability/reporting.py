@@ -13,7 +13,7 @@ import numpy as np
 
 from learner.config.learner import LearnerSettings
 from learner.data.sampler import Sampler
-from learner.delivery.audit import ConservationAudit
+from learner.delivery.audit import AccountingAudit
 from learner.delivery.dead_letters import LEARNER_ID
 from learner.delivery.entry import StreamEntry
 from learner.delivery.identity import location_facts
@@ -56,7 +56,7 @@ SHOWN = {
 
 
 def snapshot_source(
-    run: RunSettings, delivery: DeliveryState, lease: LearnerLease, meter: Meter, audit: ConservationAudit
+    run: RunSettings, delivery: DeliveryState, lease: LearnerLease, meter: Meter, audit: AccountingAudit
 ) -> Callable[[], MetricsSnapshot]:
     """Return a thread-safe function that returns the current snapshot."""
 

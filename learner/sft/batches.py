@@ -65,7 +65,7 @@ class SftMicroBatch:
 
     ids: IntArray
     positions: IntArray
-    documents: IntArray
+    document_ids: IntArray
     index: IntArray
     targets: IntArray
     tokens: int
@@ -82,7 +82,7 @@ def micro_batches(examples: Sequence[SftExample], settings: BatchSettings) -> It
         yield SftMicroBatch(
             placed.ids,
             placed.positions,
-            placed.documents,
+            placed.document_ids,
             index=np.concatenate([start + e.trained - 1 for start, e in zip(placed.starts, parts, strict=True)]),
             targets=np.concatenate([e.ids[e.trained] for e in parts]),
             tokens=sum(len(e.inputs) for e in parts),

@@ -153,11 +153,11 @@ class _SftTrainer:
 
     def _log_probs(self, part: SftMicroBatch) -> torch.Tensor:
         """Return the log-probs of the trained tokens."""
-        ids, positions, documents, index, targets = (
+        ids, positions, document_ids, index, targets = (
             torch.from_numpy(array).to(self._device)
-            for array in (part.ids, part.positions, part.documents, part.index, part.targets)
+            for array in (part.ids, part.positions, part.document_ids, part.index, part.targets)
         )
-        packed = documents if int(documents.max()) > 0 else None
+        packed = document_ids if int(document_ids.max()) > 0 else None
         scores = self._policy(ids, positions, packed, index, targets, 1.0, False)
         logprobs: torch.Tensor = scores.logprobs
         return logprobs

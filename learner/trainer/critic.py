@@ -24,13 +24,13 @@ class ValueModel(torch.nn.Module):
         self.head = ValueHead(width, backbone.dtype)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None, index: torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, document_ids: torch.Tensor | None, index: torch.Tensor
     ) -> torch.Tensor:
         """Return [N] float32: values of the states at `index`, each computed from the tokens before its token.
 
         Inputs as in `PolicyModel.forward`.
         """
-        values: torch.Tensor = self.head(hidden_states(self.backbone, ids, positions, documents)[index])
+        values: torch.Tensor = self.head(hidden_states(self.backbone, ids, positions, document_ids)[index])
         return values
 
 

@@ -11,14 +11,14 @@ import torch
 from learner.algorithms.base import LossOutput
 from learner.algorithms.losses import VarianceSums, WeightSums, effective_sample_size, explained_variance
 
-Reduce = Callable[[list[float], list[float]], tuple[list[float], list[float]]]
+AllReduceScalars = Callable[[list[float], list[float]], tuple[list[float], list[float]]]
 """Element-wise sums and maxima over the ranks; collective."""
 VARIANCE = ("return_mean", "return_square", "value_error", "value_error_square")
 """Names of the sums for the explained variance, which spans the batch: fields of `VarianceSums` but for the tokens."""
 
 
 def summed(
-    outputs: Sequence[LossOutput], num_tokens: int, num_trained: int, reduce: Reduce
+    outputs: Sequence[LossOutput], num_tokens: int, num_trained: int, all_reduce: AllReduceScalars
 ) -> tuple[dict[str, float], int]:
     """Return the metrics, with the loss, and `num_trained` over all ranks; collective.
 
@@ -34,7 +34,7 @@ def summed(
             totals[key] += float(value)
         for name, value in output.maxima.items():
             largest[name] = max(largest.get(name, -math.inf), float(value))
-    (trained, tokens, *sums), maxima = reduce([num_trained, num_tokens, *totals.values()], list(largest.values()))
+    (trained, tokens, *sums), maxima = all_reduce([num_trained, num_tokens, *totals.values()], list(largest.values()))
     totals.update(zip(totals, sums, strict=True))
     metrics = {"loss": totals["loss", ""]}
     metrics |= {name: total / tokens for (kind, name), total in totals.items() if kind == "sum"}

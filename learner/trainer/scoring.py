@@ -1,4 +1,4 @@
-"""Scores of a share's tokens before its first update, by the policy, the critic and the reference; no gradient."""
+"""Scores of a rank's tokens before its first update, by the policy, the critic and the reference; no gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScoredTokens:
     The first fields as in `MicroBatch`, the last ones as in `TokenScores` and `TokenAdvantages`; None until computed,
     or where not required.
 
-    documents      None if no row contains two trajectories
+    document_ids   None if no row contains two trajectories
     advantages     from the outcomes, then those of `Algorithm.compute_advantages`
     mask           [N] bool, False in dummies that pad a rank; `num_weighted` are True
     minibatch      number of its update in each epoch, from 0
@@ -32,12 +32,12 @@ class ScoredTokens:
 
     ids: torch.Tensor
     positions: torch.Tensor
-    documents: torch.Tensor | None
+    document_ids: torch.Tensor | None
     index: torch.Tensor
     targets: torch.Tensor
     behaviour: torch.Tensor
     advantages: torch.Tensor
-    weights: torch.Tensor
+    token_weights: torch.Tensor
     rewards: torch.Tensor
     outcome: torch.Tensor
     lags: torch.Tensor
@@ -63,16 +63,16 @@ class ScoredTokens:
         moved: dict[str, Any] = {
             name: torch.from_numpy(getattr(micro_batch, name)).to(device) for name in MicroBatch.__dataclass_fields__
         }
-        if not holds_several(micro_batch.documents, micro_batch.positions):
-            moved["documents"] = None
-        weighted = int((micro_batch.weights > 0).sum())
-        mask = moved["weights"] > 0
+        if not holds_several(micro_batch.document_ids, micro_batch.positions):
+            moved["document_ids"] = None
+        weighted = int((micro_batch.token_weights > 0).sum())
+        mask = moved["token_weights"] > 0
         return cls(**moved, mask=mask, num_weighted=weighted, minibatch=number, temperature=temperature)
 
     @property
     def inputs(self) -> tuple[Any, ...]:
         """Return the first arguments of a model's forward pass."""
-        return self.ids, self.positions, self.documents, self.index
+        return self.ids, self.positions, self.document_ids, self.index
 
     @property
     def policy_inputs(self) -> tuple[Any, ...]:
@@ -118,13 +118,13 @@ class ScoredTokens:
 
 
 @torch.no_grad()
-def score(share: RankBatch, models: Models, algorithm: Algorithm) -> list[ScoredTokens]:
+def score(rank_batch: RankBatch, models: Models, algorithm: Algorithm) -> list[ScoredTokens]:
     """Return the micro-batches with the scores that the algorithm needs; collective at ZeRO stage 3.
 
-    One model after the other over the whole share, so that unused models can be offloaded.
+    One model after the other over the whole batch of the rank, so that unused models can be offloaded.
     """
-    batch, needs = on_device(share, models.device), algorithm.requirements
-    if needs_old_scores(needs, models, updates=algorithm.epochs * len(share.minibatches)):
+    batch, needs = on_device(rank_batch, models.device), algorithm.requirements
+    if needs_old_scores(needs, models, updates=algorithm.epochs * len(rank_batch.minibatches)):
         for tokens in batch:
             score_by_policy(tokens, models, needs)
     if models.critic is not None:
@@ -138,12 +138,12 @@ def score(share: RankBatch, models: Models, algorithm: Algorithm) -> list[Scored
     return batch
 
 
-def on_device(share: RankBatch, device: torch.device) -> list[ScoredTokens]:
+def on_device(rank_batch: RankBatch, device: torch.device) -> list[ScoredTokens]:
     """Return the micro-batches of all minibatches, in order."""
     batch = []
-    for number, minibatch in enumerate(share.minibatches):
+    for number, minibatch in enumerate(rank_batch.minibatches):
         for micro_batch in minibatch:
-            batch.append(ScoredTokens.of(micro_batch, number, share.temperature, device))
+            batch.append(ScoredTokens.of(micro_batch, number, rank_batch.temperature, device))
     return batch
 
 

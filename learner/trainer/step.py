@@ -1,8 +1,9 @@
-"""One training step of a rank: from its share of a batch to new weights.
+"""One training step of a rank: from its part of a batch to new weights.
 
-share -> scores of the old policy, the critic and the reference (no gradient) -> advantages and returns (over all ranks)
-      -> epochs x minibatches: gradients of all micro-batches, then one update of the policy and one of the critic
-      -> the reference is updated; sums over all tokens and ranks become metrics
+rank_batch
+  -> scores of the old policy, the critic and the reference (no gradient) -> advantages and returns (over all ranks)
+  -> epochs x minibatches: gradients of all micro-batches, then one update of the policy and one of the critic
+  -> the reference is updated; sums over all tokens and ranks become metrics
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class StepResult:
     """Result of a step, or of its updates so far.
 
     update          the last one
-    batch           the micro-batches of the share
+    batch           the micro-batches of the rank
     minibatches     number of minibatches, from the first, in an applied update
     tokens_trained  number of their tokens, over all ranks
     metrics         over all ranks, with the loss
@@ -43,19 +44,19 @@ class StepResult:
     num_tokens: int = 0
 
 
-def run_step(share: RankBatch, models: Models, algorithm: Algorithm) -> StepResult:
-    """Update the weights with `share`, unless the first update is not finite; collective."""
-    batch = score(share, models, algorithm)
-    advantages, facts = algorithm.compute_advantages([tokens.scores for tokens in batch], models.policy.total)
+def run_step(rank_batch: RankBatch, models: Models, algorithm: Algorithm) -> StepResult:
+    """Update the weights with `rank_batch`, unless the first update is not finite; collective."""
+    batch = score(rank_batch, models, algorithm)
+    advantages, facts = algorithm.compute_advantages([tokens.scores for tokens in batch], models.policy.all_reduce)
     for tokens, found in zip(batch, advantages, strict=True):
         tokens.advantages, tokens.returns = found.advantages, found.returns
-    result = run_updates(batch, len(share.minibatches), models, algorithm)
+    result = run_updates(batch, len(rank_batch.minibatches), models, algorithm)
     if result.minibatches:
         algorithm.after_update()
         models.after_update()
     trained = sum(tokens.num_weighted for tokens in batch if tokens.minibatch < result.minibatches)
-    sums, result.tokens_trained = summed(result.outputs, result.num_tokens, trained, models.policy.reduce)
-    result.metrics = sums | share.stats | facts | result.metrics
+    sums, result.tokens_trained = summed(result.outputs, result.num_tokens, trained, models.policy.all_reduce_scalars)
+    result.metrics = sums | rank_batch.stats | facts | result.metrics
     return result
 
 
@@ -125,7 +126,7 @@ def policy_loss(tokens: ScoredTokens, models: Models, algorithm: Algorithm) -> L
             old=old,
             reference=tokens.reference,
             advantages=tokens.advantages,
-            weights=tokens.weights,
+            token_weights=tokens.token_weights,
             mask=tokens.mask,
             trajectory=tokens.trajectory,
             lags=tokens.lags,
@@ -150,7 +151,7 @@ def critic_loss(values: torch.Tensor, tokens: ScoredTokens, settings: CriticSett
     huber = settings.huber_delta if settings.loss == "huber" else None
     found = value_loss(values, tokens.values, tokens.returns, mask, clip=settings.clip or None, huber=huber)
     return LossOutput(
-        weighted_sum(found.loss, tokens.weights, mask),
+        weighted_sum(found.loss, tokens.token_weights, mask),
         sums={
             "value_loss": torch.where(mask, found.loss.detach(), 0.0).sum(),
             "value_clip_fraction": found.clipped.sum(),

@@ -44,7 +44,7 @@ class Trainer:
         if settings.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
             torch.use_deterministic_algorithms(True)
-        if settings.model.dtype == "auto":  # without a run around it, or on another rank
+        if settings.model.dtype == "auto":  # without a run around it
             settings = with_dtype(run, settings)
         self.algorithm: Algorithm = build_algorithm(settings.algorithm)
         self.settings = settings
@@ -81,7 +81,7 @@ class Trainer:
         return [path for path in files if not path.name.endswith(WEIGHT_SUFFIXES)]
 
     def rank_batches(self, batch: Batch) -> list[RankBatch]:
-        """Return each rank's share. Raises UserError for tokens outside the model's vocabulary."""
+        """Return each rank's batch. Raises UserError for tokens outside the model's vocabulary."""
         if len(batch.shares) != self.world_size:
             raise ValueError(f"a batch for {len(batch.shares)} ranks, but there are {self.world_size}")
         largest = 0
@@ -97,21 +97,21 @@ class Trainer:
         return batch.rank_batches
 
     def train(self, batch: Batch) -> StepReport:
-        """Run `train_rank_batch` on this rank's share of a batch that every rank has; collective."""
-        share = self.rank_batches(batch)[self.rank]
-        return self.train_rank_batch(share)
+        """Run `train_rank_batch` on this rank's part of a batch that every rank has; collective."""
+        rank_batch = self.rank_batches(batch)[self.rank]
+        return self.train_rank_batch(rank_batch)
 
-    def train_rank_batch(self, share: RankBatch) -> StepReport:
-        """Update the weights with a batch, `share` being this rank's part; collective."""
+    def train_rank_batch(self, rank_batch: RankBatch) -> StepReport:
+        """Update the weights with a batch, `rank_batch` being this rank's part; collective."""
         start, keep = time.perf_counter(), self.settings.token_values
-        if not share.num_tokens:
-            return StepReport(0.0, 0.0, True, NO_TOKENS, dict(share.stats), 0, time.perf_counter() - start)
-        result = run_step(share, self._models, self.algorithm)
-        if result.minibatches and keep.due(share.source.step):
+        if not rank_batch.num_tokens:
+            return StepReport(0.0, 0.0, True, NO_TOKENS, dict(rank_batch.stats), 0, time.perf_counter() - start)
+        result = run_step(rank_batch, self._models, self.algorithm)
+        if result.minibatches and keep.due(rank_batch.source.step):
             values = TokenValues()
             for tokens in result.batch:
                 values.add(**tokens.columns)
-            values.write(self._token_values, share.source, rank=self.rank, keep=keep.keep)
+            values.write(self._token_values, rank_batch.source, rank=self.rank, keep=keep.keep)
         return StepReport(
             loss=result.metrics.pop("loss"),
             grad_norm=result.update.grad_norm,

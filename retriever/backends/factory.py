@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from retriever.backends.base import Backend, Embedder
 from retriever.backends.index import open_index_backend
 from retriever.backends.memory.backend import open_memory
-from retriever.backends.web.backend import open_online
+from retriever.backends.web.backend import open_web
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics
 
@@ -46,7 +46,7 @@ async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> OpenBac
 
 async def _open_source(settings: RetrieverSettings, metrics: Metrics) -> OpenBackend:
     if settings.online is not None:
-        online = open_online(settings.online)
+        online = open_web(settings.online)
         metrics.add_provider(settings.online.type, online.counters)
         # twice the concurrency: some queries wait for pages or for the rate limit
         return OpenBackend(

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -196,6 +196,10 @@ class Searcher:
         """Return the passage with this id, or None. Any thread."""
         passage = self._corpus.find(passage_id)
         return None if passage is None else self._with_sent_fields(passage)
+
+    def passages(self) -> Iterator[Passage]:
+        """Yield all passages of the corpus, in its order."""
+        return map(self._corpus.passage, range(len(self._corpus)))
 
     def _document(self, row: int) -> bytes:
         return document_json(self._with_sent_fields(self._corpus.passage(row)))

@@ -1,4 +1,4 @@
-"""Embedded inference engine for small models on CPUs, so that the whole ring runs without a GPU.
+"""CPU inference engine for small models on CPUs, so that the whole ring runs without a GPU.
 
 Implements the part of SGLang's HTTP API that Foray uses, so the rest of Foray treats both engines alike. The module
 docstring of `server/app.py` shows its structure. Differences from SGLang 0.5.23:

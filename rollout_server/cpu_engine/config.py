@@ -19,7 +19,7 @@ from protocol.settings import Settings
 
 
 class EngineSettings(Settings):
-    """Settings of one embedded engine."""
+    """Settings of one CPU engine."""
 
     model_path: Path
     """Model directory in Hugging Face layout: config.json, safetensors, tokenizer.json."""

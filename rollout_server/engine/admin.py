@@ -17,7 +17,7 @@ from rollout_server.engine.base import EngineError
 from rollout_server.engine.client import CONTROL_TIMEOUT_S, EngineHttp, json_object
 
 LAYERS = "num_computed_layers"
-"""Figure of the embedded engine in /v1/loads: layers computed since its start."""
+"""Figure of the CPU engine in /v1/loads: layers computed since its start."""
 NO_PROGRESS = frozenset({"num_waiting_reqs", "num_total_reqs", "num_waiting_uncached_tokens", "queues", "timestamp"})
 """Figures in /v1/loads that change without a step."""
 
@@ -100,7 +100,7 @@ class EngineAdmin:
     async def scheduler_figures(self, *, timeout_s: float) -> Any:
         """Return what changes in `GET /v1/loads` only when a scheduler computes, for each scheduler.
 
-        The embedded engine counts the layers within a step. Other figures change at the end of a step; the length of
+        The CPU engine counts the layers within a step. Other figures change at the end of a step; the length of
         the queue is left out, because a scheduler that only receives requests changes it too. The HTTP process answers
         at once, with the last values of its schedulers.
         """

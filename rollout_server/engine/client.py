@@ -1,4 +1,4 @@
-"""Generation client for one engine with SGLang's HTTP API: SGLang or the embedded CPU engine.
+"""Generation client for one engine with SGLang's HTTP API: SGLang or the CPU engine.
 
 Answers are streamed, so that the sampled tokens are kept when an engine fails. Every failure is an EngineError with a
 cause.

@@ -156,7 +156,7 @@ def cause_of_status(status: int) -> str:
 class ReceivedTokens:
     """Tokens of one request to `engine`, kept however it ends.
 
-    If the engine reports the version of each token (`weight_versions`: the embedded engine in every chunk, SGLang in
+    If the engine reports the version of each token (`weight_versions`: the CPU engine in every chunk, SGLang in
     the last one), that is used. A stream that breaks earlier has only the label of each chunk. A chunk with a new label
     may hold tokens of both versions: its tokens and all later ones are dropped and counted, since a token with a wrong
     version would be trained with a wrong ratio.

@@ -72,7 +72,7 @@ def _no_engine(url: str, why: str) -> UserError:
     return UserError(
         f"the server at {url} is not an engine",
         why=why,
-        todo="use the base URL of an SGLang server (0.5.21 or newer) or of an embedded engine, not of a router",
+        todo="use the base URL of an SGLang server (0.5.21 or newer) or of a CPU engine, not of a router",
     )
 
 

@@ -13,8 +13,8 @@ from rollout_server.engine.base import EngineError
 log = logging.getLogger(__name__)
 
 EVERY_TRANSPORT: tuple[Transport, ...] = ("disk", "distributed", "adapter")
-EMBEDDED = "foray-cpu"
-"""Name of the embedded engine in /server_info."""
+CPU_ENGINE = "foray-cpu"
+"""Name of the CPU engine in /server_info."""
 NO_OVERLAP = "--disable-overlap-schedule"
 
 
@@ -33,7 +33,7 @@ async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str
         log.warning("the engine does not report its capabilities: %s", error)
         return {}
     loads = await client.loads()
-    real = info.get("engine") != EMBEDDED
+    real = info.get("engine") != CPU_ENGINE
     if real and pause_mode == "in_place" and not info.get("disable_overlap_schedule"):
         raise UserError(
             "this SGLang does not support engine.pause_mode=in_place",

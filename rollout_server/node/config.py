@@ -15,10 +15,10 @@ GPU_INTERPRETER = ".venv-engine/bin/python"
 
 
 class CpuEngine(Settings):
-    """The embedded engine for small models on CPUs."""
+    """The CPU engine for small models on CPUs."""
 
     type: Literal["cpu"] = "cpu"
-    """Engine type: the embedded CPU engine."""
+    """Engine type: the CPU engine."""
     threads: int = Field(default=1, ge=1)
     """Number of compute threads."""
     max_running: int = Field(default=64, ge=1)

@@ -55,7 +55,7 @@ VERSIONS_PROGRAM = (
     "print(json.dumps(torch_versions()))"
 )
 LONGEST_UPDATE_S = 3600.0
-"""Largest --update-timeout-s of the embedded engine."""
+"""Largest --update-timeout-s of the CPU engine."""
 VERSIONS_S = 30.0
 """Timeout for an interpreter to start and read its packages' metadata, also from a network file system."""
 
@@ -109,7 +109,7 @@ def command(
     home      private directory of this launch: SGLang reads its keys from a file there
     day       date for chat templates that contain one (`run.date`); SGLang has no such flag
     seed      of requests without one
-    update_s  timeout of the embedded engine for the learner in a group, which ends a transfer much earlier
+    update_s  timeout of the CPU engine for the learner in a group, which ends a transfer much earlier
     in_place  it will be paused in place: SGLang must then run without overlap scheduling (see `capabilities`)
     """
     common = ["--model-path", str(model), "--host", host, "--port", str(port), "--weight-version", label]

@@ -1,6 +1,6 @@
 """The watchdog: detects an engine whose scheduler hangs while its HTTP server answers, or that is suspended.
 
-A sign of life is a generated token, or progress of its scheduler: layers that the embedded engine has computed, figures
+A sign of life is a generated token, or progress of its scheduler: layers that the CPU engine has computed, figures
 that SGLang changes at the end of a step. Either is enough, so that a busy engine is not considered dead: its answer may
 be late, but a step ends. While it is paused for a weight update, any answer is a sign of life; the update has its own
 limit. CPU time is no sign: a thread that spins computes nothing.

@@ -9,9 +9,15 @@ from protocol.settings import union_of
 from rollout_server.rewards.base import Reward, RewardSettingsBase, TurnReward
 from rollout_server.rewards.custom import CustomSettings
 from rollout_server.rewards.format import FormatSettings, TurnFormatSettings
+from rollout_server.rewards.http import HttpRewardSettings
 from rollout_server.rewards.judge import JudgeSettings
-from rollout_server.rewards.penalties import LengthPenaltySettings, RepeatedQuerySettings, SearchCostSettings
-from rollout_server.rewards.remote import EndpointSettings
+from rollout_server.rewards.penalties import (
+    LengthPenaltySettings,
+    MissingActionSettings,
+    RepeatedQuerySettings,
+    SearchCostSettings,
+)
+from rollout_server.rewards.remote import ServiceSettings
 from rollout_server.rewards.research import ReSearchSettings
 from rollout_server.rewards.resources import RewardResources
 from rollout_server.rewards.retrieval import RetrievalHitSettings, TurnRetrievalSettings
@@ -28,11 +34,13 @@ REGISTRY: dict[type[RewardSettingsBase], str] = {
     SemanticSettings: "rollout_server.rewards.semantic:Semantic",
     JudgeSettings: "rollout_server.rewards.judge:Judge",
     SearchCostSettings: "rollout_server.rewards.penalties:SearchCost",
+    MissingActionSettings: "rollout_server.rewards.penalties:MissingAction",
     LengthPenaltySettings: "rollout_server.rewards.penalties:LengthPenalty",
     RepeatedQuerySettings: "rollout_server.rewards.penalties:RepeatedQuery",
     TurnRetrievalSettings: "rollout_server.rewards.retrieval:TurnRetrieval",
     TurnFormatSettings: "rollout_server.rewards.format:TurnFormat",
     CustomSettings: "rollout_server.rewards.custom:Custom",
+    HttpRewardSettings: "rollout_server.rewards.http:HttpReward",
 }
 """Settings class -> "module:Class"; the class takes the settings."""
 
@@ -49,6 +57,6 @@ def build_reward(settings: RewardSettingsBase, resources: RewardResources) -> Re
     """
     reward = resolve_name(REGISTRY[type(settings)])
     built: Reward | TurnReward = (
-        reward(settings, resources) if isinstance(settings, EndpointSettings) else reward(settings)
+        reward(settings, resources) if isinstance(settings, ServiceSettings) else reward(settings)
     )
     return built

@@ -10,6 +10,7 @@ It includes exact match, so it is usually the only reward, with weight 1:
 
 Well-formed: every turn but the last is <think>..</think><search>..</search>, the last is <think>..</think>
 <answer>..</answer>, with white space between and no other tag: an <information> written by the policy is ill-formed.
+With `think: optional` the thought may be left out, for templates that ask for none (`search_r1_fast`).
 Text after a turn's closing tag is ignored: a token may extend beyond the end of the turn. A tool call counts like a
 search.
 
@@ -29,31 +30,25 @@ from pydantic import Field
 from rollout_server.rewards.base import RewardInput, RewardSettingsBase, TurnText
 from rollout_server.rewards.text_match import ExactMatch, covers
 
-
-def turn_shape(action: str, tags: str) -> re.Pattern[str]:
-    """Return the pattern <think>..</think> <action>..</action> without any of `tags` inside."""
-    inside = rf"(?:(?!</?(?:{tags})>).)*"
-    return re.compile(rf"\s*<think>{inside}</think>\s*<{action}>{inside}</{action}>", re.DOTALL)
-
-
+Think = Literal["required", "optional"]
 _TAGS = "think|search|information|answer"
-_SEARCH, _ANSWER = turn_shape("search", _TAGS), turn_shape("answer", _TAGS)
 
 
 @lru_cache
-def call_shape(tool: str, tags: str) -> re.Pattern[str]:
-    """Return the pattern of a turn that calls `tool`, without its tag inside."""
-    return turn_shape(tool, f"{tags}|{tool}")
+def turn_shape(action: str, tags: str, think: Think = "required") -> re.Pattern[str]:
+    """Return the pattern <think>..</think> <action>..</action> without any of `tags`, or the action's, inside."""
+    inside = rf"(?:(?!</?(?:{tags}|{action})>).)*"
+    thought = rf"(?:<think>{inside}</think>){'?' if think == 'optional' else ''}"
+    return re.compile(rf"\s*{thought}\s*<{action}>{inside}</{action}>", re.DOTALL)
 
 
-def well_formed(turns: tuple[TurnText, ...]) -> bool:
+def well_formed(turns: tuple[TurnText, ...], think: Think = "required") -> bool:
     """Return whether the policy's turns follow the protocol, as defined in the module docstring."""
     if not turns:
         return False
-    *before, last = turns
-    shapes = [call_shape(turn.tool, _TAGS) if turn.tool else _SEARCH for turn in before]
-    formed = all(shape.match(turn.policy) for shape, turn in zip(shapes, before, strict=True))
-    return formed and _ANSWER.match(last.policy) is not None
+    actions = [*(turn.tool or "search" for turn in turns[:-1]), "answer"]
+    shapes = (turn_shape(action, _TAGS, think) for action in actions)
+    return all(shape.match(turn.policy) for shape, turn in zip(shapes, turns, strict=True))
 
 
 class FormatReward:
@@ -69,7 +64,7 @@ class FormatReward:
         symbols = self._settings
         if outcome.answer is None:
             return 0.0
-        formed = well_formed(outcome.turns)
+        formed = well_formed(outcome.turns, symbols.think)
         if await self._exact(outcome):
             return symbols.score if formed else symbols.score - symbols.structure
         if not formed:
@@ -90,10 +85,11 @@ class FormatSettings(RewardSettingsBase):
     """Score of a wrong answer in an ill-formed trajectory."""
     retrieval: float = Field(default=0.0, ge=0)
     """Added to a wrong answer in a well-formed trajectory, if an observation contained a gold answer."""
+    think: Think = "required"
+    """Whether a well-formed turn begins with a thought."""
 
 
 _TURN_TAGS = "think|search|information|result|answer"
-_TURN_SHAPES = (turn_shape("search", _TURN_TAGS), turn_shape("answer", _TURN_TAGS))
 
 
 class TurnFormat:
@@ -110,12 +106,14 @@ class TurnFormat:
     name = "turn_format"
 
     def __init__(self, settings: TurnFormatSettings) -> None:
-        self._well, self._ill = settings.well, settings.ill
+        self._settings = settings
 
     async def per_turn(self, outcome: RewardInput) -> Sequence[float]:
-        shapes = ((call_shape(turn.tool, _TURN_TAGS),) if turn.tool else _TURN_SHAPES for turn in outcome.turns)
-        formed = (any(s.match(turn.policy) for s in each) for each, turn in zip(shapes, outcome.turns, strict=True))
-        return [self._well if good else self._ill for good in formed]
+        return [self._settings.well if self._formed(turn) else self._settings.ill for turn in outcome.turns]
+
+    def _formed(self, turn: TurnText) -> bool:
+        actions = (turn.tool,) if turn.tool else ("search", "answer")
+        return any(turn_shape(action, _TURN_TAGS, self._settings.think).match(turn.policy) for action in actions)
 
 
 class TurnFormatSettings(RewardSettingsBase):
@@ -126,3 +124,5 @@ class TurnFormatSettings(RewardSettingsBase):
     """Score of a well-formed turn. A value above 0 rewards more turns."""
     ill: float = -1.0
     """Score of any other turn."""
+    think: Think = "required"
+    """Whether a well-formed turn begins with a thought."""

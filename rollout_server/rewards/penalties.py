@@ -1,4 +1,4 @@
-"""Penalties for long trajectories, repeated queries and many searches. Never above 0."""
+"""Penalties for long trajectories, repeated queries, many searches, and for no search or no answer. Never above 0."""
 
 from __future__ import annotations
 
@@ -102,3 +102,33 @@ class SearchCostSettings(RewardSettingsBase):
     """Number of searches without a penalty."""
     cap: float = Field(default=1.0, ge=0)
     """Maximum penalty of a trajectory."""
+
+
+class MissingAction:
+    """Scores -`search` without a search and -`answer` without an answer: of Search-R1++'s reward (arXiv 2602.19526),
+    what it adds to F1. With F1 alone a policy stops to answer where it expects to be wrong.
+
+    Failed searches count as searches: the policy asked.
+    """
+
+    name = "missing_action"
+
+    def __init__(self, settings: MissingActionSettings) -> None:
+        self._settings = settings
+
+    async def __call__(self, outcome: RewardInput) -> float:
+        costs = self._settings
+        if not outcome.turns:  # the policy was not asked
+            return 0.0
+        searched, answered = outcome.searches > 0, outcome.answer is not None
+        return 0.0 - (0.0 if searched else costs.search) - (0.0 if answered else costs.answer)
+
+
+class MissingActionSettings(RewardSettingsBase):
+    """Penalty for a trajectory without a search, and for one without an answer, at most 0."""
+
+    type: Literal["missing_action"] = "missing_action"
+    search: float = Field(default=0.1, ge=0)
+    """Penalty without a search."""
+    answer: float = Field(default=0.1, ge=0)
+    """Penalty without an answer."""

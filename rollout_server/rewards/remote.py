@@ -32,13 +32,11 @@ Fetch = Callable[[Sequence[K]], Awaitable[Sequence[V]]]
 """Returns the answers for distinct keys, in order. Raises RewardError."""
 
 
-class EndpointSettings(RewardSettingsBase):
-    """A reward computed by an OpenAI-compatible service."""
+class ServiceSettings(RewardSettingsBase):
+    """A reward computed by a service."""
 
     url: str = Field(pattern=r"^https?://")
-    """Base URL including `/v1`, e.g. `http://127.0.0.1:8000/v1`."""
-    model: str = Field(min_length=1)
-    """Model name in each request."""
+    """URL of the service."""
     api_key_variable: str = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """NAME of the environment variable with the API key. Empty: no key is sent."""
     deadline_s: float = Field(default=60.0, gt=0)
@@ -47,11 +45,20 @@ class EndpointSettings(RewardSettingsBase):
     """Maximum attempts within the deadline. A request that the service rejects (400, 401, ...) is not retried."""
     concurrency: int = Field(default=16, ge=1)
     """Maximum number of requests in flight."""
-    cache: int = Field(default=8192, ge=0)
-    """Size of the cache of answers (least recently used are evicted)."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional fields of each request, e.g. `{chat_template_kwargs: {enable_thinking: false}}`. They override Foray's
     fields; null removes a field."""
+
+
+class EndpointSettings(ServiceSettings):
+    """A reward computed by an OpenAI-compatible service."""
+
+    url: str = Field(pattern=r"^https?://")
+    """Base URL including `/v1`, e.g. `http://127.0.0.1:8000/v1`."""
+    model: str = Field(min_length=1)
+    """Model name in each request."""
+    cache: int = Field(default=8192, ge=0)
+    """Size of the cache of answers (least recently used are evicted)."""
 
 
 class RequestRefused(RewardError):
@@ -69,7 +76,7 @@ class _RetryLater(Exception):
 class JsonEndpoint:
     """One route of a JSON service. Errors name the URL."""
 
-    def __init__(self, settings: EndpointSettings, path: str, resources: RewardResources) -> None:
+    def __init__(self, settings: ServiceSettings, path: str, resources: RewardResources) -> None:
         """Append `path` to `settings.url`. Raises UserError if the API key is not in the environment."""
         self._resources, self._url, self._extra = resources, settings.url.rstrip("/") + path, dict(settings.extra)
         self._headers = {}

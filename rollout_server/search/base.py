@@ -60,7 +60,7 @@ class Search(Protocol):
 
 
 class SearchService(Search, Protocol):
-    """A search owned by a process: built once, shared by all rollouts, closed at the end."""
+    """A search owned by a process: built once, shared by all trajectories, closed at the end."""
 
     @property
     def outage(self) -> str:

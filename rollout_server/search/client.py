@@ -136,7 +136,7 @@ class HttpSearch:
         shared = self._share(query[:MAX_QUERY_CHARS])
         shared.waiting += 1
         try:
-            # Shielded: the cancellation of one rollout must not cancel the search for the others.
+            # Shielded: the cancellation of one trajectory must not cancel the search for the others.
             passages, error = await asyncio.shield(shared.task)
         except asyncio.CancelledError:
             caller = asyncio.current_task()

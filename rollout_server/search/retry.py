@@ -95,7 +95,7 @@ class RetryingQuery:
         self._bad_answers += error.served
         if not outage and (not error.retryable or self._bad_answers >= self._limits.attempts):
             return False
-        # Jitter: thousands of rollouts must not retry at once. Retry-After applies only to the replica that sent it.
+        # Jitter: thousands of trajectories must not retry together. Retry-After is of the replica that sent it.
         retry_after_s = 0.0 if self._balancer.has_other(self._failed_at) else error.retry_after_s
         self._failures += 1
         wait = max(retry_after_s, random.uniform(0.5, 1.0) * backoff_s(self._failures, BACKOFF_S, MAX_BACKOFF_S))

@@ -41,7 +41,7 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A tool owned by a process: built once, shared by all rollouts, closed at the end.
+    """A tool owned by a process: built once, shared by all trajectories, closed at the end.
 
     name  its tag, also used in `Segment.tool` and in the counters
     """

@@ -106,7 +106,7 @@ class Fetch:
                         return await self._attempt(name)
                     except SearchError as error:
                         last = error
-                    # Jitter: thousands of rollouts must not retry at once.
+                    # Jitter: thousands of trajectories must not retry at once.
                     wait = random.uniform(0.5, 1.0) * backoff_s(failures, BACKOFF_S, MAX_BACKOFF_S)
                     wait = max(last.retry_after_s, wait)
                     end = since + self._settings.deadline_s

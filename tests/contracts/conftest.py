@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-ENGINES = ("fake", "embedded", "sglang")
+ENGINES = ("fake", "cpu", "sglang")
 NONE = "—"
 WIDTH = 96
 

@@ -56,7 +56,7 @@ def tokens(n: int = N) -> TokenInputs:
         old=-behaviour,
         reference=-behaviour + 0.1,
         advantages=noise - 0.5,
-        weights=weights / n,
+        token_weights=weights / n,
         mask=torch.ones(n, dtype=torch.bool),
         trajectory=torch.arange(n) // 3,
         lags=torch.arange(n) % 3,
@@ -189,7 +189,7 @@ def test_state_goes_through_json(settings):
 
 def test_a_dummy_adds_nothing_and_names_the_same_metrics(settings):
     algorithm = build_algorithm(settings)
-    x = replace(part(tokens(), slice(0, 1)), mask=torch.tensor([False]), weights=torch.zeros(1))
+    x = replace(part(tokens(), slice(0, 1)), mask=torch.tensor([False]), token_weights=torch.zeros(1))
     out = algorithm.loss(x)
     out.loss.backward()
     assert out.loss.item() == 0
@@ -222,14 +222,14 @@ def test_masked_tokens_leak_nothing(settings, bad):
     spoiled = {name: getattr(x, name).detach().clone() for name in ("logprobs", "entropy", "behaviour", "advantages")}
     for tensor in spoiled.values():
         tensor[4] = bad
-    weights = clean.weights.clone()
+    weights = clean.token_weights.clone()
     weights[4] = 0
     logprobs = spoiled.pop("logprobs").requires_grad_()
     out = build_algorithm(settings).loss(
-        replace(x, **spoiled, logprobs=logprobs, old=spoiled["behaviour"], mask=mask, weights=weights)
+        replace(x, **spoiled, logprobs=logprobs, old=spoiled["behaviour"], mask=mask, token_weights=weights)
     )
     out.loss.backward()
-    expected = build_algorithm(settings).loss(replace(clean, mask=mask, weights=weights))
+    expected = build_algorithm(settings).loss(replace(clean, mask=mask, token_weights=weights))
     torch.testing.assert_close(out.loss, expected.loss)
     assert torch.isfinite(logprobs.grad).all()
     assert logprobs.grad[4] == 0

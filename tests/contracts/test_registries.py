@@ -28,7 +28,7 @@ REGISTRIES: dict[str, tuple[Any, dict[Any, str]]] = {
     "encoders": (encoder.EncoderSettings, encoder.REGISTRY),
     "methods": (union_of(methods.REGISTRY), methods.REGISTRY),
     "indexes": (index.IndexSettings, index.REGISTRY),
-    "providers": (providers.OnlineSettings, providers.REGISTRY),
+    "providers": (providers.WebSettings, providers.REGISTRY),
     "rerankers": (RerankSettings, rerank.REGISTRY),
     "rewards": (rewards.RewardSettings, rewards.REGISTRY),
     "sandboxes": (sandbox.SandboxSettings, sandbox.REGISTRY),

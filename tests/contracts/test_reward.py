@@ -23,7 +23,7 @@ OF_ANSWER = {"em", "cover_em", "f1", "format", "research", "semantic", "judge"}
 """Score what was answered."""
 OF_EVIDENCE = {"retrieval_hit", "turn_retrieval"}
 """Score what was read."""
-OF_BEHAVIOUR = {"search_cost", "length_penalty", "repeated_query", "turn_format"}
+OF_BEHAVIOUR = {"search_cost", "missing_action", "length_penalty", "repeated_query", "turn_format"}
 """Score how: never above 0 as they come."""
 
 QUESTION = Question(id="q", text="who wrote Emma?", answers=("Jane Austen", "Austen"), meta={"supporting_ids": "7, 8"})
@@ -60,6 +60,7 @@ async def settings(
         needs: dict[str, dict[str, Any]] = {
             "semantic": {"url": service.url, "model": "bag"},
             "judge": {"url": service.url, "model": "judge"},
+            "http": {"url": f"{service.url}/reward"},
             "custom": {"target": "own_reward:by_length", "options": {"most": 100}},
         }
         (tmp_path / "own_reward.py").write_text(TARGET)
@@ -82,7 +83,7 @@ async def score(settings: Any) -> AsyncIterator[Scored]:
 
 
 def test_every_member_is_of_a_kind_that_these_tests_know() -> None:
-    assert {kind(member) for member in MEMBERS} == OF_ANSWER | OF_EVIDENCE | OF_BEHAVIOUR | {"custom"}
+    assert {kind(member) for member in MEMBERS} == OF_ANSWER | OF_EVIDENCE | OF_BEHAVIOUR | {"custom", "http"}
 
 
 def test_it_is_known_by_its_key_and_has_a_weight(settings: Any) -> None:
@@ -124,7 +125,8 @@ async def test_a_question_without_gold_answers_pays_no_more_for_one_answer_than_
 @only(OF_BEHAVIOUR)
 async def test_behaviour_only_costs(settings: Any, score: Scored) -> None:
     bad = tuple(replace(turn, policy="no tags", tokens=5000) for turn in outcome("x").turns * 4)
-    assert await score(replace(outcome("x"), turns=bad, searches=9)) < 0
+    idle = outcome(None, status=Status.OUT_OF_TURNS)
+    assert min(await score(replace(outcome("x"), turns=bad, searches=9)), await score(replace(idle, searches=0))) < 0
     assert await score(outcome("jane austen")) == 0
 
 

@@ -18,7 +18,7 @@ from foray.cli import main
 from foray.demo.lm import results
 from foray.demo.lm.command import FILES, VARIABLE
 from foray.demo.lm.phases import Phase, PhaseFailed, read_phases, run_phases
-from foray.evaluation.store import EPISODES, PROTOCOL
+from foray.evaluation.store import EPISODES, RECIPE
 from learner.data.questions import load_questions
 from tests.support.sft_model import tiny_chat_model
 from tests.support.small_machine import AVX2
@@ -187,7 +187,7 @@ def test_the_table_counts_what_its_columns_say(tmp_path: Path) -> None:
     for name, episodes in rows.items():
         folder = tmp_path / "eval" / name
         folder.mkdir(parents=True)
-        (folder / PROTOCOL).write_text("{}")
+        (folder / RECIPE).write_text("{}")
         (folder / EPISODES).write_text("".join(json.dumps(r) + "\n" for r in episodes))
     result = results.summary(tmp_path, {})
     means = {

@@ -71,7 +71,7 @@ def test_rows_of_several_lines_are_named(run_files: Path) -> None:
 def test_what_the_page_of_models_says_of_this_one_is_one_line(run_files: Path) -> None:
     (run_files / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     (said,) = family(load_config(None, [f"run.model={run_files / 'model'}"]))
-    assert "packed rows exact" in said.detail and "but qwen2 yarn: embedded engine refused" in said.detail
+    assert "packed rows exact" in said.detail and "but qwen2 yarn: CPU engine refused" in said.detail
     assert "window" not in said.detail, "a configuration with the same verdicts"
 
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from foray.evaluation.protocol import differences
+from foray.evaluation.recipe import differences
 from foray.evaluation.report import Other, document_of, to_json
 from foray.evaluation.statistics import interval, paired_test
-from foray.evaluation.store import EPISODES, PROTOCOL, ResultStore, key_of, open_store, read_protocol, read_rows
+from foray.evaluation.store import EPISODES, RECIPE, ResultStore, key_of, open_store, read_recipe, read_rows
 from foray.evaluation.summary import compare, summarise
 from foray.watch.page import Report, ReportTable, Section, to_html, to_markdown, to_text
 from protocol.errors import UserError
-from tests.support.eval_rows import make_protocol, make_row
+from tests.support.eval_rows import make_recipe, make_row
 
 # Store
 
 
 def test_a_file_that_is_cut_anywhere_keeps_every_whole_line(tmp_path: Path) -> None:
-    store = ResultStore(tmp_path, make_protocol())
+    store = ResultStore(tmp_path, make_recipe())
     rows = [make_row(n, right=bool(n % 2), text="ü\u2028?") for n in range(4)]
     for row in rows:
         store.add(row)
@@ -39,19 +39,19 @@ def test_a_file_that_is_cut_anywhere_keeps_every_whole_line(tmp_path: Path) -> N
 
 
 def test_an_episode_that_is_stored_twice_counts_once_and_the_later_one_counts(tmp_path: Path) -> None:
-    with_first = open_store(tmp_path, make_protocol(), resume=False)
+    with_first = open_store(tmp_path, make_recipe(), resume=False)
     with_first.add(make_row(1, right=False))
     with_first.add(make_row(1, right=False, index=1))
     with_first.add(make_row(1, right=True))
     with_first.close()
     assert [(r["index"], r["metrics"]["em"]) for r in read_rows(tmp_path)] == [(0, 1.0), (1, 0.0)]
-    again = open_store(tmp_path, make_protocol(), resume=True)
+    again = open_store(tmp_path, make_recipe(), resume=True)
     assert len(again.rows) == 2 == len((tmp_path / EPISODES).read_text().splitlines()), "it is compacted"
     again.close()
 
 
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
-    store = ResultStore(tmp_path, make_protocol(), [make_row(1, right=True), make_row(2, right=True)])
+    store = ResultStore(tmp_path, make_recipe(), [make_row(1, right=True), make_row(2, right=True)])
     store.close()
     text = (tmp_path / EPISODES).read_text()
     (tmp_path / EPISODES).write_text("{]\n" + text)
@@ -60,7 +60,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) 
 
 
 def test_threads_add_whole_lines_and_a_closed_store_adds_nothing(tmp_path: Path) -> None:
-    store = ResultStore(tmp_path, make_protocol())
+    store = ResultStore(tmp_path, make_recipe())
     threads = [
         threading.Thread(target=lambda part=part: [store.add(make_row(n, right=True)) for n in range(part, 200, 4)])
         for part in range(4)
@@ -89,23 +89,23 @@ def test_threads_add_whole_lines_and_a_closed_store_adds_nothing(tmp_path: Path)
     ],
 )
 def test_results_of_other_conditions_are_not_continued(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    ResultStore(tmp_path, make_protocol(), [make_row(1, right=True)]).close()
-    before = (tmp_path / PROTOCOL).read_bytes()
+    ResultStore(tmp_path, make_recipe(), [make_row(1, right=True)]).close()
+    before = (tmp_path / RECIPE).read_bytes()
     with pytest.raises(UserError) as refused:
-        open_store(tmp_path, make_protocol(**change), resume=True)
-    assert said in refused.value.why and (tmp_path / PROTOCOL).read_bytes() == before
+        open_store(tmp_path, make_recipe(**change), resume=True)
+    assert said in refused.value.why and (tmp_path / RECIPE).read_bytes() == before
 
 
 def test_results_are_not_overwritten_and_those_of_another_policy_not_mixed_in(tmp_path: Path) -> None:
-    store = open_store(tmp_path, make_protocol(), resume=False)
+    store = open_store(tmp_path, make_recipe(), resume=False)
     store.add(make_row(1, right=True, run="r", model="m"))
     with pytest.raises(UserError, match="another policy: model was m, now n"):
         store.add(make_row(2, right=True, run="r", model="n"))
     store.add(make_row(2, right=True, method="rag"))  # a method names no run
     store.close()
     with pytest.raises(UserError, match="already holds results"):
-        open_store(tmp_path, make_protocol(), resume=False)
-    reopened = open_store(tmp_path, make_protocol(), resume=True)
+        open_store(tmp_path, make_recipe(), resume=False)
+    reopened = open_store(tmp_path, make_recipe(), resume=True)
     with pytest.raises(UserError, match="another policy"):
         reopened.add(make_row(3, right=True, run="other", model="m"))
     reopened.close()
@@ -114,10 +114,10 @@ def test_results_are_not_overwritten_and_those_of_another_policy_not_mixed_in(tm
 
 def test_a_directory_without_results_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no results"):
-        read_protocol(tmp_path)
-    (tmp_path / PROTOCOL).write_text('{"format": 99}')
+        read_recipe(tmp_path)
+    (tmp_path / RECIPE).write_text('{"format": 99}')
     with pytest.raises(UserError, match="format 99"):
-        read_protocol(tmp_path)
+        read_recipe(tmp_path)
 
 
 # Summary
@@ -150,7 +150,7 @@ def test_a_mean_counts_the_data_sets_that_have_a_value(failed: tuple[str, ...], 
         make_row(1, right=True, data_set=name, **({"status": "failed"} if name in failed else {}))
         for name in ("nq", "hotpotqa")
     ]
-    report = document_of("r", make_protocol(), rows, summarise(rows))
+    report = document_of("r", make_recipe(), rows, summarise(rows))
     assert f"policy, mean of {label} " in to_text(report)
 
 
@@ -189,14 +189,14 @@ def test_several_data_sets_are_compared_each_and_together() -> None:
 
 
 def test_differences_name_each_value_and_compare_only_what_both_have() -> None:
-    other = make_protocol(
+    other = make_recipe(
         methods={"policy": {"template": {"name": "search_r1", "sha256": "u"}}, "cot": {}},
         data={"nq": {"questions": 4, "fingerprint": "d"}, "popqa": {"questions": 1, "fingerprint": "x"}},
         subject={"kind": "endpoint"},
         limits=None,
     )
-    assert differences(make_protocol(), make_protocol(subject={})) == []
-    assert differences(make_protocol(), other) == [
+    assert differences(make_recipe(), make_recipe(subject={})) == []
+    assert differences(make_recipe(), other) == [
         "limits.max_turns: 4 and unknown",
         "methods.policy.template.sha256: t and u",
     ]
@@ -213,9 +213,9 @@ def hostile_document() -> Report:
         for n in range(4)
     ]
     rows += [make_row(n, right=False, method="rag", text=HOSTILE, golds=(HOSTILE,)) for n in range(4)]
-    protocol = make_protocol(subject={"where": HOSTILE})
-    other = Other(Path(HOSTILE.replace("/", "")), make_protocol(search=False), rows)
-    return document_of(HOSTILE, protocol, rows, summarise(rows), [other])
+    recipe = make_recipe(subject={"where": HOSTILE})
+    other = Other(Path(HOSTILE.replace("/", "")), make_recipe(search=False), rows)
+    return document_of(HOSTILE, recipe, rows, summarise(rows), [other])
 
 
 class Balance(html.parser.HTMLParser):
@@ -261,8 +261,8 @@ def test_markdown_and_terminal_escape_what_they_would_interpret() -> None:
 def test_the_report_shows_scores_tests_failures_published_rows_and_warnings() -> None:
     rows = [make_row(n, right=n > 1) for n in range(4)] + [make_row(n, right=False, method="rag") for n in range(4)]
     rows.append(make_row(9, right=False, status="failed", cause="no_engine"))
-    other = Other(Path("before"), make_protocol(search=False), [make_row(n, right=False) for n in range(4)])
-    text = to_text(document_of("after", make_protocol(), rows, summarise(rows), [other]))
+    other = Other(Path("before"), make_recipe(search=False), [make_row(n, right=False) for n in range(4)])
+    text = to_text(document_of("after", make_recipe(), rows, summarise(rows), [other]))
     for part in (
         "1 episodes failed and are left out",
         "rag -> policy",
@@ -282,11 +282,11 @@ def test_examples_are_of_every_method_and_not_of_failed_episodes() -> None:
     methods = ("policy", "direct", "cot", "rag", "iter_retgen", "ircot", "flare")
     rows = [make_row(n, right=False, method=method, text=f"{method} {n}?") for method in methods for n in range(6)]
     rows.insert(0, make_row(9, right=False, text="broken?", status="failed", cause="stalled"))
-    page = to_html(document_of("r", make_protocol(), rows, summarise(rows)))
+    page = to_html(document_of("r", make_recipe(), rows, summarise(rows)))
     shown = re.findall(r"<summary>(.*?)</summary>", page)
     assert shown == [f"{method}: {method} 0?" for method in methods]
     few = [row for row in rows if row["method"] in ("rag", "flare")]
-    shown = re.findall(r"<summary>(.*?)</summary>", to_html(document_of("r", make_protocol(), few, summarise(few))))
+    shown = re.findall(r"<summary>(.*?)</summary>", to_html(document_of("r", make_recipe(), few, summarise(few))))
     assert shown == ["rag: rag 0?", "flare: flare 0?", "rag: rag 1?", "flare: flare 1?", "rag: rag 2?"]
 
 
@@ -296,7 +296,7 @@ def test_a_search_of_a_method_is_shown_once_and_a_score_of_some_questions_says_o
         {"owner": "prompt", "text": "Doc 1(Title: A) long text"},
     ]
     rows = [make_row(1, right=False, golds=("yes",), segments=segments), make_row(2, right=False)]
-    document = document_of("r", make_protocol(), rows, summarise(rows))
+    document = document_of("r", make_recipe(), rows, summarise(rows))
     assert re.search(r"policy, nq +2 .* 0\.000 \[0\.000, 0\.793\] of 1$", to_text(document), re.MULTILINE)
     page = to_html(document)
     assert "search: who?\nfound: A; B<" in page and page.count("long text") == 1
@@ -304,7 +304,7 @@ def test_a_search_of_a_method_is_shown_once_and_a_score_of_some_questions_says_o
 
 def test_the_numbers_are_json_without_nan() -> None:
     rows = [make_row(1, right=True, status="failed", cause="x"), make_row(2, right=True, method="rag")]
-    numbers = to_json("n", make_protocol(), rows, summarise(rows))
+    numbers = to_json("n", make_recipe(), rows, summarise(rows))
     text = json.dumps(numbers, allow_nan=False)
     assert json.loads(text)["scores"][0]["failed"] == 1
 

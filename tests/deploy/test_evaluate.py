@@ -211,7 +211,7 @@ def test_the_command_finds_the_server_of_a_run_directory_and_names_the_version(
     assert command_run(server[0], tmp_path / "more") == 0
     shown = capsys.readouterr().out
     assert "policy, asked" in shown and str(tmp_path / "more" / "out" / "report.html") in shown
-    assert "Protocol" in (tmp_path / "more" / "out" / "report.md").read_text()
+    assert "Recipe" in (tmp_path / "more" / "out" / "report.md").read_text()
 
 
 def test_a_mixture_of_versions_is_called_one_and_is_no_success(

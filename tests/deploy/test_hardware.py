@@ -32,6 +32,7 @@ NO_GPU_HERE = {"gpus", "engine", "tokenizer", "learner.publish"}
 """Checks of the machine and of files that are not there: GPUs, SGLang, tokenizer.json, CUDA for NCCL."""
 REFUSED = {
     *((preset, "Qwen2.5-7B", "1x24gb") for preset in ("research_base_grpo", "research_grpo", "search_r1_grpo")),
+    ("search_r1_pp", "Qwen2.5-7B", "1x24gb"),
     *((preset, "Qwen2.5-3B", "1x24gb") for preset in ("search_r1_ppo", "search_r1_v03_ppo")),
     ("search_r1_ppo", "Qwen2.5-7B", "1x24gb"),
     ("search_r1_quickstart", "Llama-3.2-3B", "1x24gb"),

@@ -289,7 +289,7 @@ def test_the_cpu_engine_serves_a_model_of_hundreds_of_millions_with_a_warning(tm
     small = {**THREE_B, "num_hidden_layers": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
     (tmp_path / "config.json").write_text(json.dumps(small))
     found = {f.check: f for f in doctor_engine.engine(load_config(None, [f"run.model={tmp_path}"]))}
-    assert found["engine"].verdict == "warn" and "million parameters: slow on the embedded" in found["engine"].detail
+    assert found["engine"].verdict == "warn" and "million parameters: slow on the CPU" in found["engine"].detail
 
 
 def test_the_cpu_engine_is_refused_under_a_model_of_billions_and_with_nccl(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_the_cpu_engine_is_refused_under_a_model_of_billions_and_with_nccl(tmp_p
     found = {f.check: f for f in (*doctor_engine.engine(config), *doctor_engine.learner(config))}
     assert (
         found["engine"].verdict == "fail"
-        and "million parameters: too large for the embedded engine" in found["engine"].detail
+        and "million parameters: too large for the CPU engine" in found["engine"].detail
     )
     assert found["learner.publish"].detail == "the backend is nccl, but engine.kind.type is cpu"
     assert found["learner.publish"].verdict == "fail"

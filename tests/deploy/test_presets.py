@@ -147,7 +147,7 @@ def test_a_recipe_becomes_a_file_of_ones_own(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("name", TABLE.sources)
 def test_a_recipe_names_engines_and_a_transport_that_its_model_can_use(name: str) -> None:
-    """A model of billions of parameters is nothing for the embedded engine, and nccl has not been tried."""
+    """A model of billions of parameters is nothing for the CPU engine, and nccl has not been tried."""
     config = preset(name)
     assert config.engine.kind.type == "sglang" and config.learner.publish.type == "disk"
     assert doctor_redis.memory_needed(config) <= config.launch.redis_maxmemory_mb << 20

@@ -15,7 +15,7 @@ from deploy.run.run_dir import write_record
 from deploy.run.snapshot import RunSnapshot, read_ledger, read_ledger_totals, take_snapshot
 from foray.commands.watch import status as status_command
 from foray.commands.watch import top as top_command
-from foray.watch.status import BUCKETS, conservation, problems, state, to_json, with_record
+from foray.watch.status import BUCKETS, problems, seq_balance, state, to_json, with_record
 from foray.watch.status_page import render
 from foray.watch.top import frame, waits_in_words
 from learner.delivery.token_accounting import TokenOutcome
@@ -129,7 +129,7 @@ def test_the_json_says_the_same(look: Callable[[], RunSnapshot]) -> None:
 
 def test_a_ledger_that_does_not_add_up_is_shown_as_such(client: redis.Redis, look: Callable[[], RunSnapshot]) -> None:
     report(client, "learner", "l", values=LEARNER | {"in_flight": 2.0})
-    totals = conservation(look())
+    totals = seq_balance(look())
     assert not totals.closes and totals.line().startswith("issued 20 != ")
 
 
@@ -212,7 +212,7 @@ def test_without_a_learner_the_ledger_is_the_checkpoints(
     ledger.settle(3, Outcome.DEAD, "why")
     write_checkpoint(tmp_path, ledger)
     client.zrem(KEYS.processes, "learner:l")
-    totals = conservation(look())
+    totals = seq_balance(look())
     assert totals.source == "checkpoint" and totals.closes
     assert (totals.issued, totals.trained, totals.dead, totals.in_flight) == (20, 3, 1, 16)
 

@@ -19,7 +19,7 @@ from deploy.run.run_dir import LOCK, Located, write_record
 from deploy.run.snapshot import LedgerTotals, RunSnapshot
 from deploy.terminal import BLOCKS, sparkline
 from foray.commands.watch import top as command
-from foray.watch.status import conservation, look, problems, state, step_line, to_json, with_record
+from foray.watch.status import look, problems, seq_balance, state, step_line, to_json, with_record
 from foray.watch.status_page import render
 from foray.watch.top import ENGINE_COLUMNS, Frame, Looks, frame, waits_in_words
 from learner.observability import metrics as learner_metrics
@@ -233,7 +233,7 @@ def test_a_learner_that_resumes_is_not_called_inconsistent_and_a_run_that_stops_
         totals=LedgerTotals(111, 1, 448, {"trained": 444, "stale": 4}),
         issued=456,
     )
-    assert conservation(resumes).closes and conservation(resumes).line().startswith("issued 456 = trained 444")
+    assert seq_balance(resumes).closes and seq_balance(resumes).line().startswith("issued 456 = trained 444")
     running = replace(TRAINING, history=RunHistory({}, ({"step_s": 2.0},)))
     stops = with_record(running, {"state": "stopping"}, alive=True)
     assert running.eta_s == 96.0 and stops.eta_s is None and state(stops) == "stopping"

@@ -199,23 +199,23 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         configured("retriever.build_limit_mb=0"),
         ["no index found at", "build_limit_mb = 0", "foray index build"],
     ),
-    "a 3B model on the embedded engine": (
+    "a 3B model on the CPU engine": (
         holds("model/config.json", QWEN_3B),
         [
-            "3,085.7 million parameters: too large for the embedded engine",
+            "3,085.7 million parameters: too large for the CPU engine",
             "up to 1,000 million",
             "engine.kind={type: sglang}",
         ],
     ),
-    "stablelm on the embedded engine": (
+    "stablelm on the CPU engine": (
         holds("model/config.json", SMALL),
-        ["the embedded engine", "'stablelm' is not supported", "engine.kind={type: sglang}"],
+        ["the CPU engine", "'stablelm' is not supported", "engine.kind={type: sglang}"],
     ),
-    "deepseek on the embedded engine": (
+    "deepseek on the CPU engine": (
         holds("model/config.json", QWEN_3B | {"model_type": "deepseek_v3"}),
         ["'deepseek_v3' is not supported", "engine.kind={type: sglang}"],
     ),
-    "a stretched rotation on the embedded engine": (
+    "a stretched rotation on the CPU engine": (
         holds("model/config.json", STRETCHED),
         ["rotary scaling 'longrope' is not supported", "engine.kind={type: sglang}"],
     ),
@@ -251,7 +251,7 @@ WRONG: dict[str, tuple[Callable[[Start], None], list[str]]] = {
         bare_python,
         ["SGLang is not installed", "cannot import the package sglang", "make sglang-env"],
     ),
-    "nccl to an embedded engine": (
+    "nccl to a CPU engine": (
         configured("learner.publish={type: distributed, backend: nccl}"),
         ["backend is nccl", "only gloo", "learner.publish.backend=gloo"],
     ),
@@ -364,7 +364,7 @@ def test_what_a_preparation_will_make_is_not_missed(start: Start) -> None:
 def test_a_preset_fails_its_own_doctor_for_what_this_machine_lacks(
     start: Start, preset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model of billions on the embedded engine is not among it."""
+    """A model of billions on the CPU engine is not among it."""
     path = start.directory / "preset.yaml"
     files = [f"run.model={start.directory}/model", f"learner.questions={start.directory}/questions.jsonl"]
     corpus = [f"retriever.corpus={start.directory}/corpus.jsonl", f"run.dir={start.directory}/run"]

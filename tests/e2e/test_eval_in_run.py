@@ -134,7 +134,7 @@ def test_an_engine_for_evaluation_serves_it_alone_while_the_others_load_new_weig
         assert max(trained) > min(trained) and max(trained) > int(version.partition(".")[2]), "it loads meanwhile"
         (node,) = [p for p in look(run_dir).of("node") if p.id == "engine-1"]
         assert not node.waits.get("eval"), "no new weights waited"
-        assert all(status.conservation(now).closes for now in (*during, look(run_dir)) if now.learner)
+        assert all(status.seq_balance(now).closes for now in (*during, look(run_dir)) if now.learner)
         wait_until(
             lambda: any(e.role == "eval" and e.version.label != version for e in look(run_dir).engines),
             "the engine for evaluation loads again after it",
@@ -188,7 +188,7 @@ def test_a_run_is_validated_while_it_trains_and_a_killed_learner_continues_the_v
         wait_until(lambda: read_record(run_dir).get("state") == "done", "the run is done", 300)
         ended = look(run_dir)
         assert during > 30, "the policy was updated during its validation"
-        assert status.conservation(ended).closes
+        assert status.seq_balance(ended).closes
         assert ended.learner is None or ended.learner.text["validation"].startswith("step 90: dev em ")
     files = ValidationFiles(run_dir)
     records = files.records()

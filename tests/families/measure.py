@@ -48,7 +48,7 @@ COLUMNS = {
     "lora": "LoRA",
     "bf16": "bfloat16",
     "names": "published names",
-    "embedded": "embedded engine",
+    "embedded": "CPU engine",
     "sglang": "SGLang contract",
 }
 Cell = tuple[str, float | None, str]
@@ -286,6 +286,6 @@ def published(directory: Path, settings: ModelSettings) -> Cell:
 
 
 def embedded(directory: Path) -> Cell:
-    """Whether the embedded engine takes the configuration."""
+    """Whether the CPU engine takes the configuration."""
     read_model_config(directory)
     return "yes", None, ""

@@ -2,7 +2,7 @@
 
     stdin "look" --> stdout {"rss_mb", "fds", "tasks", "threads"}        end of stdin --> SIGTERM to itself --> exit
 
-The retriever has a small index with an encoder; the rollout server a real Redis and a scripted engine; the embedded
+The retriever has a small index with an encoder; the rollout server a real Redis and a scripted engine; the CPU
 engine a tiny model of random weights. Services log to stderr.
 """
 

@@ -22,7 +22,7 @@ from retriever.backends.memory.journal import MemoryEntry, MemoryJournal
 from retriever.backends.memory.store import SearchMemory
 from retriever.backends.web.backend import hits_of
 from retriever.backends.web.client import _parse, _retry_after_s
-from retriever.backends.web.config import OnlineSettings
+from retriever.backends.web.config import WebSettings
 from retriever.backends.web.pages import _recorded, decode, page_of_html, page_of_plain
 from retriever.backends.web.provider import ProviderHit, ProviderRequest, WebSearchError
 from retriever.backends.web.providers import build_provider
@@ -58,7 +58,7 @@ def _provider(kind: str) -> Decoder:
     given = {"type": kind, "answers": True, "base_url": "http://127.0.0.1:9/search", "key_env": "X"}
     given |= {"cx": "c"} if kind == "google_cse" else {}
     given |= {"extra_snippets": True} if kind == "brave" else {}
-    settings: Any = TypeAdapter(OnlineSettings).validate_python(given)
+    settings: Any = TypeAdapter(WebSettings).validate_python(given)
     provider = build_provider(settings)
 
     def read(raw: bytes) -> object:
@@ -198,7 +198,7 @@ def decoders() -> tuple[Decoder, ...]:
     journal, read_journal = _build_journal(folder)
     memory, read_memory = _memory(folder)
     recording, read_recording = _recording(folder)
-    kinds = [get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(OnlineSettings)[0])]
+    kinds = [get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(WebSettings)[0])]
     page = (
         b"<!doctype html><html><head><meta charset='utf-8'><title>T &amp; U</title><script>x</script></head><body>"
         b"<nav>n</nav><main><h1>H</h1><p>Caf&#233; &lt;b&gt; <td>x</td><![if IE]>y<![endif]><!-- c --></p></main>"

@@ -241,7 +241,7 @@ def test_the_moments_are_those_of_all_ranks_together():
         parts = []
         for place in cut:
             total, calls = listening(round_)
-            parts.append(whiten(values[place], mask[place], total=total))
+            parts.append(whiten(values[place], mask[place], all_reduce=total))
             assert next(calls, None) is None, "both collectives are joined on every rank"
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
     alone = torch.cat([whiten(values[place], mask[place]) for place in cut])
@@ -263,10 +263,10 @@ def total(vector):
     dist.all_reduce(vector)
     return vector
 
-found = whiten(values[place], mask[place], total=total)
+found = whiten(values[place], mask[place], all_reduce=total)
 torch.testing.assert_close(found, whiten(values, mask)[place], rtol=1e-12, atol=1e-12)
 nothing = torch.zeros_like(mask[place]) if rank == 0 else mask[place]
-found = whiten(values[place], nothing, total=total)
+found = whiten(values[place], nothing, all_reduce=total)
 torch.testing.assert_close(found, whiten(values[place], nothing), rtol=1e-12, atol=1e-12)
 dist.destroy_process_group()
 """

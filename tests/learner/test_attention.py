@@ -29,19 +29,19 @@ LAYOUTS = {
 """Widths of the spans of each row; a negative one is padding."""
 
 
-def documents_of(rows: list[list[int]]) -> torch.Tensor:
+def document_ids_of(rows: list[list[int]]) -> torch.Tensor:
     return torch.stack(
         [torch.cat([torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(row)]) for row in rows]
     )
 
 
-def spans_of(documents: torch.Tensor) -> Spans:
-    return Spans.of(documents, positions_of(documents))
+def spans_of(document_ids: torch.Tensor) -> Spans:
+    return Spans.of(document_ids, positions_of(document_ids))
 
 
-def positions_of(documents: torch.Tensor) -> torch.Tensor:
+def positions_of(document_ids: torch.Tensor) -> torch.Tensor:
     """Positions of documents that are one trajectory each."""
-    counts = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in documents]
+    counts = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in document_ids]
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in counts])
 
 
@@ -71,17 +71,19 @@ def registered():
 @pytest.mark.parametrize("values", [8, 6])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_spans_equal_the_mask_in_output_and_gradient(name, values):
-    documents = documents_of(LAYOUTS[name])
+    document_ids = document_ids_of(LAYOUTS[name])
     torch.manual_seed(1)
-    shapes = [(len(documents), heads, documents.shape[1], width) for heads, width in ((4, 8), (2, 8), (2, values))]
+    shapes = [
+        (len(document_ids), heads, document_ids.shape[1], width) for heads, width in ((4, 8), (2, 8), (2, values))
+    ]
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    found = attend(tensors, spans=spans_of(documents))
+    found = attend(tensors, spans=spans_of(document_ids))
     query, key, value = tensors
     wide = [t.repeat_interleave(2, 1) for t in (key, value)]
     expected = scaled_dot_product_attention(
-        query, *wide, attn_mask=block_mask(documents, positions_of(documents)), scale=0.5
+        query, *wide, attn_mask=block_mask(document_ids, positions_of(document_ids)), scale=0.5
     ).transpose(1, 2)
-    held = documents >= 0
+    held = document_ids >= 0
     assert found.shape == expected.shape
     torch.testing.assert_close(found[held], expected[held], rtol=1e-12, atol=1e-12)
     assert not found[~held].any(), "padding is zeros"
@@ -124,12 +126,12 @@ def test_all_spans_in_one_call_are_what_they_are_one_by_one(name, varlen, monkey
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     config = tiny("llama").config
     config._attn_implementation = SPANS
-    documents = documents_of(LAYOUTS[name])
-    tensors = [torch.randn(len(documents), heads, documents.shape[1], 8) for heads in (4, 2, 2)]
-    held = (documents >= 0)[:, :, None, None]
-    alone = attend(tensors, spans=spans_of(documents))
+    document_ids = document_ids_of(LAYOUTS[name])
+    tensors = [torch.randn(len(document_ids), heads, document_ids.shape[1], 8) for heads in (4, 2, 2)]
+    held = (document_ids >= 0)[:, :, None, None]
+    alone = attend(tensors, spans=spans_of(document_ids))
     assert attention.use_varlen(config, torch.device("cpu"), torch.float32)
-    torch.testing.assert_close(attend(tensors, spans=spans_of(documents)) * held, alone * held)
+    torch.testing.assert_close(attend(tensors, spans=spans_of(document_ids)) * held, alone * held)
 
 
 @pytest.mark.usefixtures("no_varlen_left")
@@ -151,35 +153,35 @@ def test_a_variable_length_attention_that_is_wrong_or_missing_is_not_used(monkey
 
 def test_without_spans_rows_are_causal():
     tensors = [torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    one_span = attend(tensors, spans=spans_of(documents_of([[5], [5]])))
+    one_span = attend(tensors, spans=spans_of(document_ids_of([[5], [5]])))
     torch.testing.assert_close(attend(tensors), one_span, rtol=1e-12, atol=1e-12)
 
 
 def test_a_model_s_own_mask_is_not_left_out_without_a_word():
     tensors = [torch.randn(1, heads, 5, 8) for heads in (4, 2, 2)]
     with pytest.raises(ValueError, match="builds its own mask"):
-        attend(tensors, spans=spans_of(documents_of([[5]])), mask=torch.zeros(1, 1, 5, 5))
+        attend(tensors, spans=spans_of(document_ids_of([[5]])), mask=torch.zeros(1, 1, 5, 5))
 
 
 def inputs_of(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    documents = documents_of(rows)
-    ids = torch.randint(0, VOCABULARY, documents.shape, generator=torch.Generator().manual_seed(2))
+    document_ids = document_ids_of(rows)
+    ids = torch.randint(0, VOCABULARY, document_ids.shape, generator=torch.Generator().manual_seed(2))
     places = [torch.cat([torch.arange(n) if n > 0 else torch.zeros(-n, dtype=torch.long) for n in row]) for row in rows]
-    return ids, torch.stack(places), documents
+    return ids, torch.stack(places), document_ids
 
 
-def hidden_and_gradient(causal, ids, positions, documents) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def hidden_and_gradient(causal, ids, positions, document_ids) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of what is no padding [N, H], and the gradient of a fixed weighting of it."""
     causal.zero_grad()
-    hidden = hidden_states(causal.base_model, ids, positions, documents)[documents.flatten() >= 0]
+    hidden = hidden_states(causal.base_model, ids, positions, document_ids)[document_ids.flatten() >= 0]
     (hidden * _weights(hidden)).sum().backward()
     return hidden.detach(), {n: p.grad.clone() for n, p in causal.named_parameters() if p.grad is not None}
 
 
-def alone_and_gradient(causal, ids, documents) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def alone_and_gradient(causal, ids, document_ids) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The same by transformers' own forward pass over each trajectory alone."""
     causal.zero_grad()
-    texts = [ids[r][row == d] for r, row in enumerate(documents) for d in row.unique().tolist() if d >= 0]
+    texts = [ids[r][row == d] for r, row in enumerate(document_ids) for d in row.unique().tolist() if d >= 0]
     hidden = torch.cat([causal.base_model(text[None], use_cache=False).last_hidden_state[0] for text in texts])
     (hidden * _weights(hidden)).sum().backward()
     return hidden.detach(), {n: p.grad.clone() for n, p in causal.named_parameters() if p.grad is not None}
@@ -195,11 +197,11 @@ def test_a_model_gives_what_it_gives_with_the_mask_and_alone(kind, checkpointing
     tiny(kind).save_pretrained(tmp_path)
     causal = load_policy(tmp_path, ModelSettings(gradient_checkpointing=checkpointing)).double().train().causal
     assert takes_spans(causal.config)
-    ids, positions, documents = inputs_of(LAYOUTS["rows that differ"])
-    found, gradient = hidden_and_gradient(causal, ids, positions, documents)
+    ids, positions, document_ids = inputs_of(LAYOUTS["rows that differ"])
+    found, gradient = hidden_and_gradient(causal, ids, positions, document_ids)
     causal.set_attn_implementation("sdpa")
-    masked = hidden_and_gradient(causal, ids, positions, documents)
-    alone = alone_and_gradient(causal, ids, documents)
+    masked = hidden_and_gradient(causal, ids, positions, document_ids)
+    alone = alone_and_gradient(causal, ids, document_ids)
     for expected, expected_gradient in (masked, alone):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # norms are float32 in any model
         assert gradient.keys() == expected_gradient.keys()
@@ -211,13 +213,13 @@ def test_layers_computed_once_more_for_the_gradient_have_the_spans_too(tmp_path)
     """And it can fail: the same packed row as one span has another gradient."""
     tiny("qwen2").save_pretrained(tmp_path)
     causal = load_policy(tmp_path, ModelSettings(gradient_checkpointing=True)).double().train().causal
-    ids, positions, documents = inputs_of([[6, 9, 2]])
+    ids, positions, document_ids = inputs_of([[6, 9, 2]])
     seen = []
     attention = causal.model.layers[0].self_attn
     attention.register_forward_pre_hook(lambda m, _, kwargs: seen.append(kwargs["spans"]), with_kwargs=True)
-    _, right = hidden_and_gradient(causal, ids, positions, documents)
+    _, right = hidden_and_gradient(causal, ids, positions, document_ids)
     assert [s.widths for s in seen] == [((6, 9, 2),)] * 2
-    _, wrong = hidden_and_gradient(causal, ids, torch.arange(17)[None], torch.zeros_like(documents))
+    _, wrong = hidden_and_gradient(causal, ids, torch.arange(17)[None], torch.zeros_like(document_ids))
     assert not torch.allclose(right["model.embed_tokens.weight"], wrong["model.embed_tokens.weight"], atol=1e-3)
 
 
@@ -255,9 +257,9 @@ def test_trajectories_behind_one_prompt_are_what_they_are_alone(name, spans):
             weights.append(weight)
             alone = alone + (kept * weight).sum()
     row += [(0, at, -1) for at in range(3)]
-    ids_, positions, documents = torch.tensor(row).T[:, None]
+    ids_, positions, document_ids = torch.tensor(row).T[:, None]
     wanted = torch.autograd.grad(alone, list(causal.model.parameters()))
-    found = hidden_states(causal.base_model, ids_, positions, documents)[documents.flatten() >= 0]
+    found = hidden_states(causal.base_model, ids_, positions, document_ids)[document_ids.flatten() >= 0]
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-9, atol=1e-9)
     gradient = torch.autograd.grad((found * torch.cat(weights)).sum(), list(causal.model.parameters()))
     for one, other in zip(gradient, wanted, strict=True):
@@ -277,8 +279,8 @@ def test_a_window_sees_the_end_of_the_prompt_and_no_further():
 def test_bfloat16_with_padding_stays_finite(tmp_path):
     tiny("qwen3").save_pretrained(tmp_path)
     causal = load_policy(tmp_path, ModelSettings(dtype="bfloat16")).causal
-    ids, positions, documents = inputs_of(LAYOUTS["a row of padding"])
-    hidden = hidden_states(causal.base_model, ids, positions, documents)
+    ids, positions, document_ids = inputs_of(LAYOUTS["a row of padding"])
+    hidden = hidden_states(causal.base_model, ids, positions, document_ids)
     assert hidden.isfinite().all()
     hidden.float().sum().backward()
     assert all(p.grad.isfinite().all() for p in causal.parameters() if p.grad is not None)
@@ -313,10 +315,10 @@ def test_windows_keep_their_mask(tmp_path):
 def test_a_model_that_spans_would_mix_up_gets_the_mask(tmp_path, monkeypatch):
     """One of the types that are checked: here its spans are lost, as in a model that does not hand them on."""
     tiny("granite").save_pretrained(tmp_path)
-    monkeypatch.setattr("learner.model.policy.Spans.of", lambda documents, positions: None)
+    monkeypatch.setattr("learner.model.policy.Spans.of", lambda document_ids, positions: None)
     causal = load_policy(tmp_path, ModelSettings()).causal
     assert causal.config._attn_implementation == "sdpa"
-    ids, positions, documents = inputs_of([[6, 9, -2]])
-    found, _ = hidden_and_gradient(causal, ids, positions, documents)
-    expected, _ = alone_and_gradient(causal, ids, documents)
+    ids, positions, document_ids = inputs_of([[6, 9, -2]])
+    found, _ = hidden_and_gradient(causal, ids, positions, document_ids)
+    expected, _ = alone_and_gradient(causal, ids, document_ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -50,7 +50,7 @@ def tokens_of(batch: Batch) -> list[tuple[float, ...]]:
     out = []
     for m in batch.micro_batches:
         columns = (m.trajectory, m.positions.flat[m.index], m.ids.flat[m.index], m.targets, m.behaviour)
-        out += zip(*columns, m.advantages, m.weights, m.lags, strict=True)
+        out += zip(*columns, m.advantages, m.token_weights, m.lags, strict=True)
     return sorted(tuple(float(x) for x in token) for token in out)
 
 
@@ -66,7 +66,7 @@ def test_a_trajectory_becomes_inputs_and_the_tokens_that_they_predict():
     assert m.targets[:4].tolist() == [4, 5, 9, 10]
     np.testing.assert_allclose(m.behaviour[:4], [-0.1, -0.2, -0.3, -0.4], rtol=1e-6)
     np.testing.assert_allclose(m.advantages, [1, 1, 1, 1, -1, -1, -1, -1], rtol=1e-6)
-    np.testing.assert_allclose(m.weights, 1 / 8)
+    np.testing.assert_allclose(m.token_weights, 1 / 8)
     assert batch.num_tokens == 8
 
 
@@ -95,9 +95,9 @@ def test_a_trajectory_cut_off_by_truncation_is_read_to_its_end_where_the_algorit
     (at,) = ends.pop(1)
     assert ends == {0: {-1}, 2: {-1}}, "answers and spent turns are ends"
     assert on.ids.size == 19 and on.ids.flat[at] == 7 and on.positions.flat[at] == 6
-    assert on.documents.flat[at] == on.documents.flat[on.index[on.trajectory == 1][0]]
+    assert on.document_ids.flat[at] == on.document_ids.flat[on.index[on.trajectory == 1][0]]
     over_four = build_batch(given, build_algorithm(PpoSettings()), settings=settings, ranks=4, **plain)
-    (dummy,) = [m for share in over_four.rank_batches for m in share.minibatches[0] if not m.weights.any()]
+    (dummy,) = [m for share in over_four.rank_batches for m in share.minibatches[0] if not m.token_weights.any()]
     assert (dummy.end == -1).all()
 
 
@@ -106,14 +106,14 @@ def test_positions_and_documents_restart_in_each_trajectory_of_a_row():
     (m,) = batch.micro_batches
     assert m.ids.shape == (1, 18)
     assert m.positions.tolist() == [[*range(9), *range(9)]]
-    assert m.documents.tolist() == [[0] * 9 + [1] * 9]
+    assert m.document_ids.tolist() == [[0] * 9 + [1] * 9]
     assert m.index.tolist() == [2, 3, 7, 8, 11, 12, 16, 17]
 
 
 def test_padding_belongs_to_no_document():
     batch = build([make_group(1, (1.0, 0.0)), make_group(2, (1.0, 0.0), length=5)])
     (m,) = batch.micro_batches
-    assert (m.documents == -1).sum() == 2 * 3
+    assert (m.document_ids == -1).sum() == 2 * 3
     assert batch.stats["padding_share"] == pytest.approx(6 / 48)
 
 
@@ -154,7 +154,7 @@ def test_trajectories_of_a_group_share_their_prompt():
     batch = build([group], share=True)
     (m,) = batch.micro_batches
     assert m.ids.tolist() == [[1, 2, 3, 4, 6, 7]] and m.positions.tolist() == [[0, 1, 2, 3, 3, 4]]
-    assert m.documents.tolist() == [[0] * 6] and m.index.tolist() == [2, 3, 2, 4, 5, 2]
+    assert m.document_ids.tolist() == [[0] * 6] and m.index.tolist() == [2, 3, 2, 4, 5, 2]
     assert m.targets.tolist() == [4, 5, 6, 7, 8, 9] and m.trajectory.tolist() == [0, 0, 1, 1, 1, 2]
     assert batch.stats["tokens_read"] == 6 and batch.stats["tokens_shared"] == 6 and not batch.stats["padding_share"]
 
@@ -246,7 +246,7 @@ def test_every_rank_gets_as_many_micro_batches_and_one_with_too_few_trajectories
     batch = build([make_group(s, (1.0, 0.0), length=9) for s in range(1, 6)], budget=1, ranks=4)
     hands = [share.minibatches[0] for share in batch.rank_batches]
     assert [len(hand) for hand in hands] == [3, 3, 3, 3]
-    assert sum(bool(m.weights.any()) for hand in hands for m in hand) == 10, "ten trajectories, each alone"
+    assert sum(bool(m.token_weights.any()) for hand in hands for m in hand) == 10, "ten trajectories, each alone"
     assert len(batch.micro_batches) == 10
     few = build([make_group(1, (1.0, 0.0))], ranks=4)
     assert [len(share.minibatches[0]) for share in few.rank_batches] == [1, 1, 1, 1]
@@ -270,7 +270,7 @@ def test_every_part_has_its_own_update_and_its_own_denominators():
     batch = build(given, minibatches=2)
     assert len(batch.minibatches) == 2
     for part, seqs in zip(batch.minibatches, ((1, 3, 5), (2, 4)), strict=True):
-        assert sum(float(m.weights.sum()) for m in part) == pytest.approx(1, abs=1e-5)
+        assert sum(float(m.token_weights.sum()) for m in part) == pytest.approx(1, abs=1e-5)
         tokens = sum(t.num_sampled for s in seqs for t in given[s - 1].trajectories)
         assert sum(len(m.targets) for m in part) == tokens
     assert batch.num_tokens == sum(len(m.targets) for m in batch.micro_batches)
@@ -397,9 +397,9 @@ def test_every_sampled_token_is_trained_once_in_a_sound_row(lengths, row_tokens,
     ]
     for m in batch.micro_batches:
         assert m.ids.size <= budget or len(m.ids) == 1
-        starts = np.diff(m.documents, axis=1, prepend=-2) != 0
-        assert ((m.positions == 0) == starts | (m.documents < 0)).all(), "0 where a document starts, and in padding"
-        assert (m.documents.flat[m.index] >= 0).all()
+        starts = np.diff(m.document_ids, axis=1, prepend=-2) != 0
+        assert ((m.positions == 0) == starts | (m.document_ids < 0)).all(), "0 where a document starts, and in padding"
+        assert (m.document_ids.flat[m.index] >= 0).all()
 
 
 def test_the_shuffled_control_trains_on_other_advantages_and_reports_the_true_reward():

@@ -47,8 +47,8 @@ def packed(changed: int | None = None) -> tuple[torch.Tensor, ...]:
     filling = torch.zeros(2, dtype=torch.long)
     ids = torch.cat([*texts(changed), filling])[None]
     positions = torch.cat([*(torch.arange(n) for n in LENGTHS), filling])[None]
-    documents = torch.cat([*(torch.full((n,), i) for i, n in enumerate(LENGTHS)), filling - 1])[None]
-    return ids, positions, documents, torch.arange(sum(LENGTHS))
+    document_ids = torch.cat([*(torch.full((n,), i) for i, n in enumerate(LENGTHS)), filling - 1])[None]
+    return ids, positions, document_ids, torch.arange(sum(LENGTHS))
 
 
 def random_head(head: ValueHead) -> None:
@@ -134,8 +134,8 @@ def scored(share: float, loss: str) -> tuple[torch.Tensor, dict[str, torch.Tenso
         scored.directory, ModelSettings(), critic=CriticSettings(backbone="policy", backbone_gradient=share)
     )
     random_head(policy.value_head)
-    ids, positions, documents, index = packed()
-    scores = policy(ids, positions, documents, index, ids.flatten()[index], 1.0, False)
+    ids, positions, document_ids, index = packed()
+    scores = policy(ids, positions, document_ids, index, ids.flatten()[index], 1.0, False)
     getattr(scores, loss).sum().backward()
     return scores.values, {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
 
@@ -168,8 +168,8 @@ def test_the_value_head_has_its_own_learning_rate(directory):
         policy, optim=OptimSettings(lr=0.001, beta1=0.0, beta2=0.0, eps=1e-12), engine=DeepSpeedSettings(),
         dtype="float32", total_updates=5, seed=0,
     )  # fmt: skip
-    ids, positions, documents, index = packed()
-    scores = engine.forward(ids, positions, documents, index, ids.flatten()[index], 1.0, False)
+    ids, positions, document_ids, index = packed()
+    scores = engine.forward(ids, positions, document_ids, index, ids.flatten()[index], 1.0, False)
     before = dict(engine.iter_weights())
     engine.backward((scores.values - 1).square().sum() + scores.logprobs.sum())
     engine.step()

@@ -227,7 +227,7 @@ def test_a_total_is_a_copy_of_its_dtype():
     engine = start(0)
     for dtype in (torch.float64, torch.bfloat16):
         given = torch.ones(2, dtype=dtype)
-        total = engine.total(given)
+        total = engine.all_reduce(given)
         assert total.dtype == dtype
         total.zero_()
         assert given.tolist() == [1.0, 1.0]
@@ -308,15 +308,15 @@ def _ranks(stages: list[int]) -> dict[str, object]:
                 share = engine.forward(part).square().sum() / len(data())
                 engine.backward(share)
                 loss += share.detach()
-            losses.append(float(engine.total(loss)))
+            losses.append(float(engine.all_reduce(loss)))
             return engine.step()
 
         norms = [one(mine)[0] for _ in range(2)]
         flat = {name: t.flatten().tolist() for name, t in engine.iter_weights()}
-        sums, maxima = engine.reduce([1.0 + rank, 0.5], [2.0 * rank])
+        sums, maxima = engine.all_reduce_scalars([1.0 + rank, 0.5], [2.0 * rank])
         skipped = [one(mine * (math.nan if rank == 1 else 1.0)).applied for _ in range(2)]
         own = torch.tensor([1.0 + rank, 0.25], dtype=torch.float64)
-        total = [*engine.total(own[:1]).tolist(), engine.total(own[1:]).item()]
+        total = [*engine.all_reduce(own[:1]).tolist(), engine.all_reduce(own[1:]).item()]
         assert own.tolist() == [1.0 + rank, 0.25]
         found[str(stage)] = {
             "losses": losses[:2],

@@ -24,7 +24,7 @@ from learner.config.algorithm import AlgorithmSettings
 
 LENGTHS = (5, 1, 7, 3, 4)
 SPREADS = {"behaviour": 0.0, "recompute": 0.4}
-PER_TOKEN = ("logprobs", "entropy", "behaviour", "old", "reference", "advantages", "weights", "outcome")
+PER_TOKEN = ("logprobs", "entropy", "behaviour", "old", "reference", "advantages", "token_weights", "outcome")
 
 
 def algorithm_of(**settings: Any) -> Any:
@@ -53,7 +53,7 @@ def tokens(seed: int, proximal: str = "behaviour") -> TokenInputs:
         "old": behaviour if proximal == "behaviour" else old,
         "reference": logprobs - normal(0.5),
         "advantages": normal(),
-        "weights": normal().abs() / n,
+        "token_weights": normal().abs() / n,
         "outcome": normal(),
     }
     for tensor in given.values():
@@ -95,7 +95,7 @@ class Token:
     def __init__(self, x: TokenInputs, i: int, leaf: torch.Tensor) -> None:
         self.leaf, self.now = leaf, leaf.item()
         self.old, self.behaviour, self.reference, self.gain, self.share = (
-            float(getattr(x, n)[i]) for n in ("old", "behaviour", "reference", "advantages", "weights")
+            float(getattr(x, n)[i]) for n in ("old", "behaviour", "reference", "advantages", "token_weights")
         )
         self.trajectory = int(x.trajectory[i])
 

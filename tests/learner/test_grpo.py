@@ -32,7 +32,7 @@ def inputs(n: int = 12, *, seed: int = 0, dtype=torch.float64, **given) -> Token
         "old": behaviour,
         "reference": behaviour + draw() - 0.5,
         "advantages": 2 * draw() - 1,
-        "weights": draw() / n,
+        "token_weights": draw() / n,
         "mask": torch.ones(n, dtype=torch.bool),
         "trajectory": torch.arange(n) // 4,
         "lags": torch.zeros(n, dtype=torch.int64),
@@ -67,7 +67,7 @@ def as_scored(x: TokenInputs) -> TokenScores:
 def slow(x: TokenInputs, s: GrpoSettings) -> tuple[float, list[float], list[float]]:
     """Loss, gradient to log-probs, gradient to entropies; one token at a time, derivatives derived manually."""
     total, to_logprobs, to_entropy = 0.0, [], []
-    columns = [t.tolist() for t in (x.logprobs, x.entropy, x.old, x.reference, x.advantages, x.weights)]
+    columns = [t.tolist() for t in (x.logprobs, x.entropy, x.old, x.reference, x.advantages, x.token_weights)]
     for lp, h, old, ref, a, w, iw in zip(*columns, slow_importance(x, s), strict=True):
         ratio = math.exp(lp - old)
         bounded = min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)
@@ -117,7 +117,7 @@ def test_the_default_correction_truncates_importance_weights_at_two():
     old = torch.log(torch.tensor([0.9, 0.1], dtype=torch.float64))
     x = inputs(2, behaviour=behaviour, old=old, logprobs=old, advantages=torch.ones(2, dtype=torch.float64))
     build_algorithm(GrpoSettings(old_logprobs="recompute")).loss(x).loss.backward()
-    assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([2, 1 / 9])
+    assert (-x.logprobs.grad / x.token_weights).tolist() == pytest.approx([2, 1 / 9])
 
 
 def test_by_default_ratios_are_clipped_at_0_8_and_1_28():
@@ -127,7 +127,7 @@ def test_by_default_ratios_are_clipped_at_0_8_and_1_28():
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     x = inputs(4, behaviour=old, old=old, logprobs=old + ratios.log(), advantages=advantages)
     build_algorithm(GrpoSettings()).loss(x).loss.backward()
-    assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([1.27, 0, -0.81, 0])
+    assert (-x.logprobs.grad / x.token_weights).tolist() == pytest.approx([1.27, 0, -0.81, 0])
 
 
 def test_by_default_a_token_that_loses_is_clipped_at_3():
@@ -138,7 +138,7 @@ def test_by_default_a_token_that_loses_is_clipped_at_3():
     x = inputs(3, behaviour=old, old=old, logprobs=old + ratios.log(), advantages=advantages)
     out = build_algorithm(GrpoSettings()).loss(x)
     out.loss.backward()
-    assert (-x.logprobs.grad / x.weights).tolist() == pytest.approx([-2.9, 0, 0])
+    assert (-x.logprobs.grad / x.token_weights).tolist() == pytest.approx([-2.9, 0, 0])
     assert out.sums["clip_dual"].item() == 1
 
 
@@ -156,7 +156,7 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped():
 def test_on_policy_the_gradient_is_that_of_reinforce():
     x = inputs(logprobs=inputs().behaviour)
     build_algorithm(GrpoSettings()).loss(x).loss.backward()
-    torch.testing.assert_close(x.logprobs.grad, -x.weights * x.advantages)
+    torch.testing.assert_close(x.logprobs.grad, -x.token_weights * x.advantages)
 
 
 def test_without_advantages_there_is_no_gradient():
@@ -279,7 +279,7 @@ def batch_loss(settings: GrpoSettings, **layout: int) -> tuple[float, dict[tuple
             logprobs=behaviour + drift,
             reference=None,
             advantages=torch.from_numpy(m.advantages).double(),
-            weights=torch.from_numpy(m.weights).double(),
+            token_weights=torch.from_numpy(m.token_weights).double(),
         )
         out = algorithm.loss(x)
         out.loss.backward()

@@ -86,8 +86,8 @@ def score(model: PolicyModel, batch) -> tuple[dict[tuple[int, int], float], dict
     found: dict[tuple[int, int], float] = {}
     for m in batch.micro_batches:
         t = {name: torch.from_numpy(getattr(m, name)) for name in m.__dataclass_fields__}
-        documents = t["documents"] if holds_several(m.documents, m.positions) else None
-        scores = model(t["ids"], t["positions"], documents, t["index"], t["targets"], batch.temperature, False)
+        document_ids = t["document_ids"] if holds_several(m.document_ids, m.positions) else None
+        scores = model(t["ids"], t["positions"], document_ids, t["index"], t["targets"], batch.temperature, False)
         (scores.logprobs * t["advantages"]).sum().backward()
         keys = zip(m.trajectory.tolist(), m.positions.flat[m.index].tolist(), strict=True)
         found.update(zip(keys, scores.logprobs.tolist(), strict=True))
@@ -116,8 +116,8 @@ def one_by_one(model: PolicyModel, groups, batch) -> tuple[dict[tuple[int, int],
 def test_packed_equals_one_by_one(kind, row_tokens):
     model, groups = policy(kind), some_groups()
     batch = batch_of(groups, row_tokens)
-    assert (max(int(m.documents.max()) for m in batch.micro_batches) > 0) == (row_tokens > 0)
-    assert all(holds_several(m.documents, m.positions) == (m.documents.max() > 0) for m in batch.micro_batches)
+    assert (max(int(m.document_ids.max()) for m in batch.micro_batches) > 0) == (row_tokens > 0)
+    assert all(holds_several(m.document_ids, m.positions) == (m.document_ids.max() > 0) for m in batch.micro_batches)
     (packed, packed_gradient), (alone, alone_gradient) = score(model, batch), one_by_one(model, groups, batch)
     assert packed.keys() == alone.keys()
     assert max(abs(packed[k] - alone[k]) for k in alone) < 1e-5
@@ -302,8 +302,8 @@ def test_the_check_sees_a_mask_that_leaks_in_any_dtype(dtype, tmp_path, monkeypa
     causal.save_pretrained(tmp_path)
     load_policy(tmp_path, ModelSettings(dtype=dtype))
 
-    def leaking(documents, positions, config, dtype):
-        return block_mask(torch.zeros_like(documents), torch.arange(documents.shape[1]).expand_as(documents))
+    def leaking(document_ids, positions, config, dtype):
+        return block_mask(torch.zeros_like(document_ids), torch.arange(document_ids.shape[1]).expand_as(document_ids))
 
     monkeypatch.setattr("learner.model.policy.attention_mask", leaking)
     monkeypatch.setattr("learner.model.parity_check.use_spans", lambda causal: False)
@@ -342,7 +342,7 @@ def test_a_model_that_no_setting_can_fix_is_refused_in_any_dtype(dtype, tmp_path
 def test_scores_at_given_tokens_and_the_likeliest_come_from_the_same_distribution():
     model, batch = policy("qwen3"), batch_of(some_groups(), 60)
     m = batch.micro_batches[0]
-    t = {name: torch.from_numpy(getattr(m, name)) for name in ("ids", "positions", "documents", "index", "targets")}
+    t = {name: torch.from_numpy(getattr(m, name)) for name in ("ids", "positions", "document_ids", "index", "targets")}
     at = torch.stack([t["targets"], (t["targets"] + 1) % VOCABULARY], -1)
     scores = model(*t.values(), 0.8, True, 4, at)
     assert scores.at[:, 0].equal(scores.logprobs)

@@ -90,7 +90,7 @@ def rows(length: int) -> tuple[Any, ...]:
 
 def test_padding_does_not_move_the_angles_of_a_batch() -> None:
     for micro_batch in batch(150).micro_batches:
-        assert micro_batch.positions[micro_batch.documents < 0].max(initial=0) == 0
+        assert micro_batch.positions[micro_batch.document_ids < 0].max(initial=0) == 0
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
@@ -145,7 +145,7 @@ def test_a_wrong_window_of_thousands_of_tokens_is_found(family, monkeypatch: pyt
     directory = family("mistral", sliding_window=4096)
     load_policy(directory, ModelSettings())
     monkeypatch.setattr(
-        "learner.model.policy.attention_mask", lambda documents, positions, *_: block_mask(documents, positions)
+        "learner.model.policy.attention_mask", lambda document_ids, positions, *_: block_mask(document_ids, positions)
     )
     with pytest.raises(UserError, match="several trajectories in one row"):
         load_policy(directory, ModelSettings())

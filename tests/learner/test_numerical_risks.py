@@ -33,7 +33,7 @@ def one_bad_token(distance: float, *, reference: float | None = None) -> TokenIn
         old=behaviour,
         reference=None if reference is None else other,
         advantages=advantages,
-        weights=torch.full_like(behaviour, 1 / TOKENS),
+        token_weights=torch.full_like(behaviour, 1 / TOKENS),
         mask=torch.ones(TOKENS, dtype=torch.bool),
         trajectory=torch.arange(TOKENS) // 500,
         lags=torch.zeros(TOKENS, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""Weights by broadcast: a real Redis, real gloo, real nodes with embedded engines in separate processes.
+"""Weights by broadcast: a real Redis, real gloo, real nodes with CPU engines in separate processes.
 
 Every test runs twice: with gloo, and with a group that behaves as NCCL does (`tests.support.lazy_group`).
 """

@@ -90,14 +90,14 @@ def plain_loss(model: Any, examples: list[SftExample]) -> torch.Tensor:
 def test_micro_batches_have_every_trained_token_once(batch: BatchSettings) -> None:
     parts = list(micro_batches(EXAMPLES, batch))
     assert len(parts) > 2 and all(part.ids.size <= batch.micro_batch_tokens for part in parts)
-    assert (max(int(part.documents.max()) for part in parts) > 0) == bool(batch.row_tokens)
+    assert (max(int(part.document_ids.max()) for part in parts) > 0) == bool(batch.row_tokens)
     wanted = Counter((tuple(e.ids[:at].tolist()), int(e.ids[at])) for e in EXAMPLES for at in e.trained.tolist())
     found: Counter[tuple[tuple[int, ...], int]] = Counter()
     for part in parts:
-        ids, documents, positions = part.ids.ravel(), part.documents.ravel(), part.positions.ravel()
+        ids, document_ids, positions = part.ids.ravel(), part.document_ids.ravel(), part.positions.ravel()
         for at, target in zip(part.index.tolist(), part.targets.tolist(), strict=True):
             start = at - int(positions[at])
-            assert documents[at] >= 0 and len(set(documents[start : at + 1].tolist())) == 1
+            assert document_ids[at] >= 0 and len(set(document_ids[start : at + 1].tolist())) == 1
             found[tuple(ids[start : at + 1].tolist()), target] += 1
     assert found == wanted
     assert sum(part.tokens for part in parts) == sum(len(e.inputs) for e in EXAMPLES)

@@ -105,7 +105,9 @@ def test_on_policy_the_learner_agrees_with_the_engine(start, temperature):
     assert report.metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert report.metrics["logprob_gap_max"] < 1e-4
     assert report.metrics["clip_fraction"] == 0
-    assert report.loss == pytest.approx(-float(sum(m.advantages @ m.weights for m in batch.micro_batches)), abs=1e-5)
+    assert report.loss == pytest.approx(
+        -float(sum(m.advantages @ m.token_weights for m in batch.micro_batches)), abs=1e-5
+    )
     assert report.grad_norm > 0
     assert not report.skipped
 

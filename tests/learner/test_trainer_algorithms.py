@@ -315,7 +315,7 @@ def test_values_do_not_cross_from_one_trajectory_of_a_row_to_the_next(start: Sta
     trainer = start(algorithm={"type": "ppo", "gamma": 0.9, "lam": 0.8})
     given = groups(trainer)
     packed = batch_of(trainer, given, row_tokens=60)
-    assert any(int(m.documents.max()) > 0 for m in packed.micro_batches)
+    assert any(int(m.document_ids.max()) > 0 for m in packed.micro_batches)
     changed = []
     for m in packed.micro_batches:
         rewards = m.rewards.copy()

@@ -1,4 +1,4 @@
-"""Published programs against the embedded engine: lm-evaluation-harness, openai's client, SGLang's router."""
+"""Published programs against the CPU engine: lm-evaluation-harness, openai's client, SGLang's router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies for the embedded engine: defaults and limits, and that its OpenAPI document states the same limits."""
+"""Bodies for the CPU engine: defaults and limits, and that its OpenAPI document states the same limits."""
 
 from __future__ import annotations
 

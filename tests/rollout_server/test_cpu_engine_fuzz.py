@@ -1,4 +1,4 @@
-"""Random schedules of the embedded engine against transformers: 5,000 requests in all with the slow ones.
+"""Random schedules of the CPU engine against transformers: 5,000 requests in all with the slow ones.
 
 Each seed is one engine of a random family with a random memory, and 250 requests (50 for seed 0): shared prefixes,
 prompts in parts, retractions, aborts at every stage, scored prompts, and changes of weights. Every token has the

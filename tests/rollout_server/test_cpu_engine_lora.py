@@ -1,4 +1,4 @@
-"""LoRA adapters of the embedded engine against transformers with the adapter merged into the weights."""
+"""LoRA adapters of the CPU engine against transformers with the adapter merged into the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long prompts in parts, rows that make room for cached prefixes, and seeds: the embedded engine under uneven load."""
+"""Long prompts in parts, rows that make room for cached prefixes, and seeds: the CPU engine under uneven load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's routes of the embedded engine: equal to /generate and to transformers, whole and streamed."""
+"""OpenAI's routes of the CPU engine: equal to /generate and to transformers, whole and streamed."""
 
 from __future__ import annotations
 

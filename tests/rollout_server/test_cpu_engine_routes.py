@@ -1,4 +1,4 @@
-"""Routes and fields of SGLang that other trainers' clients use, on the embedded engine."""
+"""Routes and fields of SGLang that other trainers' clients use, on the CPU engine."""
 
 from __future__ import annotations
 

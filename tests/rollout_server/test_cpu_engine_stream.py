@@ -1,4 +1,4 @@
-"""Streams of the embedded engine: content and timing of chunks, without lost or repeated tokens."""
+"""Streams of the CPU engine: content and timing of chunks, without lost or repeated tokens."""
 
 from __future__ import annotations
 

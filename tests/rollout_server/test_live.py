@@ -99,7 +99,7 @@ async def watched_by(url: str, watchers: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_what_is_seen_with_the_embedded_engine_is_what_is_published(world, tmp_path: Path) -> None:
+async def test_what_is_seen_with_the_cpu_engine_is_what_is_published(world, tmp_path: Path) -> None:
     (model := tmp_path / "policy").mkdir()
     engine_http.write_policy(model)
     world.target(V5)

@@ -1,4 +1,4 @@
-"""An embedded engine that another run has left is attached: what it generates is this run's, or it is refused."""
+"""A CPU engine that another run has left is attached: what it generates is this run's, or it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real embedded engine that hangs is found by its progress, killed and replaced; a relaunch loop ends."""
+"""A real CPU engine that hangs is found by its progress, killed and replaced; a relaunch loop ends."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ def test_calls_of_a_node_wait_as_long_as_its_engine_is_slow() -> None:
     assert (status.limit_s(30.0), status.update_limit_s(300.0)) == (30.0, 300.0)
     status.silence_s, status.start_s, status.load_s = 20.0, 400.0, 90.0  # SGLang
     assert (status.limit_s(30.0), status.update_limit_s(300.0)) == (100.0, 2000.0)
-    status.loads = {"pace_s": 8.0}  # the embedded engine, which measures its steps
+    status.loads = {"pace_s": 8.0}  # the CPU engine, which measures its steps
     assert (status.limit_s(30.0), status.info().pace_s) == (40.0, 8.0)
 
 
-async def test_the_embedded_engine_tells_its_layers_and_its_slowest_step(tmp_path: Path) -> None:
+async def test_the_cpu_engine_tells_its_layers_and_its_slowest_step(tmp_path: Path) -> None:
     async with serving(write_policy(tmp_path)) as client:
         before = (await (await client.get("/v1/loads")).json())["loads"][0]
         await post(client, "/generate", input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 3, "ignore_eos": True})

@@ -85,7 +85,7 @@ def test_an_engine_on_every_interface_has_the_address_of_the_route_to_redis() ->
         addresses(node, "redis://no.such.host.invalid:6379/0")
 
 
-def test_the_embedded_engine_gets_the_names_of_its_keys() -> None:
+def test_the_cpu_engine_gets_the_names_of_its_keys() -> None:
     kind = CpuEngine(threads=2, max_running=8)
     keys = EngineKeys("", "secret")
     cpu = command(kind, **GIVEN, keys=keys)

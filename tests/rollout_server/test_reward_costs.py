@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ import pytest
 from protocol.messages import Question, Status
 from rollout_server.rewards import build_reward
 from rollout_server.rewards.base import RewardInput, TurnText
-from rollout_server.rewards.format import TurnFormatSettings
-from rollout_server.rewards.penalties import LengthPenaltySettings, RepeatedQuerySettings, SearchCostSettings
+from rollout_server.rewards.format import TurnFormatSettings, well_formed
+from rollout_server.rewards.penalties import (
+    LengthPenaltySettings,
+    MissingActionSettings,
+    RepeatedQuerySettings,
+    SearchCostSettings,
+)
 from rollout_server.rewards.resources import RewardResources
 
 QUESTION = Question(id="q", text="?")
@@ -41,6 +47,25 @@ async def test_searches_beyond_the_free_ones_cost_up_to_a_cap(
 
 
 @pytest.mark.parametrize(
+    ("searches", "answer", "settings", "penalty"),
+    [
+        (1, "x", {}, 0.0),
+        (0, "x", {}, -0.1),
+        (2, None, {}, -0.1),
+        (0, None, {}, -0.2),
+        (0, "", {"search": 0.5, "answer": 0.25}, -0.5),
+        (0, None, {"search": 0.0}, -0.1),
+    ],
+)
+async def test_no_search_and_no_answer_cost(
+    searches: int, answer: str | None, settings: dict[str, Any], penalty: float
+) -> None:
+    reward = build_reward(MissingActionSettings(**settings), RewardResources())
+    given = replace(outcome([TurnText("x")], searches=searches), answer=answer)
+    assert await reward(given) == pytest.approx(penalty)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
     ("shape", "tokens", "penalty"),
     [
         ("overlong", 0, 0.0),
@@ -66,6 +91,26 @@ async def test_the_turn_that_repeats_a_query_pays_for_it() -> None:
     turns = [TurnText("x", query=query) for query in queries]
     reward = build_reward(RepeatedQuerySettings(), RewardResources())
     assert list(await reward.per_turn(outcome(turns))) == [0, 0, -1, 0, 0, 0, 0, -1, -1]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "formed"),
+    [
+        ("<search>b</search>", True),
+        (" <think>a</think> <answer>b</answer>", True),
+        ("a thought <search>b</search>", False),
+        ("<think>a<search>b</search>", False),
+        ("<think>a</think><think>a</think><search>b</search>", False),
+        ("<answer>b", False),
+    ],
+)
+async def test_a_thought_may_be_optional(text: str, formed: bool) -> None:
+    reward = build_reward(TurnFormatSettings(think="optional"), RewardResources())
+    (score,) = await reward.per_turn(outcome([TurnText(text, "")]))  # type: ignore[union-attr]
+    assert score == (0.0 if formed else -1.0)
+    assert well_formed((TurnText("<search>a</search>", "", query="a"), TurnText(text, "")), "optional") == (
+        formed and "answer" in text
+    )
 
 
 @pytest.mark.parametrize(

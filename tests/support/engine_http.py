@@ -1,4 +1,4 @@
-"""A tiny policy with a byte-level tokenizer and a chat template, served by the embedded engine in this process."""
+"""A tiny policy with a byte-level tokenizer and a chat template, served by the CPU engine in this process."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ def make_row(
     return row_of(data_set, asked, method, index, given | found)
 
 
-def make_protocol(**change: Any) -> dict[str, Any]:
+def make_recipe(**change: Any) -> dict[str, Any]:
     """The conditions of a made-up evaluation."""
-    protocol: dict[str, Any] = {
+    recipe: dict[str, Any] = {
         "format": 1,
         "foray": "0",
         "subject": {"kind": "model", "where": "m", "model": "abc"},
@@ -55,4 +55,4 @@ def make_protocol(**change: Any) -> dict[str, Any]:
         "data": {"nq": {"questions": 4, "fingerprint": "d"}},
         "judge": None,
     }
-    return protocol | change
+    return recipe | change

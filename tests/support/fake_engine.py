@@ -178,7 +178,7 @@ class FakeServer(ScriptedServer):
     latency_s    before the first token; this and the next may be changed at any time
     pace_s       for each further one
     incremental  chunks hold only what is new, as with SGLang's --incremental-streaming-output
-    exact        every chunk says which version sampled which token, as the embedded engine's do; SGLang's: the last
+    exact        every chunk says which version sampled which token, as the CPU engine's do; SGLang's: the last
     """
 
     def __init__(

@@ -38,6 +38,7 @@ class FakeService:
         self._now = 0
         app = web.Application()
         app.add_routes([web.post("/v1/embeddings", self._embeddings), web.post("/v1/chat/completions", self._chat)])
+        app.add_routes([web.post("/v1/reward", self._reward)])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
 
     async def __aenter__(self) -> FakeService:
@@ -88,6 +89,12 @@ class FakeService:
         said = json.dumps({"rationale": "it is what it is", "score": float(right)})
         said = fault.removeprefix("say:") if fault.startswith("say:") else said
         return web.json_response({"choices": [{"message": {"role": "assistant", "content": said}}]})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        body, fault = await self._begin(request)
+        if fault.isdecimal():
+            return web.Response(status=int(fault), text="no")
+        return web.json_response({"reward": min(100, len(body["outcome"]["answer"] or "")) / 100})
 
 
 def _embed(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""A learner's publisher, and nodes with embedded engines in separate processes, over a real Redis."""
+"""A learner's publisher, and nodes with CPU engines in separate processes, over a real Redis."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_model(directory: Path) -> Weights:
 
 
 class Fleet:
-    """A run with one learner's store and any number of nodes with embedded engines."""
+    """A run with one learner's store and any number of nodes with CPU engines."""
 
     def __init__(self, folder: Path, socket: str, weights: Weights, run: str = "t1") -> None:
         self.folder, self.weights = folder, weights

@@ -8,7 +8,7 @@ What NCCL does differently from gloo (torch's ProcessGroupNCCL), and this double
 * a watchdog ends the process when a broadcast takes longer than the group's timeout, unless it was aborted
 * an aborted broadcast looks complete
 
-The other ranks are real gloo ranks: the embedded engines of the tests do not notice the difference.
+The other ranks are real gloo ranks: the CPU engines of the tests do not notice the difference.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class TinyEngine:
         self.updates += 1
         self.algorithm.after_update()
         for micro in batch.micro_batches:
-            self.weights += torch.tensor([1.0, micro.targets.sum(), micro.advantages.sum(), micro.weights.sum()])
+            self.weights += torch.tensor([1.0, micro.targets.sum(), micro.advantages.sum(), micro.token_weights.sum()])
         return TinyReport(0.5, batch.num_tokens, dict(batch.stats))
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:

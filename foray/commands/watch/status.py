@@ -26,11 +26,11 @@ def run(args: argparse.Namespace) -> int:
     from foray.watch.status_page import render
 
     found = locate(args)
-    seen = look(found)
+    snapshot = look(found)
     if args.json:
-        print(json.dumps(to_json(seen, max_lag=found.run.max_lag)))
+        print(json.dumps(to_json(snapshot, max_lag=found.run.max_lag)))
     else:
         tty = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if tty else 0
-        print(render(seen, max_lag=found.run.max_lag, width=width, colour=tty and not os.environ.get("NO_COLOR")))
-    return 1 if problems(seen, max_lag=found.run.max_lag) else 0
+        print(render(snapshot, max_lag=found.run.max_lag, width=width, colour=tty and not os.environ.get("NO_COLOR")))
+    return 1 if problems(snapshot, max_lag=found.run.max_lag) else 0

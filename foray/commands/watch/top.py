@@ -62,9 +62,9 @@ def _looks(found: Located, interval: float) -> Iterator[Look]:
     looks = Looks()
     while True:
         found = found.refreshed()
-        seen = look(found)
-        yield seen, looks.before(seen), read_searches(found.urls(seen, "retriever"))
-        if seen.is_over:
+        snapshot = look(found)
+        yield snapshot, looks.before(snapshot), read_searches(found.urls(snapshot, "retriever"))
+        if snapshot.is_over:
             return
         time.sleep(interval)
 
@@ -75,14 +75,14 @@ def _frames(found: Located, interval: float) -> Iterator[Frame]:
     return (frame(*look, max_lag=found.run.max_lag) for look in _looks(found, interval))
 
 
-def _line(found: Located, seen: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float]) -> str:
+def _line(found: Located, snapshot: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float]) -> str:
     from foray.watch.status import to_json
     from foray.watch.top import wait_shares
 
     waits: dict[str, dict[str, float]] = {}
-    for (process, cause), share in wait_shares(seen, before).items():
+    for (process, cause), share in wait_shares(snapshot, before).items():
         waits.setdefault(process, {})[cause] = share
-    return json.dumps(to_json(seen, max_lag=found.run.max_lag) | {"waits": waits, "retrievers": dict(searches)})
+    return json.dumps(to_json(snapshot, max_lag=found.run.max_lag) | {"waits": waits, "retrievers": dict(searches)})
 
 
 def _live(frames: Iterator[Frame]) -> None:

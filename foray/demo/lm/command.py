@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="shuffled-reward: afterwards, train once more from the same warm start with shuffled rewards",
     )
-    parser.add_argument("--engine", choices=list(ENGINES), default="cpu", help="cpu: the embedded engine (default)")
+    parser.add_argument("--engine", choices=list(ENGINES), default="cpu", help="cpu: the CPU engine (default)")
     parser.add_argument("--limit", type=int, help="evaluate only the first LIMIT questions of each set (default: as "
                         f"many as this CPU evaluates within {HOURS} hours in all, at most all)")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="replace an existing demo in that directory")

@@ -20,7 +20,7 @@ def whiten(
     values: torch.Tensor,
     mask: torch.Tensor,
     *,
-    total: Callable[[torch.Tensor], torch.Tensor] = unchanged,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] = unchanged,
     unbiased: bool = True,
     epsilon: float = 1e-8,
     centre_only: bool = False,
@@ -30,7 +30,7 @@ def whiten(
     values       any shape and float dtype; NaN at masked positions has no effect. The result is a constant (no
                  gradient)
     mask         bool, of that shape
-    total        sums a float64 vector over all ranks and all micro-batches of a step; called twice on every rank,
+    all_reduce   sums a float64 vector over all ranks and all micro-batches of a step; called twice on every rank,
                  whatever the mask. Moments of a single micro-batch or rank would make the loss depend on how the batch
                  is split
     unbiased     variance / (n - 1), as verl does (`masked_whiten`); OpenRLHF and AReaL divide by n
@@ -40,10 +40,10 @@ def whiten(
     single one, or values that are equal up to rounding, the result is 0 (verl raises for fewer than two).
     """
     known = torch.where(mask, values, 0.0).detach().double()
-    count, summed, squares = total(torch.stack([mask.sum().double(), known.sum(), known.square().sum()]))
+    count, summed, squares = all_reduce(torch.stack([mask.sum().double(), known.sum(), known.square().sum()]))
     mean = summed / count.clamp(min=1)
     centred = torch.where(mask, known - mean, 0.0)
-    (deviations,) = total(centred.square().sum().reshape(1))
+    (deviations,) = all_reduce(centred.square().sum().reshape(1))
     variance = deviations / (count - 1 if unbiased else count).clamp(min=1)
     # An absolute and a relative bound, as for the rewards of a group: 1 / epsilon must not amplify rounding.
     noise = SAME * (squares / count.clamp(min=1)).sqrt().clamp(min=1)

@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from learner.algorithms.base import AllReduce
 from learner.algorithms.kl import LOG_RATIO_LIMIT
 
 _EDGES, _ROUNDS = 256, 7
 """256^7 parts of the whole range: the resolution of float64."""
 
-Total = Callable[[torch.Tensor], torch.Tensor]
 
-
-def second_moment_bound(squares: Sequence[torch.Tensor], threshold: float, total: Total) -> float:
+def second_moment_bound(squares: Sequence[torch.Tensor], threshold: float, all_reduce: AllReduce) -> float:
     """Return the largest bound b such that tokens with log(w)^2 <= b have a mean of log(w)^2 below `threshold`.
 
-    squares    of each micro-batch of this rank log(w)^2 of its trained tokens, float64, within the clamp of log-ratios
-    threshold  above 0 (0.04 in the paper)
-    total      sums a float64 vector over the ranks; collective
+    squares      log(w)^2 of the trained tokens of each micro-batch of this rank, float64, within the clamp
+    threshold    above 0 (0.04 in the paper)
+    all_reduce   sums a float64 vector over the ranks; collective
 
     Second-moment trust policy optimisation (M2PO, arXiv 2510.01161) as in AReaL, which sorts the tokens of a
     micro-batch; here the bound is for the batch over all ranks. Equal tokens are kept or dropped together. Infinite if
@@ -33,7 +32,7 @@ def second_moment_bound(squares: Sequence[torch.Tensor], threshold: float, total
     def below(edges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return, over all ranks, the number of tokens at or below each edge and the sum of their squares."""
         places = torch.searchsorted(mine, edges, right=True)
-        both = total(torch.cat([places.double(), sums[places]]))
+        both = all_reduce(torch.cat([places.double(), sums[places]]))
         return both[: len(edges)], both[len(edges) :]
 
     def largest(holds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from learner.checkpoint.checkpoint import LOOK_S, VISIBLE_S
+from learner.checkpoint.resume import use_dtype
 from learner.config.learner import LearnerSettings
 from protocol.errors import UserError
 from protocol.runtime.files import durable_mkdir
@@ -27,10 +28,11 @@ def ranks() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def require_shared_folder(folder: Path) -> None:
-    """Raise UserError on every rank unless all ranks see a file of rank 0 in `folder` and can write there; collective.
+def require_shared_folder(folder: Path, dtype: str = "") -> str:
+    """Return rank 0's `dtype`: what `auto` stands for is decided once, not by each rank's own measurement; collective.
 
-    Ranks with separate folders would each write a part of a checkpoint that no learner could load.
+    Raises UserError on every rank unless all ranks see a file of rank 0 in `folder` and can write there: ranks with
+    separate folders would each write a part of a checkpoint that no learner could load.
     """
     from learner.engine.ranks import join_ranks
     from learner.trainer.distributed.channel import RankChannel
@@ -38,10 +40,13 @@ def require_shared_folder(folder: Path) -> None:
     join_ranks()
     channel = RankChannel()
     durable_mkdir(folder)
-    probe = folder / (channel.receive()[0] if channel.rank else f".probe.{secrets.token_hex(8)}")
+    name = f".probe.{secrets.token_hex(8)}"
+    if channel.rank:
+        name, dtype = channel.receive()[0].split("/")
+    probe = folder / name
     if not channel.rank:
         probe.touch()
-        channel.send(probe.name)
+        channel.send(f"{name}/{dtype}")
     deadline = time.monotonic() + VISIBLE_S
     while not probe.exists() and time.monotonic() < deadline:
         time.sleep(LOOK_S)
@@ -55,6 +60,7 @@ def require_shared_folder(folder: Path) -> None:
             why="each rank writes its part of a checkpoint there: " + "; ".join(failures),
             todo="set run.dir to a folder that all hosts of the learner mount",
         )
+    return dtype
 
 
 def run_worker(run: RunSettings, settings: LearnerSettings) -> int:
@@ -64,7 +70,7 @@ def run_worker(run: RunSettings, settings: LearnerSettings) -> int:
     from learner.trainer.distributed.leader import run_follower
     from learner.trainer.trainer import Trainer
 
-    require_shared_folder(run.checkpoint_dir)
+    settings = use_dtype(settings, require_shared_folder(run.checkpoint_dir))
     trainer = Trainer(run, settings, adapters=settings.publish.type == "adapter")
     log.info("ready as rank %d of %d", trainer.rank, trainer.world_size)
     run_follower(trainer)

@@ -1,4 +1,4 @@
-"""An online search engine as a backend of the service.
+"""A web search engine as a backend of the service.
 
     query --> recording? --> ProviderClient --> Provider.parse --> passages (cached by id, for `find`) --> QueryResult
 
@@ -21,7 +21,7 @@ from protocol.search import Passage
 from retriever.backends.base import QueryFailure, QueryResult
 from retriever.backends.index import document_json
 from retriever.backends.web.client import ProviderClient, Secret, read_secret
-from retriever.backends.web.config import OnlineBase
+from retriever.backends.web.config import WebBase
 from retriever.backends.web.pages import PageFetcher
 from retriever.backends.web.provider import Provider, ProviderHit, ProviderRequest, WebSearchError
 from retriever.backends.web.providers import build_provider
@@ -32,17 +32,17 @@ MAX_HIT_CHARS = 20_000
 """Maximum characters of one hit: snippets have a few hundred, but providers do not guarantee that."""
 
 
-class OnlineBackend:
-    """Created by `open_online`. See `Backend`."""
+class WebBackend:
+    """Created by `open_web`. See `Backend`."""
 
     def __init__(
-        self, settings: OnlineBase, provider: Provider, client: ProviderClient | None, recordings: Recordings | None
+        self, settings: WebBase, provider: Provider, client: ProviderClient | None, recordings: Recordings | None
     ) -> None:
         self._settings, self._provider, self._client, self._recordings = settings, provider, client, recordings
         self._known = HitCache(settings.remembered)
         self._pages = PageFetcher(settings.pages, recordings, settings.record) if settings.fetch_pages else None
         self._counts: Counter[str] = Counter()
-        identity = json.dumps(online_identity(settings), sort_keys=True)
+        identity = json.dumps(web_identity(settings), sort_keys=True)
         self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     @property
@@ -84,7 +84,7 @@ class OnlineBackend:
             "type": "online",
             "fingerprint": self._fingerprint,
             "provider": self._settings.type,
-            "settings": online_identity(self._settings),
+            "settings": web_identity(self._settings),
             "record": self._settings.record,
             "counters": self.counters(),
             "statuses": {} if client is None else dict(sorted(client.statuses.items())),
@@ -163,7 +163,7 @@ class OnlineBackend:
         return text if self._client is None else self._client.redact(text)
 
 
-def open_online(settings: OnlineBase) -> OnlineBackend:
+def open_web(settings: WebBase) -> WebBackend:
     """Return the backend of an engine. Raises UserError if a required key or directory is missing."""
     provider, recordings = build_provider(settings), None
     if settings.record != "off":
@@ -173,10 +173,10 @@ def open_online(settings: OnlineBase) -> OnlineBackend:
     if settings.record != "replay":
         key = read_secret(settings.key_env) if settings.key_env or settings.NEEDS_KEY else None
         client = ProviderClient(settings, provider, key, _proxy(settings))
-    return OnlineBackend(settings, provider, client, recordings)
+    return WebBackend(settings, provider, client, recordings)
 
 
-def online_identity(settings: OnlineBase) -> dict[str, Any]:
+def web_identity(settings: WebBase) -> dict[str, Any]:
     """Return what determines an answer, as JSON-compatible values: provider, address, region, language, pages."""
     identity = settings.model_dump(mode="json", exclude=set(settings.OPERATION))
     if not settings.fetch_pages:
@@ -246,5 +246,5 @@ def _sanitise(text: str) -> str:
     return text.encode("utf-8", "replace").decode().replace("\x00", "").strip()
 
 
-def _proxy(settings: OnlineBase) -> Secret | None:
+def _proxy(settings: WebBase) -> Secret | None:
     return read_secret(settings.proxy_env, "a proxy's URL") if settings.proxy_env else None

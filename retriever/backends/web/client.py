@@ -24,7 +24,7 @@ from yarl import URL
 
 from protocol.errors import UserError
 from protocol.runtime.timing import backoff_s, loop_timeout
-from retriever.backends.web.config import OnlineBase
+from retriever.backends.web.config import WebBase
 from retriever.backends.web.provider import Provider, ProviderRequest, WebSearchError
 
 LONGEST_PAUSE_S = 60.0
@@ -49,7 +49,7 @@ class ProviderClient:
 
     def __init__(
         self,
-        settings: OnlineBase,
+        settings: WebBase,
         provider: Provider,
         key: Secret | None,
         proxy: Secret | None = None,
@@ -224,7 +224,7 @@ class Budget:
     """Remaining requests and their total cost: an upper bound of the bill, because a request counts when it is sent,
     whatever the response."""
 
-    def __init__(self, settings: OnlineBase, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, settings: WebBase, clock: Callable[[], float] = time.time) -> None:
         self._price, self._daily, self._clock = settings.cost_per_request, settings.budget_period == "day", clock
         bounds = [] if settings.max_requests is None else [settings.max_requests]
         if settings.max_cost is not None and self._price > 0:
@@ -283,7 +283,7 @@ class Secret:
         return text
 
 
-def read_secret(variable: str, what: str = "the key of the online search engine") -> Secret:
+def read_secret(variable: str, what: str = "the key of the web search engine") -> Secret:
     """Read the key from an environment variable. Raises UserError, without the value, if it is unset or invalid."""
     value = os.environ.get(variable, "").strip()
     if not value:

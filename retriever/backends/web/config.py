@@ -47,7 +47,7 @@ class PageSettings(Settings):
         return tuple(host.lower().strip(".") for host in hosts)
 
 
-class OnlineBase(Settings):
+class WebBase(Settings):
     """Common settings of web search engines: address, key variable, limits, recordings.
 
     The defaults of `rate`, `concurrency` and `cost_per_request` are guesses: use the figures of your plan.
@@ -143,7 +143,7 @@ class OnlineBase(Settings):
         return self
 
 
-class SerpApiSettings(OnlineBase):
+class SerpApiSettings(WebBase):
     """SerpApi: results of Google and other engines. One request returns the engine's first page."""
 
     MAX_HITS = 100
@@ -159,7 +159,7 @@ class SerpApiSettings(OnlineBase):
     """Language of the results (`hl`)."""
 
 
-class SerperSettings(OnlineBase):
+class SerperSettings(WebBase):
     """Serper: results of Google."""
 
     MAX_HITS = 100
@@ -173,7 +173,7 @@ class SerperSettings(OnlineBase):
     """Language of the results (`hl`)."""
 
 
-class GoogleCseSettings(OnlineBase):
+class GoogleCseSettings(WebBase):
     """Google's Custom Search JSON API over a Programmable Search Engine: at most 10 hits per request, no answer
     boxes."""
 
@@ -190,7 +190,7 @@ class GoogleCseSettings(OnlineBase):
     """Language of the user's interface (`hl`)."""
 
 
-class BraveSettings(OnlineBase):
+class BraveSettings(WebBase):
     """Brave Search, web results: at most 20 hits per request."""
 
     MAX_HITS = 20
@@ -208,7 +208,7 @@ class BraveSettings(OnlineBase):
     """Request further excerpts of each page and append them to the first (some plans only)."""
 
 
-class TavilySettings(OnlineBase):
+class TavilySettings(WebBase):
     """Tavily: at most 20 hits per request; a model of Tavily writes its answer box."""
 
     MAX_HITS = 20
@@ -223,7 +223,7 @@ class TavilySettings(OnlineBase):
     reason in place of the policy."""
 
 
-class BingSettings(OnlineBase):
+class BingSettings(WebBase):
     """Any service with the API of Bing Web Search v7: at most 50 hits per request.
 
     Microsoft's service ended in August 2025, so there is no default address.
@@ -239,7 +239,7 @@ class BingSettings(OnlineBase):
     """Market of the results (`mkt`)."""
 
 
-class SearxngSettings(OnlineBase):
+class SearxngSettings(WebBase):
     """A self-hosted SearXNG. Its settings.yml must list `json` under `search.formats`."""
 
     NEEDS_KEY = False
@@ -258,7 +258,7 @@ class SearxngSettings(OnlineBase):
     """Engines to query. Empty: those of the categories."""
 
 
-REGISTRY: dict[type[OnlineBase], str] = {
+REGISTRY: dict[type[WebBase], str] = {
     SerpApiSettings: "retriever.backends.web.providers.google:SerpApi",
     SerperSettings: "retriever.backends.web.providers.google:Serper",
     GoogleCseSettings: "retriever.backends.web.providers.google:GoogleCse",
@@ -270,6 +270,6 @@ REGISTRY: dict[type[OnlineBase], str] = {
 """Settings class -> provider class, imported on demand."""
 
 if TYPE_CHECKING:
-    OnlineSettings = OnlineBase
+    WebSettings = WebBase
 else:
-    OnlineSettings = union_of(REGISTRY)
+    WebSettings = union_of(REGISTRY)

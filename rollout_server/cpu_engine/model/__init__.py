@@ -1,1 +1,1 @@
-"""The language model of the embedded engine: loading, forward pass, sampling, LoRA."""
+"""The language model of the CPU engine: loading, forward pass, sampling, LoRA."""

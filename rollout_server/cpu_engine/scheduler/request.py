@@ -53,7 +53,7 @@ class Request:
     """A request. Its lists only grow, on the engine thread; the HTTP side reads prefixes of the length in `notify`.
 
     versions  [label, index of the first output token with it], in order
-    first     the first attempt at the same prompt, which scores it for all; None: this one
+    first     the first sample of the same prompt, which scores it for all; None: this one
     extra_key requests share cached prefixes only with the same key; differs between adapters
     seed      64 bits; seed and position determine each sample
     limit     maximum output tokens: max_new_tokens, or less if they would not fit into context or cache

@@ -223,7 +223,7 @@ class Scheduler:
         return prompts
 
     def _awaits_scores(self, request: Request) -> bool:
-        """Return whether the first attempt at this prompt must still score it. Copies its scores if they exist."""
+        """Return whether the first sample of this prompt must still score it. Copies its scores if they exist."""
         first = request.first
         if first is None or not request.scores_prompt:
             return False

@@ -1,1 +1,1 @@
-"""HTTP routes of the embedded engine: SGLang's and OpenAI's."""
+"""HTTP routes of the CPU engine: SGLang's and OpenAI's."""

@@ -189,7 +189,7 @@ class Generation:
         for call in calls:
             adapter = self._adapters.named(call.adapter)
             first: Request | None = None
-            for attempt, rid in enumerate(call.rids):
+            for sample, rid in enumerate(call.rids):
                 number = len(requests)
 
                 def notify(_: Request, length: int, number: int = number) -> None:
@@ -201,7 +201,7 @@ class Generation:
                         rid=rid,
                         prompt_ids=call.ids,
                         params=call.params,
-                        seed=self._seed(call.params.sampling_seed, attempt),
+                        seed=self._seed(call.params.sampling_seed, sample),
                         limit=min(call.params.max_new_tokens, room),
                         notify=notify,
                         stream_interval=(call.params.stream_interval or self._streaming.interval) if stream else 0,
@@ -224,9 +224,9 @@ class Generation:
             self._engine.scheduler.wake_loop = self._mailbox.wake_loop
         return self._mailbox
 
-    def _seed(self, given: int | None, attempt: int) -> int:
+    def _seed(self, given: int | None, sample: int) -> int:
         if given is not None:
-            return (given + attempt) % (1 << 64)
+            return (given + sample) % (1 << 64)
         self._next_seed = (self._next_seed + 1) % (1 << 64)
         return self._next_seed
 

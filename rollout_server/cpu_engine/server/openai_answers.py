@@ -160,8 +160,8 @@ class OpenAIResponse:
         return found
 
     def _usage(self) -> Object:
-        """Return the usage. A prompt counts once for all its attempts."""
-        firsts = self._requests[:: self._asked.attempts]
+        """Return the usage. A prompt counts once for all its samples."""
+        firsts = self._requests[:: self._asked.samples]
         prompt, made = sum(len(r.prompt_ids) for r in firsts), sum(len(r.output_ids) for r in self._requests)
         cached = sum(r.cached_tokens for r in firsts)
         return {

@@ -64,7 +64,7 @@ class CompletionCall:
 
     parsed: Parsed
     model: str
-    attempts: int
+    samples: int
     echoes: list[str] | None
     logprobs: bool
     top: int
@@ -72,7 +72,7 @@ class CompletionCall:
 
     def echo(self, number: int) -> str:
         """Return the text before the answer of request `number`."""
-        return self.echoes[number // self.attempts] if self.echoes else ""
+        return self.echoes[number // self.samples] if self.echoes else ""
 
 
 def completion(body: Any, adapter: Callable[[str], str], tokenizer: Tokenizer, limits: Limits) -> CompletionCall:
@@ -183,7 +183,7 @@ def _asked(body: Body, parsed: Parsed, echoes: list[str] | None, top: int | None
     return CompletionCall(
         parsed=parsed,
         model=optional(body, "model", str, ""),
-        attempts=parsed.calls[0].params.n,
+        samples=parsed.calls[0].params.n,
         echoes=echoes,
         logprobs=top is not None,
         top=top or 0,

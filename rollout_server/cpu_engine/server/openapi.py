@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the embedded engine. Pure.
+"""The OpenAPI 3.1 document of the CPU engine. Pure.
 
 `validation.py` and `openai_bodies.py` validate bodies without a schema, so the schemas are here. Tests compare paths
 and methods with the application's routes, and sampling parameters with those in `validation.py`, and send generated
@@ -233,7 +233,7 @@ def describe() -> Object:
         for method in ("post", "put") if schema is GENERATE else ("post",):
             required = bool(schema.get("required")) or streamed
             paths.setdefault(path, {})[method] = _operation(path, answer, schema, body_required=required)
-    return document("Foray embedded engine", paths, tokens=("key", "admin"))
+    return document("Foray CPU engine", paths, tokens=("key", "admin"))
 
 
 openapi = serve_document(describe)

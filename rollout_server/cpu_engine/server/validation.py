@@ -53,7 +53,7 @@ UNSUPPORTED = (
 SGLang."""
 
 
-MOST_ATTEMPTS = 4096
+MOST_SAMPLES = 4096
 """Maximum of prompts times `n` in one call."""
 
 MOST_TOPS = 1 << 22
@@ -92,7 +92,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """One validated prompt of a body, for `n` attempts. `adapter`: name of a LoRA adapter, "" for none."""
+    """One validated prompt of a body, for `n` samples. `adapter`: name of a LoRA adapter, "" for none."""
 
     rids: list[str]
     ids: list[int]
@@ -107,7 +107,7 @@ class GenerateCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A validated body. `single`: the answer is one object, otherwise a list in order of prompts and attempts."""
+    """A validated body. `single`: the answer is one object, otherwise a list in order of prompts and samples."""
 
     calls: list[GenerateCall]
     single: bool
@@ -221,23 +221,23 @@ def _spread(body: Body, name: str, default: Any, count: int, kind: type) -> list
     return values
 
 
-def _rids(rid: Any, attempts: list[int], batched: bool) -> list[list[str]]:
-    """Return the rids of the attempts at each prompt. A single rid for many is their prefix, as in SGLang."""
-    total = sum(attempts)
-    if total > MOST_ATTEMPTS:
-        raise BadRequest(f"{total} attempts in one call exceed the limit of {MOST_ATTEMPTS}")
+def _rids(rid: Any, samples: list[int], batched: bool) -> list[list[str]]:
+    """Return the rids of the samples of each prompt. A single rid for many is their prefix, as in SGLang."""
+    total = sum(samples)
+    if total > MOST_SAMPLES:
+        raise BadRequest(f"{total} samples in one call exceed the limit of {MOST_SAMPLES}")
     if rid is None:
         names = [f"{_RID_BASE}{next(_rid_numbers):016x}" for _ in range(total)]
     elif isinstance(rid, str) and rid:
         names = [rid] if total == 1 and not batched else [f"{rid}_{i}" for i in range(total)]
-    elif isinstance(rid, list) and len(rid) == len(attempts) and all(isinstance(r, str) and r for r in rid):
-        names = [r if n == 1 else f"{r}_{i}" for r, n in zip(rid, attempts, strict=True) for i in range(n)]
+    elif isinstance(rid, list) and len(rid) == len(samples) and all(isinstance(r, str) and r for r in rid):
+        names = [r if n == 1 else f"{r}_{i}" for r, n in zip(rid, samples, strict=True) for i in range(n)]
     else:
         raise BadRequest("rid must be a non-empty string, or a list with one per prompt")
     if len(set(names)) != total:
         raise BadRequest("rids must differ")
     rest = iter(names)
-    return [list(itertools.islice(rest, n)) for n in attempts]
+    return [list(itertools.islice(rest, n)) for n in samples]
 
 
 def _sampling(given: Body, limits: Limits) -> SamplingParams:

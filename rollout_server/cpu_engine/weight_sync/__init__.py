@@ -1,1 +1,1 @@
-"""Weight updates by broadcast for the embedded engine."""
+"""Weight updates by broadcast for the CPU engine."""

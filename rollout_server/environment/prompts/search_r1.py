@@ -7,6 +7,8 @@ their sentences and the ids of passages; without tools the prompt is unchanged.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollout_server.environment.prompts.base import PromptTemplate
 
 PROMPT = (
@@ -18,6 +20,17 @@ PROMPT = (
     "If you find no further external knowledge needed, you can directly provide the answer inside <answer> and "
     "</answer>, without detailed illustrations. For example, <answer> Beijing </answer>. Question: {question}\n"
 )
+
+FAST_PROMPT = (
+    "Answer the given question. "
+    "If you lack some knowledge, you can call a search engine by <search> query </search> "
+    "and it will return the top searched results between <information> and </information>. "
+    "Use the results directly. "
+    "You can search as many times as your want. "
+    "If you find no further external knowledge needed, you can directly provide the answer inside <answer> and "
+    "</answer>, without detailed illustrations. For example, <answer> Beijing </answer>. Question: {question}\n"
+)
+"""Search-R1++'s fast template (arXiv 2602.19526) asks for no thinking. Its wording is not public: this is Foray's."""
 
 INVALID = (
     "\nMy previous action is invalid. "
@@ -39,3 +52,4 @@ TEMPLATE = PromptTemplate(
     passage_id="Doc {i}(Id: {id} Title: {heading}) {text}\n",
     tools_after="You can search as many times as your want. ",
 )
+FAST = replace(TEMPLATE, name="search_r1_fast", prompt=FAST_PROMPT)

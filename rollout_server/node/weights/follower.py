@@ -6,7 +6,7 @@ that does not have the directory waits for a broadcast, if the learner sends any
 
 Verification reads every byte of the new version while the engine generates; only the swap pauses it. A failure before
 the swap changes nothing: the engine stays READY at its old version, and the node tries again. A failure during the swap
-may leave a mix of two versions: that incarnation of the engine is lost. Only the embedded engine verifies a version
+may leave a mix of two versions: that incarnation of the engine is lost. Only the CPU engine verifies a version
 itself before it changes anything; one that refuses a version continues at its old one.
 """
 
@@ -269,7 +269,7 @@ class WeightFollower:
         return True
 
     async def _is_unchanged(self, client: EngineAdmin, update: WeightUpdate, error: EngineError) -> bool:
-        """Return whether the engine refused `update` as a whole: an embedded one that still has another label."""
+        """Return whether the engine refused `update` as a whole: a CPU engine that still has another label."""
         if error.cause != "refused" or self._status.info().kind != "cpu":
             return False
         try:

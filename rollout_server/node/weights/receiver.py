@@ -8,7 +8,7 @@
                     <-------------  answer "loaded", flush
     view "commit"   ------------->  label, read back, continue
 
-* An engine that stages (the embedded one) generates until all buckets have arrived, and pauses only for the rest.
+* An engine that stages (the CPU engine) generates until all buckets have arrived, and pauses only for the rest.
 
 If a view ends without a commit, the engine either still holds its version and continues; or it was modified, may hold
 a mix of versions, and stays paused until a complete version has been loaded.
@@ -45,7 +45,7 @@ PHASE_POLL_S, PAUSED_POLL_S = 0.02, 0.005
 GROUP_POLL_S = 0.05
 """Poll interval of group members for the next view: training waits for their answers."""
 ALREADY_OPEN = "session is already open"
-"""Part of the answer of SGLang and the embedded engine to a second begin."""
+"""Part of the answer of SGLang and the CPU engine to a second begin."""
 JOINING = "joining"
 """Detail of an answer sent before the group is formed."""
 LISTENS_S = 2.0

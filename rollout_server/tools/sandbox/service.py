@@ -93,7 +93,7 @@ class SandboxService:
                         cause, wait_s = error.cause, error.retry_after_s
                     if cause not in RETRIED or attempt == self._settings.attempts:
                         break
-                    # jitter: thousands of rollouts must not retry at once
+                    # jitter: thousands of trajectories must not retry at once
                     pause_s = random.uniform(0.5, 1.0) * backoff_s(attempt, BACKOFF_S, MAX_BACKOFF_S)
                     await asyncio.sleep(max(wait_s, pause_s))
         raise SandboxError(f"{self._url}: {cause}")

@@ -1,11 +1,11 @@
 """The engines of the contract tests, selected per test and shared by the whole session.
 
-Engines: `fake` (scripted, in this process), `embedded` (rollout_server.cpu_engine as a process), and `sglang`: real
+Engines: `fake` (scripted, in this process), `cpu` (rollout_server.cpu_engine as a process), and `sglang`: real
 SGLang, the reference. SGLang takes part where FORAY_SGLANG_PYTHON names an interpreter that has it
 (`make test-sglang` builds one), or where FORAY_SGLANG_URL and FORAY_SGLANG_MODEL name one that runs, started with
 `--weight-version 1.0 --dtype float32` on a small model that this machine can read.
 
-A test meets `embedded` and `sglang` unless `@pytest.mark.engines(...)` says otherwise. A test of the embedded engine
+A test meets `cpu` and `sglang` unless `@pytest.mark.engines(...)` says otherwise. A test of the CPU engine
 alone says why: nothing but a documented deviation, or a thing that no two implementations share, is a reason.
 """
 
@@ -20,20 +20,20 @@ import aiohttp
 import pytest
 import torch
 from contract_client import Client
-from contract_engines import ADMIN_KEY, LOGS, USER_KEY, Kind, Server, embedded, scripted, sglang, tail
+from contract_engines import ADMIN_KEY, LOGS, USER_KEY, Kind, Server, cpu_engine, scripted, sglang, tail
 from contract_models import RANK, perturbed, write_model, write_word_model
 
 from tests.support.forks import Zygote
 
 PYTHON, URL, MODEL = (os.environ.get(f"FORAY_SGLANG_{name}", "") for name in ("PYTHON", "URL", "MODEL"))
 Flags = Mapping[Kind, Sequence[str]]
-AVAILABLE: tuple[Kind, ...] = ("fake", "embedded", "sglang") if PYTHON or URL else ("fake", "embedded")
+AVAILABLE: tuple[Kind, ...] = ("fake", "cpu", "sglang") if PYTHON or URL else ("fake", "cpu")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each engine that the test is for and that is there."""
     mark = metafunc.definition.get_closest_marker("engines")
-    wanted = mark.args if mark else ("embedded", "sglang")
+    wanted = mark.args if mark else ("cpu", "sglang")
     assert "sglang" in wanted or (mark and mark.kwargs.get("why")), f"{metafunc.definition.nodeid}: say why"
     for fixture in ("server", "guarded", "unlapped"):
         if fixture in metafunc.fixturenames:
@@ -89,8 +89,8 @@ class Engines:
     def _start(self, kind: Kind, model: Path, log: Path, flags: Flags, env: dict[str, str]) -> str:
         if kind == "fake":
             return self._running.enter_context(scripted())
-        if kind == "embedded":
-            return self._running.enter_context(embedded(self._zygote, model, log, *flags[kind], env=env))
+        if kind == "cpu":
+            return self._running.enter_context(cpu_engine(self._zygote, model, log, *flags[kind], env=env))
         if URL:
             return URL.rstrip("/")
         return self._running.enter_context(sglang(Path(PYTHON), model, log, *flags[kind]))
@@ -107,9 +107,7 @@ def engines(zygote: Zygote, scratch: Path) -> Iterator[Engines]:
 def server(request: pytest.FixtureRequest, engines: Engines, two_models: tuple[Path, Path]) -> Server:
     """One engine of each kind for nearly all tests."""
     flags = ["--weight-version", "1.0"]
-    return engines.get(
-        "server", request.param, two_models, {"embedded": [*flags, "--max-running", "32"], "sglang": flags}
-    )
+    return engines.get("server", request.param, two_models, {"cpu": [*flags, "--max-running", "32"], "sglang": flags})
 
 
 @pytest.fixture
@@ -139,14 +137,14 @@ def guarded(request: pytest.FixtureRequest, engines: Engines, scratch: Path) -> 
     ours = ["--api-key-env", "TEST_KEY", "--admin-api-key-env", "TEST_ADMIN_KEY"]
     ours += ["--incremental-streaming-output", "true"]
     keys = {"TEST_KEY": USER_KEY, "TEST_ADMIN_KEY": ADMIN_KEY}
-    return engines.get("guarded", request.param, (model, model), {"embedded": ours, "sglang": flags}, **keys)
+    return engines.get("guarded", request.param, (model, model), {"cpu": ours, "sglang": flags}, **keys)
 
 
 @pytest.fixture(scope="session")
 def unlapped(request: pytest.FixtureRequest, engines: Engines, two_models: tuple[Path, Path]) -> Server:
     """A third one, for swaps in place: SGLang's versions are right to the token when it does not launch a step before
     it has recorded the one before."""
-    flags: Flags = {"embedded": ["--max-running", "32"], "sglang": ["--disable-overlap-schedule"]}
+    flags: Flags = {"cpu": ["--max-running", "32"], "sglang": ["--disable-overlap-schedule"]}
     return engines.get("unlapped", request.param, two_models, flags)
 
 

@@ -25,7 +25,7 @@ from protocol.runtime.net import free_port
 from tests.support.fake_engine import FakeServer, next_ids
 from tests.support.forks import Zygote
 
-Kind = Literal["fake", "embedded", "sglang"]
+Kind = Literal["fake", "cpu", "sglang"]
 LAUNCHER = Path(__file__).parents[3] / "requirements" / "sglang_cpu_launch.py"
 USER_KEY, ADMIN_KEY = "user-key", "admin-key"
 START_S = 240.0
@@ -104,8 +104,8 @@ def _as_many_as_asked(body: dict[str, Any]) -> list[int]:
 
 
 @contextlib.contextmanager
-def embedded(zygote: Zygote, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[str]:
-    """The embedded CPU engine as a separate process, which must exit with code 0 on SIGTERM."""
+def cpu_engine(zygote: Zygote, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[str]:
+    """The CPU engine as a separate process, which must exit with code 0 on SIGTERM."""
     log.touch()
     argv = ["--model-path", str(model), "--port", "0", *flags]
     pid = zygote.start("rollout_server.cpu_engine", argv, log, env or {}, model.parent)

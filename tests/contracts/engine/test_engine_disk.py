@@ -10,7 +10,7 @@ from contract_models import FAULTS, spoilt
 from contract_proof import close, reported, spans
 
 
-@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.engines("fake", "cpu", "sglang")
 async def test_an_update_takes_the_label_that_comes_with_it(client: Client) -> None:
     await client.swap(client.server.second, "2.0")
     assert await client.version() == "2.0"
@@ -63,7 +63,7 @@ async def test_a_directory_that_is_not_there_is_refused_and_the_label_stays(clie
     await client.generate(max_new_tokens=2)
 
 
-@pytest.mark.engines("embedded", why="SGLang takes wrong tensors without a word, and a file cut off ends its process")
+@pytest.mark.engines("cpu", why="SGLang takes wrong tensors without a word, and a file cut off ends its process")
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_faulty_update_is_refused_and_leaves_the_old_weights(client: Client, fault: str) -> None:
     before = await client.checksums()

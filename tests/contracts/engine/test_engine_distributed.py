@@ -96,7 +96,7 @@ async def test_a_tensor_that_the_engine_holds_already_changes_nothing(client: Cl
         status, answer = await there.send(norms[:1], FLATTENED, flush_cache=False)
         assert status == 200, answer
         status, answer = await client.post("/end_weight_update", {})
-        assert status == (200 if server.real else 400), "the embedded engine refuses an incomplete set"
+        assert status == (200 if server.real else 400), "the CPU engine refuses an incomplete set"
         await client.ok("/continue_generation")
         answer = await run.answer()
     assert await client.checksums() == before
@@ -179,7 +179,7 @@ async def test_a_group_that_was_destroyed_takes_no_more_and_another_may_come(cli
     assert await client.version() == "2.0"
 
 
-@pytest.mark.engines("embedded", why="SGLang takes unknown names without a word, and a wrong shape ends its process")
+@pytest.mark.engines("cpu", why="SGLang takes unknown names without a word, and a wrong shape ends its process")
 @pytest.mark.parametrize("fault", ["unknown name", "wrong shape", "not finite", "missing"])
 async def test_a_faulty_bucket_is_refused_and_leaves_the_old_weights(client: Client, fault: str) -> None:
     before = await client.checksums()

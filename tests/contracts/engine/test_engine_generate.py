@@ -12,7 +12,7 @@ from contract_models import CONTEXT, CORPUS, read_tokenizer
 from contract_proof import close, reported, spans
 
 
-@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.engines("fake", "cpu", "sglang")
 async def test_answers_have_sglangs_shape(client: Client) -> None:
     answer = await client.generate(max_new_tokens=6, ignore_eos=True, temperature=0, fields={"rid": "e" * 32})
     meta = answer["meta_info"]
@@ -128,7 +128,7 @@ async def test_an_output_is_cut_where_the_context_ends(client: Client) -> None:
     assert len(answer["output_ids"]) == (22 if client.server.real else 24)
 
 
-@pytest.mark.engines("embedded", why="SGLang heeds seeds only in its deterministic mode, which a CPU does not have")
+@pytest.mark.engines("cpu", why="SGLang heeds seeds only in its deterministic mode, which a CPU does not have")
 async def test_a_sampling_seed_repeats_a_draw_whatever_runs_beside_it(client: Client) -> None:
     alone = await client.generate(max_new_tokens=24, ignore_eos=True, sampling_seed=7)
     crowd = await asyncio.gather(
@@ -139,6 +139,6 @@ async def test_a_sampling_seed_repeats_a_draw_whatever_runs_beside_it(client: Cl
     assert crowd[-1]["output_ids"] == alone["output_ids"] != other["output_ids"]
 
 
-@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.engines("fake", "cpu", "sglang")
 async def test_unknown_fields_beside_the_sampling_parameters_are_ignored(client: Client) -> None:
     await client.generate(max_new_tokens=1, fields={"field_from_the_future": {"a": 1}})

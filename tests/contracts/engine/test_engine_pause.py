@@ -19,7 +19,7 @@ async def hold(client: Client, rid: str = "") -> asyncio.Task[object]:
     return held
 
 
-@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.engines("fake", "cpu", "sglang")
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_a_paused_engine_holds_new_requests_until_it_goes_on(client: Client, mode: str) -> None:
     await client.ok("/pause_generation", {"mode": mode})

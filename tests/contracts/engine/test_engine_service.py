@@ -8,13 +8,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 from contract_client import PROMPT, Client
-from contract_engines import Server, embedded
+from contract_engines import Server, cpu_engine
 
 from tests.support.forks import Zygote
 from tests.support.metrics_page import check_page
 
 
-@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.engines("fake", "cpu", "sglang")
 async def test_an_engine_that_generates_is_healthy(client: Client) -> None:
     assert (await client.get("/health_generate"))[0] == 200
 
@@ -53,7 +53,7 @@ async def test_metrics_carry_sglangs_names(client: Client) -> None:
         assert f"sglang:{name}{{" in page
 
 
-@pytest.mark.engines("embedded", why="SGLang's own page is its own affair")
+@pytest.mark.engines("cpu", why="SGLang's own page is its own affair")
 async def test_every_metric_has_a_sentence_and_a_type(client: Client) -> None:
     await client.generate(max_new_tokens=3)
     _, page = await client.get("/metrics")
@@ -73,7 +73,7 @@ async def test_flush_is_refused_while_requests_run(client: Client) -> None:
     assert (await client.get("/flush_cache"))[0] == 200
 
 
-@pytest.mark.engines("embedded", why="SGLang is ended as a process group, by its node")
+@pytest.mark.engines("cpu", why="SGLang is ended as a process group, by its node")
 async def test_a_signal_ends_the_engine_cleanly_while_a_request_runs(
     server: Server, zygote: Zygote, tmp_path: Path
 ) -> None:
@@ -81,7 +81,7 @@ async def test_a_signal_ends_the_engine_cleanly_while_a_request_runs(
 
     body = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(embedded(zygote, server.first, tmp_path / "log"))
+        url = stack.enter_context(cpu_engine(zygote, server.first, tmp_path / "log"))
         async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:
             await response.content.readline()
             await asyncio.to_thread(stack.close)  # sends SIGTERM and asserts exit code 0

@@ -13,7 +13,7 @@ from contract_engines import ADMIN_KEY, Server
 from contract_proof import close, reported, spans
 
 
-@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.engines("fake", "cpu", "sglang")
 async def test_chunks_are_cumulative_and_the_last_one_is_the_whole_answer(client: Client) -> None:
     sampling = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0}
     chunks = [c async for c in client.chunks(**sampling)]
@@ -30,17 +30,17 @@ async def test_chunks_are_cumulative_and_the_last_one_is_the_whole_answer(client
     assert spans(chunks[-1]) == [("1.0", 0, 12)]
 
 
-@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.engines("fake", "cpu", "sglang")
 async def test_each_chunk_names_a_version_but_only_the_last_must_name_it_per_token(client: Client) -> None:
     chunks = [c async for c in client.chunks(max_new_tokens=6, ignore_eos=True)]
     assert {c["meta_info"]["weight_version"] for c in chunks} == {"1.0"}
-    # the embedded engine says it in each chunk, so that an answer cut off by a dead engine is known per token
-    assert [("weight_versions" in c["meta_info"]) for c in chunks[:-1]] == [client.server.kind == "embedded"] * (
+    # the CPU engine says it in each chunk, so that an answer cut off by a dead engine is known per token
+    assert [("weight_versions" in c["meta_info"]) for c in chunks[:-1]] == [client.server.kind == "cpu"] * (
         len(chunks) - 1
     )
 
 
-@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.engines("fake", "cpu", "sglang")
 async def test_a_stream_interval_makes_chunks_of_many_tokens_after_a_first_one_of_one(client: Client) -> None:
     sampling = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0}
     chunks = [c async for c in client.chunks(stream_interval=8, **sampling)]

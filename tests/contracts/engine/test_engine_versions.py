@@ -63,7 +63,7 @@ async def test_keys_and_values_of_two_versions_are_kept_apart_by_the_extra_key(c
     close(reported(again), client.server.logprobs(client.server.second, ids[:-1] + again["output_ids"], len(ids) - 1))
 
 
-@pytest.mark.engines("embedded", why="SGLang has put the new weights in when it finds out, and its process ends")
+@pytest.mark.engines("cpu", why="SGLang has put the new weights in when it finds out, and its process ends")
 async def test_in_place_with_a_flush_is_refused_before_any_weight_changes(client: Client) -> None:
     before = await client.checksums()
     run = await client.begin(tokens=LONG)
@@ -94,7 +94,7 @@ async def test_a_request_through_two_updates_has_three_spans(client: Client) -> 
     close(got[second:], one[second:])
 
 
-@pytest.mark.engines("fake", "embedded", "sglang")
+@pytest.mark.engines("fake", "cpu", "sglang")
 async def test_an_update_during_a_pause_splits_the_spans_after_all_that_was_sent(client: Client) -> None:
     run = await client.begin(tokens=LONG)
     await client.ok("/pause_generation", {"mode": "retract"})

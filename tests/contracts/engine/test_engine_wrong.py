@@ -62,9 +62,9 @@ async def test_a_wrong_sampling_parameter_is_refused_and_the_others_go_on(client
     assert status == 400 and answer["error"], answer
 
 
-@pytest.mark.engines("embedded", why="SGLang takes them; an id outside of the vocabulary ends its process")
+@pytest.mark.engines("cpu", why="SGLang takes them; an id outside of the vocabulary ends its process")
 @pytest.mark.parametrize("name", OWN)
-async def test_the_embedded_engine_refuses_what_sglang_takes(client: Client, name: str) -> None:
+async def test_the_cpu_engine_refuses_what_sglang_takes(client: Client, name: str) -> None:
     status, answer = await refuse(client, OWN[name])
     assert status == 400 and answer["error"]["message"]
 

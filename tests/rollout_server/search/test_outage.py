@@ -167,7 +167,7 @@ async def test_an_outage_of_the_retriever_costs_time_and_no_trajectory(
     assert {(t.status, t.cause, t.searches) for t in trajectories} == {(Status.ANSWERED, "", 3)}
     seen = [s for t in trajectories for s in t.segments if s.owner is Owner.ENVIRONMENT]
     assert {s.error for s in seen} == {""} and all(s.passage_ids for s in seen)
-    # conservation: what was asked for, what was found, and what is in the trajectories are one number
+    # what was asked for, what was found, and what is in the trajectories are one number
     assert values["searches"] == values["search_outcome_found"] == len(seen) == 3 * SIZE * issued
     assert values["search_errors"] == 0 and values["trajectories"] == SIZE * issued
     assert values["search_outages"] >= 2 and values["search_faults_unreachable"] > 0

@@ -103,15 +103,17 @@ def tls_port(secure: Path, plain_server: Any) -> Iterator[int]:
         yield port
 
 
-def test_a_run_goes_over_tls(
+def test_a_run_goes_over_tls_to_the_redis_that_a_file_names(
     secure: Path,
     tls_port: int,
     run: RunSettings,
     settings: Any,
     learn: Callable[..., int],
     files_of: Any,
+    tmp_path: Path,
 ) -> None:
-    url = f"rediss://localhost:{tls_port}/0?ssl_ca_certs={secure / 'ca.pem'}"
+    path, url = tmp_path / "redis.url", f"file://{tmp_path}/redis.url"
+    path.write_text(f"rediss://localhost:{tls_port}/0?ssl_ca_certs={secure / 'ca.pem'}\n")
     player = tiny_learner.Player({}, run.id)
     player._db.close()
     player._db = connect(url)

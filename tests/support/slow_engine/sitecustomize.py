@@ -1,4 +1,4 @@
-"""On the PYTHONPATH of an embedded engine: makes its steps slow, or hangs its scheduler thread.
+"""On the PYTHONPATH of a CPU engine: makes its steps slow, or hangs its scheduler thread.
 
 SLOW_STEP_S  seconds of a step, divided over its layers
 HANG_FILE    while it exists, the next step blocks for ever, or spins if the file says so

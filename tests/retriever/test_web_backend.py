@@ -14,14 +14,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import UserError
 from retriever.backends.base import QueryFailure, QueryResult
-from retriever.backends.web.backend import MAX_HIT_CHARS, OnlineBackend, hits_of, open_online
+from retriever.backends.web.backend import MAX_HIT_CHARS, WebBackend, hits_of, open_web
 from retriever.backends.web.client import Secret
-from retriever.backends.web.config import OnlineSettings, SearxngSettings, SerperSettings
+from retriever.backends.web.config import SearxngSettings, SerperSettings, WebSettings
 from retriever.backends.web.provider import ProviderHit, ProviderRequest, WebSearchError
 from retriever.backends.web.recordings import Recordings
 from tests.support.web_search import FakeProvider, fake_provider
 
-Open = Callable[..., AbstractAsyncContextManager[OnlineBackend]]
+Open = Callable[..., AbstractAsyncContextManager[WebBackend]]
 
 
 class Web:
@@ -65,11 +65,11 @@ def opened(world: Web) -> Open:
     """The back-end; keyword arguments are settings, `pages` are added to those that allow the site."""
 
     @asynccontextmanager
-    async def start(pages: dict[str, Any] | None = None, **fields: Any) -> AsyncIterator[OnlineBackend]:
+    async def start(pages: dict[str, Any] | None = None, **fields: Any) -> AsyncIterator[WebBackend]:
         port = int(world.url.rpartition(":")[2])
         allowed = {"ports": [80, port], "allow_private": ["127.0.0.1/32"]} | (pages or {})
         given: dict[str, Any] = {"base_url": world.fake.url, "rate": 1000, "burst": 1000, "fetch_pages": True}
-        backend = open_online(SearxngSettings.model_validate(given | {"pages": allowed} | fields))
+        backend = open_web(SearxngSettings.model_validate(given | {"pages": allowed} | fields))
         try:
             yield backend
         finally:
@@ -198,7 +198,7 @@ async def test_a_disk_that_takes_nothing_costs_the_recording_not_the_answer(
 
 def test_a_replay_without_its_directory_is_reported_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
-        open_online(SerperSettings(record="replay", recordings=tmp_path / "nowhere"))
+        open_web(SerperSettings(record="replay", recordings=tmp_path / "nowhere"))
 
 
 def test_a_secret_shows_in_no_form() -> None:
@@ -224,4 +224,4 @@ def test_a_secret_shows_in_no_form() -> None:
 )
 def test_settings_that_cannot_be_right_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
-        TypeAdapter(OnlineSettings).validate_python(fields)
+        TypeAdapter(WebSettings).validate_python(fields)

@@ -15,12 +15,12 @@ from aiohttp import web
 
 from protocol.errors import UserError
 from retriever.backends.base import QueryFailure, QueryResult
-from retriever.backends.web.backend import OnlineBackend, open_online
-from retriever.backends.web.config import OnlineBase, OnlineSettings
+from retriever.backends.web.backend import WebBackend, open_web
+from retriever.backends.web.config import WebBase, WebSettings
 from retriever.backends.web.provider import ProviderHit
 from tests.support.web_search import KEY, SHAPES, FakeProvider, fake_provider
 
-MEMBERS: list[type[OnlineBase]] = list(get_args(get_args(OnlineSettings)[0]))
+MEMBERS: list[type[WebBase]] = list(get_args(get_args(WebSettings)[0]))
 KINDS = [member.model_fields["type"].default for member in MEMBERS]
 
 PAGES = [ProviderHit(f"Page {i}", f"Text of page {i}.", f"https://example.org/{i}") for i in range(30)]
@@ -36,11 +36,11 @@ ODD = [
 
 
 @asynccontextmanager
-async def opened(member: type[OnlineBase], fake: FakeProvider, **fields: Any) -> AsyncIterator[OnlineBackend]:
+async def opened(member: type[WebBase], fake: FakeProvider, **fields: Any) -> AsyncIterator[WebBackend]:
     """The member's back-end, pointed at the fake provider."""
     given: dict[str, Any] = {"base_url": fake.url, "rate": 1000, "burst": 1000, "backoff_s": 0, "timeout_s": 5}
     given |= {"key_env": "FORAY_TEST_KEY"} | ({"cx": "c1"} if "cx" in member.model_fields else {})
-    backend: OnlineBackend = open_online(member(**given | fields))  # type: ignore[attr-defined]
+    backend: WebBackend = open_web(member(**given | fields))  # type: ignore[attr-defined]
     try:
         yield backend
     finally:
@@ -48,15 +48,15 @@ async def opened(member: type[OnlineBase], fake: FakeProvider, **fields: Any) ->
 
 
 @pytest.fixture(params=MEMBERS, ids=KINDS)
-def member(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[OnlineBase]:
+def member(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[WebBase]:
     """Each provider's settings class; the key is in the environment."""
     monkeypatch.setenv("FORAY_TEST_KEY", KEY)
-    chosen: type[OnlineBase] = request.param
+    chosen: type[WebBase] = request.param
     return chosen
 
 
 @pytest.fixture
-async def fake(member: type[OnlineBase]) -> AsyncIterator[FakeProvider]:
+async def fake(member: type[WebBase]) -> AsyncIterator[FakeProvider]:
     """The provider behind it, with thirty pages."""
     async with fake_provider(member.model_fields["type"].default, list(PAGES)) as provider:
         yield provider
@@ -77,7 +77,7 @@ def test_every_member_has_a_shape_to_be_tested_with() -> None:
 
 @pytest.mark.parametrize("k", [1, 3, 10])
 async def test_at_most_k_documents_come_in_the_providers_order(
-    member: type[OnlineBase], fake: FakeProvider, k: int
+    member: type[WebBase], fake: FakeProvider, k: int
 ) -> None:
     fake.found = BOXES + PAGES
     async with opened(member, fake, answers=False) as backend:
@@ -87,14 +87,14 @@ async def test_at_most_k_documents_come_in_the_providers_order(
 
 
 async def test_more_than_a_request_can_bring_is_not_asked_for_and_not_an_error(
-    member: type[OnlineBase], fake: FakeProvider
+    member: type[WebBase], fake: FakeProvider
 ) -> None:
     async with opened(member, fake) as backend:
         (answer,) = await backend.search(["q"], 1000, "")
     assert len(documents(answer)) == min(member.MAX_HITS, len(PAGES))
 
 
-async def test_boxes_come_first_and_count_among_the_k(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_boxes_come_first_and_count_among_the_k(member: type[WebBase], fake: FakeProvider) -> None:
     fake.found = PAGES + BOXES
     async with opened(member, fake, answers=True) as backend:
         (answer,) = await backend.search(["q"], 4, "")
@@ -107,7 +107,7 @@ async def test_boxes_come_first_and_count_among_the_k(member: type[OnlineBase], 
 
 
 async def test_contents_are_a_title_in_quotes_and_a_text_and_ids_hide_the_address(
-    member: type[OnlineBase], fake: FakeProvider
+    member: type[WebBase], fake: FakeProvider
 ) -> None:
     fake.found = ODD
     async with opened(member, fake) as backend:
@@ -125,7 +125,7 @@ async def test_contents_are_a_title_in_quotes_and_a_text_and_ids_hide_the_addres
 
 
 @pytest.mark.parametrize("query", ["東京 \U0001f600", "a&b=c#d?e", "half \ud800 pair", "x" * 3000, "\x00"])
-async def test_any_query_is_asked_as_it_is(member: type[OnlineBase], fake: FakeProvider, query: str) -> None:
+async def test_any_query_is_asked_as_it_is(member: type[WebBase], fake: FakeProvider, query: str) -> None:
     async with opened(member, fake) as backend:
         (answer,) = await backend.search([query], 3, "")
     assert len(documents(answer)) == 3
@@ -134,13 +134,13 @@ async def test_any_query_is_asked_as_it_is(member: type[OnlineBase], fake: FakeP
     assert asked == wanted or (fake.kind == "brave" and asked == query[:400])
 
 
-async def test_no_results_are_an_empty_answer(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_no_results_are_an_empty_answer(member: type[WebBase], fake: FakeProvider) -> None:
     fake.script.append("empty")
     async with opened(member, fake) as backend:
         assert await backend.search(["q"], 3, "") == [QueryResult((), ())]
 
 
-async def test_each_query_has_its_own_outcome(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_each_query_has_its_own_outcome(member: type[WebBase], fake: FakeProvider) -> None:
     fake.script.extend([404, None, None])
     async with opened(member, fake, concurrency=1) as backend:
         outcomes = await backend.search(["a", "b", "c"], 2, "")
@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 async def test_each_fault_has_its_name_and_never_the_key(
-    member: type[OnlineBase], fake: FakeProvider, name: str, caplog: pytest.LogCaptureFixture
+    member: type[WebBase], fake: FakeProvider, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     step, attempts = FAULTS[name]
     fake.script.extend([step] * 5)
@@ -188,13 +188,13 @@ def leaked(text: str) -> bool:
     return any(form in text for form in (KEY, "k3y", "0123456789"))
 
 
-async def test_a_provider_that_is_not_there_is_unreachable(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_a_provider_that_is_not_there_is_unreachable(member: type[WebBase], fake: FakeProvider) -> None:
     async with opened(member, fake, base_url="http://127.0.0.1:9/search", attempts=1) as backend:
         (fault,) = await backend.search(["q"], 3, "")
     assert isinstance(fault, QueryFailure) and fault.cause == "unreachable" and not leaked(repr(fault))
 
 
-async def test_a_retry_fixes_a_passing_fault(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_a_retry_fixes_a_passing_fault(member: type[WebBase], fake: FakeProvider) -> None:
     fake.script.extend([503, "drop"])
     async with opened(member, fake, attempts=3) as backend:
         (answer,) = await backend.search(["q"], 3, "")
@@ -202,7 +202,7 @@ async def test_a_retry_fixes_a_passing_fault(member: type[OnlineBase], fake: Fak
         assert backend.counters()["retries"] == 2 and backend.counters()["requests"] == 3
 
 
-async def test_a_used_up_budget_sends_nothing(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_a_used_up_budget_sends_nothing(member: type[WebBase], fake: FakeProvider) -> None:
     async with opened(member, fake, cost_per_request=0.5, max_cost=1.4, concurrency=1) as backend:
         outcomes = await backend.search(["a", "b", "c", "d"], 3, "")
         assert [isinstance(outcome, QueryResult) for outcome in outcomes] == [True, True, False, False]
@@ -210,7 +210,7 @@ async def test_a_used_up_budget_sends_nothing(member: type[OnlineBase], fake: Fa
         assert len(fake.seen) == 2 and backend.counters()["cost"] == 1.0 and backend.info()["requests_left"] == 0
 
 
-async def test_no_more_are_under_way_than_allowed(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_no_more_are_under_way_than_allowed(member: type[WebBase], fake: FakeProvider) -> None:
     fake.pause_s = 0.01
     async with opened(member, fake, concurrency=2) as backend:
         outcomes = await backend.search([f"q{i}" for i in range(12)], 1, "")
@@ -225,7 +225,7 @@ def recorded(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
 
 
 async def test_a_recording_answers_again_without_network_or_key(
-    member: type[OnlineBase],
+    member: type[WebBase],
     fake: FakeProvider,
     recorded: Callable[[str], dict[str, Any]],
     tmp_path: Path,
@@ -250,7 +250,7 @@ async def test_a_recording_answers_again_without_network_or_key(
 
 
 async def test_auto_asks_once_and_a_failure_is_not_recorded(
-    member: type[OnlineBase], fake: FakeProvider, recorded: Callable[[str], dict[str, Any]], tmp_path: Path
+    member: type[WebBase], fake: FakeProvider, recorded: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     fake.script.append("odd")
     async with opened(member, fake, attempts=1, **recorded("auto")) as backend:
@@ -260,18 +260,18 @@ async def test_auto_asks_once_and_a_failure_is_not_recorded(
     assert len(fake.seen) == 2 and len(list((tmp_path / "recordings").iterdir())) == 1
 
 
-def test_a_missing_key_is_reported_at_the_start(member: type[OnlineBase], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_is_reported_at_the_start(member: type[WebBase], monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"base_url": "http://127.0.0.1:9/search"} | ({"cx": "c"} if "cx" in member.model_fields else {})
     monkeypatch.delenv("FORAY_TEST_KEY")
     with pytest.raises(UserError, match="FORAY_TEST_KEY"):
-        open_online(member(**given, key_env="FORAY_TEST_KEY"))  # type: ignore[attr-defined]
+        open_web(member(**given, key_env="FORAY_TEST_KEY"))  # type: ignore[attr-defined]
     monkeypatch.setenv("FORAY_TEST_KEY", "two words and a\nline")
     with pytest.raises(UserError) as raised:
-        open_online(member(**given, key_env="FORAY_TEST_KEY"))  # type: ignore[attr-defined]
+        open_web(member(**given, key_env="FORAY_TEST_KEY"))  # type: ignore[attr-defined]
     assert "two words" not in raised.value.render()
 
 
-async def test_the_fingerprint_is_of_what_decides_an_answer(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_the_fingerprint_is_of_what_decides_an_answer(member: type[WebBase], fake: FakeProvider) -> None:
     async def fingerprint(**fields: Any) -> str:
         async with opened(member, fake, **fields) as backend:
             return backend.fingerprint
@@ -283,7 +283,7 @@ async def test_the_fingerprint_is_of_what_decides_an_answer(member: type[OnlineB
 
 
 async def test_closing_twice_is_safe_and_a_search_after_it_is_a_fault(
-    member: type[OnlineBase], fake: FakeProvider
+    member: type[WebBase], fake: FakeProvider
 ) -> None:
     async with opened(member, fake, attempts=1) as backend:
         await backend.search(["q"], 1, "")
@@ -292,7 +292,7 @@ async def test_closing_twice_is_safe_and_a_search_after_it_is_a_fault(
         assert isinstance(fault, QueryFailure) and fault.cause == "unreachable"
 
 
-async def test_the_key_is_never_sent_along_a_redirect(member: type[OnlineBase], fake: FakeProvider) -> None:
+async def test_the_key_is_never_sent_along_a_redirect(member: type[WebBase], fake: FakeProvider) -> None:
     async with fake_provider(fake.kind, PAGES) as thief:
         fake.script.append(web.Response(status=307, headers={"Location": thief.url}))
         async with opened(member, fake) as backend:

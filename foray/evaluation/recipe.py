@@ -1,4 +1,4 @@
-"""The protocol of an evaluation: everything that a score depends on besides the policy. Stored with the result. Pure.
+"""The recipe of an evaluation: everything that a score depends on besides the policy. Stored with the result. Pure.
 
     {"format": 1,
      "foray": "VERSION",
@@ -32,7 +32,7 @@ LIMITS = ("max_turns", "max_new_tokens", "max_obs_tokens", "max_context", "reser
 INFO = ("backend", "type", "kind", "fingerprint", "index_fingerprint", "corpus_sha256", "passages", "encoder")
 """Fields of a retriever's `GET /info` that decide what it finds, where it has them."""
 
-Protocol = dict[str, Any]
+EvalRecipe = dict[str, Any]
 
 
 def digest(value: Any) -> str:
@@ -40,18 +40,18 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def template_of(episode: EnvironmentSettings | None) -> dict[str, Any] | None:
+def template_of(environment: EnvironmentSettings | None) -> dict[str, Any] | None:
     """Return name and digest of the policy's prompt template and tools; None if unknown."""
-    if episode is None:
+    if environment is None:
         return None
-    template = TEMPLATES[episode.template]
-    tools = [tool.model_dump(mode="json") for tool in episode.tools]
+    template = TEMPLATES[environment.template]
+    tools = [tool.model_dump(mode="json") for tool in environment.tools]
     return {"name": template.name, "sha256": digest([vars(template), tools]), "tools": [tool["type"] for tool in tools]}
 
 
-def limits_of(episode: EnvironmentSettings | None) -> dict[str, Any] | None:
+def limits_of(environment: EnvironmentSettings | None) -> dict[str, Any] | None:
     """Return the limits of a trajectory; None if unknown."""
-    return None if episode is None else {name: getattr(episode, name) for name in LIMITS}
+    return None if environment is None else {name: getattr(environment, name) for name in LIMITS}
 
 
 def retriever_of(info: Mapping[str, Any] | None, topk: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def data_of(sets: Sequence[DataSet]) -> dict[str, dict[str, Any]]:
     return {one.name: {"questions": len(one.questions), "fingerprint": one.fingerprint} for one in sets}
 
 
-def differences(first: Protocol, second: Protocol) -> list[str]:
+def differences(first: EvalRecipe, second: EvalRecipe) -> list[str]:
     """Return how the conditions of two results differ, one line a value. Methods and data of both are compared only.
 
     Every line names the value and both sides: `sampler.temperature: 0.0 and 1.0`.
