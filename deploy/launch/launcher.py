@@ -217,6 +217,8 @@ class Launcher:
             self._say_problems()
         for line in self._losses.read():
             self._say(for_terminal(line))
+        if self._losses.stop_asked:
+            raise RunStopped(signal.SIGTERM)
         for record in self._validations.read():
             self._say(f"validation of {describe(record)}")
         if before != {(child, child.pid) for child in self.supervisor.children.values()}:
