@@ -97,9 +97,11 @@ class LaunchSettings(Settings):
     learner: bool = True
     """Start the learner. Without it, `up` serves the model until it is stopped."""
     learner_prefix: tuple[str, ...] = ()
-    """Command before that of the learner, which starts its ranks: [srun, ...]. Empty: one process a rank."""
+    """Command before that of the learner, which starts its ranks: [srun, ...]. Empty: `foray up` starts each."""
     learner_ranks: int = Field(default=1, ge=1)
-    """Number of learner ranks on this machine, started with torchrun. For several machines start torchrun manually."""
+    """Number of learner ranks, each a process with one GPU. All are restarted together."""
+    backend: Literal["local", "ray"] = "local"
+    """What starts the processes: this machine, or the Ray cluster that it is a node of (docs/clusters.md)."""
     redis: Literal["auto", "own", "configured"] = "auto"
     """auto: the configured URL if there is one, else start a Redis. The other values require one of the two."""
     redis_host: str = ""

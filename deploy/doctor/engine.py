@@ -67,6 +67,9 @@ def engine(config: RunConfig) -> Iterator[Finding]:
 def gpus(config: RunConfig) -> Iterator[Finding]:
     """Check that this machine's GPUs suffice for the processes, in number and memory; read-only."""
     kind, name = config.engine.kind, config.launch.hardware
+    if config.launch.backend != "local":
+        yield Finding("gpus", "ok", "the cluster assigns them")
+        return
     if (number := len(HARDWARE.get(name, ()))) > 1:
         detail = f"launch.hardware is {name}, {number} machines: `foray up` starts one"
         yield Finding("gpus", "fail", detail, "use a profile of one machine, or start each process by itself", HAND)

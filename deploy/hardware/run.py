@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from deploy.config import RunConfig
 from deploy.hardware.assign import NO_GPUS, Placement, needs, place
@@ -51,9 +52,12 @@ def on_this_machine(config: RunConfig, environ: Mapping[str, str] = os.environ) 
 
 def planned(config: RunConfig, environ: Mapping[str, str] = os.environ) -> tuple[Placement, str]:
     """Return the placement to show, and a note: on a machine without GPUs that of the hardware profile."""
-    hosts = hosts_of(config, environ)
-    name = config.launch.hardware
-    if hosts or not name:
+    name, local = config.launch.hardware, config.launch.backend == "local"
+    if not local and not name:
+        wanted = needs(config, read_facts(config.run.model), index=built_index(config))
+        return replace(NO_GPUS, wanted=tuple(wanted), home=f"chosen by {config.launch.backend}"), ""
+    hosts = hosts_of(config, environ) if local else ()
+    if local and (hosts or not name):
         return on_this_machine(config, environ), ""
     placement = placement_of(config, HARDWARE[name])
     return placement, f"as on {name} (launch.hardware): no NVIDIA GPU was found on this machine"

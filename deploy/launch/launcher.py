@@ -31,10 +31,10 @@ from deploy.hardware.assign import Placement
 from deploy.hardware.run import cores
 from deploy.hardware.speed import with_dtypes
 from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
-from deploy.launch.process import LaunchBackend, LocalBackend, ManagedProcess, ProcessFailed
+from deploy.launch.process import LaunchBackend, ManagedProcess, ProcessFailed, open_backend
 from deploy.launch.scale import EngineScaler, with_engines
 from deploy.launch.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
-from deploy.run.addresses import REDIS_URL_FILE, Addresses, choose, dated, seen_from_here, settle
+from deploy.run.addresses import REDIS_URL_FILE, Addresses, choose, dated, reachable, seen_from_here, settle
 from deploy.run.history import StepTail, read_history
 from deploy.run.learning import learning_problems
 from deploy.run.redis_server import check_server
@@ -87,7 +87,7 @@ class Launcher:
         takeover: bool = False,
         backend: LaunchBackend | None = None,
     ) -> None:
-        self._backend = backend or LocalBackend()
+        self._backend = backend
         self._given, self._python, self._again = config, python or sys.executable, again
         self._takeover = takeover
         self._say = Progress.of(say)
@@ -120,13 +120,16 @@ class Launcher:
         return self
 
     def _prepare(self) -> None:
+        backend = self._backend or open_backend(self._given, self._say)
+        self._exits.callback(backend.close)
+        self._given = reachable(self._given, backend.address)
         found = preflight(self._given)
         self._require([f for f in found if f.check not in REPLACED_BY_TAKEOVER or not self._takeover])
         if self._given.launch.learner:  # without a learner here, its run directory may be on another disk
             ensure_lineage_id(self._given.run)
-        self._exits.callback(self._backend.close)
+        self._place = backend.place
         reserved = max(self._given.launch.engines, self._given.launch.autoscale.max)
-        self._placement = self._backend.place(with_dtypes(with_engines(self._given, reserved)))
+        self._placement = self._place(with_dtypes(with_engines(self._given, reserved)))
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
@@ -148,7 +151,7 @@ class Launcher:
             say=self._say,
             beat=self._say.beat,
             interrupted=self._raise_if_stopped,
-            backend=self._backend,
+            backend=backend,
             url_of=lambda name: self._readiness.urls.get(name, ""),
         )
         self._scaler = EngineScaler(launch, self.supervisor, self._add_engine, self._redis_url, self.config.run.id)
@@ -174,7 +177,7 @@ class Launcher:
         """Start engine `number`. Raises UserError if there is no place for it beside the running ones."""
         config = with_engines(self.config, max(number, self.config.launch.engines))
         reserved = number <= max(config.launch.autoscale.max, self.config.launch.engines)
-        placement = self._placement if reserved else self._backend.place(config)
+        placement = self._placement if reserved else self._place(config)
         specs = {spec.name: spec for spec in self._planned(config, placement)}
         if any(specs[s.name].place != s.place for s in self.specs if s.name in specs):
             raise UserError(
@@ -224,7 +227,7 @@ class Launcher:
 
     def check(self) -> None:
         """Restart processes that exited and may be restarted; print new steps. Raises ProcessFailed or RunStopped."""
-        before = dict(self.supervisor.children)
+        before = {(child, child.pid) for child in self.supervisor.children.values()}
         try:
             self.supervisor.check()
         except ProcessFailed as failure:
@@ -241,9 +244,11 @@ class Launcher:
             self._say_problems()
         for line in self._losses.read():
             self._say(for_terminal(line))
+        if self._losses.stop_asked:
+            raise RunStopped(signal.SIGTERM)
         for record in self._validations.read():
             self._say(f"validation of {describe(record)}")
-        if before != self.supervisor.children:
+        if before != {(child, child.pid) for child in self.supervisor.children.values()}:
             self._record()
 
     def _say_problems(self) -> None:

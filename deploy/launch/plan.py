@@ -165,8 +165,8 @@ def plan(
     if launch.learner:
         extra = ("--takeover",) if takeover else ()
         learner = process("learner", "learner", "learner", *extra, ready=Ready.RUNNING)
-        one = launch.learner_ranks == 1 or launch.learner_prefix
-        specs += [learner] if one else _ranks(learner, launch.learner_ranks, placement)
+        ranks = 1 if launch.learner_prefix else launch.learner_ranks
+        specs += _ranks(learner, ranks, placement) if ranks > 1 else [learner]
     return specs
 
 

@@ -16,6 +16,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -24,10 +25,11 @@ from deploy.hardware.assign import Placement
 from deploy.hardware.run import on_this_machine
 from deploy.launch.plan import HOST, ProcessSpec
 from deploy.terminal import escape_untrusted
-from protocol.errors import ForayError
+from protocol.errors import ForayError, UserError
 from protocol.redaction import for_terminal
 from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.net import free_port
+from protocol.runtime.progress import Progress
 from protocol.runtime.service_cli import INTERRUPTED, NOT_RESTARTED
 from rollout_server.node.guard import memory_mib
 
@@ -140,7 +142,12 @@ class Child(Protocol):
 
 
 class LaunchBackend(Protocol):
-    """What starts the processes of a run: this machine, or a cluster of several."""
+    """What starts the processes of a run: this machine, or a cluster of several.
+
+    address: this host's, at which the others reach Redis; "" for this machine alone
+    """
+
+    address: str
 
     def place(self, config: RunConfig) -> Placement:
         """Return the host and the GPUs of each process; waits for room. Raises UserError if there is none."""
@@ -155,30 +162,53 @@ class LaunchBackend(Protocol):
 class LocalBackend:
     """This machine."""
 
+    address = ""
+
     def place(self, config: RunConfig) -> Placement:
         """Return the GPUs of each process."""
         return on_this_machine(config)
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> Sequence[Child]:
         """Start the processes of one group."""
-        return [ManagedProcess(spec) for spec in meeting_at(LOOPBACK, free_port, specs)]
+        place = meeting(LOOPBACK, free_port()) if len(specs) > 1 else {}
+        return [ManagedProcess(replace(spec, env=spec.env | place)) for spec in specs]
 
     def close(self) -> None:
         """Return: no place is held."""
 
 
-def meeting_at(host: str, port: Callable[[], int], specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-    """Return the specs of a group with the address where its ranks meet; `host` is that of the first."""
-    if len(specs) == 1:
-        return list(specs)
-    place = {"MASTER_ADDR": host, "MASTER_PORT": str(port())}
-    return [replace(spec, env=spec.env | place) for spec in specs]
+def open_backend(config: RunConfig, say: Progress) -> LaunchBackend:
+    """Return the backend of `launch.backend`. Raises UserError if it is not there."""
+    if config.launch.backend == "local":
+        return LocalBackend()
+    if find_spec("ray") is None:
+        todo = "install foray[ray] here and on every node, with the Ray of the cluster"
+        raise UserError("launch.backend is ray, but Ray is not installed", todo=todo)
+    from deploy.launch.ray_cluster import RayBackend
+
+    return RayBackend(say)
+
+
+def meeting(host: str, port: int) -> dict[str, str]:
+    """Return the variables for the place where the ranks of a group meet: on the host of the first."""
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def log_tail(path: Path, start: int, lines: int) -> str:
+    """Return the last lines after byte `start` of a log."""
+    with path.open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(start, end - 64 * 1024))
+        return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
 
 class ManagedProcess(Child):
-    """A process of this machine. Spawn it in a thread that lives as long as the run."""
+    """A process of this machine. Spawn it in a thread that lives as long as the run.
 
-    def __init__(self, spec: ProcessSpec, host: str = LOOPBACK) -> None:
+    end: what the kernel sends it if this process is killed
+    """
+
+    def __init__(self, spec: ProcessSpec, host: str = LOOPBACK, end: signal.Signals = signal.SIGTERM) -> None:
         super().__init__(spec)
         self.host = host
         inherited = {name: value for name, value in os.environ.items() if name not in spec.hidden}
@@ -192,7 +222,7 @@ class ManagedProcess(Child):
                 stderr=subprocess.STDOUT,
                 env=inherited | spec.env | spec.env_secret,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=_die_with_parent(os.getpid(), end),
             )
 
     @property
@@ -224,10 +254,7 @@ class ManagedProcess(Child):
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """Return the last log lines of this process, not of an earlier one with the same name."""
-        with self.spec.log.open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - 64 * 1024))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+        return log_tail(self.spec.log, self._log_start, lines)
 
     def memory_mib(self) -> int:
         """Return the resident memory of this process and those below it."""
@@ -241,13 +268,13 @@ class ManagedProcess(Child):
             pass
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def _die_with_parent(parent: int, end: signal.Signals) -> Callable[[], None]:
     require_linux("starting processes")
     libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:
         # Runs between fork and exec: do not allocate locks. The library was loaded before the fork.
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        libc.prctl(PR_SET_PDEATHSIG, end)
         if os.getppid() != parent:
             os._exit(1)
 

@@ -260,6 +260,8 @@ class EngineLosses:
         self._url, self._events = redis_url, Keys(run_id).events
         self._after, self._due = "", 0.0
         self._lost: dict[str, list[str]] = {}
+        self.stop_asked = False
+        """Whether `foray down` on another host asked the launcher to stop."""
 
     def read(self) -> list[str]:
         """Return new lines; none within LOOK_S of the last look, and none while Redis does not answer."""
@@ -279,7 +281,9 @@ class EngineLosses:
         finally:
             client.close()
         self._after = found[-1][0].decode() if found else self._after
-        lost = [e for e in (events.parse(fields) for _, fields in found) if e["kind"] == events.ENGINE_LOST]
+        new = [events.parse(fields) for _, fields in found]
+        self.stop_asked |= any(e["kind"] == events.STOP_ASKED for e in new)
+        lost = [e for e in new if e["kind"] == events.ENGINE_LOST]
         for event in lost:
             self._lost.setdefault(event["id"], []).append(event["text"])
         return [f"{e['id']}: {e['text']}, the run continues" for e in lost]

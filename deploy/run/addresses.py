@@ -17,7 +17,7 @@ from deploy.run.redis_server import child_url, find_server, socket_url
 from deploy.secrets.env import redis_url_for
 from protocol.errors import UserError
 from protocol.runtime.config import read_tree
-from protocol.runtime.http.auth import LOOPBACK
+from protocol.runtime.http.auth import LOOPBACK, is_loopback
 from protocol.runtime.net import require_free
 from protocol.runtime.redis.url import FILE, parse_redis_url, place_of
 from protocol.settings import REDIS_URL_VARIABLE, Settings
@@ -80,6 +80,22 @@ def preview(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> Ad
     """Return the Redis like `choose`, without searching for a server."""
     url = "" if config.launch.redis == "own" else config.run.redis_url or environ.get(REDIS_URL_VARIABLE, "")
     return Addresses(url or socket_url(config.run.dir / "redis"), None if url else Path("redis-server"))
+
+
+def reachable(config: RunConfig, host: str) -> RunConfig:
+    """Return `config` with a Redis that serves other hosts at this host's address; "" for this machine alone.
+
+    Raises UserError if that would expose it without users.
+    """
+    launch = config.launch
+    if not host or launch.redis_host:
+        return config
+    if launch.secrets is None and not is_loopback(host):
+        raise UserError(
+            f"the run's processes are on several hosts, but launch.secrets is not set: {host} is a network address",
+            todo="`foray init run.yaml --secure` makes users and tokens; set launch.secrets to its directory",
+        )
+    return config.model_copy(update={"launch": launch.model_copy(update={"redis_host": host})})
 
 
 def dated(config: RunConfig, resolved: Path) -> RunConfig:

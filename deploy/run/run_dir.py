@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.config import RunConfig, expand
-from deploy.run.snapshot import RunSnapshot, read_ledger_totals
+from deploy.run.snapshot import ENDS, RunSnapshot, read_ledger_totals
 from deploy.secrets.env import login_at, redis_url_for
 from learner.config.learner import LearnerSettings
 from learner.config.model import ModelSettings
@@ -100,10 +100,20 @@ def is_held(directory: Path) -> bool:
     return False
 
 
+def runs_elsewhere(directory: Path) -> bool:
+    """Return whether a launcher on another host has started in `directory` and not ended, as its record says.
+
+    A file system need not show the lock of another host.
+    """
+    record = read_record(directory)
+    token = str(record.get("launcher", ""))
+    return bool(token) and pid_here(token) is None and record.get("state") not in ENDS
+
+
 def wait_until_free(directory: Path, timeout_s: float) -> bool:
     """Return whether the launcher of `directory` ended within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while is_held(directory):
+    while is_held(directory) or runs_elsewhere(directory):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

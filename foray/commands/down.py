@@ -7,20 +7,27 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+from deploy.run.redis_server import connect
 from deploy.run.run_dir import (
     LOCK,
     SCRIPTS,
     configuration_of,
     is_held,
     launcher_pid,
+    locate,
     read_record,
     require,
+    runs_elsewhere,
     saved,
     wait_until_free,
 )
-from protocol.errors import ForayError
+from protocol import events
+from protocol.errors import ForayError, UserError
+from protocol.keys import Keys
 from protocol.runtime.config import read_tree, section
+from protocol.runtime.redis.url import redacted
 from protocol.settings import RunSettings
 
 
@@ -56,14 +63,37 @@ def run(args: argparse.Namespace) -> int:
 
 def stop(directory: Path, timeout_s: float) -> bool:
     """Stop the run of `directory` and return whether one was in progress. Raises ForayError if it does not end."""
-    if not is_held(directory):
+    if not is_held(directory) and not runs_elsewhere(directory):
         return False
-    if (pid := launcher_pid(directory)) is None:
+    if (pid := launcher_pid(directory)) is not None:
+        os.kill(pid, signal.SIGTERM)
+    elif runs_elsewhere(directory):
+        _ask(directory)
+    else:
         raise ForayError(
             f"cannot tell which process runs {directory}: {directory / LOCK} names no process of this machine. "
             "Stop it on the host where `foray up` runs"
         )
-    os.kill(pid, signal.SIGTERM)
     if not wait_until_free(directory, timeout_s):
-        raise ForayError(f"the launcher (process {pid}) of {directory} did not end within {timeout_s:g} s")
+        which = f"process {pid}" if pid else "on another host"
+        raise ForayError(f"the launcher ({which}) of {directory} did not end within {timeout_s:g} s")
     return True
+
+
+def _ask(directory: Path) -> None:
+    """Ask the launcher on another host to stop, by an event in the run's Redis. Raises UserError."""
+    import redis
+
+    found = locate(argparse.Namespace(given=[str(directory)], config=None))
+    client = connect(found.redis_url)
+    event: Any = events.fields("operator", "down", events.STOP_ASKED, "foray down")
+    try:
+        client.xadd(Keys(found.run.id).events, event, maxlen=events.MOST, approximate=True)
+    except (redis.RedisError, OSError) as error:
+        raise UserError(
+            f"cannot ask the launcher of {directory}, which is on another host, to stop",
+            why=f"the Redis at {redacted(found.redis_url)}: {error}",
+            todo="export FORAY_REDIS_URL with the login of `operator`, or stop it on its host",
+        ) from None
+    finally:
+        client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from deploy.launch.supervisor import EngineLosses
 from deploy.run.run_dir import (
     LOCK,
     RECORD,
@@ -24,6 +26,7 @@ from deploy.run.run_dir import (
     live_record,
     locate,
     read_configuration,
+    read_record,
     write_record,
 )
 from deploy.run.snapshot import RunSnapshot
@@ -31,6 +34,7 @@ from foray.cli import main as foray
 from foray.commands.watch.top import _looks
 from foray.dashboard import source
 from foray.dashboard.source import RunData
+from protocol import events
 from protocol.errors import UserError
 from protocol.keys import Keys
 from protocol.messages import MetricsSnapshot
@@ -105,6 +109,28 @@ def test_down_signals_no_process_that_did_not_take_the_lock(
             assert launcher.poll() is None and stranger.poll() is None
         finally:
             stranger.kill()
+
+
+def test_down_asks_a_launcher_on_another_host_through_redis(
+    run_dir: Path, redis_socket: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, keys = f"unix://{redis_socket}", Keys(f"down-{os.getpid()}")
+    (run_dir / "resolved.yaml").write_text(f"run: {{id: {keys.run}, dir: {run_dir}, redis_url: '{url}'}}\n")
+    record = {"id": keys.run, "state": "running"}
+    write_record(run_dir, record)
+    here = read_record(run_dir)["launcher"]
+    (run_dir / RECORD).write_text(json.dumps(record | {"launcher": "another-host:1:1"}))
+    losses = EngineLosses(url, keys.run)
+    with redis.Redis.from_url(url) as client:
+        client.xadd(keys.events, events.fields("operator", "down", events.STOP_ASKED, "of an earlier start"))
+        client.expire(keys.events, 60)
+        assert losses.read() == [] and not losses.stop_asked
+        assert foray(["down", str(run_dir), "--timeout", "0.2"]) == 1, "it is asked, and it does not end"
+        assert "the launcher (on another host)" in capsys.readouterr().err
+        losses._due = 0.0
+        assert losses.read() == [] and losses.stop_asked
+    (run_dir / RECORD).write_text(json.dumps(record | {"launcher": here, "state": "stopped"}))
+    assert foray(["down", str(run_dir)]) == 0 and "nothing was running" in capsys.readouterr().out
 
 
 def test_a_second_launcher_is_refused_with_the_pid_of_the_first(run_dir: Path, launcher: subprocess.Popen[str]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deploy.config import RunConfig
 from deploy.hardware.assign import NO_GPUS, Placement
 from deploy.launch.plan import ProcessSpec
-from deploy.launch.process import Child, ManagedProcess, meeting_at
+from deploy.launch.process import Child, ManagedProcess, meeting
 from protocol.runtime.net import free_port
 
 FIRST, SECOND = "127.0.0.11", "127.0.0.12"
@@ -15,6 +16,8 @@ FIRST, SECOND = "127.0.0.11", "127.0.0.12"
 
 class TwoHosts:
     """Starts processes on the first host that is there; the ranks of a group on both in turn."""
+
+    address = ""
 
     def __init__(self) -> None:
         self.alive = [FIRST, SECOND]
@@ -28,8 +31,9 @@ class TwoHosts:
     def spawn(self, specs: Sequence[ProcessSpec]) -> Sequence[Child]:
         """Start the processes of a group."""
         there = [self.alive[number % len(self.alive)] for number in range(len(specs))]
-        meeting = meeting_at(there[0], free_port, specs)
-        children = [ManagedProcess(spec, host) for spec, host in zip(meeting, there, strict=True)]
+        place = meeting(there[0], free_port()) if len(specs) > 1 else {}
+        given = [replace(spec, env=spec.env | place) for spec in specs]
+        children = [ManagedProcess(spec, host) for spec, host in zip(given, there, strict=True)]
         self.started += children
         return children
 

@@ -1,0 +1,73 @@
+"""A Ray cluster of several nodes on this machine, each with a loopback address, for `make test-ops`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protocol.runtime.net import free_port
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_gcs_rpc_server_reconnect_timeout_s": "300"}
+"""A shared machine with two cores starts a node slowly."""
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+
+
+class RayNodes:
+    """Nodes by the last number of their address; the first one is the head. `hidden`: a folder that others lack."""
+
+    def __init__(self, python: Path, folder: Path) -> None:
+        self.python, self._folder = python, folder
+        self.address = f"127.0.0.11:{free_port('127.0.0.11')}"
+        packages = sysconfig.get_paths()["purelib"]
+        self.env = os.environ | PATIENT | QUIET | {"PYTHONPATH": f"{ROOT}:{packages}", "RAY_ADDRESS": self.address}
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def add(self, number: int, cpus: int, *, without: Path | None = None) -> None:
+        """Start a node, whose processes do not see the files of the folder `without`."""
+        place = (
+            ["--head", f"--port={self.address.partition(':')[2]}"] if number == 11 else [f"--address={self.address}"]
+        )
+        argv = [self.python, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address=127.0.0.{number}"]
+        argv += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=80000000", "--include-dashboard=false"]
+        argv += ["--block", "--disable-usage-stats"]
+        if without is not None:
+            hide = f'mount -t tmpfs none "{without}" && exec "$@"'
+            argv = ["unshare", "--mount", "--fork", "--kill-child", "sh", "-c", hide, "sh", *argv]
+        env = {name: value for name, value in self.env.items() if name != "RAY_ADDRESS"}
+        with (self._folder / f"node-{number}.log").open("ab") as log:
+            self._nodes[number] = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            )
+        self._await(number)
+
+    def _await(self, number: int) -> None:
+        path = self._folder / f"node-{number}.log"
+        wait_until(lambda: "--block" in path.read_text(errors="replace"), f"node {number} is up", 300, path.read_text)
+
+    def lose(self, number: int) -> None:
+        """Kill every process of a node at once."""
+        node = self._nodes.pop(number)
+        os.killpg(node.pid, signal.SIGKILL)
+        node.wait(30)
+
+    def close(self) -> None:
+        """End all nodes, the head last."""
+        for number in sorted(self._nodes, reverse=True):
+            self.lose(number)
+
+
+@contextmanager
+def ray_nodes(python: Path, folder: Path) -> Iterator[RayNodes]:
+    """Yield a cluster without a node, and end its nodes afterwards."""
+    cluster = RayNodes(python, folder)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
