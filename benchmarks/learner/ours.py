@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
     settings = LearnerBench.model_validate(spec["settings"])
     batch = our_batch(settings, settings.row_tokens, settings.micro_batch_tokens)
     run = RunSettings(model=Path(spec["model"]), steps=settings.rounds + 1)
-    trainer = Trainer(run, trainer_settings(settings, logit_chunk_mib=int(argv[1]), variant="".join(argv[2:])))
+    trainer = Trainer(run, trainer_settings(settings, logit_chunk_mib=int(argv[1]), variant=next(iter(argv[2:]), "{}")))
     measured = utilisation(settings, Path(spec["model"]), batch)
 
     def step() -> dict[str, float]:
