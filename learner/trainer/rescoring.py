@@ -39,7 +39,7 @@ class _Sampled:
 
 
 def trajectories(micro_batch: MicroBatch, tokens: ScoredTokens) -> list[_Sampled]:
-    """Return the trajectories of a micro-batch in any layout, each with its prompt.
+    """Return the trajectories of a micro-batch in any layout, each with its prompt; of several sequences, each alone.
 
     Positions that do not continue begin a block: at 0 a document, otherwise the rest of a trajectory that shares the
     prompt of its document.
@@ -48,8 +48,8 @@ def trajectories(micro_batch: MicroBatch, tokens: ScoredTokens) -> list[_Sampled
     positions, ids = micro_batch.positions.ravel(), micro_batch.ids.ravel()
     starts = np.flatnonzero(np.diff(document, prepend=-9) | (np.diff(positions, prepend=-9) != 1))
     found = []
-    for number in np.unique(micro_batch.trajectory):
-        own = np.flatnonzero(micro_batch.trajectory == number)
+    for number in np.unique(micro_batch.sequence):
+        own = np.flatnonzero(micro_batch.sequence == number)
         end = int(micro_batch.index[own].max()) + 1
         start = int(starts[np.searchsorted(starts, end) - 1])
         first = int(np.flatnonzero(document == document[start])[0])
@@ -103,7 +103,7 @@ def rescore(rank_batch: RankBatch, batch: Sequence[ScoredTokens], models: Models
     inputs = (ids, positions, documents if packed else None, at, of("targets"), batch[0].temperature)
     now = models.policy.forward(*inputs, False, 0, None).logprobs
     return LossOutput(
-        now.new_zeros(()), ratios=changes(now - of("before"), *map(of, ("advantages", "trajectory", "turn", "mask")))
+        now.new_zeros(()), ratios=changes(now - of("before"), *map(of, ("advantages", "sequence", "turn", "mask")))
     )
 
 
