@@ -29,6 +29,7 @@ from learner.data.questions import load_questions
 from learner.data.replay_buffer import ReplayBuffer, ReplayedGroup, replay_count
 from learner.data.sampler import Sampler
 from learner.delivery.audit import AccountingAudit, RedisAudit
+from learner.delivery.autoscale import Autoscaler
 from learner.delivery.background import BackgroundLoop, ErrorSlot, LeaseRenewal, MaintenanceTask
 from learner.delivery.consumer import StreamConsumer
 from learner.delivery.dead_letters import LEARNER_ID, CrashRecord, DeadLetterStore, EventLog
@@ -41,7 +42,6 @@ from learner.delivery.state import DeliveryState
 from learner.delivery.store import RunStore
 from learner.interfaces import TrainEngine
 from learner.loop import TrainingLoop
-from learner.observability.autoscale import Autoscaler
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.metrics_server import metrics_page, serve_prometheus
 from learner.observability.reporting import StepReporter, open_trackers, run_meta, snapshot_source, summary

@@ -69,7 +69,7 @@ from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.dispatch.runner import TaskRunner
 from rollout_server.engine.client import SglangClient
 from rollout_server.engine.continuation import StopChecker
-from rollout_server.engine.router import EngineClient, Router, TurnLimits, with_request_log
+from rollout_server.engine.router import Router, TurnLimits, with_request_log
 from rollout_server.environment.environment import Environment, build_environment
 from rollout_server.instrumentation import InstrumentedSearch, with_instrumented_tools
 from rollout_server.metrics import RateGauge, Stats, deregister_metrics, publish_metrics
@@ -143,9 +143,7 @@ class RolloutServer:
         self._live, self._compatibility = LiveGroups(), RunCompatibility(run, needs=needs, max_lag=run.max_lag)
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
-        connect: Callable[[EngineInfo], EngineClient] = partial(
-            _connect, session, read_access(os.environ), settings.stream_interval
-        )
+        connect = partial(_connect, session, read_access(os.environ), settings.stream_interval)
         if settings.journal_routes is not None:
             connect = with_request_log(connect, settings.journal_routes, self._fleet)
         self._router = Router(

@@ -31,7 +31,7 @@ from deploy.hardware.assign import Placement
 from deploy.hardware.run import cores
 from deploy.hardware.speed import with_dtypes
 from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
-from deploy.launch.process import LaunchBackend, ManagedProcess, ProcessFailed, open_backend
+from deploy.launch.process import LaunchBackend, LocalBackend, ManagedProcess, ProcessFailed
 from deploy.launch.scale import EngineScaler, with_engines
 from deploy.launch.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
 from deploy.run.addresses import REDIS_URL_FILE, Addresses, choose, dated, reachable, seen_from_here, settle
@@ -389,3 +389,15 @@ class Launcher:
             ],
         }
         write_record(self.directory, record)
+
+
+def open_backend(config: RunConfig, say: Progress) -> LaunchBackend:
+    """Return the backend of `launch.backend`. Raises UserError if it is not there."""
+    if config.launch.backend == "local":
+        return LocalBackend()
+    if find_spec("ray") is None:
+        todo = "install foray[ray] here and on every node, with the Ray of the cluster"
+        raise UserError("launch.backend is ray, but Ray is not installed", todo=todo)
+    from deploy.launch.ray_cluster import RayBackend
+
+    return RayBackend(say)

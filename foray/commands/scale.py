@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Return 0. Raises UserError for a number that is none, or a run without a launcher that would follow."""
     from deploy.run.snapshot import take_snapshot
     from foray.commands.dlq import connected
-    from learner.observability.autoscale import usable
+    from learner.delivery.autoscale import usable
     from protocol.keys import Keys
 
     wanted = [given[1] for text in args.rest if (given := _WANTED.fullmatch(text))]

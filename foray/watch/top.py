@@ -16,7 +16,7 @@ from http.client import HTTPException
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import sparkline, wrapped
 from foray.watch.status import letters_line, problems, seq_balance, state, step_line, token_balance
-from learner.observability.autoscale import wait_shares
+from learner.delivery.autoscale import wait_shares
 from protocol.messages import MetricsSnapshot
 from protocol.redaction import printable
 from protocol.runtime.http.client import ask

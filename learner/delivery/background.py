@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 
 from learner.delivery.audit import RedisAudit
+from learner.delivery.autoscale import LOOK_S
 from learner.delivery.issuer import TaskIssuer
 from learner.delivery.lease import LearnerLease
 from learner.delivery.reconciler import MissingSeqReconciler, RequeueRequests
 from learner.delivery.store import RunStore
-from learner.observability.autoscale import LOOK_S
 from protocol.errors import Fenced, StateLost, UserError
 from protocol.messages import MetricsSnapshot
 from protocol.runtime.redis.errors import BestEffort, RedisFull, RedisUnavailable

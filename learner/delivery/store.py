@@ -74,7 +74,7 @@ class StreamSnapshot:
 
 @dataclass(frozen=True)
 class Look:
-    """learner.observability.autoscale.Seen."""
+    """learner.delivery.autoscale.Seen."""
 
     now: float
     processes: tuple[MetricsSnapshot, ...]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from learner.observability.autoscale import CALM_STEPS, VOTES_DOWN, VOTES_UP, WINDOW_S, Autoscaler, frozen, vote
+from learner.delivery.autoscale import CALM_STEPS, VOTES_DOWN, VOTES_UP, WINDOW_S, Autoscaler, frozen, vote
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
 
 PLACES, MANY = 4, 1000
