@@ -69,7 +69,7 @@ from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.dispatch.runner import TaskRunner
 from rollout_server.engine.client import SglangClient
 from rollout_server.engine.continuation import StopChecker
-from rollout_server.engine.router import Router, TurnLimits, with_request_log
+from rollout_server.engine.router import EngineClient, Router, TurnLimits, with_request_log
 from rollout_server.environment.environment import Environment, build_environment
 from rollout_server.instrumentation import InstrumentedSearch, with_instrumented_tools
 from rollout_server.metrics import RateGauge, Stats, deregister_metrics, publish_metrics
@@ -143,9 +143,7 @@ class RolloutServer:
         self._live, self._compatibility = LiveGroups(), RunCompatibility(run, needs=needs, max_lag=run.max_lag)
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
-        connect = partial(_connect, session, read_access(os.environ), settings.stream_interval)
-        if settings.journal_routes is not None:
-            connect = with_request_log(connect, settings.journal_routes, self._fleet)
+        connect = _connecting(session, settings, self._fleet)
         self._router = Router(
             self._fleet,
             connect,
@@ -369,6 +367,16 @@ def model_digest(model: Path) -> str:
                 file.seek(size * piece // PIECES)
                 digest.update(file.read(PIECE_BYTES))
     return digest.hexdigest()
+
+
+def _connecting(
+    session: aiohttp.ClientSession, settings: RolloutSettings, fleet: Fleet
+) -> Callable[[EngineInfo], EngineClient]:
+    access = read_access(os.environ)
+    connect: Callable[[EngineInfo], EngineClient] = partial(_connect, session, access, settings.stream_interval)
+    if settings.journal_routes is None:
+        return connect
+    return with_request_log(connect, settings.journal_routes, fleet)
 
 
 def _connect(session: aiohttp.ClientSession, access: Access, stream_interval: int, engine: EngineInfo) -> SglangClient:

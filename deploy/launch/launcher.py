@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from itertools import groupby
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
