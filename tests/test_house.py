@@ -47,6 +47,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": ("rollout_server/cpu_engine/", "retriever/index/torch_flat.py", *MODELS),
     "transformers": MODELS,
     "sglang": (SGLANG_CPU,),
+    "ray": ("deploy/launch/ray_cluster.py",),
     "trl": ("benchmarks/learner/trl_baseline.py",),
     "datasets": ("benchmarks/learner/trl_baseline.py",),
     "peft": ("learner/model/lora.py",),

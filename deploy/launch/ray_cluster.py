@@ -216,9 +216,8 @@ class RayBackend:
         first = self._bundles.get("learner", [{}])[0]
         if all(here.get(name, 0.0) >= amount for name, amount in first.items()):
             first[f"node:{self.address}"] = 0.001
-        for name, parts in self._bundles.items():
-            self._groups[name] = placement_group(parts, strategy="PACK", name=f"{config.run.id}/{name}")
-        for name, group in self._groups.items():
+        for name, parts in self._bundles.items():  # one after the other: none takes the room that the learner waits for
+            self._groups[name] = group = placement_group(parts, strategy="PACK", name=f"{config.run.id}/{name}")
             line = f"waiting for room: {name} needs {self._bundles[name]}; `ray status` shows what the cluster has"
             while not group.wait(timeout_seconds=1):
                 self._beat(lambda line=line: line)  # type: ignore[misc]

@@ -330,7 +330,7 @@ def test_values_do_not_cross_from_one_trajectory_of_a_row_to_the_next(start: Sta
     def judged(batch: Batch) -> dict[int, list[float]]:
         (share,) = trainer.rank_batches(batch)
         scored = [tokens.scores for tokens in score(share, trainer._models, algorithm)]
-        judgements, _ = algorithm.compute_advantages(scored, trainer.engine.total)
+        judgements, _ = algorithm.compute_advantages(scored, trainer.engine.all_reduce)
         return {
             int(n): j.advantages[s.trajectory == n].tolist()
             for s, j in zip(scored, judgements, strict=True)

@@ -14,7 +14,7 @@ from protocol.runtime.net import free_port
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_gcs_rpc_server_reconnect_timeout_s": "300"}
+PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300"}
 """A shared machine with two cores starts a node slowly."""
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 
@@ -35,7 +35,7 @@ class RayNodes:
             ["--head", f"--port={self.address.partition(':')[2]}"] if number == 11 else [f"--address={self.address}"]
         )
         argv = [self.python, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address=127.0.0.{number}"]
-        argv += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=80000000", "--include-dashboard=false"]
+        argv += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=80000000"]
         argv += ["--block", "--disable-usage-stats"]
         if without is not None:
             hide = f'mount -t tmpfs none "{without}" && exec "$@"'
@@ -49,7 +49,10 @@ class RayNodes:
 
     def _await(self, number: int) -> None:
         path = self._folder / f"node-{number}.log"
-        wait_until(lambda: "--block" in path.read_text(errors="replace"), f"node {number} is up", 300, path.read_text)
+        ended = self._nodes[number].poll
+        up = lambda: "--block" in path.read_text(errors="replace") or ended() is not None  # noqa: E731
+        wait_until(up, f"node {number} is up", 300, path.read_text)
+        assert ended() is None, path.read_text()
 
     def lose(self, number: int) -> None:
         """Kill every process of a node at once."""
