@@ -31,8 +31,8 @@ PURE_IMPORTS = {
 }
 """What `protocol` may import: no sockets, files, clock, threads or environment."""
 
-MOST_CODE_LINES = 53_500
-"""Of the wheel: no issue raises it."""
+MOST_CODE_LINES = 56_100
+"""Of the wheel: 53,500, and what the issues on clusters, agents, Python and stability may add so far."""
 SLACK = 60
 """Lines that a folder may exceed its ceiling by, so that a repair needs no commit for it."""
 

@@ -111,7 +111,7 @@ STEP: Table = {
     "logprob_gap_max": gauge("Largest absolute difference of the learner's and the engines' log-probs."),
     "logprob_right": gauge("Mean log-prob of tokens in trajectories with a positive advantage."),
     "logprob_wrong": gauge("Mean log-prob of tokens in trajectories with a negative advantage."),
-    "logprob_right_turn_*": gauge("logprob_right by turn, from 0; the last one includes later ones.", "turn"),
+    "logprob_right_turn_*": gauge("Mean of logprob_right by turn, from 0; the last one includes later ones.", "turn"),
     "logprob_change": gauge("Mean change over the step of log-probs in a sample of trajectories as logprob_right."),
     "logprob_change_turn_*": gauge("The same by turn.", "turn"),
     "fell_trajectories": gauge("Share of those trajectories whose log-prob fell by more than 1e-4 nats per token."),

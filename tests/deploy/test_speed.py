@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_another_system_is_refused_before_anything_starts(tmp_path: Path, monkey
     (refused,) = machine.system()
     assert refused.verdict == "fail" and "needs Linux, this is darwin" in refused.detail and "container" in refused.fix
     with pytest.raises(UserError, match="needs Linux"):
-        _die_with_parent(os.getpid())
+        _die_with_parent(os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(lifecycle, "Path", lambda name: tmp_path / "no proc")
     given = config(tmp_path)
     assert lifecycle.memory_available() is None

@@ -155,7 +155,6 @@ async def test_an_upgraded_rollout_server_works_for_a_learner_that_is_not(world,
         world.create_functions()
 
 
-@pytest.mark.fault(22, 52)
 @pytest.mark.parametrize("late", [False, True], ids=["at the start", "after a takeover"])
 def test_a_learner_that_would_train_several_sequences_as_one_is_refused(tmp_path: Path, late: bool) -> None:
     def meta(*schema: int) -> dict[bytes, bytes]:
@@ -177,7 +176,6 @@ def test_a_learner_that_would_train_several_sequences_as_one_is_refused(tmp_path
     without.check(meta(1, 6))
 
 
-@pytest.mark.fault(52)
 async def test_a_server_whose_groups_may_have_sequences_leases_nothing_before_it_knows_the_learner(
     world, model: Path, tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +183,7 @@ async def test_a_server_whose_groups_may_have_sequences_leases_nothing_before_it
 
     class NeedsSequences(RunCompatibility):
         def __init__(self, run: RunSettings, **facts: object) -> None:
-            super().__init__(run, needs=SEQUENCES, **facts)
+            super().__init__(run, **(facts | {"needs": SEQUENCES}))
 
         def check(self, raw) -> None:
             super().check(raw)

@@ -40,7 +40,7 @@ ALLOWED = {
         "exec",
     ): "the policy's program, in a sandbox without network and files of the host",
     ("rollout_server/tools/sandbox/program.py", "compile"): "the same",
-    ("rollout_server/rewards/custom.py", "importlib.import_module"): "a reward that a person names in the settings",
+    ("rollout_server/user_function.py", "importlib.import_module"): "a reward or agent that a person names in settings",
     (
         "learner/observability/trackers/base.py",
         "importlib.import_module",

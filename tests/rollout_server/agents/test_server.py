@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from protocol.messages import GroupFailed, Owner, Question, Status, TrajectoryGroup
+from protocol.run_meta import SEQUENCES, RunMeta, tokenizer_digest
 from protocol.versions import PolicyVersion
 from rollout_server.agents.runners import AgentAccess
 from tests.support import rollout_process
@@ -45,8 +46,15 @@ async def values_of(url: str) -> dict[str, float]:
         return (await response.json())["values"]  # type: ignore[no-any-return]
 
 
+def know_learner(world: Any, model: Path) -> None:
+    """Write what a learner writes at its start: without it nothing is leased for an agent."""
+    tokenizer = tokenizer_digest((model / "tokenizer.json").read_bytes())
+    world.sync.hset(world.keys.meta, mapping=RunMeta(SEQUENCES, tokenizer).fields())
+
+
 async def test_a_group_survives_an_engine_that_dies_in_the_middle_of_calls(world, model: Path, tokens) -> None:
     world.target(V5)
+    know_learner(world, model)
     dying, other = rollout_process.talker(tokens, pace_s=0.01), rollout_process.talker(tokens)
     dying.faults["/generate"] = Fault(drop=True, after=2, times=4)
     rewards = {"rewards": [{"type": "em"}, {"type": "retrieval_hit", "weight": 0.0}]}
@@ -74,6 +82,7 @@ async def test_a_group_survives_an_engine_that_dies_in_the_middle_of_calls(world
 
 async def test_a_group_whose_agents_fail_is_tried_again_and_then_reported(world, model: Path, tokens) -> None:
     world.target(V5)
+    know_learner(world, model)
     agent = AGENT | {"options": {"fails": "q"}}
     async with (
         rollout_process.talker(tokens) as engine,
@@ -93,6 +102,7 @@ async def test_a_group_whose_agents_fail_is_tried_again_and_then_reported(world,
 
 async def test_episodes_play_with_the_agent(world, model: Path, tokens) -> None:
     world.target(V5)
+    know_learner(world, model)
     async with (
         rollout_process.talker(tokens) as engine,
         rollout_process.server(world, model, agent=AGENT) as (url, _),
