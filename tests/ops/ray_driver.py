@@ -45,11 +45,9 @@ def main(directory: Path) -> int:
         where = preview(config, environ={})
         specs = plan(config, where, python="py", resolved=resolved, placement=backend.place(config))
         supervisor = Supervisor(is_ready=lambda spec: True, ready_s=60, shutdown_s=3, say=say, backend=backend)
-        tiny = [
-            replace(s, argv=("py", "-c", TINY, HOST, *(w for w in s.argv if w == "--config" or w.endswith("yaml"))))
-            for s in specs
-        ]
-        tiny = [replace(s, argv=(sys.executable, *s.argv[1:])) for s in tiny]
+        # the path of the configuration stays: the actors write that file on their hosts
+        argv = (sys.executable, "-c", TINY, HOST, "--config", str(resolved))
+        tiny = [replace(spec, argv=argv) for spec in specs]
         for _, group in groupby(tiny, key=lambda spec: spec.group or spec.name):
             supervisor.spawn(*group)
         shown = ""

@@ -6,16 +6,17 @@ import os
 import signal
 import subprocess
 import sysconfig
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from protocol.runtime.net import free_port
-from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300"}
 """A shared machine with two cores starts a node slowly."""
+TRIES, TRY_S = 4, 90.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 
 
@@ -31,9 +32,9 @@ class RayNodes:
 
     def add(self, number: int, cpus: int, *, without: Path | None = None) -> None:
         """Start a node, whose processes do not see the files of the folder `without`."""
-        place = (
-            ["--head", f"--port={self.address.partition(':')[2]}"] if number == 11 else [f"--address={self.address}"]
-        )
+        place = [f"--address={self.address}"]
+        if number == 11:
+            place = ["--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false"]
         argv = [self.python, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address=127.0.0.{number}"]
         argv += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=80000000"]
         argv += ["--block", "--disable-usage-stats"]
@@ -41,18 +42,23 @@ class RayNodes:
             hide = f'mount -t tmpfs none "{without}" && exec "$@"'
             argv = ["unshare", "--mount", "--fork", "--kill-child", "sh", "-c", hide, "sh", *argv]
         env = {name: value for name, value in self.env.items() if name != "RAY_ADDRESS"}
-        with (self._folder / f"node-{number}.log").open("ab") as log:
-            self._nodes[number] = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
-            )
-        self._await(number)
+        for _ in range(TRIES):  # a raylet gives its agents 15 s to start, which a busy machine does not always do
+            with (self._folder / f"node-{number}.log").open("wb") as log:
+                self._nodes[number] = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+                )
+            if self._is_up(number):
+                return
+            self.lose(number)
+        raise AssertionError((self._folder / f"node-{number}.log").read_text())
 
-    def _await(self, number: int) -> None:
-        path = self._folder / f"node-{number}.log"
-        ended = self._nodes[number].poll
-        up = lambda: "--block" in path.read_text(errors="replace") or ended() is not None  # noqa: E731
-        wait_until(up, f"node {number} is up", 300, path.read_text)
-        assert ended() is None, path.read_text()
+    def _is_up(self, number: int) -> bool:
+        path, deadline = self._folder / f"node-{number}.log", time.monotonic() + TRY_S
+        while "--block" not in path.read_text(errors="replace"):
+            if time.monotonic() > deadline or self._nodes[number].poll() is not None:
+                return False
+            time.sleep(0.2)
+        return True
 
     def lose(self, number: int) -> None:
         """Kill every process of a node at once."""
