@@ -66,7 +66,7 @@ ROLLOUT: Table = {
     "tokens_unattributed": counter("Tokens dropped because their policy version is unknown."),
     "turns_waiting": gauge("Turns that wait for an engine."),
     "engine_ms": counter(
-        "Milliseconds of requests for training at engines, added up: 1000 of them per second are one request in flight.",
+        "Milliseconds of requests for training at engines, added up: 1000 per second are one request in flight.",
         name="engine_busy_milliseconds",
     ),
     "requests_in_flight": gauge("Requests of this server in flight at engines."),
