@@ -22,7 +22,7 @@ from tests.ops.accounting import require_balanced
 from tests.ops.ray_nodes import RayNodes, ray_nodes
 from tests.support.waiting import wait_until
 
-STEPS, GROUPS = 60, 8
+STEPS, GROUPS = 120, 8
 SMALL = ("run.id=ray", f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", "learner.checkpoint_every=5")
 RAY = (
     *("launch.backend=ray", "launch.learner_ranks=2", "launch.engines=2", "launch.ready_s=600"),
@@ -40,7 +40,7 @@ class Run:
 
     def up(self) -> None:
         """Start the driver: `foray up`."""
-        argv = [self.nodes.python, "-m", "foray", "up", self.config, *RAY]
+        argv = [self.nodes.python, "-m", "foray", "up", self.config, f"run.dir={self.directory}", *RAY]
         with self.log.open("ab") as log:
             self.driver = subprocess.Popen(argv, stdout=log, stderr=log, env=self.nodes.env)
 
@@ -87,11 +87,12 @@ def run(warm_model: Path, tmp_path: Path) -> Iterator[Run]:
     python = os.environ.get("FORAY_RAY_PYTHON", "")
     if not python:
         pytest.skip("FORAY_RAY_PYTHON names no Python with Ray: `make test-ops` does that")
-    directory = tmp_path / "run"
-    prepare = [sys.executable, "-m", "foray", "demo", "--prepare-only", "--dir", str(directory)]
+    world, directory = tmp_path / "prepared", tmp_path / "run"
+    directory.mkdir()
+    prepare = [sys.executable, "-m", "foray", "demo", "--prepare-only", "--dir", str(world)]
     subprocess.run([*prepare, "--model", str(warm_model), *SMALL], check=True, cwd=tmp_path, timeout=300)
     with ray_nodes(Path(python), tmp_path) as nodes:
-        made = Run(nodes, directory / "demo.yaml", directory, tmp_path / "driver.log")
+        made = Run(nodes, world / "demo.yaml", directory, tmp_path / "driver.log")
         try:
             yield made
         finally:
@@ -138,6 +139,8 @@ def test_the_ring_trains_while_actors_ranks_nodes_and_the_driver_are_lost(run: R
     run.driver.kill()
     run.driver.wait(30)
     wait_until(lambda: not any(map(is_alive, left)), "no process outlives the driver", 60)
+    run.nodes.lose(14)
     run.up()
+    run.nodes.add(15, 4, without=run.directory)  # later than the ranks, which need a node with the directory
     run.wait(lambda: run.driver is not None and run.driver.poll() == 0, "the last step", 1200)
     print(require_balanced(run.directory, STEPS, GROUPS, starts=3))
