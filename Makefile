@@ -12,6 +12,7 @@ SGLANG_VERSION := 0.5.23
 # Third-party clients, in a separate environment because of their dependencies.
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
+PEERS_NODE := openai@6.49.0 ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 # Ray, whose packages need other versions.
 OPS_VENV := .venv-ops
 OPS_STAMP := $(OPS_VENV)/.installed
@@ -90,13 +91,17 @@ $(PEERS_STAMP): requirements/peers.txt
 	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
 	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps -r requirements/peers.txt
+	@command -v npm >/dev/null || echo "no npm: agents on Node are not tested"
+	@! command -v npm >/dev/null || npm install --silent --prefix $(PEERS_VENV)/node $(PEERS_NODE)
+# chat templates of model families: read from the sdist, which is not built
+	$(PEERS_VENV)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $(PEERS_VENV)/sdists llama-cpp-python==0.3.36
 	@touch $@
 
 # Third-party clients and servers against Foray, and models of clients without a wheel in
 # tests/contracts/test_client_models.py, which `make test` runs too. Prints each client and what it did.
 PEERS := tests/peers tests/contracts/test_client_models.py
 test-peers: setup $(PEERS_STAMP)
-	FORAY_PEERS_PYTHON="$(CURDIR)/$(PEERS_VENV)/bin/python" $(BIN)/python -m pytest $(PEERS) $(ARGS)
+	FORAY_PEERS_PYTHON="$(CURDIR)/$(PEERS_VENV)/bin/python" FORAY_PEERS_NODE="$(CURDIR)/$(PEERS_VENV)/node" $(BIN)/python -m pytest $(PEERS) $(ARGS)
 
 $(UI_STAMP): requirements/ui.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/ui.txt

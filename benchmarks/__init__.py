@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.agents import AgentsBench
 from benchmarks.asynchrony import AsyncBench
 from benchmarks.base import BenchSettings
 from benchmarks.dashboard import DashboardBench
@@ -18,6 +19,7 @@ from benchmarks.transport.settings import TransportBench
 from benchmarks.weights import WeightsBench
 
 BENCHMARKS: dict[str, type[BenchSettings]] = {
+    "agents": AgentsBench,
     "async": AsyncBench,
     "dashboard": DashboardBench,
     "engine": EngineBench,

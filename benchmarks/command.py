@@ -1,4 +1,8 @@
-"""Implement `foray bench`: settings as flags, the report as JSON or as a table."""
+"""Benchmark one part of Foray against a baseline, on the same machine in the same run.
+
+Absolute figures vary on a shared machine. Compare the ratio of Foray to the baseline: higher is better. The wheel
+contains no benchmarks: this command needs a checkout of the repository.
+"""
 
 from __future__ import annotations
 

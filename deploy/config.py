@@ -64,11 +64,29 @@ class SlurmSettings(Settings):
     the first."""
 
 
+class AutoscaleSettings(Settings):
+    """Number of engines that follows the load: `foray up` starts engines while the learner waits for them, and drains
+    one while more than one is idle (docs/clusters.md)."""
+
+    min: int = Field(default=1, ge=1)
+    """Minimum number of engines."""
+    max: int = Field(default=0, ge=0)
+    """Maximum number of engines; GPUs are reserved for as many. 0: `launch.engines` and `foray scale` decide."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AutoscaleSettings:
+        if 0 < self.max < self.min:
+            raise ValueError(f"max is {self.max}, below min, which is {self.min}")
+        return self
+
+
 class LaunchSettings(Settings):
     """Processes that `foray up` starts, and how it supervises them."""
 
     engines: int = Field(default=1, ge=0)
     """Number of engine nodes. More can join while the run is in progress."""
+    autoscale: AutoscaleSettings = AutoscaleSettings()
+    """Number of engines by load instead, beginning with `engines`."""
     eval_engines: int = Field(default=0, ge=0)
     """Number of further engine nodes, with `engine.role=eval`: they only serve evaluations, so that neither new weights
     nor training wait for one. 0: evaluations share the other engines."""

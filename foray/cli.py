@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -31,11 +32,16 @@ from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, EXIT_USER
 from protocol.runtime.settings_errors import suggest
 
 EXIT_INTERRUPTED = 130
+ROOT = Path(__file__).parent.parent
+"""Where the packages are: the checkout, or site-packages."""
 
 
 @dataclass(frozen=True)
 class Verb:
-    """One command. `module` has `configure` and `run`; for a service, `process` is the module of `python -m`."""
+    """One command. `module` has `configure` and `run`; for a service, `process` is the module of `python -m`.
+
+    A module of `benchmarks` needs a checkout: the wheel does not contain it.
+    """
 
     help: str
     module: str = ""
@@ -44,12 +50,13 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "demo": Verb("train a tiny model to search, on this machine, in minutes", "foray.demo.command"),
-    "demo-lm": Verb("train a pretrained language model on real questions, on two cores", "foray.demo.lm.command"),
+    "demo-lm": Verb("train a pretrained model on real questions (needs a checkout)", "benchmarks.demo_lm.command"),
     "init": Verb("write a configuration file with every setting explained", "foray.commands.init"),
     "sft": Verb("train a model on demonstrations: the warm start of a run", "foray.commands.sft"),
     "up": Verb("start all processes of a run on this machine and monitor them", "foray.commands.up"),
     "submit": Verb("submit a run to Slurm, or change its number of engines", "foray.commands.submit"),
     "down": Verb("stop a run", "foray.commands.down"),
+    "scale": Verb("set the number of engines of a run while it goes on", "foray.commands.scale"),
     "status": Verb("show a run: its processes, engines, streams, ledger, problems", "foray.commands.watch.status"),
     "top": Verb("show a run live: throughput, lag, reward, bottleneck", "foray.commands.watch.top"),
     "dashboard": Verb("show a run in the browser: curves, engines, trajectories", "foray.commands.watch.dashboard"),
@@ -73,7 +80,7 @@ VERBS: dict[str, Verb] = {
     ),
     "rollout": Verb("run one rollout server", process="rollout_server"),
     "learner": Verb("run the learner", process="learner"),
-    "bench": Verb("benchmark one part against a baseline (needs a checkout)", "foray.commands.bench"),
+    "bench": Verb("benchmark one part against a baseline (needs a checkout)", "benchmarks.command"),
     "version": Verb("print the versions to include in a bug report", "foray.commands.version"),
 }
 
@@ -154,6 +161,11 @@ def _dispatch(given: list[str]) -> int:
         raise UserError(f"unknown command {name!r}", todo=_meant(name))
     if verb.process:
         return _become(verb.process, rest, prog=f"foray {name}")
+    if verb.module.startswith("benchmarks.") and not (ROOT / "benchmarks").is_dir():
+        raise UserError(
+            f"`foray {name}` needs a checkout of the repository: the installed package does not contain it",
+            todo=f"clone the repository, run `make setup` in it, then `.venv/bin/foray {name}`",
+        )
     module = importlib.import_module(verb.module)
     if not hasattr(module, "subcommands"):
         parser = Parser(f"foray {name}", module.__doc__)

@@ -29,6 +29,7 @@ from learner.data.questions import load_questions
 from learner.data.replay_buffer import ReplayBuffer, ReplayedGroup, replay_count
 from learner.data.sampler import Sampler
 from learner.delivery.audit import AccountingAudit, RedisAudit
+from learner.delivery.autoscale import Autoscaler
 from learner.delivery.background import BackgroundLoop, ErrorSlot, LeaseRenewal, MaintenanceTask
 from learner.delivery.consumer import StreamConsumer
 from learner.delivery.dead_letters import LEARNER_ID, CrashRecord, DeadLetterStore, EventLog
@@ -197,14 +198,17 @@ def build_delivery(
     redis_audit = RedisAudit(store, delivery, event_log, state=state, checkpoint=name)
     meta = run_meta(run, sampler, lease.lineage_id)
     audit = AccountingAudit(store, delivery, event_log, requests, redis_audit, meta)
+    snapshot = snapshot_source(run, delivery, lease, meter, audit)
+    autoscaler = Autoscaler((run.max_lag + 1) * run.groups_per_step * run.group_size)
     maintenance = MaintenanceTask(
         store,
         issuer,
         MissingSeqReconciler(store, delivery, consumer, event_log),
         requests,
         redis_audit,
-        snapshot_source(run, delivery, lease, meter, audit),
+        snapshot,
         reconcile_s=settings.reconcile_s,
+        autoscale=lambda: meter.set(wanted_engines=autoscaler.look(store.look(snapshot()))),
     )
     return DeliveryServices(event_log, crashes, group_filter, consumer, issuer, audit, maintenance, tracer)
 

@@ -26,7 +26,7 @@ from protocol.messages import (
     WeightView,
 )
 
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 6
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 7
 MAX_BYTES = 32 << 20
 """Largest message. 8 trajectories of 32k tokens take 8 * 32k * 8 B = 2 MiB."""
 MAX_VALUES = 1_000_000

@@ -20,6 +20,7 @@ events              stream   anyone     event log for users; bounded, informatio
 dlq                 stream   anyone     dead letters; bounded, the learner's files are authoritative
 requeue             set      operator   seqs to try again, added by a user; the learner empties it
 drain               set      operator   ids of engines to drain, added by a user; each node removes its own
+scale               hash     operator   `engines`: how many engines `foray up` shall run instead of its configuration's
 evaluation          string   rollouts   while set, weight updates wait (`VersionPin`); TTL
 """
 
@@ -119,6 +120,10 @@ class Keys:
     @property
     def drain(self) -> str:
         return self._key("drain")
+
+    @property
+    def scale(self) -> str:
+        return self._key("scale")
 
     @property
     def evaluation(self) -> str:

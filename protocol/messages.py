@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
@@ -112,6 +113,7 @@ class Segment(Message):
     query, passage_ids, latency_s and error describe an observation: the query, the passages returned, the time taken,
     and the cause of a failure ("" for none)
     tool      tool that produced the observation; "" for search
+    finish_reason  of a policy's turn: stop or length; of a prompt that is not the first: why it began a new sequence
     reward    reward of this policy turn, included in the trajectory's reward; 0 with outcome rewards only
     """
 
@@ -167,7 +169,10 @@ class Status(StrEnum):
 
 
 class Trajectory(Message):
-    """One answer of the policy to a question. The first segment is the prompt.
+    """One answer of the policy to a question: one or more training sequences, which share its reward (schema 1.7).
+
+    The first segment is the prompt. A later prompt segment begins the next sequence: the policy was given that prompt
+    alone, without the segments before it. A learner before schema 1.7 would train all of them as one sequence.
 
     reward   total reward, including the rewards of the segments
     rewards  reward components by name, unweighted
@@ -187,6 +192,12 @@ class Trajectory(Message):
     def ids(self) -> npt.NDArray[np.int32]:
         """Return [T] int32: all tokens, in order."""
         return np.concatenate([s.ids for s in self.segments] or [np.zeros(0, np.int32)])
+
+    @property
+    def sequences(self) -> list[tuple[Segment, ...]]:
+        """Return the segments of each training sequence, in order."""
+        begins = [n for n, segment in enumerate(self.segments) if n == 0 or segment.owner is Owner.PROMPT]
+        return [self.segments[begin:end] for begin, end in pairwise([*begins, len(self.segments)])]
 
     @cached_property
     def mask(self) -> npt.NDArray[np.bool_]:

@@ -1,7 +1,8 @@
 """What all processes of a run must agree on. The learner writes it to `Keys.meta` at every start; others compare.
 
 Processes with different tokenizers would train on other words than the policy wrote, and different major versions of
-the schema cannot read each other: both are refused. A different minor version is a rolling upgrade and is accepted.
+the schema cannot read each other: both are refused. A different minor version is a rolling upgrade and is accepted,
+unless this process sends what the learner would misread (`needs`).
 
 A run id is a name that the user chose, and two runs may share it. The lineage id is random and identifies the run. It
 is stored in the run directory (`LINEAGE_FILE`), in each checkpoint and in `Keys.meta`. Pure.
@@ -23,6 +24,8 @@ LINEAGE_FILE = "lineage_id"
 LINEAGE_FIELD = "lineage_id"
 """Name of its field in `Keys.meta` and in the manifest of a checkpoint."""
 _LINEAGE_ID = re.compile(r"[0-9a-f]{32}")
+SEQUENCES = (1, 7)
+"""First schema whose learner trains a trajectory of several sequences (`Trajectory.sequences`) as such."""
 _OWN = ("schema", "tokenizer", LINEAGE_FIELD)
 
 
@@ -82,8 +85,13 @@ def lineage_id_of(raw: Mapping[bytes, bytes]) -> str:
     return lineage_id_in(raw.get(LINEAGE_FIELD.encode(), b"").decode("ascii", "replace"))
 
 
-def incompatibility(theirs: RunMeta, *, run: str, tokenizer: str) -> UserError | None:
-    """Return the error if a process with `tokenizer` cannot join a run whose learner wrote `theirs`, else None."""
+def incompatibility(
+    theirs: RunMeta, *, run: str, tokenizer: str, needs: tuple[int, int] = (SCHEMA_MAJOR, 0)
+) -> UserError | None:
+    """Return the error if a process with `tokenizer` cannot join a run whose learner wrote `theirs`, else None.
+
+    needs  oldest schema of a learner that can train what this process sends
+    """
     ours = (SCHEMA_MAJOR, SCHEMA_MINOR)
     if theirs.schema[0] != ours[0]:
         newer = "this process" if theirs.schema > ours else "the learner"
@@ -91,6 +99,12 @@ def incompatibility(theirs: RunMeta, *, run: str, tokenizer: str) -> UserError |
             f"the learner of run {run} writes schema {_dotted(theirs.schema)}, this process reads {_dotted(ours)}",
             why="messages of another major version cannot be read",
             todo=f"upgrade {newer}: all processes of a run need the same major version",
+        )
+    if theirs.schema < needs:
+        return UserError(
+            f"the learner of run {run} reads schema {_dotted(theirs.schema)}, this process needs {_dotted(needs)}",
+            why="with rollout.agent a trajectory may have several sequences, which an older learner would train as one",
+            todo="upgrade the learner, or remove rollout.agent",
         )
     if theirs.tokenizer and tokenizer and theirs.tokenizer != tokenizer:
         return UserError(

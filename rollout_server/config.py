@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from protocol.settings import Settings
+from rollout_server.agents.config import AgentSettings, BuiltinAgentSettings, OwnAgentSettings
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.search import DEFAULT_SEARCH, SearchSettings
 
@@ -65,3 +66,16 @@ class RolloutSettings(Settings):
     """Multi-turn trajectories: template, limits, rewards, tools."""
     search: SearchSettings = DEFAULT_SEARCH
     """The search service."""
+    agent: AgentSettings = BuiltinAgentSettings()
+    """What plays a trajectory: the built-in loop, or an agent of yours (docs/agents.md)."""
+
+    @model_validator(mode="after")
+    def _rewards_have_what_they_read(self) -> RolloutSettings:
+        agent, needy = self.agent, [reward.key for reward in self.episode.rewards if reward.reads_passages]
+        own = isinstance(agent, OwnAgentSettings) and agent.reward == "foray" and not agent.gateway_search
+        if own and needy:
+            raise ValueError(
+                f"reward {needy[0]} reads passages, which Foray does not see in an agent of type {agent.type}: let the "
+                "agent search by POST /v1/search of the gateway and set agent.gateway_search = true, or remove it"
+            )
+        return self

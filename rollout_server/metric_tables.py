@@ -65,6 +65,10 @@ ROLLOUT: Table = {
     "tokens_discarded": counter("Tokens dropped because the engine sent malformed data."),
     "tokens_unattributed": counter("Tokens dropped because their policy version is unknown."),
     "turns_waiting": gauge("Turns that wait for an engine."),
+    "engine_ms": counter(
+        "Milliseconds of requests for training at engines, added up: 1000 per second are one request in flight.",
+        name="engine_busy_milliseconds",
+    ),
     "requests_in_flight": gauge("Requests of this server in flight at engines."),
     # searches and tools
     "searches": counter("Searches requested by the policy."),
@@ -88,6 +92,19 @@ ROLLOUT: Table = {
     "tool_invalid_calls_*": counter("Invalid calls of a tool by the policy.", "tool"),
     "tool_errors_*": counter("Calls in which a tool failed.", "tool"),
     "tool_failures_*": counter("Calls in which a tool failed, by cause.", "tool", "cause"),
+    # agents
+    "agent_calls": counter("Calls of the model by agents (rollout.agent)."),
+    "agent_retries": counter("Repeated calls of agents, answered with the turn of the first."),
+    "agent_sequences_*": counter(
+        "Calls of agents that did not continue recorded tokens and began a new sequence, by reason.", "reason"
+    ),
+    "agent_ignored_*": counter("Parameters of calls that were ignored: sampling is the run's.", "parameter"),
+    "agent_refusals": counter("Requests of agents that the gateway refused."),
+    "agent_late_calls": counter("Requests with a key of no trajectory in progress, such as calls after its end."),
+    "agent_failures_*": counter("Trajectories that failed because of the agent, by cause.", "cause"),
+    "agents_running": gauge("Agents in progress."),
+    "agents_waiting": gauge("Trajectories that wait for rollout.agent.concurrency."),
+    "trajectory_sequences": histogram("Training sequences per trajectory of an agent.", COUNTS),
     # the process
     "trace_spans_exported": counter("Spans of traces that were exported (run.trace)."),
     "trace_spans_dropped": counter("Spans of traces that were dropped: the collector is away or too slow."),

@@ -36,16 +36,18 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from protocol.codec import SCHEMA_MAJOR
 from protocol.errors import StateLost
 from protocol.keys import Keys
 from protocol.messages import EngineInfo, NodeState, Task, TrajectoryGroup
+from protocol.run_meta import SEQUENCES
 from protocol.runtime.http.auth import Access, engine_key, read_access
 from protocol.runtime.http.body import bounded_session
 from protocol.runtime.http.server import announce, listening, reachable_url, service_host
@@ -55,6 +57,7 @@ from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.server import eviction_refusal, unknown_policy
 from protocol.runtime.tracing import build_tracer
 from protocol.settings import RunSettings
+from rollout_server.agents.run import build_agents
 from rollout_server.api.app import AppState, build_app
 from rollout_server.api.episodes import Episodes
 from rollout_server.api.evaluation_pin import EvaluationPin
@@ -72,7 +75,7 @@ from rollout_server.instrumentation import InstrumentedSearch, with_instrumented
 from rollout_server.metrics import RateGauge, Stats, deregister_metrics, publish_metrics
 from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.live import LiveGroups
-from rollout_server.rollout.trajectory import OnProgress, ShouldStop
+from rollout_server.rollout.trajectory import OnProgress, ShouldStop, run_trajectory
 from rollout_server.search import build_search
 from rollout_server.search.client import HttpSearch
 
@@ -134,15 +137,13 @@ class RolloutServer:
     ) -> None:
         self._run, self._settings, self._environment, self._stats = run, settings, environment, stats
         self._redis, self._search, consumer = redis, search, f"{stats.id}-{secrets.token_hex(4)}"
+        self._agents = build_agents(settings.agent, environment, stats)
         stats.text["incarnation"] = lambda: consumer
-        self._live, self._compatibility = LiveGroups(), RunCompatibility(run, max_lag=run.max_lag)
+        needs = SEQUENCES if self._agents else (SCHEMA_MAJOR, 0)
+        self._live, self._compatibility = LiveGroups(), RunCompatibility(run, needs=needs, max_lag=run.max_lag)
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
-        connect: Callable[[EngineInfo], EngineClient] = partial(
-            _connect, session, read_access(os.environ), settings.stream_interval
-        )
-        if settings.journal_routes is not None:
-            connect = with_request_log(connect, settings.journal_routes, self._fleet)
+        connect = _connecting(session, settings, self._fleet)
         self._router = Router(
             self._fleet,
             connect,
@@ -223,7 +224,8 @@ class RolloutServer:
 
     def _backpressure(self) -> str:
         """Return what a new group would have to wait for; "" if it could start."""
-        if self._publisher.spool_full or not self._fleet.looked:  # the first read shows whose run this is
+        knows = self._fleet.looked and self._compatibility.is_met
+        if self._publisher.spool_full or not knows:  # the first read shows whose run this is
             return "redis"
         if self._search.backpressure:
             return "retriever"
@@ -279,6 +281,7 @@ class RolloutServer:
                 should_stop=should_stop,
                 on_progress=on_progress,
                 live=live,
+                play_one=self._agents or run_trajectory,
             )
 
     @asynccontextmanager
@@ -303,20 +306,24 @@ class RolloutServer:
             policy=lambda: {"run": self._run.id, "lineage_id": self._compatibility.lineage_id, "model": model},
             wait_s=self._settings.engine_wait_s,
             places=self._places,
+            play_one=self._agents or run_trajectory,
         )
         router, decode = self._router, self._environment.tokenizer.decode
         feed = LiveFeed(self._live, router.turn_so_far, router.count_so_far, decode)
         served = AppState(self._run.id, self._fleet, self._router, self._stats, episodes, feed, stop.requested.is_set)
         access = read_access(os.environ)
         host = service_host(self._settings.host, self._run.redis_url, access, "rollout.host")
-        async with listening(
-            build_app(served, access),
-            host,
-            self._settings.port,
-            access=access,
-            setting="rollout.host",
-            todo="set another rollout.port, or 0 to pick a free one",
-        ) as listener:
+        async with (
+            self._agents.listening() if self._agents else nullcontext(),
+            listening(
+                build_app(served, access),
+                host,
+                self._settings.port,
+                access=access,
+                setting="rollout.host",
+                todo="set another rollout.port, or 0 to pick a free one",
+            ) as listener,
+        ):
             announce(log, host, listener.port, port_file)
             url = self._reachable(host, listener.port)
             self._stats.text["url"] = lambda: url
@@ -360,6 +367,16 @@ def model_digest(model: Path) -> str:
                 file.seek(size * piece // PIECES)
                 digest.update(file.read(PIECE_BYTES))
     return digest.hexdigest()
+
+
+def _connecting(
+    session: aiohttp.ClientSession, settings: RolloutSettings, fleet: Fleet
+) -> Callable[[EngineInfo], EngineClient]:
+    access = read_access(os.environ)
+    connect: Callable[[EngineInfo], EngineClient] = partial(_connect, session, access, settings.stream_interval)
+    if settings.journal_routes is None:
+        return connect
+    return with_request_log(connect, settings.journal_routes, fleet)
 
 
 def _connect(session: aiohttp.ClientSession, access: Access, stream_interval: int, engine: EngineInfo) -> SglangClient:

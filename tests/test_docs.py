@@ -29,7 +29,7 @@ _KEY = re.compile(
     r"(?<![\w./-])((?:run|rollout|engine|learner|retriever|launch)(?:\.[a-z][a-z0-9_]*)+)(?![\w/(-]|\.\w)"
 )
 """A setting: not part of a path, no file, no call."""
-_FREE = re.compile(r"(learner|retriever|rollout)\.[A-Z]|run\.(yaml|json|key)$")
+_FREE = re.compile(r"(learner|retriever|rollout)\.[A-Z]|run\.(yaml|json|key)$|engine\.sh$")
 """What looks like a setting and is none: files of a run directory."""
 _WALK = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \| (.+) \|$", re.M)
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()

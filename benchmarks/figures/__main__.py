@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import rounded
+from benchmarks.demo_lm.command import VARIABLE
 from benchmarks.figures.page import PAGE, page, verdict
 from benchmarks.figures.table import FOLDER, MODEL, NEEDS_DATA, NEEDS_GPU, RUNS, Figure, figures, read, stale
 from benchmarks.report import ROOT, Circumstances, judged
 from deploy.hardware.gpus import without_cuda
-from foray.demo.lm.command import VARIABLE
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.lifecycle import terminating

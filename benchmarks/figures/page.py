@@ -12,10 +12,10 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+from benchmarks.demo_lm.results import of_control, table
 from benchmarks.figures.table import FOLDER, NEEDS_DATA, figures, read
 from benchmarks.figures.table import stale as is_stale
 from benchmarks.report import ROOT
-from foray.demo.lm.results import of_control, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 TEMPLATE = FOLDER / "benchmarks.template.md"

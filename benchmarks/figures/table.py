@@ -125,8 +125,8 @@ def _language_model() -> list[Figure]:
     ahead = Target("ahead_of_control", 0.03, "F1 of GRPO minus that of the control on 200 held-out questions")
     control = (*argv, "--control", "shuffled-reward")
     return [
-        Figure("lm", argv, RING, (gained,), minutes=180),
-        Figure("lm-control", control, RING, (ahead,), minutes=300),
+        Figure("lm", argv, (*RING, "benchmarks/demo_lm"), (gained,), minutes=180),
+        Figure("lm-control", control, (*RING, "benchmarks/demo_lm"), (ahead,), minutes=300),
     ]
 
 

@@ -36,6 +36,12 @@ from protocol.errors import ForayError, UserError
 UNFUSED_MIB = 1 << 20
 """A chunk size that holds the logits of any micro-batch."""
 NAMES = ("unfused", "padded", "padded_sorted", "trl")
+VARIANTS = {
+    "unmeasured": {"rescored_share": 0},
+    "preserve": {"algorithm": {"preserve": {"coefficient": 1e-9, "threshold": 0, "answer_weight": "searches"}}},
+}
+"""Foray with other settings, only if named: without the change of log-probs over a step; with a penalty on falling
+ones, whose coefficient leaves the loss as it is."""
 
 
 class Contender:
@@ -94,6 +100,7 @@ def contenders_of(settings: LearnerBench, work: LearnerWorkload, absent: dict[st
     commands = {
         "ours": module("ours", str(settings.logit_chunk_mb)),
         "unfused": module("ours", str(UNFUSED_MIB)),
+        **{name: module("ours", str(settings.logit_chunk_mb), json.dumps(v)) for name, v in VARIANTS.items()},
         "padded": module("baselines", "arrival"),
         "padded_sorted": module("baselines", "sorted"),
     }
@@ -103,8 +110,9 @@ def contenders_of(settings: LearnerBench, work: LearnerWorkload, absent: dict[st
         script = Path(__file__).with_name("trl_baseline.py")
         commands["trl"] = (settings.trl_interpreter(), str(script), spec)
     wanted = [name.strip() for name in settings.only.split(",") if name.strip()] or list(NAMES)
-    if unknown := sorted(set(wanted) - set(NAMES)):
-        raise UserError(f"unknown contenders: {', '.join(unknown)}", todo=f"--only takes {', '.join(NAMES)}")
+    if unknown := sorted(set(wanted) - {*NAMES, *VARIANTS}):
+        known = ", ".join((*NAMES, *VARIANTS))
+        raise UserError(f"unknown contenders: {', '.join(unknown)}", todo=f"--only takes {known}")
     # the ratio is against the plain loop, so it always runs
     kept = [name for name in commands if name in {"ours", "padded", *wanted}]
     absent |= {name: "not selected" for name in NAMES if name not in kept and name not in absent}

@@ -1,4 +1,7 @@
-"""Foray in the learner benchmark: the real Trainer. `python -m benchmarks.learner.ours SPEC LOGIT_CHUNK_MIB`."""
+"""Foray in the learner benchmark: the real Trainer. `python -m benchmarks.learner.ours SPEC LOGIT_CHUNK_MIB [MORE]`.
+
+MORE: JSON, settings over those of `trainer_settings`.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +56,16 @@ def peak_mib() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
-def trainer_settings(settings: LearnerBench, *, logit_chunk_mib: int) -> TrainerSettings:
+def trainer_settings(settings: LearnerBench, *, logit_chunk_mib: int, variant: str = "{}") -> TrainerSettings:
     """Return the settings of the step that the other contenders make: their loss has no dual clip."""
     from learner.config.learner import TrainerSettings
 
+    given = json.loads(variant)
+    algorithm = {"type": "grpo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "dual_clip": 0}
     return TrainerSettings.model_validate(
         {
-            "algorithm": {"type": "grpo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "dual_clip": 0},
+            **given,
+            "algorithm": algorithm | given.get("algorithm", {}),
             "optim": {"lr": settings.lr},
             "batch": {"row_tokens": settings.row_tokens, "micro_batch_tokens": settings.micro_batch_tokens},
             "model": {
@@ -84,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
     settings = LearnerBench.model_validate(spec["settings"])
     batch = our_batch(settings, settings.row_tokens, settings.micro_batch_tokens)
     run = RunSettings(model=Path(spec["model"]), steps=settings.rounds + 1)
-    trainer = Trainer(run, trainer_settings(settings, logit_chunk_mib=int(argv[1])))
+    trainer = Trainer(run, trainer_settings(settings, logit_chunk_mib=int(argv[1]), variant=next(iter(argv[2:]), "{}")))
     measured = utilisation(settings, Path(spec["model"]), batch)
 
     def step() -> dict[str, float]:

@@ -94,7 +94,8 @@ class LearnerBench(SkewedBatch):
     trl_python: str = ""
     """Python interpreter of an environment with TRL. Empty: FORAY_TRL_PYTHON; without either, TRL is skipped."""
     only: str = ""
-    """Contenders besides Foray, comma-separated (unfused, padded, padded_sorted, trl). Empty: all."""
+    """Contenders besides Foray, comma-separated (unfused, padded, padded_sorted, trl). Empty: all of these.
+    Also unmeasured (learner.rescored_share 0) and preserve (learner.algorithm.preserve on)."""
 
     def trl_interpreter(self) -> str:
         """Return the Python interpreter with TRL, "" if there is none."""

@@ -24,8 +24,8 @@ and `foray status` read. In Prometheus it has the prefix `foray_PROCESS_`, units
 | process | endpoint | where to find it |
 |---|---|---|
 | rollout server | `GET /metrics` | `rollout.port`; its log, `processes` of `foray status --json` |
-| learner | `GET /metrics` | `learner.metrics_port` (0: a free port; null: none); as above |
-| retriever | `GET /metrics` | `retriever.port`; as above |
+| learner | `GET /metrics` | `learner.metrics_port` (null: none); its log, `processes` of `foray status --json` |
+| retriever | `GET /metrics` | `retriever.port`; its log, `processes` of `foray status --json` |
 | engine | `GET /metrics` | `url` of the engine in `foray status --json`; the CPU engine has SGLang's names |
 | node | snapshot in Redis | `foray status --json`, `foray top` |
 
@@ -86,7 +86,7 @@ engine or query) and `end`. At most 16 trajectories are watched at a time; a cli
 disconnected. With no watcher nothing is decoded early. Texts are those of the policy and of passages: escape them in a
 page.
 
-    url=$(foray status RUN_DIR --json | jq -r '.processes[] | select(.process == "rollout") | .text.url' | head -1)
+    url=$(foray status RUN_DIR --json | jq -r '[.processes[] | select(.process == "rollout")][0].text.url')
     curl -N "$url/v1/live/trajectory?seq=12&index=0"
 
 ## Prometheus and Grafana

@@ -27,7 +27,7 @@ class RetrieverBench(BenchSettings):
         "table_passages": 1000,
     }
     targets: ClassVar[tuple[Target, ...]] = (
-        Target("ratio", 0.8, "processor time a query, bare FAISS over the service"),
+        Target("ratio", 0.8, "processor time per query: bare FAISS, divided by the service"),
     )
     runner: ClassVar[str] = "benchmarks.retriever.bench:measure"
     modules: ClassVar[tuple[str, ...]] = (

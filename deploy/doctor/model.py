@@ -13,11 +13,12 @@ from deploy.doctor.finding import Finding
 from deploy.doctor.redis import ANSWER_S
 from deploy.run.redis_server import connect
 from protocol.codec import decode_as
-from protocol.errors import ForayError, ProtocolError
+from protocol.errors import ForayError, ProtocolError, UserError
 from protocol.keys import Keys
 from protocol.messages import EngineInfo
 from protocol.run_meta import parse_run_meta, tokenizer_digest
 from protocol.runtime.number_format import read_facts
+from rollout_server.agents.config import OwnAgentSettings
 from rollout_server.node.config import SglangEngine
 
 RUN_TOKENIZER, ENGINE_TOKENIZER = "run tokenizer", "engine tokenizer"
@@ -51,6 +52,25 @@ def tokenizer(config: RunConfig) -> Iterator[Finding]:
             yield Finding("tokenizer", "fail", detail, todo)
             return
     yield Finding("tokenizer", "ok", f"{ours[:12]}, ids to {largest}" + (f" of {size}" if size is not None else ""))
+
+
+def agent(config: RunConfig) -> Iterator[Finding]:
+    """Tell how agents' messages become tokens, and whether the model's chat template allows it."""
+    settings, check = config.rollout.agent, "rollout.agent"
+    if not isinstance(settings, OwnAgentSettings):
+        return
+    try:
+        from rollout_server.agents.native import build_renderer
+        from rollout_server.environment.environment import build_environment
+
+        environment = build_environment(config.rollout.episode, config.run.model, day=config.run.date)
+        verdict = build_renderer(settings, environment).verdict()
+    except (UserError, ImportError) as error:
+        if isinstance(error, UserError):
+            yield Finding.of(check, error)
+        return
+    fix = "use a model whose chat template renders tools" if verdict.sequences == "no_tools" else ""
+    yield Finding(check, "warn" if fix else "ok", str(verdict), fix)
 
 
 def auto_tokenizer(config: RunConfig) -> Iterator[Finding]:

@@ -53,7 +53,7 @@ def examine(
     config = with_dtypes(config, environ)
     found += [*machine.secrets(config, path), *_before_start(config, environ, clock)]
     found += [*model.family(config), *engine.check_model(config)]
-    return [*found, *model.auto_tokenizer(config), *data.lengths(config)]
+    return [*found, *model.auto_tokenizer(config), *model.agent(config), *data.lengths(config)]
 
 
 def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> list[Finding]:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from itertools import groupby
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -27,10 +28,12 @@ from deploy.doctor.identity import CHECK
 from deploy.doctor.machine import usable
 from deploy.doctor.model import ENGINE_TOKENIZER, RUN_TOKENIZER
 from deploy.doctor.run import inputs, preflight
+from deploy.hardware.assign import Placement
 from deploy.hardware.run import cores
 from deploy.hardware.speed import with_dtypes
 from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
-from deploy.launch.process import LaunchBackend, ManagedProcess, ProcessFailed, open_backend
+from deploy.launch.process import LaunchBackend, LocalBackend, ManagedProcess, ProcessFailed
+from deploy.launch.scale import EngineScaler, with_engines
 from deploy.launch.supervisor import POLL_S, EngineLosses, Readiness, Say, Supervisor
 from deploy.run.addresses import REDIS_URL_FILE, Addresses, choose, dated, reachable, seen_from_here, settle
 from deploy.run.history import StepTail, read_history
@@ -125,7 +128,9 @@ class Launcher:
         self._require([f for f in found if f.check not in REPLACED_BY_TAKEOVER or not self._takeover])
         if self._given.launch.learner:  # without a learner here, its run directory may be on another disk
             ensure_lineage_id(self._given.run)
-        placement = backend.place(with_dtypes(self._given))
+        self._place = backend.place
+        reserved = max(self._given.launch.engines, self._given.launch.autoscale.max)
+        self._placement = self._place(with_dtypes(with_engines(self._given, reserved)))
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
@@ -136,16 +141,8 @@ class Launcher:
             atomic_write(self.directory / REDIS_URL_FILE, f"{self.addresses.redis_url}\n", durable=False)
         self.config = dated(with_dtypes(settle(self._given, self.addresses)), self.resolved)
         atomic_write(self.resolved, self.config.to_yaml(), durable=False)
-        self.specs = plan(
-            self.config,
-            self.addresses,
-            python=self._python,
-            resolved=self.resolved,
-            takeover=self._takeover,
-            placement=placement,
-            cores=cores(),
-        )
         launch = self.config.launch
+        self.specs = self._planned(self.config, self._placement)
         self._readiness = Readiness(self._redis_url, self.config.run.id)
         self._losses = EngineLosses(self._redis_url, self.config.run.id)
         self.supervisor = Supervisor(
@@ -158,12 +155,41 @@ class Launcher:
             backend=backend,
             url_of=lambda name: self._readiness.urls.get(name, ""),
         )
+        self._scaler = EngineScaler(launch, self.supervisor, self._add_engine, self._redis_url, self.config.run.id)
         self._catch_signals()
         if not self.config.run.model.exists():
             self._make_model()
             self.config = with_dtypes(self.config)
             atomic_write(self.resolved, self.config.to_yaml(), durable=False)
             self._require(inputs(self.config))
+
+    def _planned(self, config: RunConfig, placement: Placement) -> list[ProcessSpec]:
+        return plan(
+            config,
+            self.addresses,
+            python=self._python,
+            resolved=self.resolved,
+            takeover=self._takeover,
+            placement=placement,
+            cores=cores(),
+        )
+
+    def _add_engine(self, number: int) -> None:
+        """Start engine `number`. Raises UserError if there is no place for it beside the running ones."""
+        config = with_engines(self.config, max(number, self.config.launch.engines))
+        reserved = number <= max(config.launch.autoscale.max, self.config.launch.engines)
+        placement = self._placement if reserved else self._place(config)
+        specs = {spec.name: spec for spec in self._planned(config, placement)}
+        if any(specs[s.name].place != s.place for s in self.specs if s.name in specs):
+            raise UserError(
+                f"there is no place for engine-{number}: the GPUs are given to the processes that run",
+                why="with one more engine they would be placed otherwise",
+                todo="reserve GPUs by launch.autoscale.max and start the run again",
+            )
+        spec = specs[f"engine-{number}"]
+        self.specs = [s for s in self.specs if s.name != spec.name] + [spec]
+        self._readiness.starting(spec)
+        self.supervisor.spawn(spec)
 
     @property
     def redis_url(self) -> str:
@@ -207,6 +233,8 @@ class Launcher:
             self.supervisor.check()
         except ProcessFailed as failure:
             raise self._losses.explained(failure, self.directory) from None
+        for line in self._scaler.tick():
+            self._say(for_terminal(line))
         newest = self._steps.last
         for record in self._steps.read():
             if self._training is not None:
@@ -264,6 +292,7 @@ class Launcher:
     def stop(self, state: str = "stopped") -> None:
         """Stop all started processes in order. Idempotent."""
         self._state = "stopping"
+        self.supervisor.children |= self._scaler.leaving
         try:
             self._record()
         finally:  # also on a full disk
@@ -361,3 +390,15 @@ class Launcher:
             ],
         }
         write_record(self.directory, record)
+
+
+def open_backend(config: RunConfig, say: Progress) -> LaunchBackend:
+    """Return the backend of `launch.backend`. Raises UserError if it is not there."""
+    if config.launch.backend == "local":
+        return LocalBackend()
+    if find_spec("ray") is None:
+        todo = "install foray[ray] here and on every node, with the Ray of the cluster"
+        raise UserError("launch.backend is ray, but Ray is not installed", todo=todo)
+    from deploy.launch.ray_cluster import RayBackend
+
+    return RayBackend(say)

@@ -132,7 +132,6 @@ def plan(
     url_secret = {} if launch.secrets else {REDIS_URL_VARIABLE: addresses.redis_url}
     # which GPUs `launch.env` shows was decided by the placement
     extra_env = {name: value for name, value in launch.env.items() if name != VISIBLE or not placement.gpus}
-    hidden = SECRET_VARIABLES if launch.secrets else ()
 
     def process(name: str, kind: str, module: str, *overrides: str, ready: Ready) -> ProcessSpec:
         restarts = launch.restart_learner if kind == "learner" else launch.restarts
@@ -142,9 +141,9 @@ def plan(
         log = run.dir / "logs" / f"{name}.log"
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
         place = placement.of(name, kind)
-        # with a prefix the scheduler starts the ranks, and shows each its GPUs
-        seen = {} if prefix else place.environment
-        env = {**_threads(config, kind, cores), "PYTHONUNBUFFERED": "1", **extra_env, **seen}
+        env = {**_threads(config, kind, cores), "PYTHONUNBUFFERED": "1", **extra_env}
+        env |= {} if prefix else place.environment  # with a prefix the scheduler shows each rank its GPUs
+        hidden = SECRET_VARIABLES if launch.secrets else ()
         known = (name, kind, argv, log, ready, "", env, restarts, hidden, stop_s, place)
         return ProcessSpec(*known, group=name, env_secret=url_secret | own)
 

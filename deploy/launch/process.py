@@ -16,7 +16,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -25,11 +24,10 @@ from deploy.hardware.assign import Placement
 from deploy.hardware.run import on_this_machine
 from deploy.launch.plan import HOST, ProcessSpec
 from deploy.terminal import escape_untrusted
-from protocol.errors import ForayError, UserError
+from protocol.errors import ForayError
 from protocol.redaction import for_terminal
 from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.net import free_port
-from protocol.runtime.progress import Progress
 from protocol.runtime.service_cli import INTERRUPTED, NOT_RESTARTED
 from rollout_server.node.guard import memory_mib
 
@@ -137,7 +135,7 @@ class Child(Protocol):
         return f"waiting for {self.spec.name} {until or f'({self.spec.ready})'}, {seconds:.0f} s{log}"
 
     def failed(self, what: str) -> ProcessFailed:
-        """Return the error with the way in which this process ended the run."""
+        """Return the error that says how this process ended the run."""
         return ProcessFailed(self.spec.name, what, code=self.poll(), log=self.spec.log, tail=self.tail())
 
 
@@ -175,18 +173,6 @@ class LocalBackend:
 
     def close(self) -> None:
         """Return: no place is held."""
-
-
-def open_backend(config: RunConfig, say: Progress) -> LaunchBackend:
-    """Return the backend of `launch.backend`. Raises UserError if it is not there."""
-    if config.launch.backend == "local":
-        return LocalBackend()
-    if find_spec("ray") is None:
-        todo = "install foray[ray] here and on every node, with the Ray of the cluster"
-        raise UserError("launch.backend is ray, but Ray is not installed", todo=todo)
-    from deploy.launch.ray_cluster import RayBackend
-
-    return RayBackend(say)
 
 
 def meeting(host: str, port: int) -> dict[str, str]:

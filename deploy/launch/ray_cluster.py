@@ -47,7 +47,7 @@ Bundle = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ActorState:
     """What an actor reports. text: new output before byte `end` of its log, b"" if the driver sees that file itself."""
 
     node: str
@@ -73,7 +73,7 @@ class ProcessActor:
         host = ray.util.get_node_ip_address()
         return meeting(host, free_port(host))
 
-    def run(self, place: Mapping[str, str]) -> tuple[int, Seen]:
+    def run(self, place: Mapping[str, str]) -> tuple[int, ActorState]:
         """Start the process unless an earlier call has, and return its exit code and what was not yet read."""
         with self._lock:
             if self._spec.kind == "learner" and not self._spec.rank and not self._shared:
@@ -95,18 +95,18 @@ class ProcessActor:
             time.sleep(0.05)
         return self._child.poll() or 0, self.look()
 
-    def look(self, start: int = 0) -> Seen:
+    def look(self, start: int = 0) -> ActorState:
         """Return the state of the process, and the output of its log from byte `start` on."""
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         if self._child is None:
-            return Seen(node, host)
+            return ActorState(node, host)
         text, end = b"", 0
         if not self._shared:
             with self._spec.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
                 log.seek(max(start, self._start, end - CHUNK))
                 text = log.read(end - log.tell())
-        return Seen(node, host, self._child.pid, self._child.memory_mib(), end, text)
+        return ActorState(node, host, self._child.pid, self._child.memory_mib(), end, text)
 
     def signal(self, method: str) -> None:
         """Terminate or kill the process."""
@@ -127,7 +127,7 @@ class RayChild(Child):
         super().__init__(spec)
         self._actor, self._place = actor, place
         self._code: int | None = None
-        self._seen = Seen("", "")
+        self._seen = ActorState("", "")
         self._log_start = spec.log.stat().st_size if spec.log.exists() else 0
         self._run, self._look, self._look_at = actor.run.remote(place), actor.look.remote(), 0.0
 
@@ -187,7 +187,7 @@ class RayChild(Child):
             except RayError:
                 return  # `run` reports it
 
-    def _take(self, seen: Seen) -> None:
+    def _take(self, seen: ActorState) -> None:
         self._seen, self.host = seen, seen.host
         if seen.text:
             self.spec.log.parent.mkdir(parents=True, exist_ok=True)

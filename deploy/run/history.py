@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from learner.validation.results import ValidationFiles
 from protocol.errors import UserError
 
-RECENT = 20
-"""Number of steps for rates and the remaining time."""
-TAIL_BYTES, WHOLE = 256 * 1024, 1 << 62
+RECENT, PAST = 20, 100
+"""Number of steps for rates and the remaining time, and for the comparison of a run with its own best steps."""
+TAIL_BYTES, WHOLE = 1024 * 1024, 1 << 62
 """Bytes to read from the end of the file."""
 RENAMED = {"em_mean": "reward/em", "length_mean": "response_length_mean"}
 """Former field name -> present name, for runs that an earlier version started."""
@@ -79,10 +79,12 @@ class RunHistory:
 
     last     values of the newest step, {} before the first
     recent   records of the newest epoch, the newest last, at most RECENT
+    past     records of all epochs, the newest last, at most PAST
     """
 
     last: Mapping[str, float] = field(default_factory=dict)
     recent: tuple[Mapping[str, Any], ...] = ()
+    past: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -107,11 +109,12 @@ class RunHistory:
 
 def read_history(path: Path) -> RunHistory:
     """Read the end of a `metrics.jsonl`. Return an empty history if there is none."""
-    records = list(read_steps(path, TAIL_BYTES).values())[-RECENT:]
-    if not records:
+    past = list(read_steps(path, TAIL_BYTES).values())[-PAST:]
+    if not past:
         return RunHistory()
+    records = past[-RECENT:]
     last = {name: float(value) for name, value in records[-1].items() if isinstance(value, int | float)}
-    return RunHistory(last, tuple(r for r in records if r.get("epoch") == records[-1].get("epoch")))
+    return RunHistory(last, tuple(r for r in records if r.get("epoch") == records[-1].get("epoch")), tuple(past))
 
 
 def read_validations(directory: Path) -> dict[str, dict[int, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.errors import UserError
 from protocol.search import Passage
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from retriever.backends.index import Searcher as Opened
 
 
-class Searcher:
+class IndexSearcher:
     """Searches an index, or a corpus for which it builds one (BM25) beside it. Opened at the first search.
 
     index_dir  directory of an index (`foray index build`), or of a folder with one file `corpus.jsonl`
@@ -54,5 +54,6 @@ class Searcher:
         return [Passage.model_validate_json(document) for document in found.documents]
 
 
-LocalSearch = Searcher
-"""The name that a note on GRPO gives it."""
+Searcher: TypeAlias = IndexSearcher
+LocalSearch: TypeAlias = IndexSearcher
+"""Its public names; the second is that of a note on GRPO."""

@@ -41,7 +41,7 @@ _FILE = "a file of questions, or a folder that `datasets` saved"
 def subcommands() -> dict[str, str]:
     """Return name -> help."""
     return {
-        "list": "List known data sets, corpora, indexes and models, and what of them is on this disk.",
+        "list": "List known data sets, corpora, indexes and models, and which are on this disk.",
         "get": "Download by name or address: resumable, verified, unpacked.",
         "formats": "List the formats of questions and passages.",
         "inspect": "Show schema, examples, duplicates, lengths, and answers that cannot match.",

@@ -61,6 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
+def connected(found: Located) -> Iterator[redis.Redis]:
+    """Yield a client of the run's Redis. Raises UserError if it is not usable, or has another run."""
+    with _client(found, may_be_gone=False) as client:
+        assert client is not None
+        yield client
+
+
+@contextmanager
 def _client(found: Located, *, may_be_gone: bool) -> Iterator[redis.Redis | None]:
     import redis
 

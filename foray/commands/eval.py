@@ -223,7 +223,7 @@ def _recipe(
 
 
 def _info(url: str) -> dict[str, Any] | None:
-    """Return what a retriever says about its index, None if it says nothing (a server of others)."""
+    """Return what a retriever says about its index, None if it has no `GET /info` (another project's server)."""
     from http.client import HTTPException
 
     from protocol.runtime.http.client import ask, read_json

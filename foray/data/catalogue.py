@@ -1,4 +1,4 @@
-"""The catalogue of `foray data list`: known data sets, corpora, indexes and models, and what of them is on this disk.
+"""The catalogue of `foray data list`: known data sets, corpora, indexes and models, and which are on this disk.
 
 `downloads.json` in the data directory records the sha256 of each downloaded file at its first download. A later
 download of the same file must have the same content.
@@ -129,7 +129,7 @@ def get_url(url: str, root: Path, progress: Progress, sha256: str = "") -> Path:
     """Download one file of any address into `root`; return it. Raises what `download.fetch` raises."""
     name = url.partition("?")[0].rpartition("/")[2]
     if name in ("", ".", ".."):
-        raise UserError(f"{url} names no file", todo="give the address of one file")
+        raise UserError(f"{url} does not end in a file name", todo="give the address of one file")
     if not (root / name).is_file():
         _fetch(Remote(name, url, sha256=sha256), root, name, progress)
     return root / name

@@ -1,7 +1,7 @@
 """Download one file over HTTP: resumable, verified. Files of the Hugging Face hub go through `huggingface_hub` if it is
 installed (Xet, logins), else over plain HTTP.
 
-A partial file is `NAME.part`, with the server's tag of the content in `NAME.part.json`: if the content changed in the
+A partial file is `NAME.part`, with the server's ETag in `NAME.part.json`: if the content changed in the
 meantime, the download begins again (`If-Range`, RFC 9110, section 13.1.5).
 """
 
@@ -42,7 +42,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class Remote:
     """A file on a server.
 
-    name    how messages call it
+    name    its name in messages
     url     its address
     repo    of the Hugging Face hub: "datasets/OWNER/NAME" or "models/OWNER/NAME", with `path` in it; "" elsewhere
     sha256  expected checksum in hex, "" if unknown

@@ -55,7 +55,7 @@ def limits_of(environment: EnvironmentSettings | None) -> dict[str, Any] | None:
 
 
 def retriever_of(info: Mapping[str, Any] | None, topk: int) -> dict[str, Any]:
-    """Return what is known of the retriever. info: its `GET /info`, None if it has none (a server of others)."""
+    """Return what is known of the retriever. info: its `GET /info`; None: a server without it."""
     known = info or {}
     return {"topk": topk} | {name: known[name] for name in INFO if name in known}
 

@@ -103,7 +103,9 @@ def _body(shown: Shown, tokens: Decoder, colour: bool) -> Iterator[str]:
 def _label(segment: Segment, turn: int, shown: Shown) -> str:
     count = f"{len(segment.ids)} tokens"
     if segment.owner is Owner.PROMPT:
-        return f"prompt · {count}, not trained on"
+        # a prompt that is not the first begins a sequence; its reason is there
+        begun = f" · new sequence: {visible(segment.finish_reason)}" if segment.finish_reason else ""
+        return f"prompt · {count}, not trained on{begun}"
     if segment.owner is Owner.ENVIRONMENT:
         parts = [f"environment · {count}, not trained on"]
         if segment.query or segment.tool:

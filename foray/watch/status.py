@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.run.history import read_history
 from deploy.run.learning import Problem as Problem
-from deploy.run.learning import learning_problems
+from deploy.run.learning import learning_problems, learning_state
 from deploy.run.run_dir import Located, is_held, read_record
 from deploy.run.snapshot import RunSnapshot, read_ledger_totals, take_snapshot
 from deploy.terminal import escape_untrusted
@@ -374,6 +374,7 @@ def to_json(snapshot: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
         "run": snapshot.run,
         "healthy": not wrong,
         "state": state(snapshot),
+        "learning": asdict(learning_state(snapshot.history)),
         "evaluations": snapshot.evaluations,
         "figures": dict(snapshot.figures),
         "step_s": snapshot.history.step_s or None,

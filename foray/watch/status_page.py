@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
+from deploy.run.learning import learning_state
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import escape_untrusted, sparkline, wrapped
 from foray.watch.status import letters_line, problems, seq_balance, state, step_line, token_balance
@@ -75,6 +76,8 @@ def _learner_lines(snapshot: RunSnapshot, *, trend: bool) -> Iterator[str]:
         rewards = snapshot.history.values("reward_mean") if trend else []
         line = f"  {sparkline(rewards, len(rewards))} last {len(rewards)} steps" if len(rewards) > 1 else ""
         yield f"reward    {v['reward_mean']:.3f}{line}"
+    if (now := learning_state(snapshot.history)).word:
+        yield f"learning  {now.word}: {now.sign}"
     if "publish_bytes" in v:
         yield _weights_line(v)
 

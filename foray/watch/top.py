@@ -16,6 +16,7 @@ from http.client import HTTPException
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import sparkline, wrapped
 from foray.watch.status import letters_line, problems, seq_balance, state, step_line, token_balance
+from learner.delivery.autoscale import wait_shares
 from protocol.messages import MetricsSnapshot
 from protocol.redaction import printable
 from protocol.runtime.http.client import ask
@@ -194,27 +195,6 @@ def waits_in_words(snapshot: RunSnapshot, before: RunSnapshot | None) -> list[st
     return [
         f"{share:4.0%}  {IN_WORDS.get(key, f'{key[0]} waits for {key[1]}')}" for key, share in ranked if share >= 0.05
     ]
-
-
-def wait_shares(snapshot: RunSnapshot, before: RunSnapshot | None) -> dict[tuple[str, str], float]:
-    """Return the share of time that each kind of process waits, by (process, cause).
-
-    The share is of the time between the two snapshots (or since the start of a new process), averaged over the
-    processes of a kind. Waits are counted as they pass and with the clock of the uptime, so a share cannot exceed
-    100 %; a process that waits for two things at once counts for both.
-    """
-    earlier = {(p.process, p.id): p for p in before.processes} if before else {}
-    shares: dict[tuple[str, str], list[float]] = {}
-    apart = {("node", e.id) for e in snapshot.engines if e.role == "eval"}  # training does not wait for these
-    for now in (p for p in snapshot.processes if (p.process, p.id) not in apart):
-        old = earlier.get((now.process, now.id))
-        # a restarted process with the same name counts from zero again
-        old = old if old is not None and old.uptime_s < now.uptime_s else None
-        seconds = now.uptime_s - (old.uptime_s if old else 0.0)
-        for cause, total in now.waits.items():
-            waited = total - (old.waits.get(cause, 0.0) if old else 0.0)
-            shares.setdefault((now.process, cause), []).append(waited / seconds if seconds > 0 else 0.0)
-    return {key: sum(found) / len(found) for key, found in shares.items()}
 
 
 def read_searches(urls: Iterable[str], *, timeout_s: float = 0.5) -> dict[str, float]:

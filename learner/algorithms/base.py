@@ -47,7 +47,7 @@ class Requirements:
 class TokenScores:
     """One micro-batch before the first update: N trained tokens, all tensors [N], float32 unless said otherwise.
 
-    rewards     reward at this token; the outcome is at the last token of its trajectory
+    rewards     reward at this token; the outcome is at the last token of each sequence of its trajectory
     advantages  from the outcomes
     behaviour   log-probs when the tokens were sampled
     old         log-probs of the policy before the update, None where not required
@@ -56,7 +56,8 @@ class TokenScores:
     last_values the critic's value of the state after the trajectory's last token, if it was truncated and
                 `Algorithm.bootstraps`; 0 elsewhere. None without a critic
     mask        bool, False only in dummies that pad a rank
-    trajectory  int64, number of the token's trajectory in the batch
+    trajectory  int64, number of the token's training sequence in the batch; at least 0 in exactly one sequence of each
+                trajectory
     turn        int64, number of the token's turn in its trajectory
     """
 
@@ -106,9 +107,11 @@ class TokenInputs:
     advantages    as `compute_advantages` returned them
     token_weights share of each token in the loss of the whole batch (`learner.data.packing`)
     mask          bool, False only in dummies that pad a rank
-    trajectory    int64, number of the token's trajectory in the batch
+    trajectory    int64, number of the token's sequence in the batch: "per trajectory" in a loss is per sequence
     lags          int64, steps between the version that sampled the token and the one being trained
     outcome       reward of the token's trajectory, for the metrics
+    turn          int64, number of the token's turn in its trajectory
+    answer        as `learner.data.batch.MicroBatch.answer`
     top           set if `Requirements.top`
     """
 
@@ -123,6 +126,8 @@ class TokenInputs:
     trajectory: torch.Tensor
     lags: torch.Tensor
     outcome: torch.Tensor
+    turn: torch.Tensor
+    answer: torch.Tensor
     top: TopTokens | None = None
 
 

@@ -108,7 +108,7 @@ OnRows = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def over_rows(scores: TokenScores, function: OnRows, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Apply `function` to the flat tensors [N] as rows and return them flat again. A row is a trajectory, so nothing
+    """Apply `function` to the flat tensors [N] as rows and return them flat again. A row is a sequence, so nothing
     crosses from one to another, however they are packed. Masked tokens (dummies) give 0.
     """
     rows = to_rows(scores.trajectory)

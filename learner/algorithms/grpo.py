@@ -13,6 +13,7 @@ import torch
 from learner.algorithms.advantages import (
     Outcomes,
     Turns,
+    calibrated_turns,
     grpo_advantages,
     max_rl_advantages,
     normalized_batch,
@@ -61,10 +62,13 @@ class Grpo(PolicyAlgorithm):
                 return pass_at_k_advantages(outcomes, epsilon=s.epsilon, ddof=s.std_ddof, normalize_std=divides)
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
-        """Return [n, K] float64 if turns have their own rewards: normalised, summed from each turn on; else None."""
+        """Return [n, K] float64 if turns have their own rewards: normalised, summed from each turn on; or calibrated by
+        what their searches found; else None."""
         s = self._group
         if s.turns == "off":
             return None
+        if s.turns == "calibrated":
+            return calibrated_turns(turns, outcomes, self.advantages(outcomes), right=s.turn_right)
         normal = normalized_turns(turns, outcomes, scope=s.turns, ddof=s.std_ddof, epsilon=s.epsilon)
         returns: npt.NDArray[np.float64] = turn_returns(torch.from_numpy(normal), s.turn_gamma).numpy()
         return returns

@@ -1,7 +1,7 @@
 """What all algorithms share: corrections around a surrogate, the divergence from a reference, the entropy bonus.
 
     loss = sum_i weight_i * (keep_i * correction_i * surrogate_i + coefficient * kl_i - entropy_coefficient * entropy_i
-                             + drift_coefficient * log(policy_i / old_i)^2)
+                             + drift_coefficient * log(policy_i / old_i)^2 + preserve.coefficient * preserved_i)
 
 An algorithm consists of a surrogate (default: PPO's clip) and advantages. `compute_advantages` subtracts the
 divergence from the rewards, and computes advantages of tokens, where an algorithm uses them.
@@ -31,11 +31,23 @@ from learner.algorithms.kl import (
     topk_forward_kl,
     topk_reverse_kl,
 )
-from learner.algorithms.losses import Surrogate, clipped_surrogate, entropy_sum, proximal_interpolated, weighted_sum
-from learner.config.policy import KlSettings, PolicySettings
+from learner.algorithms.losses import (
+    Surrogate,
+    clipped_surrogate,
+    entropy_sum,
+    preserve,
+    proximal_interpolated,
+    segment_sum,
+    weighted_sum,
+)
+from learner.config.policy import NOISE, KlSettings, PolicySettings
 
 AGES = 4
 """Losses are reported by the tokens' lag, from 0 to AGES - 1; older tokens count with the last."""
+TURNS = 4
+"""Log-probs are reported by turn, from 0 to TURNS - 1; later turns count with the last."""
+TAIL = 2.0
+"""A ratio above this, or below its inverse, is in a tail."""
 
 Scalars = dict[str, torch.Tensor]
 Ratios = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -52,8 +64,10 @@ def report(
     kl_behaviour                                   k3 of the engines' policy against the learner's, at most 10 per token
     logprob_gap, logprob_gap_max                   |log-prob of the learner - that of the engine|
     rejected, weight_mean                          share of rejected tokens; mean importance weight
-    logprob_right, logprob_wrong                   mean log-prob of tokens in trajectories with and without reward: the
-                                                   first should not fall
+    logprob_right, logprob_wrong                   mean log-prob of tokens in trajectories whose mean advantage is above
+                                                   and below 0: the first should not fall; `_turn_N`: of its turns
+    entropy_search, entropy_answer                 entropy in the last turn of answered trajectories, and in the others
+    ratio_low, ratio_high                          share of tokens whose ratio is below 1 / TAIL and above TAIL
     loss_lag_0 ...                                 mean loss of tokens by their lag
     """
     mask, logprobs = inputs.mask, inputs.logprobs.detach()
@@ -69,18 +83,24 @@ def report(
         "entropy": torch.where(mask, inputs.entropy.detach(), 0.0).sum(),
         "kl_behaviour": kl_estimate(inputs.behaviour, logprobs, mask, "k3").sum(),
         "logprob_gap": gap.sum(),
+        "ratio_low": (mask & (surrogate.ratio < 1 / TAIL)).sum(),
+        "ratio_high": (surrogate.ratio > TAIL).sum(),
         "rejected": (mask & ~corrected.kept).sum(),
         "weight_mean": torch.where(mask, corrected.weight, 0.0).sum(),
     }
     maxima = {"ratio_max": _largest(surrogate.ratio), "logprob_gap_max": _largest(gap)}
-    right = mask & (inputs.outcome > 0)
+    gain, answers = segment_sum(inputs.advantages, inputs.trajectory, mask), mask & (inputs.answer >= 0)
+    right, entropy = mask & (gain > 0), inputs.entropy.detach()
     ratios = {
-        "logprob_right": _mean(logprobs, right),
-        "logprob_wrong": _mean(logprobs, mask & ~right),
+        "logprob_right": mean_where(logprobs, right),
+        "logprob_wrong": mean_where(logprobs, mask & (gain < 0)),
+        **by_turn("logprob_right", logprobs, inputs.turn, right),
+        "entropy_answer": mean_where(entropy, answers),
+        "entropy_search": mean_where(entropy, mask & ~answers),
     }
     ages = inputs.lags.clamp(0, AGES - 1)
     for age in range(AGES):
-        ratios[f"loss_lag_{age}"] = _mean(values.detach(), mask & (ages == age))
+        ratios[f"loss_lag_{age}"] = mean_where(values.detach(), mask & (ages == age))
     return sums, maxima, ratios
 
 
@@ -89,8 +109,15 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
     return values.max() if len(values) else values.new_zeros(())
 
 
-def _mean(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_where(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numerator and the denominator of the mean of `values` [N] where `where` [N] is True."""
     return torch.where(where, values, 0.0).sum(), where.sum()
+
+
+def by_turn(name: str, values: torch.Tensor, turn: torch.Tensor, where: torch.Tensor) -> Ratios:
+    """Return `mean_where` of each turn from 0 to TURNS - 1, as `name_turn_N`; later turns count with the last."""
+    numbers = turn.clamp(0, TURNS - 1)
+    return {f"{name}_turn_{k}": mean_where(values, where & (numbers == k)) for k in range(TURNS)}
 
 
 class PolicyAlgorithm:
@@ -183,7 +210,7 @@ class PolicyAlgorithm:
             assert s.old is not None and s.reference is not None
             divergence = kl_estimate(s.old, s.reference, s.mask, kl.type)  # type: ignore[arg-type]  # see KlSettings
             rewards.append(penalised(s.rewards, divergence, self._kl.coefficient, s.mask))
-            count = len(torch.unique(s.trajectory[s.mask]))
+            count = int((torch.unique(s.trajectory[s.mask]) >= 0).sum())
             sums += torch.tensor([float(divergence.double().sum()), float(s.mask.sum()), count], dtype=torch.float64)
         divergence, tokens, trajectories = all_reduce(sums).tolist()
         mean = divergence / max(tokens, 1.0)
@@ -223,12 +250,37 @@ class PolicyAlgorithm:
         if s.drift_coefficient:
             drift = log_ratio(inputs.logprobs, old.detach(), mask).square()
             total = total + s.drift_coefficient * weighted_sum(drift, inputs.token_weights, mask)
+        if s.preserve.coefficient:
+            penalty = self.preserved(inputs, old)
+            total = total + s.preserve.coefficient * weighted_sum(penalty, inputs.token_weights, mask)
+            sums |= {"preserve": penalty.detach().sum(), "preserve_share": (penalty.detach() > 0).sum()}
         if inputs.reference is not None and s.kl.place == "loss":
             divergence = self.divergence(inputs, old)
             if not self.distills:
                 total = total + s.kl.coefficient * weighted_sum(divergence, inputs.token_weights, mask)
             sums["kl_reference"] = divergence.detach().sum()
         return LossOutput(total, sums, maxima, ratios)
+
+    def preserved(self, inputs: TokenInputs, old: torch.Tensor) -> torch.Tensor:
+        """Return [N]: the penalty on fallen log-probs, as set by `preserve`."""
+        p = self.policy_settings.preserve
+        default = 0.0 if self.policy_settings.old_logprobs == "recompute" else NOISE
+        unit = {
+            "token": torch.arange(len(inputs.turn), device=inputs.turn.device),
+            "turn": inputs.trajectory * (inputs.turn.max() + 1) + inputs.turn,
+            "trajectory": inputs.trajectory,
+        }[p.gate]
+        penalty = preserve(
+            inputs.logprobs,
+            old,
+            inputs.advantages,
+            unit,
+            inputs.mask,
+            threshold=default if p.threshold is None else p.threshold,
+            positive_only=p.positive_only,
+        )
+        last = (inputs.answer / 2).clamp(max=1) if p.answer_weight == "searches" else p.answer_weight
+        return torch.where(inputs.answer >= 0, penalty * last, penalty)
 
     def divergence(self, inputs: TokenInputs, old: torch.Tensor) -> torch.Tensor:
         """Return [N]: the divergence from the reference, as set by `kl`; needs `inputs.reference`."""

@@ -16,6 +16,7 @@ from learner.config.policy import (
     Proximal,
     RewardKlSettings,
     TopKlSettings,
+    TrajectoryCorrectionSettings,
 )
 from learner.data.packing import Aggregation
 from protocol.settings import union_of
@@ -123,6 +124,7 @@ class GspoSettings(GroupSettings):
     clip_low: float = Field(default=3e-4, ge=0, lt=1)
     clip_high: float = Field(default=4e-4, ge=0)
     old_logprobs: Proximal = "recompute"
+    correction: TrajectoryCorrectionSettings = TrajectoryCorrectionSettings()
     aggregation: Aggregation = "seq_mean_token_mean"
 
 
@@ -135,6 +137,7 @@ class GmpoSettings(GroupSettings):
     clip_high: float = Field(default=0.4, ge=0)
     """A token's log-ratio is clipped at clip_high."""
     old_logprobs: Proximal = "recompute"
+    correction: TrajectoryCorrectionSettings = TrajectoryCorrectionSettings()
     aggregation: Aggregation = "seq_mean_token_mean"
 
 
@@ -228,6 +231,10 @@ class DistillSettings(PolicySettings):
             raise ValueError("algorithm distill minimises the divergence: set kl.coefficient above 0")
         if self.kl.type == "k1" and not self.kl.importance:
             raise ValueError("kl.type k1 without kl.importance has an expected gradient of 0: use k1+ or reverse")
+        if self.preserve.coefficient:
+            raise ValueError(
+                "preserve concerns trajectories with a positive advantage, and distill has none: remove it"
+            )
         if self.filter or self.whiten:
             name = "filter" if self.filter else "whiten"
             raise ValueError(f"algorithm distill does not train on rewards: remove {name}, which concerns them")

@@ -107,6 +107,9 @@ class TrainerSettings(Settings):
     """DeepSpeed and its parallelism."""
     token_values: TokenValuesSettings = TokenValuesSettings()
     """Values of single tokens, for inspection."""
+    rescored_share: float = Field(default=0.0625, ge=0, le=1)
+    """Share of a step's tokens that the updated policy scores again, to measure how the log-probs of good trajectories
+    changed (`logprob_change`, `fell_turns`); at most a micro-batch, at least one trajectory. 0: off."""
 
     @model_validator(mode="after")
     def _bfloat16_needs_zero(self) -> TrainerSettings:

@@ -5,7 +5,7 @@ Nothing heavy is imported here.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -46,6 +46,13 @@ class CorrectionSettings(Settings):
     def _ordered(self) -> CorrectionSettings:
         require_order("correction", self.low, self.high)
         return self
+
+
+class TrajectoryCorrectionSettings(CorrectionSettings):
+    """The weights of losses whose ratio is a trajectory's geometric mean: equal for all of its tokens, as that is."""
+
+    level: Level = "geometric"
+    """Weights per token, per trajectory, or the geometric mean over the trajectory."""
 
 
 class CriterionSettings(Settings):
@@ -165,6 +172,31 @@ class DistillKlSettings(KlSettings):
     importance: bool = True
 
 
+NOISE = 0.02
+"""Nats per token; below it a fall from the engines' log-probs may be rounding (measured: docs/algorithms.md)."""
+
+
+class PreserveSettings(Settings):
+    """Penalty on log-probs that fall where they should rise: coefficient * max(0, log(old / policy)) of tokens with a
+    positive advantage, beside the surrogate, clipped and rejected tokens included (LLDS, arXiv 2512.04220; the search
+    agents' SAPO, arXiv 2603.10069). docs/algorithms.md has both as values.
+    """
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the penalty; 0: off. LLDS: 0.2 (0.3 for Qwen2.5-7B-Instruct); SAPO of search agents: 0.1."""
+    gate: Literal["token", "turn", "trajectory"] = "turn"
+    """Unit that must have become less likely, in its mean over tokens, for its fallen tokens to be penalised: a token
+    (SAPO), a turn (LLDS-A) or a trajectory (LLDS-R)."""
+    threshold: float | None = Field(default=None, ge=0)
+    """Fall of the unit in nats per token up to which nothing is penalised; SAPO: -log(tau). Default: 0 with
+    old_logprobs recompute, otherwise 0.02, because the log-probs of engines differ by rounding."""
+    positive_only: bool = True
+    """False: tokens with an advantage of 0 too, as LLDS has it; then groups that are all wrong are preserved too."""
+    answer_weight: Annotated[float, Field(ge=0, le=1)] | Literal["searches"] = 1.0
+    """Weight of the penalty in the last turn of an answered trajectory; 0: none. searches: min(1, mean searches of the
+    batch's trajectories / 2), as LLDS-MA has it, for policies that stop after one search."""
+
+
 class PolicySettings(Settings):
     """Settings that all algorithms share."""
 
@@ -198,6 +230,8 @@ class PolicySettings(Settings):
     """Weight of log(policy / old)^2 of every token, including clipped and rejected ones (prime-rl's `kl_tau`: 0.001;
     with `reinforce` and no correction it is verl's DRO at half its beta). With old_logprobs recompute it starts with
     the second update of a batch: in the first one the policy equals `old`, so value and gradient are 0."""
+    preserve: PreserveSettings = PreserveSettings()
+    """Penalty on falling log-probs of good trajectories."""
     aggregation: Aggregation = "token_mean"
     """Aggregation of token losses; every denominator is that of the whole batch of the update."""
     aggregation_length: int = Field(default=0, ge=0)
@@ -231,6 +265,11 @@ class PolicySettings(Settings):
             raise ValueError("correction.normalize needs old_logprobs recompute")
         if self.rejection.second_moment and self.old_logprobs == "interpolate":
             raise ValueError("rejection.second_moment needs old_logprobs recompute")
+        if self.preserve.coefficient and self.old_logprobs == "recompute" and self.minibatches * self.epochs == 1:
+            raise ValueError(
+                "preserve has no effect with old_logprobs recompute and a single update per batch: the policy equals "
+                "old, so value and gradient are 0. Set minibatches or epochs above 1, or old_logprobs behaviour"
+            )
         return self
 
 
@@ -241,11 +280,15 @@ class GroupSettings(PolicySettings):
     """grpo: reward minus the group's mean; rloo: minus the others' mean; opo: minus the length-weighted mean (arXiv
     2505.23585); max_rl: relative to the mean; pass_at_k: only the best of the group, minus the second best (arXiv
     2503.19595). The fields below apply to grpo and, except for batch, to pass_at_k."""
-    turns: Literal["off", "turn", "group"] = "off"
+    turns: Literal["off", "turn", "group", "calibrated"] = "off"
     """Use rewards per turn (process supervision of GRPO, arXiv 2402.03300, section 4.1.3) instead of their sum:
-    compared with the same turn of the siblings, or with all their turns. A turn also counts later rewards."""
+    compared with the same turn of the siblings, or with all their turns. A turn also counts later rewards. calibrated:
+    the trajectory's advantage, in the turns of a wrong one less negative by the share of passages that the best
+    siblings found too, and balanced between the last turns of a group (CalibAdv, arXiv 2604.18235)."""
     turn_gamma: float = Field(default=1.0, gt=0, le=1)
-    """turns: discount per turn."""
+    """turns turn and group: discount per turn."""
+    turn_right: float = 0.7
+    """turns calibrated: minimum reward of the best trajectories that show what to find (CalibAdv: 0.7 of F1)."""
     std: Literal["group", "batch", "none"] = "group"
     """Divisor of the difference: the group's standard deviation, the batch's, or none (Dr. GRPO)."""
     std_ddof: Literal[0, 1] = 1
@@ -262,13 +305,14 @@ class GroupSettings(PolicySettings):
 
     @model_validator(mode="after")
     def _parts_are_of_trajectories(self) -> GroupSettings:
-        if self.parts and self.turns != "off":
+        rewarded = self.turns in ("turn", "group")
+        if self.parts and rewarded:
             raise ValueError("parts apply to a trajectory's reward and cannot be combined with turns")
         if self.parts and not any(self.parts.values()):
             raise ValueError("all weights in parts are 0, so every advantage would be 0: set one above 0")
-        if self.normalize_batch and self.turns != "off":
+        if self.normalize_batch and rewarded:
             raise ValueError("normalize_batch cannot be combined with turns: use whiten")
-        if self.turns != "off" and (self.estimator, self.std) != ("grpo", "group"):
+        if rewarded and (self.estimator, self.std) != ("grpo", "group"):
             raise ValueError("turns needs estimator grpo and std group")
         return self
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from learner.algorithms.advantages import Outcomes, Turns, turn_of_tokens
 from learner.config.learner import BatchSettings
 from learner.data.packing import Aggregation, cost, layouts, place_rows, trajectory_weights
 from learner.data.token_values import TrajectorySource
-from protocol.messages import Status, Trajectory, TrajectoryGroup
+from protocol.messages import Segment, Status, Trajectory, TrajectoryGroup
 from protocol.staleness import lag
 from protocol.versions import PolicyVersion, is_orphan
 
@@ -53,8 +54,8 @@ class MicroBatch:
     """One forward pass: R rows of L tokens and the N trained tokens in them.
 
     ids           [R, L] int64, 0 where padding
-    positions     [R, L] int64, from 0 in each trajectory
-    document_ids  [R, L] int64, which trajectory of its row a token belongs to (from 0), -1 where padding. Trajectories
+    positions     [R, L] int64, from 0 in each sequence
+    document_ids  [R, L] int64, which sequence of its row a token belongs to (from 0), -1 where padding. Sequences
                   that share a prompt are one document: the prompt, then the rest of each, with positions that continue
                   the prompt's
     index         [N] int64, row * L + t of the input whose logits predict the trained token
@@ -62,14 +63,19 @@ class MicroBatch:
     behaviour     [N] float32, its log-prob when it was sampled
     advantages    [N] float32
     token_weights [N] float32, its share in the loss; 0 only in dummies that pad a rank
-    rewards       [N] float32, its reward: a turn's reward at the turn's last trained token, the rest of the
-                  trajectory's reward at its last trained token
+    rewards       [N] float32, its reward: a turn's reward at the turn's last trained token, and at the last one of each
+                  sequence what the trajectory earns after it: the outcome and the rewards of later turns
     outcome       [N] float32, its trajectory's reward
     lags          [N] int64, steps between the version that sampled it and the one being trained
     trajectory    [N] int64, its trajectory's number in the batch
+    sequence      [N] int64, its training sequence's number in the batch: that of the trajectory for the first one that
+                  is trained, below 0 for the others
+    place         [N] int64, its place in the trajectory, over all sequences
     turn          [N] int64, number of its turn in the trajectory, from 0
-    end           [N] int64, row * L + t of its trajectory's last token if that was truncated and the algorithm
-                  bootstraps, -1 elsewhere
+    answer        [N] float32, in the last turn of an answered trajectory: mean searches of the batch's valid
+                  trajectories; -1 elsewhere
+    end           [N] int64, row * L + t of its trajectory's last token if that was truncated, its sequence is the last
+                  and the algorithm bootstraps, -1 elsewhere
     """
 
     ids: IntArray
@@ -84,7 +90,10 @@ class MicroBatch:
     outcome: FloatArray
     lags: IntArray
     trajectory: IntArray
+    sequence: IntArray
+    place: IntArray
     turn: IntArray
+    answer: FloatArray
     end: IntArray
 
 
@@ -161,8 +170,10 @@ class UnscaledBatch:
 
 @dataclass
 class _Row:
-    """A trajectory to be trained: inputs [L], and the fields of `MicroBatch` for its n trained tokens.
+    """A sequence to be trained: inputs [L], and the fields of `MicroBatch` for its n trained tokens.
 
+    order       number of the sequence in its trajectory
+    start       place of its first token in the trajectory
     bootstraps  whether the last input is the trajectory's last token, for the value of the state after it
     """
 
@@ -174,20 +185,24 @@ class _Row:
     outcome: float
     lags: IntArray
     turn: IntArray
+    answers: npt.NDArray[np.bool_]
     number: int
+    sequence: int
+    order: int
+    start: int
     group: int
     bootstraps: bool
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is placed as a whole: a trajectory, or several behind one copy of their prompt.
+    """What is placed as a whole: a sequence, or several behind one copy of their prompt.
 
     ids, positions  [L] int64
-    parts           the trajectories
+    parts           the sequences
     starts          where each continues after the prompt, minus the prompt's length: input t of part i is
                     ids[starts[i] + t], or ids[t] within the prompt
-    prompt          length of the prompt; 0 for a single trajectory
+    prompt          length of the prompt; 0 for a single sequence
     """
 
     ids: IntArray
@@ -245,8 +260,9 @@ def prepare_batch(
     pairs = [(place, t) for place, g in enumerate(groups) for t in g.trajectories]
     for number, (group, trajectory) in enumerate(pairs):
         bootstraps = algorithm.bootstraps and trajectory.status is Status.TRUNCATED
-        row = _trained_part(trajectory, number, group, tally, now_step, lineage, max_lag, bootstraps)
-        if row is not None:
+        for row in _trained_parts(trajectory, number, group, tally, now_step, lineage, max_lag, bootstraps):
+            if rows and rows[-1].number == number:
+                row.sequence = -len(rows)
             rows.append(row)
     credited = outcomes
     if settings.shuffle_rewards:
@@ -260,7 +276,8 @@ def prepare_batch(
     # The capacity is the batch's, not the part's: row widths should not depend on how the batch is divided.
     capacity = max([settings.row_tokens, *(len(r.ids) for r in rows)]) if settings.row_tokens else 0
     divided = [[r for r in rows if r.group % algorithm.minibatches == n] for n in range(algorithm.minibatches)]
-    parts = [_part(part, table, algorithm, capacity, settings, ranks) for part in divided if part]
+    searches = float(np.mean([t.searches for _, t in pairs if t.status.is_valid] or [0]))
+    parts = [_part(part, table, algorithm, capacity, settings, ranks, searches) for part in divided if part]
     shares = tuple(tuple(part[rank] for part in parts) for rank in range(ranks))
     stats = _statistics(rows, parts, tally, outcomes, np.abs(table).max(1, initial=0.0))
     places = [place for g in groups for place in range(len(g.trajectories))]
@@ -281,6 +298,7 @@ def _part(
     capacity: int,
     settings: BatchSettings,
     ranks: int,
+    searches: float,
 ) -> list[MiniBatch]:
     """Return each rank's micro-batches of one update, with the update's own denominators. advantages [n, turns], or
     [n, 1] for all turns.
@@ -288,25 +306,24 @@ def _part(
     Ranks get equally many micro-batches, because all take part in every collective. A rank with fewer trajectories
     than that gets dummies of weight 0.
     """
-    counts = np.zeros(len(advantages), np.int64)
-    for row in rows:
-        counts[row.number] = len(row.trained)
-    weights = trajectory_weights(counts.tolist(), algorithm.aggregation, algorithm.aggregation_length)
+    counts = np.bincount([r.number for r in rows], [len(r.trained) for r in rows], len(advantages))
+    weights = trajectory_weights(counts.astype(int).tolist(), algorithm.aggregation, algorithm.aggregation_length)
     units = _sharing(rows, settings) if settings.share_prompts else [_Unit.of([row], 0) for row in rows]
     found = layouts([len(u.ids) for u in units], ranks, capacity, settings.micro_batch_tokens)
     longest = max(len(layout) for layout in found)
     shares = []
     for layout in found:
-        made = [_assemble([[units[i] for i in row] for row in m], advantages, weights) for m in layout]
+        made = [_assemble([[units[i] for i in row] for row in m], advantages, weights, searches) for m in layout]
         shares.append((*made, *[_dummy()] * (longest - len(made))))
     return shares
 
 
 def _sharing(rows: Sequence[_Row], settings: BatchSettings) -> list[_Unit]:
-    """Return units of the trajectories of each group that begin alike, of at most a row or a micro-batch."""
+    """Return units of the sequences of each group that begin alike, of at most a row or a micro-batch: first sequences
+    with first ones, and so on."""
     limit = settings.row_tokens or settings.micro_batch_tokens
-    units = []
-    for _, group in groupby(rows, lambda row: row.group):
+    alike, units = attrgetter("group", "order"), []
+    for _, group in groupby(sorted(rows, key=alike), alike):
         parts = list(group)
         prompt = _common_prompt(parts)
         while parts:
@@ -324,7 +341,7 @@ def _common_prompt(rows: Sequence[_Row]) -> int:
     return min(int(np.cumprod(first[:length] == row.ids[:length]).sum()) for row in rows)
 
 
-def _trained_part(
+def _trained_parts(
     trajectory: Trajectory,
     number: int,
     group: int,
@@ -333,13 +350,12 @@ def _trained_part(
     lineage: Sequence[PolicyVersion],
     max_lag: int,
     bootstraps: bool,
-) -> _Row | None:
+) -> list[_Row]:
     tally.sampled += trajectory.num_sampled
     if not trajectory.status.is_valid:
         tally.invalid += trajectory.num_sampled
-        return None
+        return []
     trained = trajectory.mask.copy()
-    trained[:1] = False  # nothing predicts the first token
     lags = np.zeros(len(trained), np.int64)
     base = 0
     for segment in trajectory.segments:
@@ -352,34 +368,48 @@ def _trained_part(
                 tally.orphan += orphan * (span.end - span.start)
                 tally.stale += (not orphan) * (span.end - span.start)
         base += len(segment.ids)
-    at = np.flatnonzero(trained)
-    if not len(at):
-        return None
-    ids = trajectory.ids.astype(np.int64)
-    # Attention is causal: the last trained token and what follows need not be computed, unless the critic must give the
-    # value of the state after it.
-    return _Row(
-        ids=ids if bootstraps else ids[: at[-1]],
-        trained=at,
-        targets=ids[at],
-        behaviour=trajectory.logprobs[at],
-        rewards=_credit(trajectory, at),
-        outcome=trajectory.reward,
-        lags=lags[at],
-        turn=turn_of_tokens(trajectory)[at],
-        number=number,
-        group=group,
-        bootstraps=bootstraps,
-    )
+    ids, turns = trajectory.ids.astype(np.int64), turn_of_tokens(trajectory)
+    rows, start, rest = [], 0, trajectory.reward
+    sequences = trajectory.sequences
+    for order, segments in enumerate(sequences):
+        end = start + sum(len(segment.ids) for segment in segments)
+        trained[start : start + 1] = False  # nothing predicts the first token
+        at = np.flatnonzero(trained[start:end])
+        last = bootstraps and order + 1 == len(sequences)
+        if len(at):
+            rows.append(
+                _Row(
+                    # Attention is causal: the last trained token and what follows need not be computed, unless the
+                    # critic must give the value of the state after it.
+                    ids=ids[start : end if last else start + at[-1]],
+                    trained=at,
+                    targets=ids[start + at],
+                    behaviour=trajectory.logprobs[start + at],
+                    rewards=_credit(segments, at, rest),
+                    outcome=trajectory.reward,
+                    lags=lags[start + at],
+                    turn=turns[start + at],
+                    answers=(turns[start + at] == turns.max()) & (trajectory.status is Status.ANSWERED),
+                    number=number,
+                    sequence=number,
+                    order=order,
+                    start=start,
+                    group=group,
+                    bootstraps=last,
+                )
+            )
+        start, rest = end, rest - sum(segment.reward for segment in segments)
+    return rows
 
 
-def _credit(trajectory: Trajectory, at: IntArray) -> FloatArray:
-    """Return [n] float32: rewards at the trained tokens `at`. A reward at an untrained token goes to the last trained
-    token before it, or else to the first trained one: the sum is always the trajectory's reward.
+def _credit(segments: Sequence[Segment], at: IntArray, rest: float) -> FloatArray:
+    """Return [n] float32: rewards at the trained tokens `at` of a sequence, which sum to `rest`: what the trajectory
+    earns from its beginning on. A reward at an untrained token goes to the last trained token before it, or else to the
+    first trained one.
     """
     out = np.zeros(len(at))
-    base, rest = 0, trajectory.reward
-    for segment in trajectory.segments:
+    base = 0
+    for segment in segments:
         base += len(segment.ids)
         if segment.reward:
             out[max(0, int(np.searchsorted(at, base)) - 1)] += segment.reward
@@ -389,7 +419,10 @@ def _credit(trajectory: Trajectory, at: IntArray) -> FloatArray:
 
 
 def _assemble(
-    rows: Sequence[Sequence[_Unit]], advantages: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
+    rows: Sequence[Sequence[_Unit]],
+    advantages: npt.NDArray[np.float64],
+    weights: npt.NDArray[np.float64],
+    searches: float,
 ) -> MicroBatch:
     placed = place_rows([[unit.ids for unit in row] for row in rows])
     index, ends, parts = [], [], []
@@ -399,7 +432,8 @@ def _assemble(
             parts.append(part)
             index.append(start + unit.places(number, part.trained - 1))
             ends.append(start + unit.starts[number] + len(part.ids) - 1 if part.bootstraps else -1)
-    numbers = np.repeat([p.number for p in parts], [len(p.trained) for p in parts])
+    sizes = [len(p.trained) for p in parts]
+    numbers = np.repeat([p.number for p in parts], sizes)
     turns = np.concatenate([p.turn for p in parts])
     return MicroBatch(
         ids=placed.ids,
@@ -411,18 +445,21 @@ def _assemble(
         advantages=advantages[numbers, np.minimum(turns, advantages.shape[1] - 1)].astype(np.float32),
         token_weights=weights[numbers].astype(np.float32),
         rewards=np.concatenate([p.rewards for p in parts]),
-        outcome=np.repeat([p.outcome for p in parts], [len(p.trained) for p in parts]).astype(np.float32),
+        outcome=np.repeat([p.outcome for p in parts], sizes).astype(np.float32),
         lags=np.concatenate([p.lags for p in parts]),
         trajectory=numbers,
+        sequence=np.repeat([p.sequence for p in parts], sizes),
+        place=np.concatenate([p.start + p.trained for p in parts]),
         turn=turns,
-        end=np.repeat(np.array(ends, np.int64), [len(p.trained) for p in parts]),
+        answer=np.where(np.concatenate([p.answers for p in parts]), searches, -1).astype(np.float32),
+        end=np.repeat(np.array(ends, np.int64), sizes),
     )
 
 
 def _dummy() -> MicroBatch:
-    one, zero = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
-    nothing, no_end = np.zeros(1, np.float32), zero - 1
-    return MicroBatch(one, one, one, zero, zero, nothing, nothing, nothing, nothing, nothing, zero, zero, zero, no_end)
+    one, zero, nothing = np.zeros((1, 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.float32)
+    floats, counts = (nothing,) * 5, (zero,) * 5
+    return MicroBatch(one, one, one, zero, zero, *floats, *counts, answer=nothing - 1, end=zero - 1)
 
 
 def _statistics(
@@ -443,7 +480,8 @@ def _statistics(
         "lag_max": float(lags.max()),
         "reward_mean": float(valid.mean()) if len(valid) else 0.0,
         "trajectories": float(len(advantages)),
-        "trajectories_trained": float(len(rows)),
+        "trajectories_trained": float(len({r.number for r in rows})),
+        "sequences_trained": float(len(rows)),
         "zero_advantage_share": float((advantages == 0).mean()) if len(advantages) else 0.0,
         "tokens_sampled": float(tally.sampled),
         "tokens_stale": float(tally.stale),

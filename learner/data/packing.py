@@ -1,4 +1,6 @@
-"""Trajectories onto ranks, into rows, and rows into micro-batches (pure, deterministic; trajectories are not split).
+"""Sequences onto ranks, into rows, and rows into micro-batches (pure, deterministic; a sequence is not split).
+
+A trajectory is one sequence, or several that may lie in different micro-batches (`Trajectory.sequences`).
 
 Also aggregates token losses by a weight per token: the loss of a batch is sum_i weight_i * loss_i. Every denominator is
 taken over the whole batch before it is divided, so the gradient does not depend on packing, micro-batches or the number

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from learner.delivery.audit import RedisAudit
+from learner.delivery.autoscale import LOOK_S
 from learner.delivery.issuer import TaskIssuer
 from learner.delivery.lease import LearnerLease
 from learner.delivery.reconciler import MissingSeqReconciler, RequeueRequests
@@ -155,9 +156,11 @@ class MaintenanceTask:
         snapshot: Callable[[], MetricsSnapshot],
         *,
         reconcile_s: float,
+        autoscale: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._issuer, self._reconciler = store, issuer, reconciler
         self._requests, self._cross, self.snapshot = requests, cross, snapshot
+        self._autoscale, self._autoscaling = autoscale, Interval(LOOK_S)
         self._reconciling, self._metrics, self._complaints = map(Interval, (reconcile_s, METRICS_S, SILENCE_S))
         self._reconciling.due()  # first due after one interval
         self._best_effort = BestEffort()
@@ -176,6 +179,8 @@ class MaintenanceTask:
         if self._metrics.due():
             self._cross.update()
             self.report()
+            if self._autoscaling.due():
+                self._best_effort(self._autoscale)
             if self._issuer.enabled.is_set():
                 self._best_effort(self._requests.tick)
 

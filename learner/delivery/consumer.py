@@ -222,7 +222,7 @@ class StreamConsumer:
             return taken
 
     def peek(self, count: int) -> list[StreamEntry]:
-        """Return the groups that `take` would return now, [] if there are not so many; it may drop some first."""
+        """Return the next `count` groups and keep them, or [] if there are fewer. `take` may drop stale ones first."""
         with self._changed:
             return list(islice(self._buffer, count)) if len(self._buffer) >= count else []
 

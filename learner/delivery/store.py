@@ -72,6 +72,15 @@ class StreamSnapshot:
     ahead_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Look:
+    """learner.delivery.autoscale.Seen."""
+
+    now: float
+    processes: tuple[MetricsSnapshot, ...]
+    engines: tuple[EngineInfo, ...]
+
+
 class RunStore(AccountingStore):
     """The learner's access to one run in Redis. Thread-safe except `read`, which belongs to one thread."""
 
@@ -350,6 +359,10 @@ class RunStore(AccountingStore):
         """Let engines load `update` after a later version was announced, if a validation needs it."""
         with translate_errors():
             self._db.set(self.keys.validated, encode(update), px=int(ttl_s * 1000))
+
+    def look(self, learner: MetricsSnapshot) -> Look:
+        """Return the engines, and the metrics of the rollout servers beside `learner`."""
+        return Look(self.now(), (learner, *self._rollout_snapshots()), tuple(self.engines()))
 
     def rollout_urls(self) -> list[str]:
         """Return the addresses of the rollout servers, in the order of their names."""

@@ -22,7 +22,7 @@ from learner.delivery.state import DeliveryState
 from learner.interfaces import StepReport
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.trackers import build_tracker
-from learner.observability.trackers.base import Cell, RunInfo, StepDetail, decoder, table_rows
+from learner.observability.trackers.base import Cell, Decode, RunInfo, StepDetail, decoder, table_rows
 from learner.observability.trackers.fanout import Trackers
 from protocol.ledger import Outcome
 from protocol.messages import MetricsSnapshot, Owner, Status, Trajectory, TrajectoryGroup
@@ -42,6 +42,8 @@ WORDS = {
     "redis": "waiting for Redis",
 }
 """Keys: names of `seconds` in `metrics.jsonl`."""
+THOUGHTS = 64
+"""Trajectories of a step whose thoughts are decoded: at most some ten milliseconds."""
 BALANCED = 0.5
 """Below this share of the step, no single cause is called the bottleneck."""
 SHOWN = {
@@ -115,6 +117,9 @@ def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str,
     }.items():
         if of_each:  # a group without a sampled token has no lag
             values |= {f"{name}_mean": _mean(of_each), f"{name}_max": float(max(of_each))}
+    turns = [[s.ids.tobytes() for s in t.segments if s.owner is Owner.POLICY] for t in everyone]
+    if any(turns):
+        values["turns_repeated"] = 1 - sum(len(set(of_one)) for of_one in turns) / sum(map(len, turns))
     values["tool_errors_mean"] = _mean([sum(bool(s.error) for s in t.segments) for t in everyone])
     values["invalid_actions_mean"] = _mean([_invalid_actions(t) for t in everyone])
     if valid:
@@ -123,6 +128,20 @@ def group_metrics(groups: Sequence[TrajectoryGroup], now_step: int) -> dict[str,
     for part in sorted({name for t in valid for name in t.rewards}):
         values[f"reward/{part}"] = _mean([t.rewards[part] for t in valid if part in t.rewards])
     return values | _by_source(groups)
+
+
+def thought_metrics(groups: Sequence[TrajectoryGroup], decode: Decode) -> dict[str, float]:
+    """Return the shares of thoughts that are empty, or repeat an earlier one of their trajectory, in the first
+    trajectories of at most THOUGHTS groups. A thought is a turn's text up to `</think>`; empty if no turn has one.
+    """
+    total, empty, repeated = 0, 0, 0
+    for one in (g.trajectories[0] for g in groups[:THOUGHTS] if g.trajectories):
+        texts = [decode(s.ids.tolist()).partition("</think>") for s in one.segments if s.owner is Owner.POLICY]
+        found = [before.replace("<think>", "").strip() for before, end, _ in texts if end]
+        written = [thought for thought in found if thought]
+        total, empty = total + len(found), empty + len(found) - len(written)
+        repeated += len(written) - len(set(written))
+    return {"thoughts_empty": empty / total, "thoughts_repeated": repeated / total} if total else {}
 
 
 def _by_source(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -251,7 +270,7 @@ class StepReporter:
             self._meter.observe("group_lag_steps", steps)
         for steps, tokens in token_lags(groups, now_step).items():
             self._meter.observe("token_lag_steps", steps, tokens)
-        values = report.metrics | group_metrics(groups, now_step)
+        values = report.metrics | group_metrics(groups, now_step) | thought_metrics(groups, decoder(self._model))
         rate = 1 / max(step_s, 1e-9)
         values |= {
             "step": step,

@@ -28,6 +28,7 @@ class ScoredTokens:
     top            [N, k] int64, the likeliest tokens at each position (see `Requirements.top_of`)
     reference_top  [N, k] their log-probs by the reference
     logprobs       [N] float32, by the policy in the last epoch, before its update
+    before         [N] float32, the same in the first epoch
     """
 
     ids: torch.Tensor
@@ -42,7 +43,10 @@ class ScoredTokens:
     outcome: torch.Tensor
     lags: torch.Tensor
     trajectory: torch.Tensor
+    sequence: torch.Tensor
+    place: torch.Tensor
     turn: torch.Tensor
+    answer: torch.Tensor
     end: torch.Tensor
     mask: torch.Tensor
     num_weighted: int
@@ -56,6 +60,7 @@ class ScoredTokens:
     top: torch.Tensor | None = None
     reference_top: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
+    before: torch.Tensor | None = None
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, number: int, temperature: float, device: torch.device) -> ScoredTokens:
@@ -100,7 +105,7 @@ class ScoredTokens:
             values=self.values,
             last_values=self.last_values,
             mask=self.mask,
-            trajectory=self.trajectory,
+            trajectory=self.sequence,
             turn=self.turn,
         )
 
@@ -109,7 +114,7 @@ class ScoredTokens:
         """Return [n] arrays of the tokens with a weight, for `TokenValues.add`; None before the first loss."""
         columns = {
             "trajectory": self.trajectory,
-            "position": self.positions.flatten()[self.index] + 1,
+            "position": self.place,
             "logprob": self.logprobs,
             "reference": self.reference,
             "advantage": self.advantages,

@@ -3,7 +3,7 @@
 rank_batch
   -> scores of the old policy, the critic and the reference (no gradient) -> advantages and returns (over all ranks)
   -> epochs x minibatches: gradients of all micro-batches, then one update of the policy and one of the critic
-  -> the reference is updated; sums over all tokens and ranks become metrics
+  -> the reference is updated; a sample is scored again; sums over all tokens and ranks become metrics
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from learner.data.batch import RankBatch
 from learner.engine import OptimizerUpdate
 from learner.trainer.metric_sums import VARIANCE, summed
 from learner.trainer.models import Models
+from learner.trainer.rescoring import rescore
 from learner.trainer.scoring import ScoredTokens, score
 
 
@@ -54,6 +55,8 @@ def run_step(rank_batch: RankBatch, models: Models, algorithm: Algorithm) -> Ste
     if result.minibatches:
         algorithm.after_update()
         models.after_update()
+        if models.settings.rescored_share and all(tokens.before is not None for tokens in batch[:1]):
+            result.outputs.append(rescore(rank_batch, batch, models))
     trained = sum(tokens.num_weighted for tokens in batch if tokens.minibatch < result.minibatches)
     sums, result.tokens_trained = summed(result.outputs, result.num_tokens, trained, models.policy.all_reduce_scalars)
     result.metrics = sums | rank_batch.stats | facts | result.metrics
@@ -112,6 +115,7 @@ def policy_loss(tokens: ScoredTokens, models: Models, algorithm: Algorithm) -> L
     needs, critic = algorithm.requirements, models.settings.critic
     scores = models.policy.forward(*tokens.policy_inputs, needs.entropy_gradient, 0, tokens.top)
     tokens.logprobs = scores.logprobs.detach()
+    tokens.before = tokens.logprobs if tokens.before is None else tokens.before
     old, top = tokens.behaviour, None
     if needs.old:  # with a single update the proximal policy is the policy itself
         old = tokens.logprobs if tokens.old is None else tokens.old
@@ -128,9 +132,11 @@ def policy_loss(tokens: ScoredTokens, models: Models, algorithm: Algorithm) -> L
             advantages=tokens.advantages,
             token_weights=tokens.token_weights,
             mask=tokens.mask,
-            trajectory=tokens.trajectory,
+            trajectory=tokens.sequence,
             lags=tokens.lags,
             outcome=tokens.outcome,
+            turn=tokens.turn,
+            answer=tokens.answer,
             top=top,
         )
     )

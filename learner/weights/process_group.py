@@ -60,7 +60,7 @@ class WeightGroup(Protocol):
     def __init__(self, rendezvous: Rendezvous) -> None: ...
 
     def mark(self) -> Any:
-        """Return the point in the work of the calling thread at which its tensors are complete. Any thread."""
+        """Record on the calling thread's stream when its tensors are complete, and return that event. Any thread."""
         ...
 
     def start(self, tensor: torch.Tensor, after: Any) -> Callable[[], bool]:
@@ -288,7 +288,7 @@ class GroupSender:
         self._orders.put(None)
 
     def join(self) -> None:
-        """Wait for the thread, which its timeouts end: torch crashes if it is running at exit."""
+        """Wait for the thread until its timeouts: torch crashes if it still runs at exit."""
         self._thread.join(self.rendezvous.join_s + self.rendezvous.timeout_s)
 
     def _run(self) -> None:

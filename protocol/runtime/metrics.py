@@ -139,14 +139,17 @@ def row_of(table: Table, name: str) -> tuple[str, Metric, list[str]]:
 
 
 def prometheus_name(prefix: str, key: str, row: Metric) -> str:
-    """Return the name of a family, without the `_total` of counters: units spelt out, slashes replaced."""
+    """Return the name of a family, without the `_total` of counters: units spelt out, slashes replaced.
+
+    A row whose name begins with foray_ has no other prefix: it is of the run, not of the process that serves it.
+    """
     name = row.name or key.replace("*", "").rstrip("_/")
     name = name.removesuffix("_total") if row.kind == "counter" else name
     for short, long in (("_per_s", "_per_second"), ("_s", "_seconds")):
         if name.endswith(short):
             name = name.removesuffix(short) + long
             break
-    return prefix + name.replace("/", "_")
+    return name if name.startswith("foray_") else prefix + name.replace("/", "_")
 
 
 @dataclass(eq=False)

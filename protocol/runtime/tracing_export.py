@@ -3,7 +3,7 @@
 loop            consumes      produces             waits for     unblocked by
 SpanQueue._work ended spans   calls of the export  a span        a process that traces, or `close`
 
-A full queue and a failed export lose spans, never time of the process: lost spans are counted, and logged once.
+A full queue or a failed export drops spans and never blocks the process. Dropped spans are counted, and logged once.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Message = Mapping[str, Any]
 """One message in the form of OpenAI's chat completions: role, content, tool_calls, tool_call_id, reasoning_content."""
@@ -41,8 +42,39 @@ class Said:
     calls: tuple[Call, ...] = ()
 
 
+@dataclass(frozen=True)
+class TemplateVerdict:
+    """What a renderer can do with a model's chat template, found at start.
+
+    sequences  one: a trajectory stays one sequence; user: a later message of the user begins a new one; no_tools: for
+               agents without tools only; refused: not at all
+    reason     why; "" for one
+    """
+
+    sequences: Literal["one", "user", "no_tools", "refused"]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (_VERDICTS[self.sequences], self.reason and f"({self.reason})")))
+
+
+_VERDICTS = {
+    "one": "a trajectory is one sequence",
+    "user": "a message of the user after the first turn begins a new sequence",
+    "no_tools": "agents without tools only",
+    "refused": "cannot be used by agents",
+}
+
+
 class Renderer(Protocol):
-    """Renders prompts and reads turns for one model. It is stateless: one serves all trajectories."""
+    """Renders prompts and reads turns for one model. It is stateless: one serves all trajectories.
+
+    Messages are checked before: known roles, contents that are text or parts of text, names of tools `[\\w.-]+`.
+    """
+
+    def stops(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Return the strings that end a turn besides the end tokens, for `GenerateRequest.stop`."""
+        ...
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the ids of a whole prompt, up to the start of the assistant's turn. Raises UserError."""
@@ -61,3 +93,24 @@ class Renderer(Protocol):
     def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
         """Return the message that the sampled `ids` stand for."""
         ...
+
+    def verdict(self) -> TemplateVerdict:
+        """Return what agents can do with this renderer. For a log at start and `foray doctor`."""
+        ...
+
+
+def new_id() -> str:
+    """Return an id for a call: nine letters and digits, which is what Mistral's templates demand."""
+    return uuid.uuid4().hex[:9]
+
+
+def content_of(message: Message, key: str = "content") -> str:
+    """Return the text of a message; parts are joined."""
+    content = message.get(key) or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
+
+
+def function_of(call_or_tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the function of a call or tool: its name, and its arguments or parameters."""
+    found: Mapping[str, Any] = call_or_tool.get("function") or call_or_tool
+    return found

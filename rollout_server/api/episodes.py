@@ -23,7 +23,8 @@ from rollout_server.engine.base import Generate
 from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
 from rollout_server.rewards.text_match import score
-from rollout_server.rollout.group import EpisodeResult, run_episode
+from rollout_server.rollout.group import EpisodeResult, PlayOne, run_episode
+from rollout_server.rollout.trajectory import run_trajectory
 from rollout_server.search.base import NoSearch, Search
 
 REPEATS = 3
@@ -99,6 +100,7 @@ class Episodes:
             initial model
     wait_s  timeout for the first engine table from Redis
     places  returns the number of requests that training engines accept from this server, None for no limit
+    play_one  runs one trajectory
     """
 
     def __init__(
@@ -113,8 +115,9 @@ class Episodes:
         policy: Callable[[], dict[str, str]],
         wait_s: float,
         places: Callable[[], int | None],
+        play_one: PlayOne = run_trajectory,
     ) -> None:
-        self._policy, self._wait_s, self._places = policy, wait_s, places
+        self._policy, self._wait_s, self._places, self._play_one = policy, wait_s, places, play_one
         self._environment, self._generate, self._search = environment, generate, search
         self._fleet, self._pin, self._stats = fleet, pin, stats
         self._closed_book = environment.without_documents()
@@ -203,6 +206,7 @@ class Episodes:
             group=f"{id(request)}-{question.id}",
             # without a learner there is no newest version: use any engine
             pinned=request.pin or self._fleet.table.target is None,
+            play_one=self._play_one,
         )
         self._stats.counts["episodes"] += 1
         self._stats.counts["episode_tokens"] += result.trajectory.num_sampled

@@ -44,11 +44,13 @@ class RunCompatibility:
     disk), the first lineage id seen in Redis does. When a learner takes the run id over for another lineage, the
     processes of the old lineage stop: their settings, prompts and rewards may differ.
 
+    needs  oldest schema of a learner that can train what this process sends, `SEQUENCES` with an agent
     facts  settings that must equal the learner's, by their names in `RunMeta.facts`; a different value is logged
     """
 
-    def __init__(self, run: RunSettings, **facts: object) -> None:
+    def __init__(self, run: RunSettings, *, needs: tuple[int, int] = (SCHEMA_MAJOR, 0), **facts: object) -> None:
         self._run, self._facts = run, {name: str(value) for name, value in facts.items()}
+        self._needs = needs
         try:
             self._tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
         except OSError:
@@ -61,18 +63,23 @@ class RunCompatibility:
         """Lineage id of the run that this process works for; "" before a learner has written it."""
         return self._lineage_id
 
+    @property
+    def is_met(self) -> bool:
+        """Whether a learner's meta has been read, or none is needed."""
+        return self._last is not None or self._needs[1] == 0
+
     def check(self, raw: Mapping[bytes, bytes]) -> None:
         """Compare with the meta of the learner. Raises UserError when this process must stop.
 
         Called at every read of Redis. Unchanged meta is not compared again, so each difference is logged once. Missing
-        meta (an older learner, or none yet) is accepted.
+        meta (an older learner, or none yet) is accepted, but `is_met` is False if a minor schema is needed.
         """
         if (lineage_id := lineage_id_of(raw)) and lineage_id != self._lineage_id:
             self._compare(raw, lineage_id)
         theirs = parse_run_meta(raw)
         if theirs is None or theirs == self._last:
             return
-        error = incompatibility(theirs, run=self._run.id, tokenizer=self._tokenizer)
+        error = incompatibility(theirs, run=self._run.id, tokenizer=self._tokenizer, needs=self._needs)
         if error is not None:
             raise error
         if theirs.schema[1] != SCHEMA_MINOR:

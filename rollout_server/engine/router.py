@@ -310,7 +310,7 @@ class Router:
             # an engine cannot detect a stop string that started before its first token
             should_end=(lambda: turn.ends_within(received.ids)) if turn.ids else None,
         )
-        self._calls[call] = engine, request.pinned
+        self._calls[call], began = (engine, request.pinned), time.monotonic()
         self._turns[request.session] = turn, call
         with span("engine request", engine=engine.id, version=engine.version.label) as traced:
             try:
@@ -322,6 +322,7 @@ class Router:
                 del self._calls[call]
                 self._turns[request.session] = turn, None
                 self._release(engine, request)
+                self.counts["engine_ms"] += 0 if request.pinned else round(1000 * (time.monotonic() - began))
                 traced.set(tokens=len(received.ids))
         return received, None
 

@@ -163,7 +163,7 @@ def build_environment(
     """
     given = settings.tools
     template = TEMPLATES[settings.template].with_tools(
-        [(tool.type, tool.sentence) for tool in given], show_ids=any(tool.shows_ids for tool in given)
+        [(tool.type, tool.told) for tool in given], show_ids=any(tool.shows_ids for tool in given)
     )
     tokenizer = load_tokenizer(model_dir, day)
     before, after = (tuple(tokenizer.encode_trusted(text)) for text in template.observation_frame)

@@ -43,6 +43,7 @@ class TrajectoryTokenizer:
 
     eos_ids       ids that end a generation
     control_ids   ids that only Foray and the policy may write: special tokens, and added tokens that look like a tag
+    chat          the model's chat template; None without one
     fingerprint   sha256 of everything that determines the meaning of ids; must be equal in all processes of a run
     """
 
@@ -55,7 +56,7 @@ class TrajectoryTokenizer:
         self._untrusted: Tokenizer = Tokenizer.from_str(
             json.dumps({**spec, "post_processor": None, "added_tokens": []})
         )
-        self._chat = chat
+        self.chat = chat
         self._prefix: list[int] = list(self._whole.encode("", add_special_tokens=True).ids)
         self._expected: dict[tuple[str, str, bool], list[int]] = {}
         self.eos_ids = frozenset(eos_ids)
@@ -80,16 +81,16 @@ class TrajectoryTokenizer:
         return left + self.encode_untrusted(question) + right
 
     def _wrapped(self, text: str, chat: bool) -> list[int]:
-        if chat and self._chat is not None:
-            return self.encode_trusted(self._chat.render(text))  # the chat template adds the prefix itself
+        if chat and self.chat is not None:
+            return self.encode_trusted(self.chat.render(text))  # the chat template adds the prefix itself
         return self._prefix + self.encode_trusted(text)
 
     def _frame(self, before: str, after: str, chat: bool) -> tuple[list[int], list[int]]:
         """Return the ids before and after the question."""
-        if not (chat and self._chat is not None):
+        if not (chat and self.chat is not None):
             return self._prefix + self.encode_trusted(before), self.encode_trusted(after)
         mark = uuid.uuid4().hex
-        left, _, right = self._chat.render(before + mark + after).partition(mark)
+        left, _, right = self.chat.render(before + mark + after).partition(mark)
         return self.encode_trusted(left), self.encode_trusted(right)
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
@@ -220,7 +221,10 @@ class ChatTemplate:
         except (TemplateError, RecursionError) as error:
             raise _unusable(error) from None
         if day is not None or _NOW not in source:
-            self.render("")
+            try:
+                self.render("")
+            except UserError:  # one for conversations with tools only
+                self.render_messages([{"role": "user", "content": ""}], True, {"tools": []})
 
     def render(self, message: str) -> str:
         """Render a conversation of one user message, up to the start of the assistant's turn. Raises UserError."""

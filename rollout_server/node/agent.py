@@ -29,6 +29,7 @@ from protocol import events
 from protocol.errors import UserError
 from protocol.messages import NodeState, WeightUpdate
 from protocol.runtime.http.auth import read_access
+from protocol.runtime.http.body import read_start
 from protocol.runtime.redis.aio import Backoff, retry_until_available
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.runtime.redis.url import parse_redis_url
@@ -70,9 +71,24 @@ RELAUNCHES_S = 3600.0
 """Period of `engine.relaunches`."""
 NOTICE_S = 1.0
 """Time for rollout servers to notice that an engine drains: they poll twice a second."""
+PREEMPTED_S = 1.0
+"""Timeout for an answer of `engine.preempted`, which is on the same machine."""
 LEFT_PAUSED = "it was left paused during an update; it continues when a complete version has been loaded"
 HAND_BACK_S = 3.0
 """Time for the partial outputs of a drained engine to reach their clients."""
+
+
+async def is_preempted(notice: str, session: aiohttp.ClientSession) -> bool:
+    """Return whether the machine will be taken away, as the file or URL `notice` says. No answer: no."""
+    if "://" not in notice:
+        return bool(notice) and Path(notice).exists()
+    try:
+        # Google's metadata server requires the header; it answers FALSE until then, Amazon's 404
+        async with asyncio.timeout(PREEMPTED_S), session.get(notice, headers={"Metadata-Flavor": "Google"}) as answer:
+            return answer.status == 200 and (await read_start(answer, 100)).strip().upper() not in ("", "FALSE")
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        log.debug("no answer from engine.preempted: %s", error)
+        return False
 
 
 class Agent:
@@ -92,7 +108,7 @@ class Agent:
     ) -> None:
         self._run, self._settings, self._registry, self._stats = run, settings, registry, stats
         self._status, self._url, self._port = status, url, port
-        self._client = EngineAdmin(session, url, name=status.id)
+        self._client, self._session = EngineAdmin(session, url, name=status.id), session
         self._access = read_access(os.environ)
         if not isinstance(settings.kind, AttachedEngine):
             check_host(settings.host, self._access)
@@ -165,11 +181,12 @@ class Agent:
             await self._registry.emit_event(self._stats, events.ENGINE_LOST, f"{self._status.detail}; {then}")
 
     async def drain_on_request(self, hurry: asyncio.Event) -> None:
-        """Wait until an operator asks for a drain, and drain. The node then stays, and serves again after a restart."""
-        known = True  # a request from before this start is void
-        while True:
+        """Wait until an operator asks for a drain or the machine will be taken away (`engine.preempted`), and drain.
+        The node then stays, and serves again after a restart."""
+        known, asks = True, True  # a request from before this start is void
+        while not await is_preempted(self._settings.preempted, self._session):
             try:
-                if await self._registry.take_drain_request(self._status.id) and not known:
+                if asks and await self._registry.take_drain_request(self._status.id) and not known:
                     log.info("an operator has asked this engine to drain")
                     return await self.drain(hurry)
                 known = False
@@ -177,8 +194,10 @@ class Agent:
                 log.debug("not looking for requests to drain: %s", error)
             except UserError as error:  # Redis users made before there were such requests
                 log.warning("operators cannot drain this engine: %s", error)
-                return
+                asks = False
             await asyncio.sleep(self._settings.heartbeat_s)
+        log.warning("this machine will be taken away, says engine.preempted: draining")
+        await self.drain(hurry)
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Stop taking requests, let running ones finish for drain_s or until `hurry`, and abort the rest."""

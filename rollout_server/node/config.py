@@ -118,5 +118,8 @@ class NodeSettings(Settings):
     drain_s: float = Field(default=30.0, ge=0)
     """Time in seconds that requests in flight get to finish after SIGTERM. The rest are aborted, and continue at other
     engines with their tokens so far."""
+    preempted: str = ""
+    """File or URL that tells that this machine will be taken away: the engine drains as soon as the file exists, or the
+    URL answers 200 with another text than FALSE. The clouds' addresses are in docs/clusters.md. Empty: SIGTERM only."""
     keep_adapters: int = Field(default=2, ge=1)
     """Number of LoRA adapters that stay loaded, the newest ones: requests with an older one may still run."""

@@ -17,7 +17,7 @@ from rollout_server.rewards.penalties import (
     RepeatedQuerySettings,
     SearchCostSettings,
 )
-from rollout_server.rewards.remote import ServiceSettings
+from rollout_server.rewards.remote import RewardServiceSettings
 from rollout_server.rewards.research import ReSearchSettings
 from rollout_server.rewards.resources import RewardResources
 from rollout_server.rewards.retrieval import RetrievalHitSettings, TurnRetrievalSettings
@@ -57,6 +57,6 @@ def build_reward(settings: RewardSettingsBase, resources: RewardResources) -> Re
     """
     reward = resolve_name(REGISTRY[type(settings)])
     built: Reward | TurnReward = (
-        reward(settings, resources) if isinstance(settings, ServiceSettings) else reward(settings)
+        reward(settings, resources) if isinstance(settings, RewardServiceSettings) else reward(settings)
     )
     return built

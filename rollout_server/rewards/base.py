@@ -91,6 +91,11 @@ class RewardSettingsBase(Settings):
         """Name in `Trajectory.rewards`, unique within a configuration."""
         return self.type
 
+    @property
+    def reads_passages(self) -> bool:
+        """Whether it reads the passages that searches returned."""
+        return False
+
 
 class WithoutOptions:
     """A reward without options other than its weight."""

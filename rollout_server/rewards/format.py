@@ -88,6 +88,10 @@ class FormatSettings(RewardSettingsBase):
     think: Think = "required"
     """Whether a well-formed turn begins with a thought."""
 
+    @property
+    def reads_passages(self) -> bool:
+        return self.retrieval > 0
+
 
 _TURN_TAGS = "think|search|information|result|answer"
 

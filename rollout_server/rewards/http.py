@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, TypeAdapter
 
 from rollout_server.rewards.base import RewardInput
-from rollout_server.rewards.remote import JsonEndpoint, ServiceSettings
+from rollout_server.rewards.remote import JsonEndpoint, RewardServiceSettings
 from rollout_server.rewards.resources import RewardResources
 
 _OUTCOME = TypeAdapter(RewardInput)
@@ -48,7 +48,7 @@ def _score(reply: Any) -> float:
     return float(score)
 
 
-class HttpRewardSettings(ServiceSettings):
+class HttpRewardSettings(RewardServiceSettings):
     """A reward computed by a service of yours."""
 
     type: Literal["http"] = "http"

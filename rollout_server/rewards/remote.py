@@ -32,7 +32,7 @@ Fetch = Callable[[Sequence[K]], Awaitable[Sequence[V]]]
 """Returns the answers for distinct keys, in order. Raises RewardError."""
 
 
-class ServiceSettings(RewardSettingsBase):
+class RewardServiceSettings(RewardSettingsBase):
     """A reward computed by a service."""
 
     url: str = Field(pattern=r"^https?://")
@@ -50,7 +50,7 @@ class ServiceSettings(RewardSettingsBase):
     fields; null removes a field."""
 
 
-class EndpointSettings(ServiceSettings):
+class EndpointSettings(RewardServiceSettings):
     """A reward computed by an OpenAI-compatible service."""
 
     url: str = Field(pattern=r"^https?://")
@@ -76,7 +76,7 @@ class _RetryLater(Exception):
 class JsonEndpoint:
     """One route of a JSON service. Errors name the URL."""
 
-    def __init__(self, settings: ServiceSettings, path: str, resources: RewardResources) -> None:
+    def __init__(self, settings: RewardServiceSettings, path: str, resources: RewardResources) -> None:
         """Append `path` to `settings.url`. Raises UserError if the API key is not in the environment."""
         self._resources, self._url, self._extra = resources, settings.url.rstrip("/") + path, dict(settings.extra)
         self._headers = {}

@@ -97,6 +97,10 @@ class RetrievalHitSettings(RewardSettingsBase):
     share: bool = False
     """Score the share of targets that were shown, instead of 1 for any."""
 
+    @property
+    def reads_passages(self) -> bool:
+        return True
+
 
 class TurnRetrieval:
     """Scores each turn by the share of all targets that it shows for the first time.
@@ -126,3 +130,7 @@ class TurnRetrievalSettings(RewardSettingsBase):
     type: Literal["turn_retrieval"] = "turn_retrieval"
     by: By = "either"
     """Targets: `answer`, `passage` (the question's `supporting_ids`) or `either`."""
+
+    @property
+    def reads_passages(self) -> bool:
+        return True

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from protocol.messages import Question, Sampling, Status, Task, Trajectory, TrajectoryGroup
@@ -18,6 +18,9 @@ from rollout_server.environment.environment import Environment, render_trajector
 from rollout_server.rollout.live import LiveGroup, LiveTrajectory
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop, ignore_progress, never_stop, run_trajectory
 from rollout_server.search.base import Search
+
+PlayOne = Callable[..., Awaitable[Trajectory]]
+"""Runs one trajectory, with the parameters of `run_trajectory`."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,11 @@ async def run_group(
     should_stop: ShouldStop = never_stop,
     on_progress: OnProgress | None = None,
     live: LiveGroup | None = None,
+    play_one: PlayOne = run_trajectory,
 ) -> TrajectoryGroup | GroupRejected:
     """Run `task.group_size` trajectories concurrently until all have ended. A failure does not cancel the others.
 
+    `play_one` runs one trajectory: `run_trajectory`, or an agent with the same parameters.
     `should_stop` gets the oldest version in the group, so the whole group ends when its oldest trajectory is too old.
     Returns GroupRejected if fewer than `min_valid` trajectories are valid, or if a search or tool failed and the
     setting is `drop`.
@@ -71,7 +76,7 @@ async def run_group(
     group_id = uuid.uuid4().hex
 
     async def play(number: int, one: LiveTrajectory) -> Trajectory:
-        playing = run_trajectory(
+        playing = play_one(
             *(environment, task.question, generate, search, task.sampling),
             session=one.session,
             group=group_id,
@@ -140,13 +145,14 @@ async def run_episode(
     group: str = "",
     pinned: bool = False,
     on_progress: OnProgress = ignore_progress,
+    play_one: PlayOne = run_trajectory,
 ) -> EpisodeResult:
     """Run one trajectory for evaluation, chat or demo: not part of a group or the ledger, never stale.
 
     group  episodes with the same non-empty id share an engine's prefix cache: the n attempts at one question
     """
     session = uuid.uuid4().hex
-    trajectory = await run_trajectory(
+    trajectory = await play_one(
         environment,
         question,
         generate,

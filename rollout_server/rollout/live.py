@@ -7,25 +7,33 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from protocol.messages import Task, Trajectory
-from rollout_server.rollout.transcript import Transcript
+from protocol.messages import Segment, Task, Trajectory
+
+
+class SegmentLog(Protocol):
+    """What has been recorded of a trajectory."""
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """All segments, in the order in which they were recorded."""
 
 
 @dataclass
 class LiveTrajectory:
     """A trajectory in flight. `run_trajectory` sets the rest.
 
-    session     its id at the engines
+    session     its id at the engines; an agent has one for each sequence, and this is that of the last call
     transcript  its finished turns and observations; None before it starts
     ended       its result; None while it is in flight
     """
 
     session: str
-    transcript: Transcript | None = None
+    transcript: SegmentLog | None = None
     ended: Trajectory | None = None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from rollout_server.environment.environment import Environment
 from rollout_server.rewards.base import RewardError, RewardInput, TurnText
 from rollout_server.rewards.composite import TrajectoryReward
 from rollout_server.rollout.live import LiveTrajectory
-from rollout_server.rollout.transcript import Transcript
+from rollout_server.rollout.transcript import Transcript, policy_segment
 from rollout_server.search.base import Search
 from rollout_server.tools.base import ToolResult
 
@@ -51,51 +52,132 @@ def ignore_progress(event: Segment | Trajectory) -> None:
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
+    """How a trajectory ended. `cause`: of a failure, "" for none."""
+
     status: Status
     cause: str = ""
 
 
-@dataclass
-class _Rollout:
-    """One trajectory in progress."""
+async def sample(generate: Generate, request: GenerateRequest) -> tuple[Completion, Segment]:
+    """Generate one turn. Return it, and its segment. Raises EngineError."""
+    completion = await generate(request)
+    if not 0 < len(completion.ids) <= request.max_new_tokens:
+        detail = f"{len(completion.ids)} tokens, but at most {request.max_new_tokens} were requested"
+        raise EngineError("bad_output", completion.engine, detail)
+    try:
+        return completion, policy_segment(completion)
+    except ValueError as error:
+        raise EngineError("bad_output", completion.engine, str(error)[:500]) from error
+
+
+@dataclass(kw_only=True)
+class Play(ABC):
+    """One trajectory in progress: the arguments of `run_trajectory`, and what every kind of loop has in common."""
 
     environment: Environment
+    question: Question
     generate: Generate
     search: Search
     sampling: Sampling
     session: str
     group: str
-    pinned: bool
-    should_stop: ShouldStop
-    on_progress: OnProgress
-    transcript: Transcript
-    turns: list[TurnText] = field(default_factory=list)
+    pinned: bool = False
+    should_stop: ShouldStop = never_stop
+    on_progress: OnProgress = ignore_progress
+    live: LiveTrajectory
     answer: str | None = None
     searches: int = 0
-    calls: Counter[str] = field(default_factory=Counter)
 
-    async def run(self) -> _End:
+    @abstractmethod
+    async def run(self) -> End:
+        """Play until the trajectory ends. Raises EngineError or RewardError if it fails."""
+
+    @abstractmethod
+    def recorded(self) -> tuple[Sequence[Segment], Sequence[TurnText]]:
+        """Return all segments, and the turns of the policy in the same order."""
+
+    async def score(self, status: Status) -> TrajectoryReward:
+        """Return the reward of a valid trajectory. Raises RewardError."""
+        turns = tuple(self.recorded()[1])
+        return await self.environment.score(RewardInput(self.question, status, self.answer, turns, self.searches))
+
+    async def finish(self) -> Trajectory:
+        """Run the trajectory to its end, and score it if it is valid. Raises only CancelledError."""
+        started, score = time.monotonic(), TrajectoryReward(0.0, {}, ())
+        try:
+            end = await self.run()
+            if end.status.is_valid:
+                with span("reward"):
+                    score = await self.score(end.status)
+        except (EngineError, RewardError) as error:
+            log.warning("trajectory %s: %s", self.session, error)
+            end = End(Status.FAILED, error.cause if isinstance(error, EngineError) else "reward")
+        except Exception as error:
+            # a bug triggered by one question must not end its group or the server: it is counted as FAILED
+            log.exception("unexpected error in trajectory %s", self.session)
+            end = End(Status.FAILED, f"error_{type(error).__name__}")
+        segments, turns = self.recorded()
+        trajectory = Trajectory(
+            status=end.status,
+            cause=end.cause[:256],
+            segments=_rewarded(segments, score.turns),
+            reward=score.reward,
+            rewards=score.parts,
+            answer=self.answer or "",
+            turns=len(turns),
+            searches=self.searches,
+            seconds=time.monotonic() - started,
+        )
+        self.live.ended = trajectory
+        self.on_progress(trajectory)
+        return trajectory
+
+
+def _rewarded(segments: Sequence[Segment], earned: Sequence[float]) -> tuple[Segment, ...]:
+    """Return the segments with the reward of each turn on the policy's segment of that turn."""
+    left = iter(earned)
+    rewards = [next(left, 0.0) if s.owner is Owner.POLICY else 0.0 for s in segments]
+    return tuple(
+        segment.model_copy(update={"reward": reward}) if reward else segment
+        for segment, reward in zip(segments, rewards, strict=True)
+    )
+
+
+@dataclass(kw_only=True)
+class _Rollout(Play):
+    """The multi-turn loop."""
+
+    turns: list[TurnText] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+    transcript: Transcript = field(init=False)
+
+    def recorded(self) -> tuple[Sequence[Segment], Sequence[TurnText]]:
+        return self.live.transcript.segments if self.live.transcript else (), self.turns
+
+    async def run(self) -> End:
         """Run until the trajectory ends. Waits only for completions, searches and tools."""
         limits = self.environment.settings
+        self.transcript = Transcript(self.environment.prompt(self.question.text), limits.max_context)
+        self.live.transcript = self.transcript
         if self.transcript.remaining < limits.reserve_tokens:
-            return _End(Status.FAILED, "prompt_too_long")
+            return End(Status.FAILED, "prompt_too_long")
         for turn in range(limits.max_turns + 1):
             first = self.transcript.first_version
             if first is not None and self.should_stop(first):
-                return _End(Status.STALE, "max_lag")
+                return End(Status.STALE, "max_lag")
             with span("turn", turn=turn) as traced:
                 end = await self._turn(traced, last=turn == limits.max_turns)
             if end is not None:
                 return end
         raise AssertionError("the last turn always ends a trajectory")
 
-    async def _turn(self, traced: NoSpan, *, last: bool) -> _End | None:
-        """Run one turn and its action. Return an _End if the trajectory is over. Raises EngineError."""
+    async def _turn(self, traced: NoSpan, *, last: bool) -> End | None:
+        """Run one turn and its action. Return an End if the trajectory is over. Raises EngineError."""
         completion = await self._write()
         traced.set(tokens=len(completion.ids), version=completion.spans[-1].version.label)
         if completion.finish_reason == "abort":
-            return _End(Status.FAILED, "aborted")
+            return End(Status.FAILED, "aborted")
         text = self.environment.tokenizer.decode_turn(completion.ids)
         self.turns.append(TurnText(text, tokens=len(completion.ids), finish=completion.finish_reason))
         action = parse(text, box=self.environment.template.boxed, tools=self.environment.tags)
@@ -113,43 +195,36 @@ class _Rollout:
             stop=self.environment.template.stops,
             pinned=self.pinned,
         )
-        completion = await self.generate(request)
-        if not 0 < len(completion.ids) <= limit:
-            detail = f"{len(completion.ids)} tokens, but at most {limit} were requested"
-            raise EngineError("bad_output", completion.engine, detail)
-        try:
-            segment = self.transcript.write(completion)
-        except ValueError as error:
-            raise EngineError("bad_output", completion.engine, str(error)[:500]) from error
-        self.on_progress(segment)
+        completion, segment = await sample(self.generate, request)
+        self.on_progress(self.transcript.append(segment))
         return completion
 
-    async def _act(self, action: Action, *, last: bool) -> _End | None:
-        """Execute a turn's action and append the observation. Return an _End if the trajectory is over."""
+    async def _act(self, action: Action, *, last: bool) -> End | None:
+        """Execute a turn's action and append the observation. Return an End if the trajectory is over."""
         if isinstance(action, AnswerAction):
             self.answer = action.text
-            return _End(Status.ANSWERED)
+            return End(Status.ANSWERED)
         remaining = self.transcript.remaining - self.environment.settings.reserve_tokens
         cut = self.turns[-1].finish == "length"
         if last and cut:
-            return _End(Status.TRUNCATED, "turn" if self.transcript.remaining else "context")
+            return End(Status.TRUNCATED, "turn" if self.transcript.remaining else "context")
         if last:
-            return _End(Status.OUT_OF_TURNS)
+            return End(Status.OUT_OF_TURNS)
         if isinstance(action, InvalidAction):
             if not self.environment.invalid:
-                return _End(Status.TRUNCATED, "turn") if cut else _End(Status.OUT_OF_TURNS, action.reason)
+                return End(Status.TRUNCATED, "turn") if cut else End(Status.OUT_OF_TURNS, action.reason)
             if remaining < len(self.environment.invalid):
-                return _End(Status.TRUNCATED, "context")
+                return End(Status.TRUNCATED, "context")
             self.on_progress(self.transcript.observe(self.environment.invalid))
             return None
         if remaining < self.environment.min_observation_tokens:
-            return _End(Status.TRUNCATED, "context")
+            return End(Status.TRUNCATED, "context")
         limit = min(remaining, self.environment.settings.max_obs_tokens)
         return await (
             self._call_tool(action, limit) if isinstance(action, ToolAction) else self._run_search(action, limit)
         )
 
-    async def _run_search(self, action: SearchAction, limit: int) -> _End | None:
+    async def _run_search(self, action: SearchAction, limit: int) -> End | None:
         """Search, and append the observation in at most `limit` tokens."""
         result = await self.search(action.query)
         self.searches += 1
@@ -165,13 +240,13 @@ class _Rollout:
         )
         self.on_progress(segment)
         if not reported:
-            return _End(Status.FAILED, f"search_{result.error}"[:256])
+            return End(Status.FAILED, f"search_{result.error}"[:256])
         self.turns[-1] = replace(self.turns[-1], query=action.query)
         # The environment's text for a search without passages is not evidence.
         self._show(result.passages if not result.error else (), limit, ids)
         return None
 
-    async def _call_tool(self, call: ToolAction, limit: int) -> _End | None:
+    async def _call_tool(self, call: ToolAction, limit: int) -> End | None:
         """Call a tool, and append its result in at most `limit` tokens."""
         environment, name = self.environment, call.tool
         self.turns[-1] = replace(self.turns[-1], tool=name)
@@ -201,7 +276,7 @@ class _Rollout:
         )
         self.on_progress(segment)
         if not reported:
-            return _End(Status.FAILED, error[:256])
+            return End(Status.FAILED, error[:256])
         self._show(passages, limit, ids)
         return None
 
@@ -213,15 +288,6 @@ class _Rollout:
             observation=self.environment.observation_text(ids) if shown else "",
             passage_ids=tuple(passage.id for passage in shown),
             titles=tuple(passage.title[:256] for passage in shown),
-        )
-
-    def segments(self, earned: Sequence[float]) -> tuple[Segment, ...]:
-        """Return all segments, with the reward of each turn on the policy's segment of that turn."""
-        left = iter(earned)
-        rewards = [next(left, 0.0) if s.owner is Owner.POLICY else 0.0 for s in self.transcript.segments]
-        return tuple(
-            segment.model_copy(update={"reward": reward}) if reward else segment
-            for segment, reward in zip(self.transcript.segments, rewards, strict=True)
         )
 
 
@@ -251,37 +317,16 @@ async def run_trajectory(
     `search_<cause>`, `tool_<name>_<cause>`, `prompt_too_long`, `reward`, or `error_<type>` for a bug, which is logged
     with its traceback.
     """
-    started, live = time.monotonic(), live or LiveTrajectory(session)
-    play: _Rollout | None = None
-    score = TrajectoryReward(0.0, {}, ())
-    try:
-        live.transcript = transcript = Transcript(environment.prompt(question.text), environment.settings.max_context)
-        play = _Rollout(
-            environment, generate, search, sampling, session, group, pinned, should_stop, on_progress, transcript
-        )
-        end = await play.run()
-        if end.status.is_valid:
-            outcome = RewardInput(question, end.status, play.answer, tuple(play.turns), play.searches)
-            with span("reward"):
-                score = await environment.score(outcome)
-    except (EngineError, RewardError) as error:
-        log.warning("trajectory %s: %s", session, error)
-        end = _End(Status.FAILED, error.cause if isinstance(error, EngineError) else "reward")
-    except Exception as error:
-        # a bug triggered by one question must not end its group or the server: it is counted as FAILED
-        log.exception("unexpected error in trajectory %s", session)
-        end = _End(Status.FAILED, f"error_{type(error).__name__}")
-    trajectory = Trajectory(
-        status=end.status,
-        cause=end.cause[:256],
-        segments=play.segments(score.turns) if play else (),
-        reward=score.reward,
-        rewards=score.parts,
-        answer=(play.answer or "") if play else "",
-        turns=len(play.turns) if play else 0,
-        searches=play.searches if play else 0,
-        seconds=time.monotonic() - started,
-    )
-    live.ended = trajectory
-    on_progress(trajectory)
-    return trajectory
+    return await _Rollout(
+        environment=environment,
+        question=question,
+        generate=generate,
+        search=search,
+        sampling=sampling,
+        session=session,
+        group=group,
+        pinned=pinned,
+        should_stop=should_stop,
+        on_progress=on_progress,
+        live=live or LiveTrajectory(session),
+    ).finish()

@@ -18,11 +18,12 @@ from rollout_server.engine.base import Completion
 class Transcript:
     """The tokens of one trajectory: at most `max_context`, prompt included."""
 
-    def __init__(self, prompt: Sequence[int], max_context: int) -> None:
+    def __init__(self, prompt: Sequence[int], max_context: int, *, reason: str = "") -> None:
+        """Begin with `prompt`. `reason`: why it begins a further sequence of its trajectory."""
         self._ids: list[int] = []
         self._segments: list[Segment] = []
         self._max_context = max_context
-        self._append(Segment(owner=Owner.PROMPT, ids=np.asarray(prompt, np.int32)))
+        self.append(Segment(owner=Owner.PROMPT, ids=np.asarray(prompt, np.int32), finish_reason=reason[:256]))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -44,19 +45,8 @@ class Transcript:
         return min((span.version for s in self._segments for span in s.spans), default=None)
 
     def write(self, completion: Completion) -> Segment:
-        """Append a turn of the policy, ids and log-probs as the engine sampled them.
-
-        Raises ValueError if the completion is inconsistent: lengths, gaps between spans, positive log-probs.
-        """
-        segment = Segment(
-            owner=Owner.POLICY,
-            ids=np.asarray(completion.ids, np.int32),
-            logprobs=np.asarray(completion.logprobs, np.float32),
-            spans=completion.spans,
-            finish_reason=completion.finish_reason,
-            engine=completion.engine,
-        )
-        return self._append(segment)
+        """Append a turn of the policy. Raises ValueError as `policy_segment`."""
+        return self.append(policy_segment(completion))
 
     def observe(
         self,
@@ -84,9 +74,25 @@ class Transcript:
             error=error[:256],
             tool=tool,
         )
-        return self._append(segment)
+        return self.append(segment)
 
-    def _append(self, segment: Segment) -> Segment:
+    def append(self, segment: Segment) -> Segment:
+        """Append a segment as it is, and return it."""
         self._segments.append(segment)
         self._ids.extend(segment.ids.tolist())
         return segment
+
+
+def policy_segment(completion: Completion) -> Segment:
+    """Return a turn of the policy, ids and log-probs as the engine sampled them.
+
+    Raises ValueError if the completion is inconsistent: lengths, gaps between spans, positive log-probs.
+    """
+    return Segment(
+        owner=Owner.POLICY,
+        ids=np.asarray(completion.ids, np.int32),
+        logprobs=np.asarray(completion.logprobs, np.float32),
+        spans=completion.spans,
+        finish_reason=completion.finish_reason,
+        engine=completion.engine,
+    )

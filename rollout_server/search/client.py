@@ -12,20 +12,20 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from protocol.runtime.metrics import WaitTimer
-from protocol.runtime.redis import processes
-from protocol.runtime.redis.aio import Backoff, RedisClient
-from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.search import MAX_QUERY_CHARS, MAX_TOPK
 from protocol.settings import Settings
 from rollout_server.search.balancer import ReplicaBalancer
 from rollout_server.search.base import CLOSED, SearchResult
 from rollout_server.search.retry import QueryLimits, QueryResult, RetryingQuery
 from rollout_server.search.transport import Dialect, SearchTransport
+
+if TYPE_CHECKING:
+    from protocol.runtime.redis.aio import RedisClient
 
 URL = re.compile(r"https?://([^\s/@]*@)?(\[[^]\s]+\]|[^]\s/:@?#[]+)(:\d+)?(/|$)")
 
@@ -118,6 +118,10 @@ class HttpSearch:
 
         While Redis is unavailable those of the last answer stay in use.
         """
+        from protocol.runtime.redis import processes  # imports redis: settings are read without it
+        from protocol.runtime.redis.aio import Backoff
+        from protocol.runtime.redis.errors import RedisUnavailable
+
         backoff = Backoff("reading the registered retrievers", waits)
         while True:
             try:

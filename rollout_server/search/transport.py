@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -109,16 +109,30 @@ class HttpConnections:
         self._session: aiohttp.ClientSession | None = None
 
     async def exchange(
-        self, method: str, url: str | URL, timeout_s: float, body: bytes | None = None, also: Collection[int] = ()
+        self,
+        method: str,
+        url: str | URL,
+        timeout_s: float,
+        body: bytes | None = None,
+        also: Collection[int] = (),
+        *,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        received: MutableMapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """Return status and body of an answer with status 200 or one of `also`. Raises SearchError."""
+        """Return status and body of an answer with status 200 or one of `also`; its headers in `received`,
+        with names in lower case.
+
+        Raises SearchError.
+        """
         import aiohttp
 
         try:
             async with (
                 loop_timeout(timeout_s),
-                self._open().request(method, url, data=body, allow_redirects=False) as response,
+                self._open().request(method, url, data=body, headers=headers, allow_redirects=False) as response,
             ):
+                if received is not None:
+                    received.update((name.lower(), value) for name, value in response.headers.items())
                 if response.status != 200 and response.status not in also:
                     raise error_of_status(response.status, response.headers.get("Retry-After", ""))
                 return response.status, await read_bounded(response, self._max_bytes)

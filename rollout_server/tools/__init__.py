@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from protocol.settings import union_of
 from rollout_server.tools.base import Tool, ToolSettingsBase
 from rollout_server.tools.fetch import FetchSettings
+from rollout_server.tools.mcp import McpSettings
 from rollout_server.tools.python import PythonSettings
 
 REGISTRY: dict[type[ToolSettingsBase], str] = {
     FetchSettings: "rollout_server.tools.fetch:Fetch",
+    McpSettings: "rollout_server.tools.mcp:Mcp",
     PythonSettings: "rollout_server.tools.python:Python",
 }
 """Settings class -> "module:Class"; the class takes the settings and the URLs of the retrievers."""

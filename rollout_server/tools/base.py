@@ -78,6 +78,11 @@ class ToolSettingsBase(Settings):
     """Maximum calls per trajectory; further calls are answered with an error text. None: limited by `max_turns`
     only."""
 
+    @property
+    def told(self) -> str:
+        """What the policy is told about the tool with these settings."""
+        return self.sentence
+
 
 class InflightCalls:
     """Calls of one tool: timed, cancelled with their caller, and ended with error `closed` when the tool is closed."""

@@ -131,7 +131,9 @@ def test_after_a_standstill_no_healthy_engine_is_ejected_and_no_group_is_lost(wa
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.fault(9, 13, 35, 57, 60, 61, 63)
-def test_a_host_without_descriptors_or_space_and_deadly_starts_cost_no_group(warm_model: Path, tmp_path: Path) -> None:
+def test_no_group_is_lost_without_descriptors_or_space_and_with_crashes_at_start(
+    warm_model: Path, tmp_path: Path
+) -> None:
     result = fight_all(possible(HOST), warm_model, tmp_path)
     assert result.recoveries["resumed from a checkpoint"] > 0 and result.recoveries["second learner refused"] > 0
     assert result.recoveries["batch set aside"] > 0

@@ -71,7 +71,7 @@ def test_a_half_loaded_engine_is_named_in_the_status_with_the_reason(said: dict[
 
 
 @pytest.mark.fault(35)
-def test_a_group_that_kills_the_learner_is_a_dead_letter_after_three_lives(said: dict[str, str]) -> None:
+def test_a_group_that_crashes_the_learner_is_a_dead_letter_after_three_starts(said: dict[str, str]) -> None:
     in_order(
         said["poisoned-group"],
         r"ended with \[-11, -11, -11\]",

@@ -52,7 +52,7 @@ def test_an_ejection_is_excused_only_by_a_fault_of_that_engine(
     assert len(ejections([("rollout-1.0001.log", late)], [fault]).healthy) == 1
 
 
-def test_a_server_that_slept_may_learn_late_of_an_engines_fault() -> None:
+def test_a_suspended_server_may_notice_an_engine_failure_late() -> None:
     killed, slept = injected("kill", "engine-1", 100.0, 101.0), injected("standstill", "rollout-1", 95.0, 185.0)
     log = "chaos: 185.5 ejected engine-1/ab12: ('unreachable',)"
     for name, faults, faulty in (

@@ -36,15 +36,27 @@ async def passage(request: web.Request) -> web.Response:
     return web.json_response({"error": "no passage has this id"}, status=404)
 
 
+async def mcp(request: web.Request) -> web.Response:
+    """A server with a tool that returns its argument."""
+    asked = await request.json()
+    result: dict[str, Any] = {"protocolVersion": "2025-06-18"}
+    if asked["method"] == "tools/call":
+        result = {"content": [{"type": "text", "text": asked["params"]["arguments"].get("text", "nothing")}]}
+    return web.json_response({"jsonrpc": "2.0", "id": asked.get("id"), "result": result})
+
+
 @pytest.fixture(params=MEMBERS, ids=name_of)
 async def tool(request: pytest.FixtureRequest) -> AsyncIterator[Tool]:
     app = web.Application()
     app.router.add_get("/passages", passage)
     app.router.add_get("/passages/{id:.+}", passage)
+    app.router.add_post("/mcp", mcp)
     async with TestServer(app) as server:
         if name_of(request.param) == "python":
             require_bubblewrap()
-        built = build_tool(request.param(), (str(server.make_url("")),))
+        needed = {"url": str(server.make_url("/mcp")), "allow": {"known": "Returns text."}}
+        settings = request.param.model_validate(needed if name_of(request.param) == "mcp" else {})
+        built = build_tool(settings, (str(server.make_url("")),))
         yield built
         await built.close()
 
@@ -77,8 +89,8 @@ async def test_any_argument_has_an_outcome_in_bounded_time(tool: Tool, argument:
 
 
 async def test_many_at_once_get_each_their_own(tool: Tool) -> None:
-    arguments = [f"known {i}" if tool.name == "fetch" else f"print('known {i}')" for i in range(8)]
-    results = await asyncio.gather(*map(tool, arguments))
+    write = {"fetch": "known {}", "mcp": 'known {{"text": "known {}"}}', "python": "print('known {}')"}[tool.name]
+    results = await asyncio.gather(*(tool(write.format(i)) for i in range(8)))
     said = [r.passages[0].id if r.passages else r.text for r in results]
     assert said == [f"known {i}" for i in range(8)]
 

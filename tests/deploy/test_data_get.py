@@ -163,7 +163,7 @@ def test_an_address_without_the_name_of_a_file_is_refused(
     server: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str
 ) -> None:
     assert main(["data", "get", f"{server.url}/a/{end}", "--to", str(tmp_path / "data")]) == 2
-    assert "names no file" in capsys.readouterr().err and not (tmp_path / "data").exists()
+    assert "does not end in a file name" in capsys.readouterr().err and not (tmp_path / "data").exists()
 
 
 def test_questions_come_from_the_hub_and_are_listed(

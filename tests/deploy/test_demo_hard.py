@@ -81,7 +81,7 @@ def test_every_question_needs_exactly_its_searches_of_the_real_index(tmp_path: P
     assert all(seen[hops, hops + 1] > 100 for hops in (1, 2, 3)), "a renamed subject forces one more search"
 
 
-def test_a_renamed_subject_is_found_only_under_its_second_name_beside_passages_that_tempt() -> None:
+def test_a_renamed_subject_is_found_only_under_its_second_name_among_distractors() -> None:
     world = HARD.world(7)
     tempted = []
     for name, alias in world.alias.items():

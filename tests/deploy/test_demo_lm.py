@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.demo_lm import results
+from benchmarks.demo_lm.command import FILES, VARIABLE
+from benchmarks.demo_lm.phases import Phase, PhaseFailed, read_phases, run_phases
 from foray.cli import main
-from foray.demo.lm import results
-from foray.demo.lm.command import FILES, VARIABLE
-from foray.demo.lm.phases import Phase, PhaseFailed, read_phases, run_phases
 from foray.evaluation.store import EPISODES, RECIPE
 from learner.data.questions import load_questions
 from tests.support.sft_model import tiny_chat_model
@@ -72,7 +72,7 @@ def test_a_stop_reaches_the_phase_and_the_same_command_continues(tmp_path: Path,
         "(here / 'up').touch()\nwhile not (here / 'stopped').exists(): time.sleep(0.01)\n"
     )
     code = (
-        "import sys; from pathlib import Path; from foray.demo.lm.phases import *\n"
+        "import sys; from pathlib import Path; from benchmarks.demo_lm.phases import *\n"
         f"here = Path({str(tmp_path)!r})\n"
         "try: run_phases([Phase('long', 'long', (str(here / 'phase.py'),))], here, print)\n"
         "except PhaseStopped as stopped: sys.exit(100 + stopped.number)\n"

@@ -20,11 +20,12 @@ from deploy.doctor import machine
 from deploy.doctor.access import binds
 from deploy.doctor.data import lengths
 from deploy.doctor.finding import Finding
-from deploy.doctor.model import family
+from deploy.doctor.model import agent, family
 from deploy.doctor.run import examine
 from deploy.hardware.host_memory import memory_needed
 from foray.commands import doctor as command
 from foray.demo.world import save_tokenizer
+from tests.support.environments import write_tokenizer
 from tests.support.sandboxes import require_bubblewrap
 
 
@@ -48,6 +49,19 @@ def test_missing_files_and_a_taken_port_would_stop_a_run(run_files: Path) -> Non
         found = findings(run_files, "learner.questions=/nowhere.jsonl", f"rollout.port={port}")
     assert found["learner.questions"].verdict == "fail" and "/nowhere.jsonl" in found["learner.questions"].detail
     assert found["ports"].verdict == "fail" and f"rollout.port = {port}" in found["ports"].detail
+
+
+def test_what_agents_can_do_with_the_chat_template_is_told(tmp_path: Path) -> None:
+    config = load_config(None, [f"run.model={tmp_path}", "rollout.agent.type=python", "rollout.agent.target=a:b"])
+    (unknown,) = agent(config)
+    assert unknown.verdict == "fail" and "tokenizer.json" in unknown.detail
+    write_tokenizer(tmp_path, "words")
+    (found,) = agent(config)
+    assert (found.verdict, found.detail) == ("ok", "a trajectory is one sequence")
+    write_tokenizer(tmp_path, "bytes")
+    (found,) = agent(config)
+    assert found.verdict == "warn" and found.fix and "agents without tools only" in found.detail
+    assert not list(agent(load_config(None, [f"run.model={tmp_path}"]))), "the built-in loop has no messages"
 
 
 def test_questions_that_are_too_long_for_the_context_are_counted(run_files: Path) -> None:

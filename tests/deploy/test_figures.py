@@ -132,7 +132,7 @@ def test_the_page_shows_each_target_as_met_or_missed(tmp_path: Path) -> None:
         (tmp_path / engine.path.name).write_text(json.dumps(kept))
         assert f"at least 3: {word}" in page(template, tmp_path)
     template.write_text("# T\n{{engine}}\n")
-    with pytest.raises(ValueError, match="no place for async"):
+    with pytest.raises(ValueError, match="no place for agents, async"):
         page(template, tmp_path)
 
 

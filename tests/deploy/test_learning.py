@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 from deploy.config import load_config
 from deploy.launch.launcher import Launcher
-from deploy.run.history import RunHistory, read_history
-from deploy.run.learning import learning_problems
+from deploy.run.history import PAST, RunHistory, read_history
+from deploy.run.learning import learning_problems, learning_state
 from deploy.run.snapshot import RunSnapshot
 from foray.watch.status import problems, to_json
 from foray.watch.status_page import render
@@ -83,3 +84,71 @@ def test_a_step_after_half_a_line_is_a_line_of_its_own(tmp_path: Path) -> None:
     assert read_history(path).last == {"step": 2.0, "epoch": 2.0}
     StepLog(path).close()
     assert path.read_text().endswith('"epoch":2}\n')
+
+
+def told(past: list[dict[str, float]]) -> RunHistory:
+    return RunHistory(past[-1], tuple(past[-20:]), tuple(past[-PAST:]))
+
+
+def steps(count: int, seed: int = 0, **ends: tuple[float, float]) -> list[dict[str, float]]:
+    """Steps whose metrics go evenly from one value to another, with a tenth of noise; the others are constant."""
+    draw = random.Random(seed)
+    constant = {"logprob_right": -0.3, "entropy": 0.8, "grad_norm": 0.4, "ratio_low": 0.001, "fell_turns": 0.3}
+    values = {name: (value, value) for name, value in {"reward_mean": 0.4, **constant}.items()} | ends
+    return [
+        {name: (a + (b - a) * n / (count - 1)) * (1 + draw.gauss(0, 0.1)) for name, (a, b) in values.items()}
+        for n in range(count)
+    ]
+
+
+def test_a_run_learns_stalls_or_cannot_be_judged_yet() -> None:
+    rising = steps(60, reward_mean=(0.2, 0.6))
+    assert learning_state(told(rising)).word == "learning"
+    assert learning_state(told(rising[:19])).word == learning_state(RunHistory()).word == ""
+    stalled = learning_state(told(steps(60)))
+    assert stalled.word == "stalled" and "is no rise" in stalled.sign
+    assert learning_state(told(steps(60, reward_mean=(0.95, 0.95)))).word == "learning", "solved"
+    for state in ("learning", "stalled"):
+        seen = RunSnapshot("t", "", target_state="done", history=told(rising if state == "learning" else steps(60)))
+        assert to_json(seen, max_lag=2)["learning"]["word"] == state
+
+
+FALLS = {
+    "logprob_right": (-0.3, -0.7),
+    "entropy": (0.5, 1.4),
+    "grad_norm": (0.3, 2.0),
+    "ratio_low": (0.001, 0.1),
+    "fell_turns": (0.4, 0.9),
+    "logprob_change": (-0.01, -0.02),
+    "thoughts_empty": (0.01, 0.6),
+    "turns_repeated": (0.01, 0.5),
+}
+
+
+@pytest.mark.parametrize("one", FALLS)
+def test_two_signs_or_a_falling_reward_say_that_it_collapses(one: str) -> None:
+    other = "entropy" if one != "entropy" else "grad_norm"
+    rises = {"reward_mean": (0.3, 0.6)}
+    assert learning_state(told(steps(60, **rises, **{one: FALLS[one]}))).word == "learning", "one sign is not enough"
+    state = learning_state(told(steps(60, **rises, **{name: FALLS[name] for name in (one, other)})))
+    assert state.word == "collapsing" and one in state.sign and other in state.sign
+    fallen = told([*steps(40), *steps(20, 1, reward_mean=(0.2, 0.1))])
+    (problem, *_) = learning_problems(fallen)
+    assert "the run is collapsing: the reward falls: reward_mean 0.4" in problem.what
+    assert "The reward collapses" in problem.todo
+    better = {name: ends[::-1] for name, ends in FALLS.items()} | {"logprob_change": (0.02, 0.01)}
+    assert learning_state(told(steps(60, **rises, **better))).word == "learning"
+
+
+def test_good_answers_that_fall_in_each_step_are_seen_after_ten() -> None:
+    falls = {"fell_turns": (0.7, 0.9), "logprob_change": (-0.02, -0.05)}
+    assert learning_state(told(steps(10, **falls))).word == "collapsing"
+    assert learning_state(told(steps(9, **falls))).word == ""
+    assert learning_state(told(steps(10, **falls | {"fell_turns": (0.4, 0.5)}))).word == ""
+
+
+def test_a_healthy_run_with_noise_never_collapses() -> None:
+    for seed in range(12):
+        run = steps(120, seed, reward_mean=(0.2, 0.7), entropy=(0.9, 0.3), logprob_right=(-0.5, -0.2))
+        states = {learning_state(told(run[:n])).word for n in range(20, 121, 10)}
+        assert "collapsing" not in states and "learning" in states

@@ -94,7 +94,7 @@ def test_the_page_has_every_part_and_its_texts_are_only_text(run_dir: Path, caps
     assert f"wrote {run_dir / 'report.html'}" in capsys.readouterr().out
 
 
-def test_of_a_step_that_was_trained_twice_the_later_epoch_counts_and_lags_are_those_of_the_journal(
+def test_a_step_trained_twice_counts_with_its_later_epoch_and_the_lags_of_the_journal(
     run_dir: Path, tmp_path: Path
 ) -> None:
     shown = [part.strip() for part in Page(written(run_dir, tmp_path / "out" / "r.html")).texts if part.strip()]

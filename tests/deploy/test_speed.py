@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.demo_lm import command as demo_lm
 from deploy.config import RunConfig, load_config
 from deploy.doctor import machine
 from deploy.doctor import speed as speeds
 from deploy.hardware.speed import MEASURE, with_dtypes
 from deploy.launch.process import _die_with_parent
-from foray.demo.lm import command as demo_lm
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.resume import DTYPE, with_dtype
 from protocol.errors import UserError
@@ -180,7 +181,7 @@ def test_another_system_is_refused_before_anything_starts(tmp_path: Path, monkey
     (refused,) = machine.system()
     assert refused.verdict == "fail" and "needs Linux, this is darwin" in refused.detail and "container" in refused.fix
     with pytest.raises(UserError, match="needs Linux"):
-        _die_with_parent(os.getpid())
+        _die_with_parent(os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(lifecycle, "Path", lambda name: tmp_path / "no proc")
     given = config(tmp_path)
     assert lifecycle.memory_available() is None

@@ -155,7 +155,7 @@ def test_what_is_wrong_is_named_with_what_to_do(
     assert any(words in p.what and p.todo for p in found), found
 
 
-def test_an_engine_for_evaluation_is_shown_as_such_and_is_none_of_the_engines_that_training_needs(
+def test_an_evaluation_engine_is_labelled_and_not_counted_among_those_of_training(
     client: redis.Redis, look: Callable[[], RunSnapshot]
 ) -> None:
     engine(client, "eval-engine-1", role="eval", step=3)

@@ -117,8 +117,8 @@ PHASES = """
 import sys
 from pathlib import Path
 from foray.cli import main
-from foray.demo.lm import command, results
-from foray.demo.lm.phases import Phase
+from benchmarks.demo_lm import command, results
+from benchmarks.demo_lm.phases import Phase
 
 here = Path(sys.argv[1])
 wait = (

@@ -208,7 +208,7 @@ def test_what_nodes_report_about_lost_engines_is_read_once_and_not_while_redis_i
     assert away.read() == [] and away.explained(failed, Path("runs/r")) is failed
 
 
-def test_how_a_process_ended_is_the_same_from_its_parent_and_from_the_guard_of_an_engine() -> None:
+def test_parent_and_guard_of_an_engine_report_the_same_exit() -> None:
     assert describe_exit(-9) == describe_exit(128 + 9) == "was killed by SIGKILL (out of memory?)"
     assert describe_exit(-15) == describe_exit(128 + 15) == "was stopped by SIGTERM"
     assert describe_exit(3) == "exited with code 3" and describe_exit(65).endswith(": no training signal")

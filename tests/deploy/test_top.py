@@ -279,7 +279,7 @@ def test_waits_of_engines_for_evaluation_are_not_those_of_training() -> None:
     assert waits_in_words(replace(seen, engines=(ENGINE, apart)), None) == []
 
 
-def test_a_request_for_episodes_that_pins_nothing_holds_up_no_weights_and_hides_no_problem() -> None:
+def test_an_unpinned_episode_request_delays_no_weights_and_hides_no_problem() -> None:
     late = TARGET.model_copy(update={"step": 40})
     seen = replace(TRAINING, processes=(LEARNER, ASKED), target=late)
     shown = frame(seen, None, {}, max_lag=2).plain()

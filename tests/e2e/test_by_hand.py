@@ -1,5 +1,5 @@
-"""Manually started processes: engines join and leave, an engine, the retriever and the learner are killed, nothing is
-lost. The retriever comes back at another port."""
+"""Manually started processes: engines join and leave, an engine, the retriever (which comes back at another port) and
+the learner are killed, nothing is lost."""
 
 from __future__ import annotations
 

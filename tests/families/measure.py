@@ -115,7 +115,7 @@ def by_learner(model: PolicyModel, batch: Batch) -> Scores:
     found: dict[tuple[int, int], float] = {}
     for m in batch.micro_batches:
         t = {name: torch.from_numpy(getattr(m, name)) for name in m.__dataclass_fields__}
-        documents = t["documents"] if holds_several(m.documents, m.positions) else None
+        documents = t["document_ids"] if holds_several(m.document_ids, m.positions) else None
         scores = model(t["ids"], t["positions"], documents, t["index"], t["targets"], batch.temperature, False)
         if scores.logprobs.requires_grad:
             (scores.logprobs * t["advantages"]).sum().backward()

@@ -110,7 +110,9 @@ def test_what_truncation_cut_off_is_worth_the_state_after_it(
     found: dict[int, tuple[list[float], list[float]]] = {}
     for share in batch.rank_batches:  # what three ranks do, one after the other: dummies and all
         scored = [tokens.scores for tokens in score(share, trainer._models, algorithm)]
-        for s, judgement in zip(scored, algorithm.compute_advantages(scored, trainer.engine.total)[0], strict=True):
+        for s, judgement in zip(
+            scored, algorithm.compute_advantages(scored, trainer.engine.all_reduce)[0], strict=True
+        ):
             for number in torch.unique(s.trajectory[s.mask]).tolist():
                 kept = s.trajectory == number
                 found[number] = (judgement.advantages[kept].tolist(), judgement.returns[kept].tolist())

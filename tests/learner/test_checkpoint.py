@@ -398,7 +398,7 @@ def test_a_learner_refuses_a_state_that_changed_while_it_was_read(signed: Checkp
 
 
 @pytest.mark.fault(11)
-def test_a_learner_that_slept_between_its_lease_check_and_its_rename_moves_no_pointer(
+def test_a_learner_suspended_between_lease_check_and_rename_moves_no_pointer(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     def sleep_while_a_successor_commits() -> None:
@@ -412,7 +412,7 @@ def test_a_learner_that_slept_between_its_lease_check_and_its_rename_moves_no_po
 
 
 @pytest.mark.fault(11)
-def test_a_learner_that_sleeps_before_it_moves_the_pointer_keeps_its_successor_waiting(
+def test_a_learner_suspended_before_it_moves_the_pointer_keeps_its_successor_waiting(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     successor = threading.Thread(target=lambda: write(Checkpoints(tmp_path / "c", keep=2), 5, epoch=3))
@@ -435,7 +435,7 @@ def test_a_learner_that_sleeps_before_it_moves_the_pointer_keeps_its_successor_w
     assert moves == ["step_8.e2\n", "step_5.e3\n"] and checkpoints.load().facts["step"] == 5
 
 
-def test_a_learner_suspended_while_it_moves_the_pointer_is_overtaken_and_moves_nothing_when_it_wakes(
+def test_a_learner_suspended_while_it_moves_the_pointer_is_fenced_and_moves_nothing_afterwards(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(checkpoints, 4)

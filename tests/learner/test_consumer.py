@@ -180,7 +180,9 @@ def test_an_unusable_entry_cannot_add_a_seq_that_was_never_issued(
     assert "never issued" in (tmp_path / "dead.jsonl").read_text()
 
 
-def test_no_count_in_redis_makes_a_seq_ours_that_credit_does_not_reach(source: StreamConsumer, db: redis.Redis) -> None:
+def test_a_counter_in_redis_does_not_admit_a_seq_beyond_the_issue_limit(
+    source: StreamConsumer, db: redis.Redis
+) -> None:
     source._delivery.credit = 44
     db.set(KEYS.issued, 5_000_000)
     for seq in (44, 45, 4_000_000):

@@ -58,7 +58,8 @@ def tokens(seed: int, proximal: str = "behaviour") -> TokenInputs:
     }
     for tensor in given.values():
         tensor[~mask] = math.nan
-    return TokenInputs(**given, mask=mask, trajectory=trajectory, lags=torch.zeros(n, dtype=torch.int64))
+    zeros, answer = torch.zeros(n, dtype=torch.int64), torch.full((n,), -1.0)
+    return TokenInputs(**given, mask=mask, trajectory=trajectory, lags=zeros, turn=zeros, answer=answer)
 
 
 def scored(x: TokenInputs) -> TokenScores:
@@ -71,7 +72,7 @@ def scored(x: TokenInputs) -> TokenScores:
 
 def cut(x: TokenInputs, at: int) -> list[TokenInputs]:
     """Two micro-batches, between two trajectories."""
-    names = (*PER_TOKEN, "mask", "trajectory", "lags")
+    names = (*PER_TOKEN, "mask", "trajectory", "lags", "turn", "answer")
     return [dataclasses.replace(x, **{n: getattr(x, n)[part] for n in names}) for part in (slice(at), slice(at, None))]
 
 
@@ -183,6 +184,25 @@ def dro(batch: list[Token]) -> list[torch.Tensor]:
     return [-(t.gain * t.leaf - 0.15 * (t.leaf - t.old) ** 2) for t in batch]
 
 
+def of_trajectories(batch: list[Token], *, low: float, high: float, geometric: bool) -> list[torch.Tensor]:
+    """GSPO, or GMPO (geometric), with one weight a trajectory: the geometric mean of old / behaviour, at most 2."""
+    losses = []
+    for one in trajectories(batch):
+        weight = min(2.0, math.exp(sum(t.old - t.behaviour for t in one) / len(one)))
+        gain = sum(t.gain for t in one) / len(one)
+        for t in one:
+            if geometric:
+                moved = [u.leaf - u.old for u in one]
+                worse = torch.minimum if gain > 0 else torch.maximum
+                kept = [worse(x, x.clamp(-low, high)) for x in moved]
+                losses.append(-weight * gain * (sum(kept) / len(kept)).exp())
+            else:
+                mean = sum(u.now - u.old for u in one) / len(one)
+                ratio = (mean + t.leaf - t.now).exp()
+                losses.append(weight * torch.maximum(-t.gain * ratio, -t.gain * ratio.clamp(1 - low, 1 + high)))
+    return losses
+
+
 TV = {"type": "dppo", "clip_low": 0.05, "clip_high": 0.1, "ratio_cap": 2.0}
 LOSSES: dict[str, tuple[dict[str, Any], Slow]] = {
     "prime-rl default": ({"type": "dppo", "ratio_cap": 0, "drift_coefficient": 1e-3}, prime_rl),
@@ -197,6 +217,14 @@ LOSSES: dict[str, tuple[dict[str, Any], Slow]] = {
     "prime-rl ref_kl, weighted": (
         {"type": "distill", "kl": {"coefficient": 0.3}},
         lambda batch: prime_rl_ref_kl(batch, tau=0.3),
+    ),
+    "gspo": (
+        {"type": "gspo", "old_logprobs": "recompute", "clip_low": 0.2, "clip_high": 0.3},
+        lambda batch: of_trajectories(batch, low=0.2, high=0.3, geometric=False),
+    ),
+    "gmpo": (
+        {"type": "gmpo", "old_logprobs": "recompute"},
+        lambda batch: of_trajectories(batch, low=0.4, high=0.4, geometric=True),
     ),
     "verl dro": ({"type": "reinforce", "old_logprobs": "behaviour", "drift_coefficient": 0.15}, dro),
 }

@@ -37,6 +37,8 @@ def inputs(n: int = 12, *, seed: int = 0, dtype=torch.float64, **given) -> Token
         "trajectory": torch.arange(n) // 4,
         "lags": torch.zeros(n, dtype=torch.int64),
         "outcome": torch.ones(n, dtype=dtype),
+        "turn": torch.zeros(n, dtype=torch.int64),
+        "answer": torch.full((n,), -1.0, dtype=dtype),
     } | given
     tensors["logprobs"] = tensors["logprobs"].detach().clone().requires_grad_()
     tensors["entropy"] = tensors["entropy"].detach().clone().requires_grad_()
@@ -167,10 +169,10 @@ def test_without_advantages_there_is_no_gradient():
     assert x.logprobs.grad.tolist() == [0.0] * 12
 
 
-def test_the_metrics_leave_masked_tokens_out_and_go_by_outcome_and_lag():
-    """Ratios 1, 1.5 (clipped above), 0.5 (below), 1, 4 (clipped dually, and rejected), and a token that is masked."""
+def test_the_metrics_leave_masked_tokens_out_and_go_by_advantage_turn_and_lag():
+    """Ratios 1, 1.5 (clipped above), 0.4 (below), 1, 4 (clipped dually, and rejected), and a token that is masked."""
     nan = math.nan
-    ratios = torch.tensor([1.0, 1.5, 0.5, 1.0, 4.0, nan], dtype=torch.float64)
+    ratios = torch.tensor([1.0, 1.5, 0.4, 1.0, 4.0, nan], dtype=torch.float64)
     behaviour = torch.tensor([-2.0, -2.0, -2.0, -2.0, -2.0, nan], dtype=torch.float64)
     x = inputs(
         6,
@@ -181,7 +183,8 @@ def test_the_metrics_leave_masked_tokens_out_and_go_by_outcome_and_lag():
         advantages=torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0, nan], dtype=torch.float64),
         mask=torch.tensor([True, True, True, True, True, False]),
         lags=torch.tensor([0, 1, 2, 3, 7, 0]),
-        outcome=torch.tensor([1.0, 0.5, 0.0, -1.0, 0.0, nan], dtype=torch.float64),
+        turn=torch.tensor([0, 0, 1, 5, 0, 0]),
+        answer=torch.tensor([-1.0, -1, -1, 0, 2, 2], dtype=torch.float64),
         reference=None,
     )
     out = build_algorithm(GrpoSettings(rejection={"level": "token", "low": 0.3, "high": 3.5})).loss(x)
@@ -192,11 +195,13 @@ def test_the_metrics_leave_masked_tokens_out_and_go_by_outcome_and_lag():
             "clip_low": 1,
             "clip_high": 1,
             "clip_dual": 1,
-            "ratio_mean": 8,
-            "ratio_square": 1 + 2.25 + 0.25 + 1 + 16,
+            "ratio_mean": 7.9,
+            "ratio_square": 1 + 2.25 + 0.16 + 1 + 16,
+            "ratio_low": 1,
+            "ratio_high": 1,
             "entropy": 1.5,
-            "kl_behaviour": sum(r - math.log(r) - 1 for r in (1.5, 0.5, 4.0)),
-            "logprob_gap": math.log(1.5) + math.log(2) + math.log(4),
+            "kl_behaviour": sum(r - math.log(r) - 1 for r in (1.5, 0.4, 4.0)),
+            "logprob_gap": math.log(1.5) + math.log(2.5) + math.log(4),
             "rejected": 1,
             "weight_mean": 4,
         }
@@ -205,9 +210,14 @@ def test_the_metrics_leave_masked_tokens_out_and_go_by_outcome_and_lag():
         {"ratio_max": 4, "logprob_gap_max": math.log(4)}
     )
     found = {name: (total.item(), count.item()) for name, (total, count) in out.ratios.items()}
-    assert found.keys() == {"logprob_right", "logprob_wrong", *(f"loss_lag_{age}" for age in range(4))}
-    assert found["logprob_right"] == pytest.approx((logs[0] + logs[1], 2))
-    assert found["logprob_wrong"] == pytest.approx((logs[2] + logs[3] + logs[4], 3))
+    each = {f"{name}_{number}" for name in ("loss_lag", "logprob_right_turn") for number in range(4)}
+    assert found.keys() == {"logprob_right", "logprob_wrong", "entropy_answer", "entropy_search"} | each
+    # the advantages of the first trajectory, of four tokens, have the mean 0.5; the second one has -1
+    assert found["logprob_right"] == pytest.approx((sum(logs[:4]), 4))
+    assert found["logprob_wrong"] == pytest.approx((logs[4], 1))
+    turns = [found[f"logprob_right_turn_{number}"] for number in range(4)]
+    assert turns == [pytest.approx(pair) for pair in ((sum(logs[:2]), 2), (logs[2], 1), (0, 0), (logs[3], 1))]
+    assert found["entropy_answer"] == pytest.approx((0.9, 2)) and found["entropy_search"] == pytest.approx((0.6, 3))
     losses = [found[f"loss_lag_{age}"] for age in range(4)]
     assert losses == [pytest.approx(pair) for pair in ((-1, 1), (-1.28, 1), (0.8, 1), (-1, 2))], "lag 7 counts as 3"
 

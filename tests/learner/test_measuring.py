@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,18 @@ import pytest
 from learner.interfaces import StepReport
 from learner.observability import metrics as module
 from learner.observability.metrics import Meter, StepLog, StepTimer
-from learner.observability.reporting import StepReporter, group_lags, group_metrics, token_lags
+from learner.observability.reporting import (
+    THOUGHTS,
+    StepReporter,
+    group_lags,
+    group_metrics,
+    thought_metrics,
+    token_lags,
+)
 from learner.observability.trackers.base import RunInfo
 from learner.observability.trackers.fanout import Trackers
 from protocol.messages import Owner, Segment, Status, Trajectory, TrajectoryGroup, VersionSpan
-from tests.support.messages import make_group, make_question, prompt_segment
+from tests.support.messages import make_group, make_question, policy_segment, prompt_segment
 
 
 def a_trajectory(draw: random.Random) -> Trajectory:
@@ -73,6 +81,7 @@ def some_groups(seed: int) -> list[TrajectoryGroup]:
 def slowly(groups: list[TrajectoryGroup], now_step: int) -> dict[str, float]:
     """The definitions of `learner.observability.metric_table`, one trajectory and one token at a time."""
     columns: dict[str, list[float]] = {}
+    repeats: list[float] = []
     for group in groups:
         oldest: int | None = None
         for t in group.trajectories:
@@ -95,6 +104,11 @@ def slowly(groups: list[TrajectoryGroup], now_step: int) -> dict[str, float]:
                 "tool_errors": errors, "invalid_actions": invalid,
             }.items():  # fmt: skip
                 columns.setdefault(name, []).append(value)
+            written: list[list[int]] = []
+            for segment in t.segments:
+                if segment.owner is Owner.POLICY:
+                    repeats.append(float(segment.ids.tolist() in written))
+                    written.append(segment.ids.tolist())
             if t.status not in (Status.STALE, Status.FAILED):
                 columns.setdefault("reward", []).append(t.reward)
                 for part, value in t.rewards.items():
@@ -114,6 +128,8 @@ def slowly(groups: list[TrajectoryGroup], now_step: int) -> dict[str, float]:
             found[f"{name}_max"] = max(column)
     if "reward" in columns:
         found["reward_std"] = statistics.pstdev(columns["reward"])
+    if repeats:
+        found["turns_repeated"] = sum(repeats) / len(repeats)
     return found
 
 
@@ -187,6 +203,28 @@ def test_lags_are_counted_by_token_and_by_group() -> None:
     assert token_lags(groups, 8) == slow and len(slow) > 3
     oldest = [min(v.step for t in g.trajectories if (v := t.first_version())) for g in groups]
     assert group_lags(groups, 8) == [8 - step for step in oldest]
+
+
+def test_thoughts_that_are_empty_or_repeat_earlier_ones_are_counted() -> None:
+    words = {1: "<think>a</think><search>", 2: "<think> </think><search>", 3: " a\n</think>", 4: "<answer>b</answer>"}
+
+    def thinking(*turns: int) -> Trajectory:
+        return Trajectory(status=Status.ANSWERED, segments=tuple(policy_segment([n]) for n in turns), reward=0.0)
+
+    def groups(*each: Trajectory) -> list[TrajectoryGroup]:
+        return [
+            TrajectoryGroup(run="r", seq=n, question=make_question(n), trajectories=(t,)) for n, t in enumerate(each)
+        ]
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(words[n] for n in ids)
+
+    # thoughts: a, none, a again (of a template that opens the tag itself); the last turn has none
+    given = groups(thinking(1, 2, 3, 4), thinking(1, 4))
+    assert thought_metrics(given, decode) == pytest.approx({"thoughts_empty": 1 / 4, "thoughts_repeated": 1 / 4})
+    assert thought_metrics(groups(thinking(4, 4)), decode) == thought_metrics([], decode) == {}
+    assert thought_metrics(groups(*[thinking(1)] * THOUGHTS, thinking(2)), decode)["thoughts_empty"] == 0, "a sample"
+    assert group_metrics(groups(thinking(1, 1, 4)), 1)["turns_repeated"] == pytest.approx(1 / 3)
 
 
 def test_rewards_are_reported_for_each_data_set() -> None:

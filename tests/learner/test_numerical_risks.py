@@ -38,6 +38,8 @@ def one_bad_token(distance: float, *, reference: float | None = None) -> TokenIn
         trajectory=torch.arange(TOKENS) // 500,
         lags=torch.zeros(TOKENS, dtype=torch.int64),
         outcome=torch.zeros_like(behaviour),
+        turn=torch.zeros(TOKENS, dtype=torch.int64),
+        answer=torch.full_like(behaviour, -1),
     )
 
 

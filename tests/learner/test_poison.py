@@ -34,7 +34,7 @@ from tests.support import tiny_learner
 from tests.support.messages import make_group
 
 KEYS = Keys("t1")
-DEADLY = 7
+POISON = 7
 
 
 class Died(BaseException):
@@ -43,13 +43,13 @@ class Died(BaseException):
 
 @pytest.fixture
 def life(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StreamConsumer]:
-    """A new life of the learner's source, with an empty delivery state, that dies over the entry of seq DEADLY."""
+    """Start a consumer with an empty delivery state that crashes while it reads the entry of seq POISON."""
     import learner.delivery.consumer
 
     real = learner.delivery.consumer.read_entry
 
     def read(id_: bytes, fields: dict[bytes, bytes], run: str) -> StreamEntry:
-        if fields[b"seq"] == b"%d" % DEADLY:
+        if fields[b"seq"] == b"%d" % POISON:
             raise Died
         return real(id_, fields, run)
 
@@ -85,7 +85,7 @@ def test_after_three_deaths_an_entry_is_set_aside_unread_and_only_that_one(
     assert live(fourth)
     delivery = fourth._delivery
     assert (
-        delivery.pending == set(range(1, 13)) - {DEADLY} and delivery.due == {DEADLY} and delivery.attempts[DEADLY] == 2
+        delivery.pending == set(range(1, 13)) - {POISON} and delivery.due == {POISON} and delivery.attempts[POISON] == 2
     )
     assert (delivery.counters.poisoned, delivery.counters.dead_letters, delivery.accounting.totals["failed"]) == (
         1,
@@ -93,7 +93,7 @@ def test_after_three_deaths_an_entry_is_set_aside_unread_and_only_that_one(
         16,
     )
     (line,) = [json.loads(text) for text in (tmp_path / "dead.jsonl").read_text().splitlines()]
-    assert (line["seq"], line["reason"]) == (DEADLY, "poison") and "3 times" in line["detail"] and len(line["b"]) > 100
+    assert (line["seq"], line["reason"]) == (POISON, "poison") and "3 times" in line["detail"] and len(line["b"]) > 100
     ((_, letter),) = db.xrange(KEYS.dlq)
     assert letter[b"reason"] == b"poison" and len(letter[b"b"]) > 100
     assert any(events.parse(f)["kind"] == "dead-letter" for _, f in db.xrange(KEYS.events))
@@ -132,7 +132,7 @@ def test_a_batch_that_ends_the_learner_in_training_is_set_aside_by_the_fourth_st
     real, parent = learner.loop.batch_for_step, os.getpid()
 
     def build(conditions: Any, groups: list[TrajectoryGroup], *rest: Any) -> Any:
-        if DEADLY in [group.seq for group in groups]:
+        if POISON in [group.seq for group in groups]:
             if how == "raises" or os.getpid() == parent:
                 raise MemoryError
             os.kill(os.getpid(), signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_a_batch_that_ends_the_learner_in_training_is_set_aside_by_the_fourth_st
     found = Checkpoints(run.checkpoint_dir, 2).load()
     assert found is not None
     dead = {seq: (outcome, reason) for seq, outcome, reason in found.facts["ledger"]["notes"]}
-    assert DEADLY in dead and len(dead) == run.groups_per_step and set(dead.values()) == {("dead", "poison")}
+    assert POISON in dead and len(dead) == run.groups_per_step and set(dead.values()) == {("dead", "poison")}
     assert found.facts["tally"]["poisoned"] == run.groups_per_step and found.facts["step"] == run.steps
     letters = [json.loads(line) for line in (run.dir / "dead_letters.jsonl").read_text().splitlines()]
     assert {letter["seq"] for letter in letters} == dead.keys()
@@ -184,7 +184,7 @@ def test_a_learner_that_a_group_kills_trains_on_with_its_fourth_start(
     run: RunSettings, settings: LearnerSettings, address: dict[str, Any], tmp_path: Path
 ) -> None:
     def spoil(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
-        if (task.seq, task.attempt) != (DEADLY, 1):
+        if (task.seq, task.attempt) != (POISON, 1):
             return header, body
         made = decode_as(TrajectoryGroup, body)
         return seal(made.model_copy(update={"template": "poison-poison"}))
@@ -208,7 +208,7 @@ def test_a_learner_that_a_group_kills_trains_on_with_its_fourth_start(
         "stale": 0,
         "dead": 0,
     }
-    assert facts["tally"]["poisoned"] == 1 and [a for s, a in player.seen if s == DEADLY] == [1, 2]
+    assert facts["tally"]["poisoned"] == 1 and [a for s, a in player.seen if s == POISON] == [1, 2]
     tokens = facts["tokens"]
     assert tokens["generated"] == sum(tokens["buckets"].values()) and tokens["buckets"]["failed"] == 16
     assert facts["redis"]["lost"] == 0

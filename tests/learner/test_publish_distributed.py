@@ -89,7 +89,7 @@ def on_the_wire(weights: Weights, then: Callable[[], object]) -> Iterator[tuple[
 
 
 @pytest.mark.fault(16, 18)
-def test_a_member_that_dies_in_mid_transfer_costs_one_version_by_files_and_nothing_else(fleet: Fleet) -> None:
+def test_after_a_member_crash_during_a_transfer_one_version_is_loaded_from_files(fleet: Fleet) -> None:
     _, publisher, epoch = fleet.learner()
     v = [PolicyVersion(epoch, n) for n in range(7)]
     step(publisher, v[0], fleet.weights)
@@ -306,7 +306,7 @@ publisher.publish(PolicyVersion(epoch, 1), dies())
 
 
 @pytest.mark.fault(15)
-def test_a_learner_that_dies_in_mid_transfer_leaves_engines_that_the_next_one_finds_whole(fleet: Fleet) -> None:
+def test_after_a_learner_crash_during_a_transfer_the_next_learner_finds_complete_engines(fleet: Fleet) -> None:
     fleet.learner()
     argv = [sys.executable, "-c", DYING, fleet.run.model_dump_json()]
     died = subprocess.run(argv, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)

@@ -184,7 +184,7 @@ def with_a_wrong_sum(answers: dict[str, ViewAnswer]) -> dict[str, ViewAnswer]:
     return answers | wrong
 
 
-def test_a_joiner_that_dies_in_its_first_transfer_costs_the_others_one_version_by_files(fleet: Fleet) -> None:
+def test_after_a_joiner_crash_in_its_first_transfer_the_others_load_one_version_from_files(fleet: Fleet) -> None:
     publisher, v = start(fleet)
     fleet.start("c", blind=True)
     waits(fleet, "c", NodeState.SYNCING)

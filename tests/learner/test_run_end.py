@@ -220,7 +220,7 @@ def test_rollouts_that_are_faster_than_the_learner_are_held_by_the_credit_gate(
 
 
 @pytest.mark.fault(49)
-def test_a_learner_that_is_faster_than_the_rollouts_waits_without_spinning_and_without_an_end(
+def test_a_learner_faster_than_the_rollouts_waits_without_polling_and_without_limit(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
     db: redis.Redis,
 ) -> None:  # fmt: skip

@@ -281,7 +281,11 @@ def test_recomputed_old_logprobs_weigh_tokens_by_importance(start):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_saving_memory_recomputes_and_moves_the_weights_the_same(start, stage):
-    thrifty = start(model={"gradient_checkpointing": True, "logit_chunk_bytes": 2048}, engine={"zero_stage": stage})
+    thrifty = start(
+        model={"gradient_checkpointing": True, "logit_chunk_bytes": 2048},
+        engine={"zero_stage": stage},
+        rescored_share=0,
+    )
     plain = start()
     batch = batch_of(plain)
     calls: list[int] = []

@@ -604,7 +604,7 @@ MUTANTS = (
         for name, path, old, new, tests in (
             ("IPO keeps by sign", "losses/trust_region.py", "    if not symmetric:\n", "    if True:\n", FORMULAS),
             ("DPPO's bounds swapped", "losses/trust_region.py", "(size > low), mask", "(size > high), mask", FORMULAS),
-            ("M2PO by rank", "losses/second_moment.py", "both = total(torch", "both = (torch", FORMULAS),
+            ("M2PO by rank", "losses/second_moment.py", "both = all_reduce(torch", "both = (torch", FORMULAS),
             ("M2PO at its edge", "losses/second_moment.py", "(last_in + first_out) / 2", "last_in", FORMULAS),
             ("one criterion", "correction.py", "for c in (r, *r.also):", "for c in (r,):", FORMULAS),
             (

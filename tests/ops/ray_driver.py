@@ -13,8 +13,9 @@ from itertools import groupby
 from pathlib import Path
 
 from deploy.config import load_config
+from deploy.launch.launcher import open_backend
 from deploy.launch.plan import HOST, plan
-from deploy.launch.process import ProcessFailed, open_backend
+from deploy.launch.process import ProcessFailed
 from deploy.launch.supervisor import Supervisor
 from deploy.run.addresses import preview
 from deploy.run.run_dir import hold

@@ -85,7 +85,7 @@ def test_a_converted_corpus_that_has_changed_is_not_served_stale(tmp_path: Path,
         assert open_searcher(settings).search(["rang"], 1)[0].documents, "the copy is complete"
 
 
-def test_an_index_without_a_checksum_of_its_input_is_used_and_said_once_to_be_unverified(
+def test_an_index_without_a_checksum_of_its_input_is_used_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     table, index = tmp_path / "a.tsv", tmp_path / "index"

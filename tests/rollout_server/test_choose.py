@@ -112,7 +112,7 @@ def test_a_window_starts_at_what_the_engine_runs_and_grows_to_its_headroom_when_
     assert beats.beat() == 68, "the ceiling"
 
 
-def test_it_shrinks_at_most_once_a_heartbeat_and_only_when_the_last_time_has_had_its_effect() -> None:
+def test_a_window_shrinks_at_most_once_a_heartbeat_and_only_after_the_last_change_took_effect() -> None:
     beats = Heartbeats()
     beats.fill()
     assert beats.beat(waiting=8) == 64, "a few that wait keep the engine busy"

@@ -72,7 +72,7 @@ def told(world) -> list[dict[str, str]]:
 
 
 @pytest.mark.fault(1)
-async def test_what_a_killed_server_had_under_way_is_done_by_another_one_and_nothing_is_half_published(
+async def test_tasks_of_a_killed_server_are_taken_over_and_nothing_is_partly_published(
     world, model: Path, tokens
 ) -> None:
     world.target(V5)

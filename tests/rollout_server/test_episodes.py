@@ -141,7 +141,9 @@ async def test_a_stream_sends_each_episode_as_it_ends(world, tmp_path: Path) -> 
     assert name == "event: summary" and json.loads(data.removeprefix("data: "))["em"] == 0.5
 
 
-async def test_a_stream_tells_that_a_slow_episode_runs(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_reports_that_a_slow_episode_runs(
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client limits the silence of the server, and not the time of an episode on a slow machine."""
     monkeypatch.setattr("rollout_server.api.app.ALIVE_S", 0.05)
     async with serving(world, tmp_path, latency_s=0.3):
@@ -352,7 +354,7 @@ async def test_an_evaluation_is_of_one_version_while_the_learner_publishes_other
             await asyncio.wait_for(node, 10)
 
 
-async def test_a_version_that_no_engine_holds_any_more_ends_the_evaluation_and_mixes_nothing(
+async def test_an_evaluation_ends_without_mixing_versions_when_no_engine_has_its_version(
     world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pin, "PIN_MS", 500)

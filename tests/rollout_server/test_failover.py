@@ -83,7 +83,7 @@ def spans_of(done: Completion) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("kind", [{}, {"incremental": True}, {"exact": True}], ids=["sglang", "incremental", "exact"])
 @pytest.mark.parametrize("interval", [1, 4, 64])
 @pytest.mark.fault(5)
-async def test_an_engine_may_die_after_any_token(kind: dict[str, bool], interval: int) -> None:
+async def test_an_engine_may_crash_after_any_token(kind: dict[str, bool], interval: int) -> None:
     table, n = Table(), 20
     async with (
         FakeServer(twenty, version="1.5", **kind) as a,
@@ -202,7 +202,7 @@ async def test_an_engine_that_loads_weights_may_be_silent_and_one_that_does_not_
 
 
 @pytest.mark.fault(6)
-async def test_a_frozen_engine_loses_the_turns_that_it_has_not_begun_together_with_those_that_it_has() -> None:
+async def test_all_turns_of_a_suspended_engine_fail_over_also_those_not_begun() -> None:
     table = Table()
     async with (
         FakeServer(twenty, version="1.6", pace_s=0.01) as a,

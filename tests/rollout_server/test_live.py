@@ -131,7 +131,7 @@ async def test_what_is_seen_with_the_cpu_engine_is_what_is_published(world, tmp_
     assert sum(reader.grown for reader in seen) > 3, "turns were seen while they grew"
 
 
-async def test_the_list_tells_turns_tokens_and_the_last_search(
+async def test_the_list_has_turns_tokens_and_the_last_search(
     world, model: Path, tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EngineCall, "tokens_so_far", lambda call: pytest.fail("the list decodes a turn"))

@@ -9,11 +9,20 @@ from pathlib import Path
 
 import pytest
 
+import rollout_server.server
 from protocol.codec import SCHEMA_MAJOR, SCHEMA_MINOR, decode_as
 from protocol.errors import UserError
 from protocol.keys import TASK_GROUP
 from protocol.messages import Task, TrajectoryGroup
-from protocol.run_meta import LINEAGE_FIELD, LINEAGE_FILE, RunMeta, incompatibility, parse_run_meta, tokenizer_digest
+from protocol.run_meta import (
+    LINEAGE_FIELD,
+    LINEAGE_FILE,
+    SEQUENCES,
+    RunMeta,
+    incompatibility,
+    parse_run_meta,
+    tokenizer_digest,
+)
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -144,6 +153,51 @@ async def test_an_upgraded_rollout_server_works_for_a_learner_that_is_not(world,
         assert world.sync.xpending(world.keys.tasks, TASK_GROUP)["pending"] == 0
     finally:
         world.create_functions()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at the start", "after a takeover"])
+def test_a_learner_that_would_train_several_sequences_as_one_is_refused(tmp_path: Path, late: bool) -> None:
+    def meta(*schema: int) -> dict[bytes, bytes]:
+        return {name.encode(): value.encode() for name, value in RunMeta((schema[0], schema[1])).fields().items()}
+
+    run = RunSettings(id="r", dir=tmp_path, redis_url="redis://h:1/0", model=tmp_path)
+    compatibility = RunCompatibility(run, needs=SEQUENCES)
+    compatibility.check({})
+    assert not compatibility.is_met, "no learner yet, or one of before there was meta: nothing is leased"
+    if late:
+        compatibility.check(meta(*SEQUENCES))
+        compatibility.check(meta(SCHEMA_MAJOR, SCHEMA_MINOR + 1))
+        assert compatibility.is_met
+    with pytest.raises(UserError, match=r"reads schema 1\.6, this process needs 1\.7") as refused:
+        compatibility.check(meta(1, 6))
+    assert "upgrade the learner" in refused.value.todo
+    without = RunCompatibility(run)
+    assert without.is_met
+    without.check(meta(1, 6))
+
+
+async def test_a_server_whose_groups_may_have_sequences_leases_nothing_before_it_knows_the_learner(
+    world, model: Path, tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[bool] = []
+
+    class NeedsSequences(RunCompatibility):
+        def __init__(self, run: RunSettings, **facts: object) -> None:
+            super().__init__(run, **(facts | {"needs": SEQUENCES}))
+
+        def check(self, raw) -> None:
+            super().check(raw)
+            checked.append(self.is_met)
+
+    monkeypatch.setattr(rollout_server.server, "RunCompatibility", NeedsSequences)
+    world.target(V5)
+    world.issue(make_task(1, group_size=2))
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model):
+        world.register("e", engine.url, V5)
+        await eventually(lambda: len(checked) > 4, "it reads Redis")
+        assert not any(checked) and world.sync.xpending(world.keys.tasks, TASK_GROUP)["pending"] == 0
+        world.sync.hset(world.keys.meta, mapping=RunMeta(SEQUENCES, digest(model)).fields())
+        await eventually(world.published, "it is rolled out and published")
 
 
 ONE, TWO = "1" * 32, "2" * 32

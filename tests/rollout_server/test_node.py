@@ -272,7 +272,7 @@ async def test_an_update_that_fails_half_way_quarantines_the_engine_until_all_is
         assert engine.calls.count("/update_weights_from_disk") == 2 and not engine.paused
 
 
-async def test_a_version_that_a_cpu_engine_refuses_as_a_whole_costs_nothing(world, tmp_path: Path) -> None:
+async def test_a_version_that_a_cpu_engine_refuses_completely_changes_nothing(world, tmp_path: Path) -> None:
     async with FakeServer() as engine:
         engine.faults["/server_info"] = Fault(body={"engine": "foray-cpu"})
         async with node(world, engine, tmp_path):
@@ -453,7 +453,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.fault(17, 18)
-async def test_the_cpu_engine_joins_late_is_killed_and_dies_with_its_node(world, tmp_path: Path, policy: Path) -> None:
+async def test_the_cpu_engine_joins_late_is_killed_and_ends_with_its_node(world, tmp_path: Path, policy: Path) -> None:
     files = {file.name: file.read_bytes() for file in policy.iterdir()}
     world.publish_weights(tmp_path / "weights", V1, files=files)
     config = tmp_path / "foray.yaml"

@@ -97,7 +97,7 @@ def engine_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.fault(11, 17)
-async def test_a_node_that_slept_with_its_engine_through_a_change_of_epoch_never_offers_it_at_the_old_one(
+async def test_a_node_suspended_through_an_epoch_change_does_not_offer_its_engine_at_the_old_epoch(
     world, tmp_path: Path
 ) -> None:
     world.publish_weights(tmp_path / "weights", V1)
@@ -123,7 +123,7 @@ async def test_a_node_that_slept_with_its_engine_through_a_change_of_epoch_never
 
 
 @pytest.mark.fault(17)
-async def test_an_engine_restarted_while_its_node_slept_is_loaded(world, tmp_path: Path) -> None:
+async def test_an_engine_restarted_while_its_node_was_suspended_is_loaded(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     async with FakeServer() as engine:
         with node_process(world, tmp_path, engine.url) as node:

@@ -131,9 +131,7 @@ async def test_the_same_tokenizer_is_accepted(world, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(17)
-async def test_an_engine_that_goes_is_off_the_list_and_is_taken_up_again_with_the_right_version(
-    world, tmp_path: Path
-) -> None:
+async def test_a_removed_engine_is_listed_again_only_with_the_right_version(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)
     stop = ShutdownSignal()
     async with FakeServer() as engine:

@@ -124,7 +124,7 @@ def test_calls_of_a_node_wait_as_long_as_its_engine_is_slow() -> None:
     assert (status.limit_s(30.0), status.info().pace_s) == (40.0, 8.0)
 
 
-async def test_the_cpu_engine_tells_its_layers_and_its_slowest_step(tmp_path: Path) -> None:
+async def test_the_cpu_engine_reports_its_layers_and_its_slowest_step(tmp_path: Path) -> None:
     async with serving(write_policy(tmp_path)) as client:
         before = (await (await client.get("/v1/loads")).json())["loads"][0]
         await post(client, "/generate", input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 3, "ignore_eos": True})

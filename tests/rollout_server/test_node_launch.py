@@ -328,7 +328,7 @@ def _gone(pids: list[int], within_s: float = 5.0) -> bool:
     return True
 
 
-def test_a_node_that_dies_takes_the_whole_tree_with_it(tmp_path: Path) -> None:
+def test_the_process_tree_of_a_node_ends_with_it(tmp_path: Path) -> None:
     with _guarded(*_forking(tmp_path, 1000)) as process:
         assert process.stdout is not None and process.stdout.readline()
         tree = _tree(process.pid, 2)
@@ -337,7 +337,7 @@ def test_a_node_that_dies_takes_the_whole_tree_with_it(tmp_path: Path) -> None:
         assert process.wait(10) == 128 + signal.SIGKILL and _gone(tree)
 
 
-def test_a_stopped_guard_wakes_up_when_its_node_dies(tmp_path: Path) -> None:
+def test_a_suspended_guard_is_resumed_when_its_node_ends(tmp_path: Path) -> None:
     inner = [sys.executable, "-I", "-S", guard.__file__, *_forking(tmp_path, 1000)]
     text = f"import subprocess, time; p = subprocess.Popen({inner!r}, stdin=subprocess.PIPE); time.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", text]) as node:

@@ -55,7 +55,7 @@ async def waits(world: Any, state: NodeState, version: PolicyVersion) -> None:
     await eventually(true, f"{state} at {version.label}, and it waits for a broadcast")
 
 
-async def test_it_keeps_its_version_says_why_and_joins_the_view_of_the_announced_one(
+async def test_a_follower_keeps_its_version_reports_why_and_joins_the_view_of_the_announced_one(
     world: Any, tmp_path: Path
 ) -> None:
     async with ring(world, tmp_path, facts=SGLANG) as (engine, learner):
@@ -76,9 +76,7 @@ async def test_it_keeps_its_version_says_why_and_joins_the_view_of_the_announced
         assert not world.registered("e").detail and DISK not in engine.calls
 
 
-async def test_versions_that_follow_each_other_faster_than_it_tries_again_do_not_keep_it_out(
-    world: Any, tmp_path: Path
-) -> None:
+async def test_an_engine_joins_although_versions_follow_faster_than_its_retries(world: Any, tmp_path: Path) -> None:
     steps = itertools.count(2)
 
     def waits_for_one() -> bool:

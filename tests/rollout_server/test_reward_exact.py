@@ -99,7 +99,9 @@ async def test_exact_match_takes_the_best_gold_answer(answer: str | None, golds:
         ("\\boxed{Parish}", ("Paris",), 0.0),
     ],
 )
-async def test_cover_match_wants_whole_words_in_order(answer: str | None, golds: tuple[str, ...], score: float) -> None:
+async def test_cover_match_requires_whole_words_in_order(
+    answer: str | None, golds: tuple[str, ...], score: float
+) -> None:
     assert await CoverMatch()(outcome(answer, *golds)) == score
 
 

@@ -86,7 +86,7 @@ def expected(session: str, turns: int) -> list[int]:
 
 
 @pytest.mark.fault(5)
-async def test_a_turn_that_dies_with_its_engine_is_sampled_again_and_no_token_is_lost_or_doubled() -> None:
+async def test_a_turn_whose_engine_crashes_is_sampled_again_and_no_token_is_lost_or_duplicated() -> None:
     table = Table()
     async with (
         FakeServer(version="1.5", latency_s=0.05) as a,

@@ -123,7 +123,7 @@ async def test_it_reports_itself(world, model: Path, tokens) -> None:
 
 
 @pytest.mark.fault(5)
-async def test_an_engine_that_dies_under_load_costs_turns_and_no_group(world, model: Path, tokens) -> None:
+async def test_an_engine_crash_under_load_loses_turns_and_no_group(world, model: Path, tokens) -> None:
     world.target(V5)
     async with (
         rollout_process.talker(tokens, turns=3, pace_s=0.1) as a,

@@ -108,7 +108,7 @@ def test_an_aborted_request_is_no_completion_but_its_tokens_are_kept(status, cau
     assert received.ids == [5, 6, 7] and received.spans() == ((PolicyVersion(3, 7), 0, 3),)
 
 
-def test_the_short_answer_to_a_request_that_was_aborted_in_the_queue_takes_nothing_away() -> None:
+def test_a_short_answer_to_a_request_aborted_in_the_queue_removes_no_tokens() -> None:
     received = ReceivedTokens("e", 8, label="3.7")
     received.take(reply(meta={"finish_reason": None, "completion_tokens": 3}))
     with pytest.raises(EngineError, match="aborted"):

@@ -65,7 +65,7 @@ async def test_an_engine_that_is_silent_during_and_after_a_standstill_is_found()
             assert router.counts["engine_stalled"] == 1 and time.monotonic() - began < 15
 
 
-async def test_a_control_call_and_a_connection_may_take_longer_than_their_limit_if_this_process_slept() -> None:
+async def test_time_limits_of_control_calls_and_connections_exclude_a_suspension_of_the_process() -> None:
     engine = FakeServer(version="1.6")
     with elsewhere(engine):
         async with bounded_session(connect_s=0.5) as session:
@@ -102,7 +102,7 @@ class SlowToAnswer(FakeServer):
         return await super()._generates(request)
 
 
-async def test_a_node_that_slept_during_a_probe_does_not_restart_its_engine(
+async def test_a_node_suspended_during_a_probe_does_not_restart_its_engine(
     world: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = SlowToAnswer(version="1.0")

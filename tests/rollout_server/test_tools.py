@@ -437,8 +437,8 @@ async def test_a_call_is_as_well_formed_as_a_search(policy: str, formed: bool) -
 
 def test_the_page_on_tools_shows_settings_that_work_and_forgets_no_tool() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
-    (fragment,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    shown = section(yaml.safe_load(fragment), "rollout", RolloutSettings).episode.tools
+    fragments = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    shown = [tool for part in fragments for tool in section(part, "rollout", RolloutSettings).episode.tools]
     members = {member.model_fields["type"].default for member in get_args(get_args(ToolSettings)[0])}
     assert {tool.type for tool in shown} == members
     assert all(f"| `{name}` |" in page for name in members)

@@ -133,7 +133,9 @@ async def _rollout(settings: RolloutSettings) -> AsyncIterator[str]:
     for route in built.router.routes():
         if route.method != "HEAD" and route.resource is not None:
             app.router.add_route(route.method, route.resource.canonical, answer)
-    async with listening(app, settings.host, 0, access=access, setting="rollout.host", todo="") as listener:
+    async with listening(
+        app, settings.host or "127.0.0.1", 0, access=access, setting="rollout.host", todo=""
+    ) as listener:
         yield f"http://127.0.0.1:{listener.port}"
 
 

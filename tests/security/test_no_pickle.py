@@ -40,7 +40,7 @@ ALLOWED = {
         "exec",
     ): "the policy's program, in a sandbox without network and files of the host",
     ("rollout_server/tools/sandbox/program.py", "compile"): "the same",
-    ("rollout_server/rewards/custom.py", "importlib.import_module"): "a reward that a person names in the settings",
+    ("rollout_server/user_function.py", "importlib.import_module"): "a reward or agent that a person names in settings",
     (
         "learner/observability/trackers/base.py",
         "importlib.import_module",
@@ -50,11 +50,9 @@ ALLOWED = {
         "tarfile",
     ): "regular files of a known download are copied; no path of the archive is used",
     ("foray/data/unpack.py", "zipfile"): "the same",
-    ("foray/demo/lm/model.py", "zipfile"): "one named file of a package, whose checksum is then verified",
     ("deploy/doctor/model.py", "trust_remote_code"): "the doctor looks for the flag, and warns",
     ("foray/__init__.py", "importlib.import_module"): "public names, from a constant table",
     ("foray/cli.py", "importlib.import_module"): "a verb's module, from a constant table",
-    ("foray/commands/bench.py", "importlib.import_module"): "the benchmarks, which a wheel does not hold: a constant",
 }
 
 

@@ -107,7 +107,7 @@ class Turns(Process):
 
 
 @pytest.mark.fault(59)
-def test_an_engine_that_is_unreachable_for_hours_costs_no_turn_while_another_one_is_healthy() -> None:
+def test_an_engine_unreachable_for_hours_fails_no_turn_while_another_is_healthy() -> None:
     clock = Clock(1)
     clock.most_moves = 10**6
     for module in (install.TIME, install.THREADING, install.RANDOM):

@@ -20,6 +20,9 @@ FOLDER_MIN, FOLDER_MAX = 3, 17
 SMALL = 60
 """A module with fewer lines and one importer beside it belongs into that importer."""
 
+QUOTES = r"\w*(\"\"\"|''')"
+"""Start of a text of several lines."""
+
 
 @dataclass(frozen=True)
 class Module:
@@ -177,6 +180,71 @@ def long_functions(modules: Modules) -> list[str]:
     functions = ((m, node) for m in modules.values() for node in _functions(m.tree))
     sizes = ((m, node, (node.end_lineno or 0) - node.lineno + 1) for m, node in functions)
     return [f"{m.path}:{node.name}: {lines} lines" for m, node, lines in sizes if lines > FUNCTION_CAP]
+
+
+def code_lines(module: Module) -> int:
+    """Return the number of lines that are neither blank, comment nor docstring; all lines of a longer text count."""
+    lines = module.text.splitlines()
+    code = {number for number, line in enumerate(lines, 1) if (rest := line.strip()) and rest[0] != "#"}
+    docstrings: set[int] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and re.match(
+            QUOTES, lines[node.lineno - 1][node.col_offset :]
+        ):
+            code.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(code - docstrings)
+
+
+def longest_function(modules: Modules) -> int:
+    return max((node.end_lineno or 0) - node.lineno + 1 for m in modules.values() for node in _functions(m.tree))
+
+
+def own_knobs(modules: Modules) -> int:
+    """Return the number of settings that a user can choose: fields of the subclasses of `Settings`, without `type`,
+    groups of settings, and fields that repeat one of a parent."""
+    classes: defaultdict[str, list[ast.ClassDef]] = defaultdict(list)
+    for node in (node for m in modules.values() for node in m.tree.body if isinstance(node, ast.ClassDef)):
+        classes[node.name].append(node)
+
+    def above(node: ast.ClassDef) -> list[ast.ClassDef]:
+        bases = [each for base in node.bases if isinstance(base, ast.Name) for each in classes.get(base.id, ())]
+        return [*bases, *(far for base in bases for far in above(base))]
+
+    def fields(node: ast.ClassDef) -> dict[str, str]:
+        body = (each for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name))
+        named = {ast.unparse(each.target): ast.unparse(each.annotation) for each in body}
+        return {name: kind for name, kind in named.items() if name[0] != "_" and not kind.startswith("ClassVar")}
+
+    every = [node for nodes in list(classes.values()) for node in nodes]
+    settings = [node for node in every if any(far.name == "Settings" for far in above(node))]
+    groups = {node.name for node in settings}
+    return sum(
+        name != "type" and kind not in groups and not any(name in fields(far) for far in above(node))
+        for node in settings
+        for name, kind in fields(node).items()
+    )
+
+
+def arrows_up(modules: Modules, layers: Iterable[str], package: str = "") -> list[str]:
+    """Return the imports from a layer to one above it. layers: the highest first; `a | b` and `a : b` are one layer."""
+    inside = f"{package}." if package else ""
+    rank = {f"{inside}{name.strip()}": place for place, row in enumerate(layers) for name in re.split(r"[|:]", row)}
+
+    def place(name: str) -> int | None:
+        return rank.get(".".join(name.split(".")[: inside.count(".") + 1]))
+
+    pairs = ((a, b) for a, others in import_graph(modules).items() for b in others)
+    return [f"{a} -> {b}" for a, b in pairs if (x := place(a)) is not None and (y := place(b)) is not None and y < x]
+
+
+def mutual_folders(modules: Modules, package: str) -> list[str]:
+    """Return the pairs of folders of `package` that import each other, its own modules left out."""
+    graph = import_graph({name: m for name, m in modules.items() if name.startswith(f"{package}.")})
+    rooms = {name: modules[name].path.parts[1] for name in graph if len(modules[name].path.parts) > 2}
+    arrows = {(rooms[a], rooms[b]) for a in rooms for b in graph[a] if b in rooms and rooms[a] != rooms[b]}
+    return sorted(f"{package}: {a} <-> {b}" for a, b in arrows if a < b and (b, a) in arrows)
 
 
 def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -87,7 +87,7 @@ def test_an_exported_trajectory_opens_as_text(hostile: str, tab: NewTab, tmp_pat
     inert(shown.page)
 
 
-def test_the_page_asks_for_the_token_and_forgets_it_with_the_tab(tab: NewTab, tmp_path: Path) -> None:
+def test_the_page_asks_for_the_token_and_keeps_it_for_the_tab_only(tab: NewTab, tmp_path: Path) -> None:
     token = secrets.token_urlsafe(32)
     with dashboard(write_run(tmp_path / "run"), FORAY_VIEWER_TOKEN=token) as url:
         shown = tab()

@@ -77,7 +77,7 @@ def _frames(found: Located, interval: float) -> Iterator[Frame]:
 
 def _line(found: Located, snapshot: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float]) -> str:
     from foray.watch.status import to_json
-    from foray.watch.top import wait_shares
+    from learner.delivery.autoscale import wait_shares
 
     waits: dict[str, dict[str, float]] = {}
     for (process, cause), share in wait_shares(snapshot, before).items():

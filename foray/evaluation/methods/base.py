@@ -1,4 +1,4 @@
-"""The interface of methods, and what an episode of one may do: generate and search. Everything is recorded."""
+"""The interface of methods, and what a method may do in an episode: generate and search. Everything is recorded."""
 
 from __future__ import annotations
 

@@ -20,7 +20,14 @@ from learner.algorithms.advantages.group import (
     rloo_advantages,
 )
 from learner.algorithms.advantages.outcomes import Outcomes, informative, overlong
-from learner.algorithms.advantages.turns import Turns, normalized_turns, turn_advantages, turn_of_tokens, turn_returns
+from learner.algorithms.advantages.turns import (
+    Turns,
+    calibrated_turns,
+    normalized_turns,
+    turn_advantages,
+    turn_of_tokens,
+    turn_returns,
+)
 from learner.algorithms.advantages.whitening import RunningMoments, whiten
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "RunningMoments",
     "Spread",
     "Turns",
+    "calibrated_turns",
     "discounted_returns",
     "dr_grpo_advantages",
     "gae",

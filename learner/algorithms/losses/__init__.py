@@ -32,7 +32,7 @@ from learner.algorithms.losses.policy import (
 )
 from learner.algorithms.losses.second_moment import second_moment_bound
 from learner.algorithms.losses.segments import segment_count, segment_max, segment_mean, segment_sum
-from learner.algorithms.losses.trust_region import Divergence, dppo, moved_too_far
+from learner.algorithms.losses.trust_region import Divergence, dppo, moved_too_far, preserve
 from learner.algorithms.losses.value import ValueLoss, VarianceSums, explained_variance, value_loss, variance_sums
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "normalised",
     "opsm",
     "plain",
+    "preserve",
     "proximal_interpolated",
     "reinforce",
     "sapo",

@@ -1,7 +1,8 @@
 """Sums, means and maxima over the trained tokens of each trajectory, broadcast to those tokens (pure torch).
 
-A micro-batch holds whole trajectories, so these need nothing from other micro-batches or ranks. The numbers of
-trajectories may be any integers. The gradient is that of the sum or mean; where `mask` is False the result is 0.
+A trajectory of several training sequences counts here as several trajectories. A micro-batch holds whole sequences,
+so these need nothing from other micro-batches or ranks. The numbers of trajectories may be any integers. The gradient
+is that of the sum or mean; where `mask` is False the result is 0.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Trust regions in probabilities instead of ratios (pure torch): a clip on ratios constrains rare tokens, whose
-probability hardly moves, and lets likely ones move far.
+probability hardly moves, and lets likely ones move far. And a one-sided region: what is good must not become unlikely.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 
 from learner.algorithms.kl import cut, log_ratio
 from learner.algorithms.losses.policy import Surrogate
+from learner.algorithms.losses.segments import segment_mean
 
 Divergence = Literal["tv", "kl"]
 _TINY = 1e-8
@@ -69,3 +70,28 @@ def dppo(
     capped = inside & (fixed.exp() > cap)
     loss = -gain * fixed.exp().clamp(max=cap) * (gap - fixed).exp()
     return Surrogate(torch.where(inside, loss, 0.0), cut(fixed.exp(), mask), below | above, below, above, capped)
+
+
+def preserve(
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    unit: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    threshold: float = 0.0,
+    positive_only: bool = True,
+) -> torch.Tensor:
+    """Return max(0, d) per token, with d = log(old / policy), in units that have become less likely; 0 elsewhere.
+
+    unit [N] int64 is the number of each token's token, turn or trajectory. Only tokens with A > 0 count (A >= 0 unless
+    `positive_only`); a unit has become less likely if the mean of d over them exceeds `threshold`. Gradient:
+    -grad log policy of each fallen token of such a unit. LLDS (arXiv 2512.04220) with threshold 0, where the sum of d
+    decides; the search agents' SAPO (arXiv 2603.10069) with units of one token and threshold -log(tau), tau <= 1. d is
+    clamped to +-20 (no gradient beyond).
+    """
+    fallen = -log_ratio(logprobs, old.detach(), mask)
+    gain = cut(advantages.detach(), mask)
+    counted = mask & ((gain > 0) if positive_only else (gain >= 0))
+    active = counted & (segment_mean(fallen.detach(), unit, counted) > threshold) & (fallen.detach() > 0)
+    return torch.where(active, fallen, 0.0)

@@ -54,7 +54,7 @@ async def test_the_other_dialect_and_a_memory_are_settings(retriever: FakeRetrie
 
 
 @pytest.mark.parametrize("dialect", ["search_r1", "flashrag"])
-async def test_a_lone_surrogate_in_an_answer_is_replaced_and_blames_nobody(
+async def test_a_lone_surrogate_in_an_answer_is_replaced_without_a_failure(
     retriever: FakeRetriever, dialect: Dialect
 ) -> None:
     hit = {"id": "p\ud83d", "contents": '"T"\nbefore \ud83d after'}

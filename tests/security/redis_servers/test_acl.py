@@ -292,7 +292,7 @@ async def test_a_rollout_user_cannot_stop_publishing_by_a_statistic(
     assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.1)] == [1]
 
 
-async def test_a_rollout_user_that_uses_up_the_ids_stops_the_run_with_words_and_loses_nothing(
+async def test_a_rollout_user_that_exhausts_the_stream_ids_stops_the_run_with_an_error_and_loses_nothing(
     urls: dict[str, str], users: dict[str, redis.Redis], source: StreamConsumer
 ) -> None:
     client, stats = RedisClient(urls["rollout"], KEYS), Stats("rollout", "r")
@@ -376,6 +376,10 @@ def test_a_node_cannot_write_what_engines_must_load_or_publish_trajectories(user
         ("SADD", KEYS.drain, "another"),
     ):
         refused(users["node"], *command)
+    operator = users["operator"]
+    assert operator.hset(KEYS.scale, "engines", "2") == 1 and users["viewer"].hget(KEYS.scale, "engines") == b"2"
+    assert operator.hdel(KEYS.scale, "engines") == 1
+    refused(users["viewer"], "HSET", KEYS.scale, "engines", "3")
     assert users["operator"].sadd(KEYS.drain, "e") == 1 and users["node"].srem(KEYS.drain, "e") == 1
 
 

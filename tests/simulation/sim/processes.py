@@ -14,6 +14,7 @@ from learner.config.learner import LearnerSettings
 from protocol.errors import Fenced, ForayError, UserError
 from protocol.keys import Keys
 from protocol.messages import Task, TrajectoryGroup
+from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.aio import BLOCK_MS, RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
@@ -21,7 +22,7 @@ from rollout_server.dispatch.fleet import Fleet
 from rollout_server.dispatch.leases import LeasePool
 from rollout_server.dispatch.publisher import GroupPublisher
 from rollout_server.dispatch.runner import TaskRunner
-from rollout_server.metrics import Stats
+from rollout_server.metrics import Stats, publish_metrics
 from rollout_server.rollout.group import GroupRejected
 
 URL = "redis://127.0.0.1:1/0"
@@ -77,10 +78,13 @@ Roll = Callable[[Task, Fleet], Any]
 
 
 class Rollouts(Process):
-    """One life of a rollout server, on its own event loop."""
+    """One life of a rollout server, on its own event loop. reports: whether it publishes its metrics."""
+
+    concurrency, reports = 4, False
 
     def __init__(self, clock: Clock, name: str, run: RunSettings, roll: Roll, idle_ms: int, **clocks: float) -> None:
         super().__init__(name, **clocks)
+        self.stats: Stats | None = None
         self.clock, self.loop = clock, VirtualLoop(clock, self)
         self._run, self._roll, self._idle_ms = run, roll, idle_ms
         self._asked = asyncio.Event()
@@ -100,7 +104,8 @@ class Rollouts(Process):
         self._asked.set()
 
     async def _live(self) -> None:
-        stats = Stats("rollout", self.name)
+        stats = self.stats = Stats("rollout", self.name)
+        stats.waits = WaitTimer(lambda: self.clock.now + self.monotonic)  # the default is the real clock
         redis = RedisClient(URL, Keys(self._run.id))
         consumer = f"{self.name}-{self.clock.rng.getrandbits(24):x}"
         fleet, sink = Fleet(redis, stats.waits, poll_s=2.0), GroupPublisher(redis, stats, consumer=consumer)
@@ -109,7 +114,7 @@ class Rollouts(Process):
             sink,
             stats,
             consumer=consumer,
-            concurrency=4,
+            concurrency=self.concurrency,
             idle_ms=self._idle_ms,
             backpressure=lambda: "engine" if fleet.table.target is None or sink.spool_full else "",
         )
@@ -121,6 +126,7 @@ class Rollouts(Process):
         work = TaskRunner(tasks, roll, sink, fleet, stats, max_lag=self._run.max_lag, max_attempts=3)
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(fleet.follow()), group.create_task(tasks.renew_loop())]
+            loops += [group.create_task(publish_metrics(redis, stats))] if self.reports else []
             leasing = group.create_task(tasks.lease_loop(group, work))
             await self._asked.wait()
             tasks.stop()

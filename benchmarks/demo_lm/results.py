@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foray.demo.lm.phases import read_phases
+from benchmarks.demo_lm.phases import read_phases
 from foray.evaluation.statistics import Estimate, interval, paired_test
 from foray.evaluation.store import Row, is_result, read_rows
 from foray.evaluation.summary import is_valid

