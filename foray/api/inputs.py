@@ -33,6 +33,7 @@ def write_dataset(dataset: str | Path | Iterable[Example], inputs: Path) -> tupl
     examples = [_line(number, example) for number, example in enumerate(dataset)]
     if not examples:
         raise UserError("the dataset is empty", todo="give a file of questions, or (question, answer) pairs")
+    inputs.mkdir(parents=True, exist_ok=True)
     raw, path = inputs / "examples.jsonl", inputs / "questions.jsonl"
     raw.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in examples), encoding="utf-8")
     write_questions(path, load_questions(raw).questions)  # read as any file: the same checks and formats
