@@ -55,11 +55,10 @@ class Run:
     @property
     def state(self) -> str:
         """Return "starting", "running", "stopping", "done", "stopped" or "failed"."""
-        if self._process is not None and self._process.poll() is None and not is_held(self.directory):
-            return "starting"
+        ours, alive = self._process is not None, self._process is not None and self._process.poll() is None
         state = read_record(self.directory).get("state")
-        if state is None:
-            return "failed" if self._process is not None else "starting"
+        if state is None or (alive and not is_held(self.directory)):  # a record is of this start, or of one before
+            return "failed" if ours and not alive else "starting"
         return str(state)
 
     def status(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ def test_notebooks_are_small_and_name_no_machine() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     lines = ["import matplotlib", "matplotlib.use('Agg')", *code_of(path)]

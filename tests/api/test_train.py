@@ -16,7 +16,7 @@ from foray.api.run import Run, RunFailed
 from foray.api.train import train_grpo
 from rollout_server.rewards.base import RewardInput
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BOOKS = {"Emma": "Jane Austen", "Dracula": "Bram Stoker", "Ulysses": "James Joyce", "Walden": "Henry Thoreau"}
 SHORT = ("rollout.episode.max_new_tokens=24", "rollout.episode.max_turns=2", "run.group_size=2")
 
