@@ -176,6 +176,11 @@ class Run:
         return started or is_held(self.directory)
 
     def _close(self) -> None:
+        """Let go of what belongs to a run that has ended. Idempotent."""
+        if self._process is not None:
+            self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
         if self._server is not None:
             self._server.close()
 

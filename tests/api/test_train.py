@@ -102,9 +102,11 @@ def test_a_notebook_that_is_killed_ends_its_run_or_leaves_it(
     notebook = subprocess.Popen(
         [sys.executable, "-c", script, str(model), str(where)], stdout=subprocess.PIPE, text=True, cwd=tmp_path
     )
-    assert notebook.stdout is not None and notebook.stdout.readline() == "trains\n"
-    notebook.kill()
-    notebook.wait()
+    assert notebook.stdout is not None
+    with notebook.stdout as said:
+        assert said.readline() == "trains\n"
+        notebook.kill()
+        notebook.wait()
     run = Run(where)
     if not detach:
         with pytest.raises(RunFailed, match="is stopped"):
