@@ -168,15 +168,15 @@ class LocalBackend:
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> Sequence[Child]:
         """Start the processes of one group."""
-        place = meeting(LOOPBACK, free_port()) if len(specs) > 1 else {}
+        place = rendezvous(LOOPBACK, free_port()) if len(specs) > 1 else {}
         return [ManagedProcess(replace(spec, env=spec.env | place)) for spec in specs]
 
     def close(self) -> None:
         """Return: no place is held."""
 
 
-def meeting(host: str, port: int) -> dict[str, str]:
-    """Return the variables for the place where the ranks of a group meet: on the host of the first."""
+def rendezvous(host: str, port: int) -> dict[str, str]:
+    """Return torch's variables for the rendezvous of a group's ranks, which is on the host of the first."""
     return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
 

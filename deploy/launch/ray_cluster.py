@@ -29,7 +29,7 @@ from deploy.hardware.assign import Placement, needs
 from deploy.hardware.gpus import built_for_cuda
 from deploy.hardware.run import built_index
 from deploy.launch.plan import ProcessSpec
-from deploy.launch.process import TAIL_LINES, Child, ManagedProcess, log_tail, meeting
+from deploy.launch.process import TAIL_LINES, Child, ManagedProcess, log_tail, rendezvous
 from deploy.run.addresses import REDIS_URL_FILE
 from deploy.run.run_dir import LOCK
 from deploy.secrets.env import SECRET_VARIABLES
@@ -68,10 +68,10 @@ class ProcessActor:
         self._shared = held.is_file() and held.read_text() == driver
         self._start = spec.log.stat().st_size if spec.log.exists() else 0
 
-    def meet(self) -> dict[str, str]:
-        """Return the variables for the place where ranks meet, on this host."""
+    def rendezvous(self) -> dict[str, str]:
+        """Return the variables of a rendezvous on this host."""
         host = ray.util.get_node_ip_address()
-        return meeting(host, free_port(host))
+        return rendezvous(host, free_port(host))
 
     def run(self, place: Mapping[str, str]) -> tuple[int, ActorState]:
         """Start the process unless an earlier call has, and return its exit code and what was not yet read."""
@@ -226,7 +226,7 @@ class RayBackend:
     def spawn(self, specs: Sequence[ProcessSpec]) -> Sequence[Child]:
         """Start an actor for each process of the group; it waits for room if its host was lost."""
         actors = [self._actor(spec) for spec in specs]
-        place = actors[0].meet.remote() if len(specs) > 1 else {}
+        place = actors[0].rendezvous.remote() if len(specs) > 1 else {}
         return [RayChild(spec, actor, place) for spec, actor in zip(specs, actors, strict=True)]
 
     def close(self) -> None:

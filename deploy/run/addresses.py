@@ -30,7 +30,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the run's Redis is: all other processes register there, each at a port of its own host.
+    """Address of the run's Redis. All other processes choose a port on their host and register it there.
 
     redis_url  the configured Redis, or the one that the launcher starts
     server     program of the Redis that the launcher starts, None for a configured one

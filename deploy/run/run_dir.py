@@ -206,7 +206,7 @@ class Located:
 
     def urls(self, seen: RunSnapshot, process: str) -> list[str]:
         """Return the registered addresses of a kind of process, to which this process may send its tokens; [] if it
-        has some and the Redis is not `is_own`: whoever wrote the files could receive them.
+        has some and the Redis is not `is_own`: otherwise the author of the files could receive the tokens.
         """
         return seen.urls(process) if self.is_own or read_access(os.environ).open else []
 

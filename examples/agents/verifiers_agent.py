@@ -1,6 +1,6 @@
 """A taskset of verifiers as an agent: it asks, offers its tools and scores; Foray's policy plays.
 
-    pip install verifiers uv            # in an environment of its own, with your taskset; here: /opt/vf
+    pip install verifiers uv            # in a separate environment, with your taskset; here: /opt/vf
 
     rollout:
       agent:

@@ -22,7 +22,7 @@ class IndexSearcher:
     corpus     file of passages, one JSON object a line with `id` and `contents`, or any format of docs/retrieval.md
     topk       number of passages that `search` returns by default
 
-    A run that is given a Searcher starts a retriever of its own on the same index.
+    A run that is given a Searcher starts a separate retriever on the same index.
     """
 
     def __init__(self, index_dir: str | Path = "", *, corpus: str | Path = "", topk: int = 3) -> None:

@@ -1,4 +1,4 @@
-"""`foray.train_grpo`: a run from Python objects, as processes of their own."""
+"""`foray.train_grpo`: start a run, as separate processes, from Python objects."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A template renders one call and two; the text around their names and arguments is the format. This covers JSON between
 marks (Hermes, Qwen, Granite: `<tool_call>`; Mistral: `[TOOL_CALLS]`; DeepSeek), JSON alone (Llama), and an element for
-each argument (Qwen3.5, GLM, MiniMax: `<parameter=k>`). gpt-oss' channels have a parser of their own.
+each argument (Qwen3.5, GLM, MiniMax: `<parameter=k>`). The channels of gpt-oss have a separate parser.
 """
 
 from __future__ import annotations

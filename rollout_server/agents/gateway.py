@@ -1,4 +1,4 @@
-"""The gateway: an OpenAI-compatible endpoint for agents, on a port of its own.
+"""The gateway: an OpenAI-compatible endpoint for agents, on a separate port.
 
     POST /v1/chat/completions   the policy, as chat completions
     POST /v1/responses          the same, as the Responses API

@@ -20,7 +20,7 @@ IGNORED = frozenset(
         *("repetition_penalty", "tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning", "truncation"),
     )
 )
-"""Parameters with a counter of their own when they are ignored: sampling is the run's. Others are counted together."""
+"""Ignored parameters that are counted by name: sampling is the run's. Other ignored ones are counted together."""
 _FREE: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "response_format": ({"type": "text"},),

@@ -80,3 +80,16 @@ def ray_nodes(python: Path, folder: Path) -> Iterator[RayNodes]:
         yield cluster
     finally:
         cluster.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def parent(pid: int) -> int:
+    """Return the process id of its parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

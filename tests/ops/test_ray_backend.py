@@ -11,21 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.ops.ray_nodes import ray_nodes
+from tests.ops.ray_nodes import is_alive, parent, ray_nodes
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ops, pytest.mark.slow, pytest.mark.timeout(1500)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_actors_ranks_and_nodes_come_back_and_nothing_outlives_the_driver(tmp_path: Path) -> None:

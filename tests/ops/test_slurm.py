@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +19,8 @@ import pytest
 from deploy.launch.slurm import TEMPLATE
 from deploy.run.run_dir import locate
 from deploy.run.snapshot import RunSnapshot, take_snapshot
-from learner.checkpoint.checkpoint import Checkpoints
-from learner.checkpoint.journal import read_journal
-from protocol.ledger import Ledger
 from protocol.messages import NodeState
+from tests.ops.accounting import require_balanced
 from tests.ops.slurm_cluster import Cluster, slurm
 from tests.support.waiting import wait_until
 
@@ -123,17 +120,6 @@ def test_the_ring_trains_while_engines_nodes_and_the_core_come_and_go(run: Run) 
     assert run.ready() == ["engine-1", "engine-2"], "engines stayed and found the new Redis by its file"
     wait(lambda: run.steps() >= STEPS, "the last step", 600)
     wait(lambda: not run.cluster.queue(), "the core ends the engines")
-    balanced(run.directory)
-
-
-def balanced(directory: Path) -> None:
-    """Every issued seq has one outcome, and each trained group was trained once."""
-    checkpoint = Checkpoints(directory / "checkpoints", 2).load()
-    assert checkpoint is not None and checkpoint.facts["step"] == STEPS
-    ledger = Ledger.from_state(checkpoint.facts["ledger"])
-    counts = {str(outcome): number for outcome, number in ledger.counts.items()}
-    assert counts["trained"] == STEPS * GROUPS and not ledger.above and ledger.watermark == sum(counts.values())
-    times = Counter(e.group.seq for e in read_journal(directory / "journal", lineage=checkpoint.lineage))
-    assert max(times.values()) == 1 and len(times) == STEPS * GROUPS, "0 twice, 0 missing"
-    assert len(checkpoint.lineage) >= 2, "the core has started twice"
-    print(counts, checkpoint.lineage)
+    counts, starts = require_balanced(run.directory, STEPS, GROUPS)
+    assert starts >= 2, "the core has started twice"
+    print(counts)

@@ -54,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
             "normalize_batch": True,
             "rejection": {"measure": "k3", "level": "mean", "high": 0.1, "second_moment": 0.008},
             "drift_coefficient": 0.1,
+            "minibatches": 2,
+            "preserve": {"coefficient": 0.2, "gate": "trajectory"},
         },
     },
     "lora, stage 2": {"model": {"lora": {"rank": 4}}, "engine": {"zero_stage": 2}},
