@@ -146,8 +146,8 @@ class TrainingLoop:
         """Build the next batch in the background while this one trains, if its groups are there.
 
         It is built for the conditions of the step that trains it. If conditions or groups differ by then (a skipped
-        step, a new epoch, groups dropped as stale), it is not used. After a crash with one of these `entries` or the next ones,
-        each batch is built within its own step, so that the next crash shows which batch it is.
+        step, a new epoch, groups dropped as stale), it is not used. After a crash with one of these `entries` or the
+        next ones, each batch is built within its own step, so that the next crash shows which batch it is.
         """
         ctx = self.ctx
         if ctx.settings.replay_mix.share:  # this step's groups may be mixed into the next batch

@@ -1,9 +1,9 @@
 """What an agent's calls have recorded: sequences of tokens, and which of them a call continues.
 
 A call continues the longest sequence whose messages are a prefix of the call's, with the same tools, if no message
-after the prefix is the assistant's. Then only the tokens of the new messages are added: what the policy sampled is taken from
-the record and never tokenised again. Any other call begins a new sequence with a whole prompt. Each sampled token is in
-one sequence, so it is trained once, whatever the agent does with its history.
+after the prefix is the assistant's. Then only the tokens of the new messages are added: what the policy sampled is
+taken from the record and never tokenised again. Any other call begins a new sequence with a whole prompt. Each sampled
+token is in one sequence, so it is trained once, whatever the agent does with its history.
 
 Nothing is recorded before a turn is complete, so a call that fails leaves no trace and may be repeated.
 """
