@@ -8,7 +8,7 @@ from dataclasses import replace
 from deploy.config import RunConfig
 from deploy.hardware.assign import NO_GPUS, Placement
 from deploy.launch.plan import ProcessSpec
-from deploy.launch.process import Child, ManagedProcess, meeting
+from deploy.launch.process import Child, ManagedProcess, rendezvous
 from protocol.runtime.net import free_port
 
 FIRST, SECOND = "127.0.0.11", "127.0.0.12"
@@ -31,7 +31,7 @@ class TwoHosts:
     def spawn(self, specs: Sequence[ProcessSpec]) -> Sequence[Child]:
         """Start the processes of a group."""
         there = [self.alive[number % len(self.alive)] for number in range(len(specs))]
-        place = meeting(there[0], free_port()) if len(specs) > 1 else {}
+        place = rendezvous(there[0], free_port()) if len(specs) > 1 else {}
         given = [replace(spec, env=spec.env | place) for spec in specs]
         children = [ManagedProcess(spec, host) for spec, host in zip(given, there, strict=True)]
         self.started += children
