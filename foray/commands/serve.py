@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ from deploy.terminal import at_least
 from protocol.errors import UserError
 from protocol.runtime.lifecycle import terminate_at_end_of_stdin
 from protocol.runtime.progress import Progress, Say
+from protocol.settings import REDIS_URL_VARIABLE
 
 if TYPE_CHECKING:
     from foray.evaluation.targets import Served, ServingOptions, Target
@@ -92,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with serving(target, Needs(policy=False, methods=False, search=searches), options, directory, say) as served:
             chosen = _options(args, target, served, token, origins)
+            say.every_s = math.inf  # it serves until it is ended: nothing to wait for
             _serve(served, chosen, made, args.json)
     except RunStopped as stopped:
         return 130 if stopped.number == signal.SIGINT else 0
@@ -155,7 +158,9 @@ def _serve(served: Served, options: ChatOptions, made: bool, as_json: bool) -> N
 
     if served.run is None or served.config is None:
         raise UserError(
-            "the configuration of this run is unknown", todo="give one of its checkpoints with --config FILE"
+            f"cannot use the engines of {options.policy}",
+            why="its configuration is unknown, or only the directory says where its Redis is, and engines get keys",
+            todo=f"export {REDIS_URL_VARIABLE} with the run's Redis, or serve one of its checkpoints",
         )
     server = ThreadedServer(serving_chat(served.run, served.config.rollout, options), "foray-serve")
     try:

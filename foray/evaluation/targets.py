@@ -248,7 +248,8 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
         config.run.model if config else None,
         config,
         search,
-        run=run.run.model_copy(update={"redis_url": run.redis_url}),
+        # engines and retrievers get keys: not those that a Redis names which the directory alone names
+        run=run.run.model_copy(update={"redis_url": run.redis_url}) if run.is_own else None,
     )
 
 
