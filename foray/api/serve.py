@@ -23,15 +23,22 @@ LOG, TAIL = "serve.log", 4000
 class PolicyServer:
     """A policy that answers OpenAI's clients until `close`, the end of a `with` block, or that of this process.
 
-    url     base URL for clients, ends with /v1
-    token   their API key
-    models  names: the first searches and answers, the second is the policy alone
+    url        base URL for clients, ends with /v1
+    token      their API key
+    models     names: the first searches and answers, the second is the policy alone
+    directory  its files and its log
     """
 
     def __init__(
-        self, url: str, token: str, models: Sequence[str], process: subprocess.Popen[str], search: CallableServer | None
+        self,
+        url: str,
+        token: str,
+        models: Sequence[str],
+        directory: Path,
+        process: subprocess.Popen[str],
+        search: CallableServer | None,
     ) -> None:
-        self.url, self.token, self.models = url, token, tuple(models)
+        self.url, self.token, self.models, self.directory = url, token, tuple(models), directory
         self._process, self._search = process, search
 
     def __repr__(self) -> str:
@@ -99,7 +106,7 @@ def serve(
         said = (directory / LOG).read_text(errors="replace").strip()
         raise ForayError(f"foray serve failed:\n{said[-TAIL:]}")
     told = json.loads(line)
-    return PolicyServer(told["url"], token, told["models"], process, search)
+    return PolicyServer(told["url"], token, told["models"], directory, process, search)
 
 
 def _stop(process: subprocess.Popen[str], search: CallableServer | None) -> None:
