@@ -111,7 +111,7 @@ def test_it_ends_with_the_program_that_started_it(warm_model: Path, tmp_path: Pa
         process.stdin.close()
         assert process.wait(120) == 0
     assert not is_held(tmp_path / "serve")
-    with pytest.raises(ForayError, match="(?s)foray serve failed.*max_context = 40 is too small"):
+    with pytest.raises(ForayError, match=r"(?s)foray serve failed.*max_context = 40 is too small"):
         foray.serve(warm_model, out=tmp_path, overrides=["rollout.episode.max_context=40"])
 
 
