@@ -14,7 +14,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -62,6 +62,7 @@ class ServeBench(BenchSettings):
         from benchmarks.learner.workload import write_model
         from rollout_server.agents.config import OwnAgentSettings
         from rollout_server.agents.native import build_renderer
+        from rollout_server.engine.client import STREAM_INTERVAL
         from tests.support.environments import make_environment
 
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
@@ -74,12 +75,21 @@ class ServeBench(BenchSettings):
             overrides = [f"rollout.episode={json.dumps(episode)}", "rollout.search.type=none"]
             with foray.serve(model, name="policy", out=directory / "serving", overrides=overrides) as server:
                 engine = foray.Run(server.directory / "serve").status()["engines"][0]["url"]
+                greedy = {"temperature": 0, "stream_options": {"include_usage": True}}
+
+                def chat(model: str, text: str, **limit: int) -> tuple[str, dict[str, Any], str]:
+                    body = {"model": model, "messages": [_user(text)], **greedy, **limit}
+                    return f"{server.url}/chat/completions", body, server.token
+
+                def bare(text: str) -> tuple[str, dict[str, Any]]:
+                    limits = {"max_new_tokens": self.new_tokens, "temperature": 0.0, "stream_interval": STREAM_INTERVAL}
+                    ids = renderer.begin([_user(text)], ())
+                    return f"{engine}/generate", {"input_ids": ids, "sampling_params": limits}
+
                 ways: dict[str, _Way] = {
-                    "engine": lambda session, text: _bare(
-                        *(session, engine, renderer.begin([_user(text)], ()), self.new_tokens)
-                    ),
-                    "alone": lambda session, text: _chat(session, server, server.models[1], text, self.new_tokens),
-                    "loop": lambda session, text: _chat(session, server, server.models[0], text, 0),
+                    "engine": bare,
+                    "alone": lambda text: chat(server.models[1], text, max_tokens=self.new_tokens),
+                    "loop": lambda text: chat(server.models[0], text),
                 }
                 rows = asyncio.run(_rounds(self, ways, say))
         rates = {way: row["tokens"] / row["seconds"] for way, row in rows.items()}
@@ -96,7 +106,8 @@ class ServeBench(BenchSettings):
         )
 
 
-_Way = Callable[["aiohttp.ClientSession", str], Any]
+_Way = Callable[[str], tuple[Any, ...]]
+"""Returns URL, body and token of a question."""
 
 
 def _user(text: str) -> dict[str, str]:
@@ -118,7 +129,7 @@ async def _rounds(settings: ServeBench, ways: dict[str, _Way], say: Say) -> dict
             shown = []
             for way in list(ways) if number % 2 else list(reversed(ways)):
                 began = time.monotonic()
-                answers = await asyncio.gather(*(ways[way](session, text) for text in texts))
+                answers = await asyncio.gather(*(_asked(session, *ways[way](text)) for text in texts))
                 seconds, tokens = time.monotonic() - began, sum(count for count, _ in answers)
                 shown.append(f"{way} {tokens / seconds:.0f}")
                 if number:
@@ -129,35 +140,14 @@ async def _rounds(settings: ServeBench, ways: dict[str, _Way], say: Say) -> dict
     return sums
 
 
-async def _bare(session: aiohttp.ClientSession, url: str, ids: Sequence[int], limit: int) -> tuple[int, float]:
-    """Return the number of tokens that the engine generated, and when the first came."""
-    from rollout_server.engine.client import STREAM_INTERVAL
-
-    sampling = {"max_new_tokens": limit, "temperature": 0.0, "stream_interval": STREAM_INTERVAL}
-    body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
-    lines, first = await _lines(session, f"{url}/generate", body, {})
-    return int(json.loads(lines[-1])["meta_info"]["completion_tokens"]), first
-
-
-async def _chat(session: aiohttp.ClientSession, server: Any, model: str, text: str, limit: int) -> tuple[int, float]:
-    """Return the number of tokens sampled for an answer, and when the first text came. limit: 0 for none."""
-    body = {"model": model, "messages": [_user(text)], "temperature": 0, "stream": True}
-    body |= {"stream_options": {"include_usage": True}} | ({"max_tokens": limit} if limit else {})
-    headers = {"Authorization": f"Bearer {server.token}"}
-    lines, first = await _lines(session, f"{server.url}/chat/completions", body, headers)
-    return int(json.loads(lines[-1])["usage"]["completion_tokens"]), first
-
-
-async def _lines(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str]
-) -> tuple[list[bytes], float]:
-    """Return the data of a stream's events, and when the first came."""
-    found: list[bytes] = []
-    first = 0.0
-    async with session.post(url, json=body, headers=headers) as response:
+async def _asked(session: aiohttp.ClientSession, url: str, body: dict[str, Any], token: str = "") -> tuple[int, float]:
+    """Return the number of tokens that a stream says it has, and when its first event came."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    last, first = b"", 0.0
+    async with session.post(url, json={**body, "stream": True}, headers=headers) as response:
         response.raise_for_status()
         async for line in response.content:
             if line.startswith(b"data: {"):
-                first = first or time.monotonic()
-                found.append(line[6:])
-    return found, first
+                last, first = line[6:], first or time.monotonic()
+    told = json.loads(last)
+    return int((told.get("usage") or told["meta_info"])["completion_tokens"]), first

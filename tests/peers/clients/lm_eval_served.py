@@ -4,12 +4,12 @@ import json
 import os
 import sys
 
-url, token, name, folder = sys.argv[1:]
-os.environ |= {"HF_HOME": f"{folder}/cache", "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": token}
+os.environ |= {"HF_HOME": f"{sys.argv[4]}/cache", "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": sys.argv[2]}
 
 import lm_eval
 from lm_eval.tasks import TaskManager
 
+url, _, name, folder = sys.argv[1:]
 arguments = {
     **{"base_url": f"{url}/chat/completions", "model": name, "num_concurrent": 4, "max_retries": 1},
     **{"tokenized_requests": False, "tokenizer_backend": None},
