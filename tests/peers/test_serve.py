@@ -81,6 +81,7 @@ def test_openais_client_streams_a_search_and_runs_tools_of_its_own(peer: Client,
     assert found["refused"] == ["invalid_api_key", "model_not_found", "unsupported_value"]
 
 
+@pytest.mark.timeout(600)
 def test_lm_eval_generates_with_the_loop_inside(peer: Client, served: str, tmp_path: Path, did: Did) -> None:
     data, folder = tmp_path / "data.jsonl", tmp_path / "tasks"
     folder.mkdir()
