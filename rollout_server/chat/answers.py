@@ -43,7 +43,7 @@ TurnSoFar = Callable[[str], tuple[str, Sequence[int]] | None]
 """Returns engine and tokens of the turn in progress of a session (`Router.turn_so_far`)."""
 
 
-class Delta(NamedTuple):
+class TextDelta(NamedTuple):
     """More text of a field of the message."""
 
     field: Literal["reasoning_content", "content"]
@@ -63,11 +63,11 @@ class Finished(NamedTuple):
     facts: dict[str, Any]
 
 
-Event = Delta | Searched | Finished
+Event = TextDelta | Searched | Finished
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ChatWishes:
     """What a call wants besides its messages. search: False plays the loop without documents."""
 
     sampling: Sampling
@@ -92,7 +92,7 @@ class Answers:
     version: Callable[[PolicyVersion | None], int | None] = lambda sampled: sampled.step if sampled else None
     play_one: PlayOne = run_trajectory
 
-    async def loop(self, ask: Ask, wanted: Wanted) -> AsyncGenerator[list[Event], None]:
+    async def loop(self, ask: Ask, wanted: ChatWishes) -> AsyncGenerator[list[Event], None]:
         """Play the question of a call with searches. Raises CallRefused."""
         question, session = self._question(ask), uuid.uuid4().hex
         environment = self.environment if wanted.search else self.environment.without_documents()
@@ -141,7 +141,7 @@ class Answers:
         facts = {"searches": view.searches, "version": version, "turns": played.turns}
         return Finished(turn, facts | {"cause": cause or ("" if status is Status.ANSWERED else str(status))})
 
-    async def bare(self, ask: Ask, wanted: Wanted) -> AsyncGenerator[list[Event], None]:
+    async def bare(self, ask: Ask, wanted: ChatWishes) -> AsyncGenerator[list[Event], None]:
         """Generate one turn after the messages of a call. Raises CallRefused."""
         self._check_length(ask.messages)
         renderer, session, sent = self.renderer, uuid.uuid4().hex, _Sent()
@@ -211,7 +211,7 @@ class _Sent:
         before, self.tokens = self.tokens, tokens
         return before != tokens
 
-    def deltas(self, *, over: bool = True, **now: str) -> Iterator[Delta]:
+    def deltas(self, *, over: bool = True, **now: str) -> Iterator[TextDelta]:
         """Yield what the client lacks. Tokens of an engine that failed may be sampled again, until a text is `over`.
 
         Raises CallRefused if the client has text that is not in the final one.
@@ -221,7 +221,7 @@ class _Sent:
             if text.startswith(have):
                 self.texts[name] = text
                 if text != have:
-                    yield Delta(name, text[len(have) :])  # type: ignore[arg-type]
+                    yield TextDelta(name, text[len(have) :])  # type: ignore[arg-type]
             elif over:
                 why = "the text was generated again after a failure of an engine, and begins in another way"
                 raise CallRefused(why, status=503, code="regenerated")

@@ -31,7 +31,7 @@ from rollout_server.agents import chat_completions
 from rollout_server.agents.gateway import ALIVE_S, FINAL, WRITE_S, read_body
 from rollout_server.agents.messages import Ask, CallRefused, Turn, validated
 from rollout_server.agents.renderer import Said
-from rollout_server.chat.answers import Answers, Delta, Event, Finished, Searched, Wanted
+from rollout_server.chat.answers import Answers, ChatWishes, Event, Finished, Searched, TextDelta
 from rollout_server.metrics import Stats, prometheus_text
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class ChatApp:
         limit = min(filter(None, (ask.limit, options.max_tokens)), default=None)
         given = {name: getattr(wants, name) for name in ("temperature", "top_p", "top_k")}
         sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
-        wanted = Wanted(sampling.model_copy(update={"top_k": sampling.top_k or -1}), wants.seed, wants.foray.search)
+        wanted = ChatWishes(sampling.model_copy(update={"top_k": sampling.top_k or -1}), wants.seed, wants.foray.search)
         # "none" offers no tool
         ask = Ask(**(vars(ask) | {"limit": limit} | ({"tools": ()} if body.get("tool_choice") == "none" else {})))
         return ask, (self._answers.bare if ask.model.endswith(BARE) else self._answers.loop)(ask, wanted)
@@ -207,7 +207,7 @@ class ChatApp:
 
     def _event(self, ask: Ask, head: Turn, event: Event) -> str:
         match event:
-            case Delta(name, text):
+            case TextDelta(name, text):
                 return chat_completions.chunk(ask, head, {name: text})
             case Searched(search):
                 return chat_completions.chunk(ask, head, {}, foray={"searches": [search]})
