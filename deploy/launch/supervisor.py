@@ -260,8 +260,6 @@ class EngineLosses:
         self._url, self._events = redis_url, Keys(run_id).events
         self._after, self._due = "", 0.0
         self._lost: dict[str, list[str]] = {}
-        self.stop_asked = False
-        """Whether `foray down` on another host asked the launcher to stop."""
 
     def read(self) -> list[str]:
         """Return new lines; none within LOOK_S of the last look, and none while Redis does not answer."""
@@ -282,7 +280,6 @@ class EngineLosses:
             client.close()
         self._after = found[-1][0].decode() if found else self._after
         new = [events.parse(fields) for _, fields in found]
-        self.stop_asked |= any(e["kind"] == events.STOP_ASKED for e in new)
         lost = [e for e in new if e["kind"] == events.ENGINE_LOST]
         for event in lost:
             self._lost.setdefault(event["id"], []).append(event["text"])

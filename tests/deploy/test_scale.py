@@ -156,6 +156,43 @@ def test_an_engine_without_a_place_is_refused_once_and_the_run_goes_on() -> None
     assert "engine-2 starts" in tick(made)[0], "there is a place again"
 
 
+def test_all_engines_may_leave_and_come_back() -> None:
+    wanted: list[int | None] = [2]
+    made, children = scaler(0, wanted)
+    assert tick(made) == [], "no engine has started yet"
+    children["engine-1"] = Child()
+    for number in (1, 0, 2):
+        wanted[0] = number
+        tick(made)
+        tick(made)
+    assert {"engine-1", "engine-2"} <= set(children)
+
+
+def test_jobs_follow_requests_and_changes_of_the_learners_number() -> None:
+    asked: list[int] = []
+    wanted: list[int | None] = [2]
+    made, _ = scaler(0, wanted)
+
+    def jobs(number: int) -> list[str]:
+        asked.append(number)
+        if number == 9:
+            raise UserError("sbatch failed", why="the queue is full")
+        return [f"{number} jobs"]
+
+    made._jobs = jobs
+    assert tick(made) == [] and asked == [], "others may wait in the queue"
+    wanted[0] = 3
+    assert tick(made) == ["3 jobs"] and tick(made) == []
+    made._requested = wanted[0] = 9
+    assert tick(made) == ["sbatch failed: the queue is full. The number of engines stays; it is tried again"]
+    assert made._due > time.monotonic() + 30
+    tick(made)
+    assert asked == [3, 9, 9]
+    fresh, _ = scaler(0, [4])
+    fresh._jobs, fresh._requested = jobs, 4
+    assert tick(fresh) == ["4 jobs"], "a request of an earlier start of the core counts"
+
+
 def test_wrong_numbers_are_refused(run_files: Path) -> None:
     for text in ("engines=many", "engines=-1", "engines=1001", "engines="):
         with pytest.raises(UserError, match="is not a number of engines"):

@@ -16,7 +16,7 @@ from protocol.runtime.net import free_port
 ROOT = Path(__file__).parents[2]
 PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300"}
 """A shared machine with two cores starts a node slowly."""
-TRIES, TRY_S = 4, 90.0
+TRIES, TRY_S = 3, 300.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 
 
