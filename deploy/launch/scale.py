@@ -122,15 +122,13 @@ class EngineScaler:
     def _wanted(self) -> int | None:
         import redis
 
-        client = connect(self._url, timeout_s=ANSWER_S)
-        try:
-            found: Any = client.hmget(self._keys.launcher, ["engines", "stop"])
-            raw: Any = client.get(self._keys.metrics("learner", LEARNER_ID))
-            reported = decode_as(MetricsSnapshot, raw).values.get("wanted_engines", 0.0) if raw else 0.0
-        except (redis.RedisError, OSError, ProtocolError):
-            return None
-        finally:
-            client.close()
+        with connect(self._url, timeout_s=ANSWER_S) as client:
+            try:
+                found: Any = client.hmget(self._keys.launcher, ["engines", "stop"])
+                raw: Any = client.get(self._keys.metrics("learner", LEARNER_ID))
+                reported = decode_as(MetricsSnapshot, raw).values.get("wanted_engines", 0.0) if raw else 0.0
+            except (redis.RedisError, OSError, ProtocolError):
+                return None
         asked, stop = found
         self.stop_asked |= stop == process_token().encode()
         self._requested = number_of(asked) if asked and asked.isdigit() and len(asked) < 5 else None

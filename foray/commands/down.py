@@ -81,14 +81,12 @@ def _ask(directory: Path) -> None:
     import redis
 
     found = locate(argparse.Namespace(given=[str(directory)], config=None))
-    client = connect(found.redis_url)
-    try:
-        client.hset(Keys(found.run.id).launcher, "stop", str(found.record.get("launcher", "")))
-    except (redis.RedisError, OSError) as error:
-        raise UserError(
-            f"cannot ask the launcher of {directory}, which is on another host, to stop",
-            why=f"the Redis at {redacted(found.redis_url)}: {error}",
-            todo="export FORAY_REDIS_URL with the login of `operator`, or stop it on its host",
-        ) from None
-    finally:
-        client.close()
+    with connect(found.redis_url) as client:
+        try:
+            client.hset(Keys(found.run.id).launcher, "stop", str(found.record.get("launcher", "")))
+        except (redis.RedisError, OSError) as error:
+            raise UserError(
+                f"cannot ask the launcher of {directory}, which is on another host, to stop",
+                why=f"the Redis at {redacted(found.redis_url)}: {error}",
+                todo="export FORAY_REDIS_URL with the login of `operator`, or stop it on its host",
+            ) from None

@@ -36,37 +36,30 @@ class _Moves:
         self._url = url
         super().__init__(**options)
 
-    def _look(self) -> None:
+    def _connect(self) -> Any:
         try:
             where = parse_redis_url(self._url)
         except UserError as error:  # the file is being replaced, or its disk is away: as if Redis did not answer
             raise ConnectionError(error.why) from None
         ((self.host, self.port),) = where.hosts
         self.username, self.password = where.username, where.password
+        return super()._connect()  # type: ignore[misc]  # of an asynchronous connection: to be awaited
 
 
 class _Moving(_Moves, redis.Connection):
-    def _connect(self) -> Any:
-        self._look()
-        return super()._connect()  # type: ignore[no-untyped-call]
+    pass
 
 
 class _MovingTls(_Moves, redis.SSLConnection):
-    def _connect(self) -> Any:
-        self._look()
-        return super()._connect()  # type: ignore[no-untyped-call]
+    pass
 
 
 class _AsyncMoving(_Moves, redis.asyncio.Connection):
-    async def _connect(self) -> None:
-        self._look()
-        await super()._connect()  # type: ignore[no-untyped-call]
+    pass
 
 
 class _AsyncMovingTls(_Moves, redis.asyncio.SSLConnection):
-    async def _connect(self) -> None:
-        self._look()
-        await super()._connect()  # type: ignore[no-untyped-call]
+    pass
 
 
 def connect(url: str, *, timeout_s: float = 10.0) -> redis.Redis:
