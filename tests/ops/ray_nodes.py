@@ -16,7 +16,7 @@ from protocol.runtime.net import free_port
 ROOT = Path(__file__).parents[2]
 PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300"}
 """A shared machine with two cores starts a node slowly."""
-TRIES, TRY_S = 3, 300.0
+TRIES, TRY_S = 3, 200.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 
 
@@ -37,12 +37,15 @@ class RayNodes:
             place = ["--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false"]
         argv = [self.python, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address=127.0.0.{number}"]
         argv += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=80000000"]
+        # ports that a node need not learn from its agents within 15 s, which a busy machine does not always give them
+        agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
+        argv += [f"--{agent}-port={free_port(f'127.0.0.{number}')}" for agent in agents]
         argv += ["--block", "--disable-usage-stats"]
         if without is not None:
             hide = f'mount -t tmpfs none "{without}" && exec "$@"'
             argv = ["unshare", "--mount", "--fork", "--kill-child", "sh", "-c", hide, "sh", *argv]
         env = {name: value for name, value in self.env.items() if name != "RAY_ADDRESS"}
-        for _ in range(TRIES):  # a raylet gives its agents 15 s to start, which a busy machine does not always do
+        for _ in range(TRIES):
             with (self._folder / f"node-{number}.log").open("wb") as log:
                 self._nodes[number] = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
