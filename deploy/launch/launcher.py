@@ -131,8 +131,8 @@ class Launcher:
         if self._given.launch.learner:  # without a learner here, its run directory may be on another disk
             ensure_lineage_id(self._given.run)
         self._place = backend.place
-        reserved = self._given.launch.engines  # on Slurm 0: they are other jobs
-        if self._given.launch.backend != "slurm":
+        reserved = self._given.launch.engines
+        if self._given.launch.backend == "local":  # a cluster gives more places later
             reserved = max(reserved, self._given.launch.autoscale.max)
         self._placement = self._place(with_dtypes(with_engines(self._given, reserved)))
         self.addresses: Addresses = choose(self._given)
@@ -161,7 +161,7 @@ class Launcher:
         )
         jobs = partial(slurm.scale, self.config) if launch.backend == "slurm" else None
         known = (self._redis_url, self.config.run.id, jobs)
-        self._scaler = EngineScaler(launch, self.supervisor, self._add_engine, *known)
+        self._scaler = EngineScaler(launch, self.supervisor, self._add_engine, backend.release, *known)
         self._catch_signals()
         if not self.config.run.model.exists():
             self._make_model()
@@ -183,7 +183,8 @@ class Launcher:
     def _add_engine(self, number: int) -> None:
         """Start engine `number`. Raises UserError if there is no place for it beside the running ones."""
         config = with_engines(self.config, max(number, self.config.launch.engines))
-        reserved = number <= max(config.launch.autoscale.max, self.config.launch.engines)
+        most = max(config.launch.autoscale.max, self.config.launch.engines)
+        reserved = config.launch.backend == "local" and number <= most
         placement = self._placement if reserved else self._place(config)
         specs = {spec.name: spec for spec in self._planned(config, placement)}
         if any(specs[s.name].place != s.place for s in self.specs if s.name in specs):

@@ -31,6 +31,7 @@ class Ready(StrEnum):
 
     PING = "answers PING"
     HTTP = "GET /ready returns 200"
+    ALIVE = "GET /health returns 200"
     REGISTERED = "registered in Redis"
     ENGINE = "registered in Redis as ready"
     RUNNING = "running"

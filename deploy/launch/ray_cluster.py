@@ -194,7 +194,11 @@ class RayBackend:
         self._node, self.address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def place(self, config: RunConfig) -> Placement:
-        """Reserve room for each process, and wait for it as long as it takes: nodes may still join."""
+        """Reserve room for each process that has none.
+
+        Waits for it at the first call, as long as it takes, since nodes may still join. Later processes wait by
+        themselves.
+        """
         gpus = "GPU" in ray.cluster_resources()
         wanted = needs(config, read_facts(config.run.model), index=built_index(config), cuda=gpus and built_for_cuda())
         self._bundles = bundles(config, {need.name: need.gpus for need in wanted})
@@ -202,10 +206,13 @@ class RayBackend:
         first = self._bundles.get("learner", [{}])[0]
         if all(here.get(name, 0.0) >= amount for name, amount in first.items()):
             first[f"node:{self.address}"] = 0.001
+        begins = not self._groups
         for name, parts in self._bundles.items():  # one after the other: none takes the room that the learner waits for
+            if name in self._groups:
+                continue
             self._groups[name] = group = placement_group(parts, strategy="PACK", name=f"{config.run.id}/{name}")
             line = f"waiting for room: {name} needs {self._bundles[name]}; `ray status` shows what the cluster has"
-            while not group.wait(timeout_seconds=1):
+            while begins and not group.wait(timeout_seconds=1):
                 self._beat(lambda line=line: line)  # type: ignore[misc]
         return Placement(gpus=False, wanted=tuple(wanted))
 
@@ -215,10 +222,14 @@ class RayBackend:
         place = actors[0].rendezvous.remote() if len(specs) > 1 else {}
         return [RayChild(spec, actor, place) for spec, actor in zip(specs, actors, strict=True)]
 
+    def release(self, name: str) -> None:
+        """Give back the room of a process that has ended for good."""
+        remove_placement_group(self._groups.pop(name))
+
     def close(self) -> None:
         """Give back the room, and leave the cluster."""
-        for group in self._groups.values():
-            remove_placement_group(group)
+        for name in list(self._groups):
+            self.release(name)
         if self._left:
             ray.shutdown()
 

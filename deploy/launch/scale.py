@@ -39,6 +39,7 @@ class EngineScaler:
     """Starts and drains engines of one run, and reads whether it shall stop. The owner calls `tick` periodically.
 
     add         starts the engine of this number; raises UserError if there is no place for it
+    gone        is called with the name of an engine that has drained and ended
     jobs        brings engines that are jobs of a cluster to a number, and returns lines; raises UserError if it cannot
     leaving     engines that drain, by name: no longer of the supervisor, which would restart them
     stop_asked  whether `foray down` on another host asked this process to stop the run
@@ -49,11 +50,13 @@ class EngineScaler:
         launch: LaunchSettings,
         supervisor: Supervisor,
         add: Callable[[int], None],
+        gone: Callable[[str], None],
         redis_url: str,
         run: str,
         jobs: Callable[[int], list[str]] | None = None,
     ) -> None:
-        self._limits, self._supervisor, self._add, self._jobs = launch.autoscale, supervisor, add, jobs
+        self._limits, self._supervisor, self._jobs = launch.autoscale, supervisor, jobs
+        self._add, self._gone = add, gone
         self._url, self._keys = redis_url, Keys(run)
         self.leaving: dict[str, Child] = {}
         self.stop_asked = False
@@ -69,6 +72,7 @@ class EngineScaler:
         self._due = now + LOOK_S
         for name in [name for name, child in self.leaving.items() if child.poll() is not None]:
             del self.leaving[name]
+            self._gone(name)
         wanted = self._wanted()
         if self._jobs is not None:
             return self._follow(self._jobs, wanted)

@@ -218,6 +218,8 @@ class Readiness:
                 return not ping(self._url, timeout_s=ANSWER_S)
             case Ready.HTTP:
                 return answers(f"{spec.url}/ready")
+            case Ready.ALIVE:
+                return answers(f"{spec.url}/health")
             case Ready.REGISTERED | Ready.ENGINE:
                 state, incarnation, url = self._registration(spec) or ("", "", "")
                 if not state or incarnation == self._left.get(spec.name):

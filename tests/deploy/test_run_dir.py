@@ -123,7 +123,7 @@ def test_down_asks_a_launcher_on_another_host_through_redis(
     write_record(run_dir, record)
     here = read_record(run_dir)["launcher"]
     (run_dir / RECORD).write_text(json.dumps(record | {"launcher": "another-host:1:1"}))
-    scaler = EngineScaler(LaunchSettings(), SimpleNamespace(children={}), print, url, keys.run)  # type: ignore[arg-type]
+    scaler = EngineScaler(LaunchSettings(), SimpleNamespace(children={}), print, print, url, keys.run)  # type: ignore[arg-type]
     monkeypatch.setattr(scale, "LOOK_S", 0.0)
     monkeypatch.setattr(scale, "process_token", lambda: "another-host:1:1")
     with redis.Redis.from_url(url) as client:

@@ -109,8 +109,12 @@ class Child:
         self.ended = True
 
 
+gone: list[str] = []
+
+
 def scaler(running: int, wanted: list[int | None], most: int = 9) -> tuple[EngineScaler, dict[str, Child]]:
     """An engine scaler whose engines are `Child`, with places for `most` of them; it reads wanted[0]."""
+    gone.clear()
     children = {name: Child() for name in ("redis", "eval-engine-1", *(f"engine-{n + 1}" for n in range(running)))}
 
     def add(number: int) -> None:
@@ -118,7 +122,7 @@ def scaler(running: int, wanted: list[int | None], most: int = 9) -> tuple[Engin
             raise UserError("there is no place", why="it is full", todo="reserve one")
         children[f"engine-{number}"] = Child()
 
-    made = EngineScaler(LaunchSettings(), SimpleNamespace(children=children), add, "redis://h:1/0", "r")  # type: ignore[arg-type]
+    made = EngineScaler(LaunchSettings(), SimpleNamespace(children=children), add, gone.append, "redis://h:1/0", "r")  # type: ignore[arg-type]
     made._wanted = lambda: wanted[0]  # type: ignore[method-assign]
     made._due = -math.inf
     return made, children
@@ -141,7 +145,7 @@ def test_the_last_engines_leave_and_a_name_in_use_is_not_given_again() -> None:
     last.ended = True
     assert [line.split()[0] for line in tick(made)] == ["engine-3"]
     wanted[0] = None
-    assert tick(made) == [] and made.leaving == {}
+    assert tick(made) == [] and made.leaving == {} and gone == ["engine-2", "engine-3"], "their places are given back"
 
 
 def test_an_engine_without_a_place_is_refused_once_and_the_run_goes_on() -> None:
