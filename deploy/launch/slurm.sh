@@ -34,7 +34,8 @@ supervise() { # runs a command and returns its exit code; a signal to this scrip
   "$@" &
   child=$!
   [ -z "$asked$again" ] || pass_on
-  while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+  # no `wait` here: of two signals that interrupt it at once, bash runs the trap of one
+  while kill -0 "$child" 2>/dev/null; do sleep 1; done
   wait "$child"
 }
 
