@@ -100,8 +100,9 @@ class LaunchSettings(Settings):
     """Command before that of the learner, which starts its ranks: [srun, ...]. Empty: `foray up` starts each."""
     learner_ranks: int = Field(default=1, ge=1)
     """Number of learner ranks, each a process with one GPU. All are restarted together."""
-    backend: Literal["local", "ray"] = "local"
-    """What starts the processes: this machine, or the Ray cluster that it is a node of (docs/clusters.md)."""
+    backend: Literal["local", "ray", "slurm"] = "local"
+    """What starts the processes: this machine, the Ray cluster that it is a node of, or jobs of Slurm, which `foray up`
+    then submits as `foray submit` does (docs/clusters.md)."""
     redis: Literal["auto", "own", "configured"] = "auto"
     """auto: the configured URL if there is one, else start a Redis. The other values require one of the two."""
     redis_host: str = ""

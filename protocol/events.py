@@ -14,9 +14,6 @@ TEXT_CHARACTERS = 500
 ENGINE_LOST = "engine-lost"
 """Kind of the events in which a node says why it replaces its engine: `foray up` prints them."""
 
-STOP_ASKED = "stop-asked"
-"""Kind of the event by which `foray down` stops a run whose launcher is on another host."""
-
 
 def fields(process: str, process_id: str, kind: str, text: str) -> dict[str, str]:
     """Return the fields of one entry.

@@ -20,7 +20,8 @@ events              stream   anyone     event log for users; bounded, informatio
 dlq                 stream   anyone     dead letters; bounded, the learner's files are authoritative
 requeue             set      operator   seqs to try again, added by a user; the learner empties it
 drain               set      operator   ids of engines to drain, added by a user; each node removes its own
-scale               hash     operator   `engines`: how many engines `foray up` shall run instead of its configuration's
+launcher            hash     operator   `engines`: how many engines `foray up` shall run instead of its configuration's;
+                                        `stop`: the launcher (HOST:PID:START) that shall stop the run
 evaluation          string   rollouts   while set, weight updates wait (`VersionPin`); TTL
 """
 
@@ -122,8 +123,8 @@ class Keys:
         return self._key("drain")
 
     @property
-    def scale(self) -> str:
-        return self._key("scale")
+    def launcher(self) -> str:
+        return self._key("launcher")
 
     @property
     def evaluation(self) -> str:

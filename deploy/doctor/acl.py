@@ -141,16 +141,14 @@ def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]
     if named == "admin":
         yield Finding("redis user", "ok", "admin: for users, no process should use it")
         return
-    client = connect(url, timeout_s=ANSWER_S)
-    try:
-        missing = _refused(client, [c for part in ([named] if named else SERVICES) for c in needs(run)[part]])
-        beyond = [command for command in TOO_MUCH if command not in _refused(client, TOO_MUCH)]
-    except (redis.RedisError, OSError) as error:
-        todo = f"`foray init --secure` creates users that can be checked ({type(error).__name__}: {error})"
-        yield Finding(f"redis user {name}", "warn", "cannot check its permissions: Redis refuses MULTI", todo)
-        return
-    finally:
-        client.close()
+    with connect(url, timeout_s=ANSWER_S) as client:
+        try:
+            missing = _refused(client, [c for part in ([named] if named else SERVICES) for c in needs(run)[part]])
+            beyond = [command for command in TOO_MUCH if command not in _refused(client, TOO_MUCH)]
+        except (redis.RedisError, OSError) as error:
+            todo = f"`foray init --secure` creates users that can be checked ({type(error).__name__}: {error})"
+            yield Finding(f"redis user {name}", "warn", "cannot check its permissions: Redis refuses MULTI", todo)
+            return
     wanted = f"{cli(url)} ACL SETUSER {name} {rules(run, named or 'learner')}"
     if missing:
         words = ", ".join(" ".join(command[:2]) for command in missing[:4]) + (" ..." if len(missing) > 4 else "")

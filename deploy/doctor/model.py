@@ -95,15 +95,14 @@ def fleet(url: str, config: RunConfig) -> Iterator[Finding]:
     """Compare the tokenizers of the registered engines and of the run's learner with that of run.model."""
     import redis
 
-    keys, client = Keys(config.run.id), connect(url, timeout_s=ANSWER_S)
-    try:
-        names: Any = client.zrange(keys.engines, 0, -1)
-        raws: list[Any] = [client.hget(keys.engine(name.decode()), "b") for name in names]
-        meta: Any = client.hgetall(keys.meta)
-    except (redis.RedisError, OSError):
-        return  # other checks report whether Redis answers this user
-    finally:
-        client.close()
+    keys = Keys(config.run.id)
+    with connect(url, timeout_s=ANSWER_S) as client:
+        try:
+            names: Any = client.zrange(keys.engines, 0, -1)
+            raws: list[Any] = [client.hget(keys.engine(name.decode()), "b") for name in names]
+            meta: Any = client.hgetall(keys.meta)
+        except (redis.RedisError, OSError):
+            return  # other checks report whether Redis answers this user
     engines, todo = list(_engines(raws)), "set the same run.model for all processes of a run"
     ours = _fingerprint(config.run.model) if engines else ""
     for engine in engines:

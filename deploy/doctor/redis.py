@@ -43,24 +43,22 @@ def server(url: str, config: RunConfig, clock: Callable[[], float] = time.time) 
     """Check the server at `url`, or report why it cannot be checked."""
     import redis
 
-    client = connect(url, timeout_s=ANSWER_S)
-    try:
-        client.ping()
-        yield from _transport(url)
-        yield skew(client, clock)
+    with connect(url, timeout_s=ANSWER_S) as client:
         try:
-            info: dict[str, Any] = client.info()
-        except redis.exceptions.NoPermissionError:
-            todo = "run `foray doctor` with the viewer's or admin's URL in FORAY_REDIS_URL"
-            yield Finding("redis", "warn", f"{redacted(url)} answers, but this user may not call INFO", todo)
-            return
-        yield from _version(url, info)
-        yield from _room(client, url, config.run.id, info)
-        yield from _settings(url, info, memory_needed(config))
-    except (redis.RedisError, OSError) as error:
-        yield _away(url, error)
-    finally:
-        client.close()
+            client.ping()
+            yield from _transport(url)
+            yield skew(client, clock)
+            try:
+                info: dict[str, Any] = client.info()
+            except redis.exceptions.NoPermissionError:
+                todo = "run `foray doctor` with the viewer's or admin's URL in FORAY_REDIS_URL"
+                yield Finding("redis", "warn", f"{redacted(url)} answers, but this user may not call INFO", todo)
+                return
+            yield from _version(url, info)
+            yield from _room(client, url, config.run.id, info)
+            yield from _settings(url, info, memory_needed(config))
+        except (redis.RedisError, OSError) as error:
+            yield _away(url, error)
 
 
 def memory(needed: int, limit: int, setting: str, todo: str = "") -> Finding:

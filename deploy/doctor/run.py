@@ -17,7 +17,7 @@ from deploy.doctor.finding import Finding
 from deploy.hardware.host_memory import memory_needed
 from deploy.hardware.speed import with_dtypes
 from deploy.run.addresses import anchored, choose_redis
-from deploy.run.run_dir import RESOLVED, read_configuration
+from deploy.run.run_dir import RECORD, RESOLVED, read_configuration
 from deploy.secrets.acl import REDIS_ROLES
 from deploy.secrets.env import redis_url_for
 from learner.checkpoint.checkpoint import Checkpoints
@@ -136,6 +136,8 @@ def resume(config: RunConfig) -> Iterator[Finding]:
         before = read_configuration(config.run.dir / RESOLVED, config.run.dir)
     except UserError:
         return  # the first start, or a damaged file: this start writes it again
+    if not (config.run.dir / RECORD).exists():
+        return  # `foray submit` wrote it: nothing has started
     if changed := list(_changes(before, anchored(with_dtypes(config)).model_dump(mode="json"))):
         fix = "nothing, if you changed them: they are used from now on"
         yield Finding("settings", "warn", f"changed since the last start: {', '.join(changed)}", fix)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
 from types import FrameType, TracebackType
@@ -31,6 +32,7 @@ from deploy.doctor.run import inputs, preflight
 from deploy.hardware.assign import Placement
 from deploy.hardware.run import cores
 from deploy.hardware.speed import with_dtypes
+from deploy.launch import slurm
 from deploy.launch.plan import KINDS, ProcessSpec, Ready, plan
 from deploy.launch.process import LaunchBackend, LocalBackend, ManagedProcess, ProcessFailed
 from deploy.launch.scale import EngineScaler, with_engines
@@ -129,18 +131,20 @@ class Launcher:
         if self._given.launch.learner:  # without a learner here, its run directory may be on another disk
             ensure_lineage_id(self._given.run)
         self._place = backend.place
-        reserved = max(self._given.launch.engines, self._given.launch.autoscale.max)
+        reserved = self._given.launch.engines
+        if self._given.launch.backend == "local":  # a cluster gives more places later
+            reserved = max(reserved, self._given.launch.autoscale.max)
         self._placement = self._place(with_dtypes(with_engines(self._given, reserved)))
         self.addresses: Addresses = choose(self._given)
         self._redis_url = seen_from_here(self._given, self.addresses.redis_url)
         if self.addresses.server is None:
             self._say(f"redis: {check_server(self._redis_url)} at {redacted(self._redis_url)}")
         self.resolved = self.directory / RESOLVED
-        if self._given.launch.redis_host and self.addresses.server is not None:
-            # without a login: that of each role is in launch.secrets
-            atomic_write(self.directory / REDIS_URL_FILE, f"{self.addresses.redis_url}\n", durable=False)
         self.config = dated(with_dtypes(settle(self._given, self.addresses)), self.resolved)
         atomic_write(self.resolved, self.config.to_yaml(), durable=False)
+        if self._given.launch.redis_host and self.addresses.server is not None:
+            # without a login: that of each role is in launch.secrets; after the settings, as engines wait for this file
+            atomic_write(self.directory / REDIS_URL_FILE, f"{self.addresses.redis_url}\n", durable=False)
         launch = self.config.launch
         self.specs = self._planned(self.config, self._placement)
         self._readiness = Readiness(self._redis_url, self.config.run.id)
@@ -155,7 +159,9 @@ class Launcher:
             backend=backend,
             url_of=lambda name: self._readiness.urls.get(name, ""),
         )
-        self._scaler = EngineScaler(launch, self.supervisor, self._add_engine, self._redis_url, self.config.run.id)
+        jobs = partial(slurm.scale, self.config) if launch.backend == "slurm" else None
+        known = (self._redis_url, self.config.run.id, jobs)
+        self._scaler = EngineScaler(launch, self.supervisor, self._add_engine, backend.release, *known)
         self._catch_signals()
         if not self.config.run.model.exists():
             self._make_model()
@@ -177,7 +183,8 @@ class Launcher:
     def _add_engine(self, number: int) -> None:
         """Start engine `number`. Raises UserError if there is no place for it beside the running ones."""
         config = with_engines(self.config, max(number, self.config.launch.engines))
-        reserved = number <= max(config.launch.autoscale.max, self.config.launch.engines)
+        most = max(config.launch.autoscale.max, self.config.launch.engines)
+        reserved = config.launch.backend == "local" and number <= most
         placement = self._placement if reserved else self._place(config)
         specs = {spec.name: spec for spec in self._planned(config, placement)}
         if any(specs[s.name].place != s.place for s in self.specs if s.name in specs):
@@ -235,6 +242,8 @@ class Launcher:
             raise self._losses.explained(failure, self.directory) from None
         for line in self._scaler.tick():
             self._say(for_terminal(line))
+        if self._scaler.stop_asked:
+            raise RunStopped(signal.SIGTERM)
         newest = self._steps.last
         for record in self._steps.read():
             if self._training is not None:
@@ -245,8 +254,6 @@ class Launcher:
             self._say_problems()
         for line in self._losses.read():
             self._say(for_terminal(line))
-        if self._losses.stop_asked:
-            raise RunStopped(signal.SIGTERM)
         for record in self._validations.read():
             self._say(f"validation of {describe(record)}")
         if before != {(child, child.pid) for child in self.supervisor.children.values()}:
@@ -394,7 +401,9 @@ class Launcher:
 
 def open_backend(config: RunConfig, say: Progress) -> LaunchBackend:
     """Return the backend of `launch.backend`. Raises UserError if it is not there."""
-    if config.launch.backend == "local":
+    if config.launch.backend == "slurm" and not slurm.is_core(config.run.id):
+        raise UserError("launch.backend is slurm, and this is no job of the run", todo="foray submit, or foray up")
+    if config.launch.backend != "ray":
         return LocalBackend()
     if find_spec("ray") is None:
         todo = "install foray[ray] here and on every node, with the Ray of the cluster"

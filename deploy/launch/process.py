@@ -153,6 +153,9 @@ class LaunchBackend(Protocol):
     def spawn(self, specs: Sequence[ProcessSpec]) -> Sequence[Child]:
         """Start the processes of one group (often one process) where there is room; does not wait for it."""
 
+    def release(self, name: str) -> None:
+        """Give back the place of an engine that has ended and is not restarted."""
+
     def close(self) -> None:
         """Give back the places of the run, whose processes have ended."""
 
@@ -170,6 +173,9 @@ class LocalBackend:
         """Start the processes of one group."""
         place = rendezvous(LOOPBACK, free_port()) if len(specs) > 1 else {}
         return [ManagedProcess(replace(spec, env=spec.env | place)) for spec in specs]
+
+    def release(self, name: str) -> None:
+        """Return: places are given at the start."""
 
     def close(self) -> None:
         """Return: no place is held."""

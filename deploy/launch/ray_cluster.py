@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,17 +40,22 @@ from protocol.runtime.number_format import read_facts
 from protocol.runtime.progress import Progress
 from protocol.runtime.service_cli import EXIT_USER
 
-CHUNK, READ_S = 64 * 1024, 2.0
-"""Bytes of a log that are copied at once, and seconds between two copies."""
+CHUNK, READ_S = 64 * 1024, 0.5
+"""Bytes of a log that are copied at once, and seconds between two looks at a process."""
 Bundle = dict[str, float]
 
 
 @dataclass(frozen=True)
 class ActorState:
-    """What an actor reports. text: new output before byte `end` of its log, b"" if the driver sees that file itself."""
+    """What an actor reports.
+
+    code  exit code of the process, None while it runs
+    text  new output before byte `end` of its log, b"" if the driver sees that file itself
+    """
 
     node: str
     host: str
+    code: int | None = None
     pid: int = 0
     memory: int = 0
     end: int = 0
@@ -59,10 +63,10 @@ class ActorState:
 
 
 class ProcessActor:
-    """One process on the host of this actor. Each call is in a thread: `run` waits for the process in one of them."""
+    """One process on the host of this actor, whose only thread lives as long as it."""
 
     def __init__(self, spec: ProcessSpec, files: Mapping[Path, str], driver: str) -> None:
-        self._spec, self._files, self._lock = spec, files, threading.Lock()
+        self._spec, self._files = spec, files
         self._child: ManagedProcess | None = None
         held = spec.log.parents[1] / LOCK
         self._shared = held.is_file() and held.read_text() == driver
@@ -73,45 +77,38 @@ class ProcessActor:
         host = ray.util.get_node_ip_address()
         return rendezvous(host, free_port(host))
 
-    def run(self, place: Mapping[str, str]) -> tuple[int, ActorState]:
-        """Start the process unless an earlier call has, and return its exit code and what was not yet read."""
-        with self._lock:
-            if self._spec.kind == "learner" and not self._spec.rank and not self._shared:
-                return EXIT_USER, replace(self.look(), text=NOT_SHARED.format(self._spec.log.parents[1]).encode())
-            if self._child is None:
-                for path, text in self._files.items():
-                    if not path.exists() or path.read_text() != text:
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        atomic_write(path, text, durable=False)
-                # Ray sets these for its own workers
-                of_ray = tuple(name for name in os.environ if name.startswith(("RAY_", "OMP_")))
-                spec = replace(self._spec, env={**self._spec.env, **place}, hidden=(*self._spec.hidden, *of_ray))
-                if spec.argv[1:2] == ("-m",):
-                    spec = replace(spec, argv=(sys.executable, *spec.argv[1:]))
-                # a node that drained would hold its GPU, which Ray gives to another: it ends at once with its actor
-                end = signal.SIGTERM if spec.kind == "learner" else signal.SIGKILL
-                self._child = ManagedProcess(spec, ray.util.get_node_ip_address(), end)
-        while self._child.poll() is None:
-            time.sleep(0.05)
-        return self._child.poll() or 0, self.look()
-
-    def look(self, start: int = 0) -> ActorState:
-        """Return the state of the process, and the output of its log from byte `start` on."""
-        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        if self._child is None:
-            return ActorState(node, host)
-        text, end = b"", 0
+    def look(self, place: Mapping[str, str], start: int = 0) -> ActorState:
+        """Start the process unless an earlier call has. Return its state, and its output from byte `start` on."""
+        seen = ActorState(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        if self._spec.kind == "learner" and not self._spec.rank and not self._shared:
+            return replace(seen, code=EXIT_USER, text=NOT_SHARED.format(self._spec.log.parents[1]).encode())
+        self._child = self._child or self._spawn(place, seen.host)
+        code, text, end = self._child.poll(), b"", 0
         if not self._shared:
             with self._spec.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
                 log.seek(max(start, self._start, end - CHUNK))
                 text = log.read(end - log.tell())
-        return ActorState(node, host, self._child.pid, self._child.memory_mib(), end, text)
+        memory = self._child.memory_mib()
+        return replace(seen, code=code, pid=self._child.pid, memory=memory, end=end, text=text)
 
     def signal(self, method: str) -> None:
         """Terminate or kill the process."""
         if self._child is not None:
             getattr(self._child, method)()
+
+    def _spawn(self, place: Mapping[str, str], host: str) -> ManagedProcess:
+        for path, text in self._files.items():
+            if not path.exists() or path.read_text() != text:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(path, text, durable=False)
+        # Ray sets these for its own workers
+        of_ray = tuple(name for name in os.environ if name.startswith(("RAY_", "OMP_")))
+        spec = replace(self._spec, env={**self._spec.env, **place}, hidden=(*self._spec.hidden, *of_ray))
+        if spec.argv[1:2] == ("-m",):
+            spec = replace(spec, argv=(sys.executable, *spec.argv[1:]))
+        # a node that drained would hold its GPU, which Ray gives to another: it ends at once with its actor
+        return ManagedProcess(spec, host, signal.SIGTERM if spec.kind == "learner" else signal.SIGKILL)
 
 
 NOT_SHARED = """error: the learner does not see the run directory {} of `foray up`
@@ -126,10 +123,9 @@ class RayChild(Child):
     def __init__(self, spec: ProcessSpec, actor: Any, place: Any) -> None:
         super().__init__(spec)
         self._actor, self._place = actor, place
-        self._code: int | None = None
         self._seen = ActorState("", "")
         self._log_start = spec.log.stat().st_size if spec.log.exists() else 0
-        self._run, self._look, self._look_at = actor.run.remote(place), actor.look.remote(), 0.0
+        self._look, self._look_at = actor.look.remote(place), 0.0
 
     @property
     def pid(self) -> int:
@@ -138,11 +134,9 @@ class RayChild(Child):
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs or waits for room; -9 if its actor or its host was lost."""
-        if self._code is None:
+        if self._seen.code is None:
             self._read()
-            if ray.wait([self._run], timeout=0)[0]:
-                self._code = self._result()
-        return self._code
+        return self._seen.code
 
     def terminate(self) -> None:
         """Send SIGTERM to this process only."""
@@ -160,32 +154,24 @@ class RayChild(Child):
         """Return the resident memory that was reported last."""
         return self._seen.memory
 
-    def _result(self) -> int | None:
-        try:
-            code, seen = ray.get(self._run)
-        except ActorUnavailableError:  # a missed heartbeat, and no end: the process may live
-            self._run = self._actor.run.remote(self._place)
-            return None
-        except RayError as error:
-            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            self.lost = self._seen.node not in ("", *alive)
-            self._take(replace(self._seen, text=f"{error}\n".encode()))
-            return -signal.SIGKILL
-        self._take(seen)
-        ray.kill(self._actor)
-        return int(code)
-
     def _read(self) -> None:
         if self._look is None:
             if time.monotonic() >= self._look_at:
-                self._look = self._actor.look.remote(self._seen.end)
+                self._look = self._actor.look.remote(self._place, self._seen.end)
             return
-        if ray.wait([self._look], timeout=0)[0]:
-            look, self._look, self._look_at = self._look, None, time.monotonic() + READ_S
-            try:
-                self._take(ray.get(look))
-            except RayError:
-                return  # `run` reports it
+        if not ray.wait([self._look], timeout=0)[0]:
+            return
+        look, self._look, self._look_at = self._look, None, time.monotonic() + READ_S
+        try:
+            self._take(ray.get(look))
+        except ActorUnavailableError:
+            return  # a missed heartbeat, and no end: the process may live
+        except RayError as error:
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            self.lost = self._seen.node not in ("", *alive)
+            self._take(replace(self._seen, code=-signal.SIGKILL, text=f"{error}\n".encode()))
+        if self._seen.code is not None:
+            ray.kill(self._actor)
 
     def _take(self, seen: ActorState) -> None:
         self._seen, self.host = seen, seen.host
@@ -208,7 +194,11 @@ class RayBackend:
         self._node, self.address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def place(self, config: RunConfig) -> Placement:
-        """Reserve room for each process, and wait for it as long as it takes: nodes may still join."""
+        """Reserve room for each process that has none.
+
+        Waits for it at the first call, as long as it takes, since nodes may still join. Later processes wait by
+        themselves.
+        """
         gpus = "GPU" in ray.cluster_resources()
         wanted = needs(config, read_facts(config.run.model), index=built_index(config), cuda=gpus and built_for_cuda())
         self._bundles = bundles(config, {need.name: need.gpus for need in wanted})
@@ -216,10 +206,13 @@ class RayBackend:
         first = self._bundles.get("learner", [{}])[0]
         if all(here.get(name, 0.0) >= amount for name, amount in first.items()):
             first[f"node:{self.address}"] = 0.001
+        begins = not self._groups
         for name, parts in self._bundles.items():  # one after the other: none takes the room that the learner waits for
+            if name in self._groups:
+                continue
             self._groups[name] = group = placement_group(parts, strategy="PACK", name=f"{config.run.id}/{name}")
             line = f"waiting for room: {name} needs {self._bundles[name]}; `ray status` shows what the cluster has"
-            while not group.wait(timeout_seconds=1):
+            while begins and not group.wait(timeout_seconds=1):
                 self._beat(lambda line=line: line)  # type: ignore[misc]
         return Placement(gpus=False, wanted=tuple(wanted))
 
@@ -229,10 +222,14 @@ class RayBackend:
         place = actors[0].rendezvous.remote() if len(specs) > 1 else {}
         return [RayChild(spec, actor, place) for spec, actor in zip(specs, actors, strict=True)]
 
+    def release(self, name: str) -> None:
+        """Give back the room of a process that has ended for good."""
+        remove_placement_group(self._groups.pop(name))
+
     def close(self) -> None:
         """Give back the room, and leave the cluster."""
-        for group in self._groups.values():
-            remove_placement_group(group)
+        for name in list(self._groups):
+            self.release(name)
         if self._left:
             ray.shutdown()
 
@@ -250,7 +247,6 @@ class RayBackend:
             num_gpus=room.get("GPU", 0.0),
             scheduling_strategy=where,
             max_restarts=0,
-            max_concurrency=4,
         )
         inherited = {name: os.environ[name] for name in SECRET_VARIABLES if name in os.environ and not spec.hidden}
         files = [Path(spec.argv[i + 1]) for i, word in enumerate(spec.argv) if word == "--config"]

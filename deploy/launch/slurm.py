@@ -1,7 +1,8 @@
 """Run on Slurm: a core job (Redis, rollout servers, retrievers, the learner's ranks by srun) and an array of engines.
 
 Slurm owns the restarts of jobs; within the core job the launcher owns those of its processes. Engines find the core by
-`run.dir/redis.url`, on a disk that all nodes share. `submit` brings the jobs to the wanted state, and so also scales.
+`run.dir/redis.url`, on a disk that all nodes share. `submit` brings the jobs to the wanted state; the launcher of the
+core follows `foray scale` and `launch.autoscale` by `scale`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,12 @@ from urllib.parse import quote
 from deploy.config import RunConfig
 from deploy.hardware.assign import EngineArgs
 from deploy.launch.plan import checkpoint_s
-from deploy.run.addresses import REDIS_URL_FILE
+from deploy.run.addresses import REDIS_URL_FILE, Addresses, redis_file_url, settle
+from deploy.run.redis_server import connect
 from deploy.run.run_dir import RESOLVED, SCRIPTS
-from deploy.secrets.env import read_env
-from protocol.errors import UserError
+from deploy.secrets.env import read_env, redis_url_for
+from protocol.errors import ForayError, UserError
+from protocol.keys import Keys
 from protocol.runtime.files import atomic_write
 from protocol.runtime.http.auth import is_loopback
 from rollout_server.node.config import SglangEngine
@@ -37,23 +41,32 @@ SLACK_S = 60
 STATES_LEFT = ("CG", "CD", "CA", "F", "TO", "NF", "PR")
 """States of a job that has ended or is ending, as squeue abbreviates them."""
 
+ANSWER_S, POLL_S = 120.0, 1.0
+LEAVING = "foray: leaves"
+"""Comment of the job of an engine that drains, so that it is not counted, and its number not given again."""
 Call = Callable[[Sequence[str]], str]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the run in the queue. `task`: number of an engine, 0 for the core."""
+    """A job of the run in the queue. task: number of an engine, 0 for the core. leaving: an engine that drains."""
 
     id: str
     task: int
     pending: bool
+    leaving: bool
 
 
 def call(argv: Sequence[str]) -> str:
     """Run a command of Slurm and return its output. Raises UserError if it fails."""
     if shutil.which(argv[0]) is None:
         raise UserError(f"{argv[0]} was not found", why="Slurm's commands are needed", todo="run it on a login node")
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    # within the core job: those of another job are no settings for this one
+    env = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_S, check=False, env=env)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{argv[0]} did not answer within {ANSWER_S:g} s", todo="see `sdiag`; try again") from None
     if done.returncode:
         raise UserError(f"{' '.join(argv[:2])} failed", why=done.stderr.strip() or f"exit code {done.returncode}")
     return done.stdout
@@ -62,6 +75,11 @@ def call(argv: Sequence[str]) -> str:
 def names(run: str) -> tuple[str, str]:
     """Return the names of the core job and of the engines' array."""
     return f"{run}-core", f"{run}-engines"
+
+
+def is_core(run: str) -> bool:
+    """Return whether this process is in the core job of `run`."""
+    return os.environ.get("SLURM_JOB_NAME") == names(run)[0]
 
 
 def render(config: RunConfig, given: Sequence[str], part: str) -> str:
@@ -107,12 +125,16 @@ def _for_part(line: str, part: str) -> str | None:
     return line
 
 
-def jobs(name: str, run: Call = call) -> list[Job]:
-    """Return the jobs of this user with `name` that run or wait."""
-    out = run(["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", f"--name={name}", "--format=%i %K %t"])
-    found = [line.split() for line in out.splitlines() if line.strip()]
-    left = [(job, task, state) for job, task, state in found if state not in STATES_LEFT]
-    return [Job(job, int(task) if task.isdigit() else 0, state == "PD") for job, task, state in left]
+def jobs(run_id: str, run: Call = call) -> list[Job]:
+    """Return the jobs of a run that run or wait, the core first."""
+    argv = ["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", f"--name={','.join(names(run_id))}"]
+    lines = [line.split(maxsplit=3) for line in run([*argv, "--format=%i %K %t %k"]).splitlines() if line.strip()]
+    found = [
+        Job(id_, int(task) if task.isdigit() else 0, state == "PD", comment == [LEAVING])
+        for id_, task, state, *comment in lines
+        if state not in STATES_LEFT
+    ]
+    return sorted(found, key=lambda job: job.task)
 
 
 def submit(config: RunConfig, given: Sequence[str], run: Call = call) -> list[str]:
@@ -126,36 +148,65 @@ def submit(config: RunConfig, given: Sequence[str], run: Call = call) -> list[st
     (folder.parent / "logs").mkdir(exist_ok=True)  # Slurm does not make it
     for part in ("core", "engine"):
         atomic_write(folder / f"{part}.sh", render(config, given, part), durable=False)
-    core, engines = names(config.run.id)
+    if not (resolved := folder.parent / RESOLVED).exists():  # until the core replaces it, for `foray down`
+        atomic_write(resolved, settle(config, Addresses("", None)).to_yaml(), durable=False)
     said = []
-    if not jobs(core, run):
+    if not any(not job.task for job in jobs(config.run.id, run)):
         said.append(f"core: job {run(['sbatch', '--parsable', str(folder / 'core.sh')]).strip()}")
-    return [*said, *scale(config.run.dir, engines, config.launch.engines, run)]
+    return [*said, *scale(config, config.launch.engines, run)]
 
 
-def scale(directory: Path, name: str, wanted: int, run: Call = call) -> list[str]:
-    """Bring the engines of the array `name` to `wanted`. Return lines for the user."""
-    there = sorted(jobs(name, run), key=lambda job: (job.pending, job.task))
-    keep, drop = there[:wanted], there[wanted:]  # those that run stay first
-    said = []
+def scale(config: RunConfig, wanted: int, run: Call = call) -> list[str]:
+    """Bring the engines of a run to `wanted`. Return lines for the user. Raises UserError if a command fails."""
+    there = [job for job in jobs(config.run.id, run) if job.task]
+    # those that run stay first
+    staying = sorted((job for job in there if not job.leaving), key=lambda job: job.pending)
+    drop, used = staying[wanted:], {job.task for job in there}
+    said = _ask_to_drain(config, [f"engine-{job.task}" for job in drop if not job.pending])
     for job in drop:
+        if not job.pending:
+            run(["scontrol", "update", f"JobId={job.id}", f"Comment={LEAVING}"])
         run(_cancel(job))
         said.append(f"engine-{job.task}: {'cancelled' if job.pending else 'drains'}")
-    used = {job.task for job in there}
-    if new := [number for number in range(1, wanted + len(used) + 1) if number not in used][: wanted - len(keep)]:
-        script = directory.absolute() / SCRIPTS / "engine.sh"
+    more = max(wanted - len(staying), 0)
+    if new := [number for number in range(1, more + len(used) + 1) if number not in used][:more]:
+        script = config.run.dir.absolute() / SCRIPTS / "engine.sh"
         job_id = run(["sbatch", "--parsable", f"--array={','.join(map(str, new))}", str(script)]).strip()
         said.append(f"engines {', '.join(map(str, new))}: job {job_id}")
     return said
 
 
-def stop(run_id: str, run: Call = call) -> list[str]:
-    """Stop the jobs of a run: the core writes a checkpoint first. Return lines for the user; [] if there are none."""
-    core, engines = names(run_id)
+def _ask_to_drain(config: RunConfig, engines: Sequence[str]) -> list[str]:
+    """Ask engines through Redis to drain, all at once. Return a line if that is not possible."""
+    import redis
+
+    place = redis_file_url(config.run.dir)
+    secrets = config.launch.secrets
+    if not engines:
+        return []
+    try:
+        client = connect(redis_url_for(secrets, "operator", place) if secrets else place, timeout_s=2.0)
+        with client:
+            client.sadd(Keys(config.run.id).drain, *engines)
+    except (redis.RedisError, OSError, UserError) as error:
+        return [f"the engines are not asked through Redis to drain, but by a signal to their jobs alone: {error}"]
+    return []
+
+
+def stop(run_id: str, timeout_s: float, run: Call = call) -> list[str]:
+    """Stop the jobs of a run, and wait until they have ended: the core writes a checkpoint first.
+
+    Return lines for the user, [] if there are no jobs. Raises ForayError if they do not end in time.
+    """
     said = []
-    for job in [*jobs(core, run), *jobs(engines, run)]:
+    for job in jobs(run_id, run):
         run(_cancel(job))
-        said.append(f"job {job.id}: {'cancelled' if job.pending else 'stopping'}")
+        said.append(f"job {job.id}: {'cancelled' if job.pending else 'stopped'}")
+    deadline = time.monotonic() + timeout_s
+    while left := [job.id for job in jobs(run_id, run)] if said else []:
+        if time.monotonic() > deadline:
+            raise ForayError(f"jobs {', '.join(left)} did not end within {timeout_s:g} s: `squeue --me` shows them")
+        time.sleep(POLL_S)
     return said
 
 

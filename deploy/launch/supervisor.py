@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deploy.launch.plan import ProcessSpec, Ready
 from deploy.launch.process import Child, LaunchBackend, LocalBackend, ProcessFailed
@@ -36,7 +36,6 @@ LEAVE_S = 2.0
 """Seconds for the other ranks to end by themselves after one exited."""
 Say = Callable[[str], None]
 IsReady = Callable[[ProcessSpec], bool]
-M = TypeVar("M", EngineInfo, MetricsSnapshot)
 
 
 class Supervisor:
@@ -210,10 +209,8 @@ class Readiness:
 
     def starting(self, spec: ProcessSpec) -> None:
         """Remember what a killed process left in Redis for `spec`, so that it does not count as the new process."""
-        if spec.ready is Ready.ENGINE and (engine := self._read(EngineInfo, spec)):
-            self._left[spec.name] = engine.incarnation
-        if spec.ready is Ready.REGISTERED and (process := self._read(MetricsSnapshot, spec)):
-            self._left[spec.name] = process.text.get("incarnation", "")
+        if found := self._registration(spec):
+            _, self._left[spec.name], _ = found
 
     def __call__(self, spec: ProcessSpec) -> bool:
         match spec.ready:
@@ -223,34 +220,33 @@ class Readiness:
                 return answers(f"{spec.url}/ready")
             case Ready.ALIVE:
                 return answers(f"{spec.url}/health")
-            case Ready.REGISTERED:
-                process = self._read(MetricsSnapshot, spec)
-                if process is None or process.text.get("incarnation") == self._left.get(spec.name, ""):
+            case Ready.REGISTERED | Ready.ENGINE:
+                state, incarnation, url = self._registration(spec) or ("", "", "")
+                if not state or incarnation == self._left.get(spec.name):
                     return False
-                self.urls[spec.name] = process.text.get("url", "")
-                return process.text.get("state") == NodeState.READY
-            case Ready.ENGINE:
-                engine = self._read(EngineInfo, spec)
-                ready = engine is not None and engine.state is NodeState.READY
-                return ready and engine is not None and engine.incarnation != self._left.get(spec.name)
+                if spec.ready is Ready.REGISTERED:
+                    self.urls[spec.name] = url
+                return state == NodeState.READY
             case Ready.RUNNING:
                 return True
 
-    def _read(self, kind: type[M], spec: ProcessSpec) -> M | None:
-        """Return the registration of an engine or another process, None if there is none or it cannot be read."""
+    def _registration(self, spec: ProcessSpec) -> tuple[str, str, str] | None:
+        """Return state, incarnation and URL of a process; None if it registers nowhere, or there is none to read."""
         import redis
 
-        client = connect(self._url, timeout_s=ANSWER_S)
-        try:
-            if kind is EngineInfo:
-                raw: Any = client.hget(self._keys.engine(spec.name), "b")
-            else:
-                raw = client.get(self._keys.metrics(spec.kind, spec.name))
-            return decode_as(kind, raw) if raw else None
-        except (redis.RedisError, OSError, ProtocolError):
+        if spec.ready not in (Ready.REGISTERED, Ready.ENGINE):
             return None
-        finally:
-            client.close()
+        with connect(self._url, timeout_s=ANSWER_S) as client:
+            try:
+                if spec.ready is Ready.ENGINE:
+                    raw: Any = client.hget(self._keys.engine(spec.name), "b")
+                    engine = decode_as(EngineInfo, raw or b"")
+                    return engine.state, engine.incarnation, engine.url
+                raw = client.get(self._keys.metrics(spec.kind, spec.name))
+                text = decode_as(MetricsSnapshot, raw or b"").text
+                return text.get("state", ""), text.get("incarnation", ""), text.get("url", "")
+            except (redis.RedisError, OSError, ProtocolError):
+                return None
 
 
 class EngineLosses:
@@ -260,8 +256,6 @@ class EngineLosses:
         self._url, self._events = redis_url, Keys(run_id).events
         self._after, self._due = "", 0.0
         self._lost: dict[str, list[str]] = {}
-        self.stop_asked = False
-        """Whether `foray down` on another host asked the launcher to stop."""
 
     def read(self) -> list[str]:
         """Return new lines; none within LOOK_S of the last look, and none while Redis does not answer."""
@@ -269,21 +263,18 @@ class EngineLosses:
 
         if (now := time.monotonic()) < self._due:
             return []
-        self._due, client = now + LOOK_S, connect(self._url, timeout_s=ANSWER_S)
-        try:
-            if not self._after:
-                found: Any = client.xrevrange(self._events, count=1)
-                self._after = found[0][0].decode() if found else "0-0"
+        self._due = now + LOOK_S
+        with connect(self._url, timeout_s=ANSWER_S) as client:
+            try:
+                if not self._after:
+                    found: Any = client.xrevrange(self._events, count=1)
+                    self._after = found[0][0].decode() if found else "0-0"
+                    return []
+                found = client.xrange(self._events, min=f"({self._after}", count=LOOKED_AT)
+            except (redis.RedisError, OSError):
                 return []
-            found = client.xrange(self._events, min=f"({self._after}", count=LOOKED_AT)
-        except (redis.RedisError, OSError):
-            return []
-        finally:
-            client.close()
         self._after = found[-1][0].decode() if found else self._after
-        new = [events.parse(fields) for _, fields in found]
-        self.stop_asked |= any(e["kind"] == events.STOP_ASKED for e in new)
-        lost = [e for e in new if e["kind"] == events.ENGINE_LOST]
+        lost = [e for _, fields in found if (e := events.parse(fields))["kind"] == events.ENGINE_LOST]
         for event in lost:
             self._lost.setdefault(event["id"], []).append(event["text"])
         return [f"{e['id']}: {e['text']}, the run continues" for e in lost]

@@ -124,9 +124,7 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
         # each process gets URL and login from the environment: a setting would override it, and be written to a file
         update["run"] = config.run.model_copy(update={"redis_url": ""})
     elif addresses.server is not None:
-        url = (
-            f"{FILE}{quote(str(config.run.dir / REDIS_URL_FILE))}" if config.launch.redis_host else addresses.redis_url
-        )
+        url = redis_file_url(config.run.dir) if config.launch.redis_host else addresses.redis_url
         update["run"] = config.run.model_copy(update={"redis_url": url})
     if config.num_retrievers:
         if "port" not in config.retriever.model_fields_set:
@@ -141,6 +139,11 @@ def settle(config: RunConfig, addresses: Addresses) -> RunConfig:
 def _holds_password(url: str) -> bool:
     found = parse_redis_url(url) if url else None
     return found is not None and bool(found.password or found.sentinel_password)
+
+
+def redis_file_url(directory: Path) -> str:
+    """Return the URL of the Redis that the file in a run directory names."""
+    return f"{FILE}{quote(str(directory.absolute() / REDIS_URL_FILE))}"
 
 
 def seen_from_here(config: RunConfig, place: str) -> str:

@@ -131,13 +131,11 @@ def ping(url: str, *, timeout_s: float = 1.0) -> str:
     """Return "" if the server at `url` answers PING, otherwise the error."""
     import redis
 
-    client = connect(url, timeout_s=timeout_s)
-    try:
-        client.ping()
-    except (redis.RedisError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        client.close()
+    with connect(url, timeout_s=timeout_s) as client:
+        try:
+            client.ping()
+        except (redis.RedisError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -152,27 +150,25 @@ def check_server(url: str) -> str:
     """Return product and version of the server at `url`. Raises UserError if it does not answer or is too old."""
     import redis
 
-    client = connect(url)
-    try:
-        info = client.info("server")
+    with connect(url) as client:
         try:
-            client.function_list()
-        except redis.exceptions.NoPermissionError:
-            pass  # a viewer may not call FUNCTION LIST; the version then shows that functions exist
-    except redis.ResponseError as error:
-        raise UserError(
-            f"the Redis at {redacted(url)} cannot serve a run",
-            why=f"it refused FUNCTION LIST: {error}",
-            todo=f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer (or Valkey), with a user that may call FUNCTION",
-        ) from None
-    except (redis.RedisError, OSError) as error:
-        raise UserError(
-            f"no Redis answers at {redacted(url)}",
-            why=f"{type(error).__name__}: {error}",
-            todo="start it, correct run.redis_url (or FORAY_REDIS_URL), or leave both empty to start one",
-        ) from None
-    finally:
-        client.close()
+            info = client.info("server")
+            try:
+                client.function_list()
+            except redis.exceptions.NoPermissionError:
+                pass  # a viewer may not call FUNCTION LIST; the version then shows that functions exist
+        except redis.ResponseError as error:
+            raise UserError(
+                f"the Redis at {redacted(url)} cannot serve a run",
+                why=f"it refused FUNCTION LIST: {error}",
+                todo=f"use Redis {OLDEST[0]}.{OLDEST[1]} or newer (or Valkey), with a user that may call FUNCTION",
+            ) from None
+        except (redis.RedisError, OSError) as error:
+            raise UserError(
+                f"no Redis answers at {redacted(url)}",
+                why=f"{type(error).__name__}: {error}",
+                todo="start it, correct run.redis_url (or FORAY_REDIS_URL), or leave both empty to start one",
+            ) from None
     valkey = info.get("valkey_version")
     return f"Valkey {valkey}" if valkey else f"Redis {info.get('redis_version', '?')}"
 

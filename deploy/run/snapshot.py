@@ -193,17 +193,17 @@ def take_snapshot(redis_url: str, run: str, run_dir: Path | None = None, *, time
     import redis
 
     totals = read_ledger_totals(run_dir) if run_dir is not None else None
-    client = connect(redis_url, timeout_s=timeout_s)
-    try:
-        if run_dir is not None:
-            refuse_stranger(client, redis_url, run, run_dir)
-        return _look(client, redis_url, run, totals)
-    except (redis.RedisError, OSError) as error:
-        return RunSnapshot(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", totals=totals)
-    except UserError as error:
-        return RunSnapshot(run, redacted(redis_url), error=f"{error.what}: {error.why}", todo=error.todo, totals=totals)
-    finally:
-        client.close()
+    with connect(redis_url, timeout_s=timeout_s) as client:
+        try:
+            if run_dir is not None:
+                refuse_stranger(client, redis_url, run, run_dir)
+            return _look(client, redis_url, run, totals)
+        except (redis.RedisError, OSError) as error:
+            return RunSnapshot(run, redacted(redis_url), error=f"{type(error).__name__}: {error}", totals=totals)
+        except UserError as error:
+            return RunSnapshot(
+                run, redacted(redis_url), error=f"{error.what}: {error.why}", todo=error.todo, totals=totals
+            )
 
 
 def refuse_stranger(client: redis.Redis, url: str, run: str, run_dir: Path) -> None:

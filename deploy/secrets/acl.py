@@ -73,7 +73,7 @@ GRANTS: Mapping[RedisRole, tuple[str, ...]] = {
         "(~{run}:dlq +xdel)",
         "(~{run}:events +xadd)",
         "(~{run}:drain +sadd)",
-        "(~{run}:scale +hset +hdel)",
+        "(~{run}:launcher +hset +hdel)",
     ),
     # for users: server settings and repairs. No process of a run has it.
     "admin": ("~* &* +@all",),

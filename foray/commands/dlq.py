@@ -76,19 +76,17 @@ def _client(found: Located, *, may_be_gone: bool) -> Iterator[redis.Redis | None
     from deploy.run.snapshot import refuse_stranger
     from protocol.runtime.redis.url import redacted
 
-    client = connect(found.redis_url)
-    try:
-        gone = may_be_gone and _is_gone(client, found)
-        if not gone:
-            refuse_stranger(client, found.redis_url, found.run.id, found.directory)
-        yield None if gone else client
-    except (redis.RedisError, OSError) as error:
-        raise UserError(
-            f"the Redis at {redacted(found.redis_url)} is not usable: {type(error).__name__}: {error}",
-            todo="start it, or check its memory and this user's permissions with `foray doctor`",
-        ) from None
-    finally:
-        client.close()
+    with connect(found.redis_url) as client:
+        try:
+            gone = may_be_gone and _is_gone(client, found)
+            if not gone:
+                refuse_stranger(client, found.redis_url, found.run.id, found.directory)
+            yield None if gone else client
+        except (redis.RedisError, OSError) as error:
+            raise UserError(
+                f"the Redis at {redacted(found.redis_url)} is not usable: {type(error).__name__}: {error}",
+                todo="start it, or check its memory and this user's permissions with `foray doctor`",
+            ) from None
 
 
 def _is_gone(client: redis.Redis, found: Located) -> bool:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 from deploy.run.redis_server import connect
 from deploy.run.run_dir import (
@@ -23,7 +22,6 @@ from deploy.run.run_dir import (
     saved,
     wait_until_free,
 )
-from protocol import events
 from protocol.errors import ForayError, UserError
 from protocol.keys import Keys
 from protocol.runtime.config import read_tree, section
@@ -38,24 +36,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _stop_jobs(directory: Path) -> list[str]:
+def _stop_jobs(directory: Path, timeout_s: float) -> list[str]:
     """Stop the run's jobs on Slurm. Return what was done, [] if there are none."""
     from deploy.launch import slurm
 
-    return slurm.stop(section(read_tree(configuration_of(directory) or None), "run", RunSettings).id)
+    return slurm.stop(section(read_tree(configuration_of(directory)), "run", RunSettings).id, timeout_s)
 
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 when nothing runs there. Raises ForayError if the launcher does not end in time."""
     directory = require(args.run_dir)
-    if (directory / SCRIPTS).is_dir() and (stopped := _stop_jobs(directory)):
-        print(json.dumps({"run_dir": str(directory), "jobs": stopped}) if args.json else "\n".join(stopped))
-        return 0
-    was_running = stop(directory, args.timeout)
+    jobs = _stop_jobs(directory, args.timeout) if (directory / SCRIPTS).is_dir() else []
+    was_running = bool(jobs) or stop(directory, args.timeout)
     if args.json:
-        print(json.dumps({"run_dir": str(directory), "was_running": was_running}))
+        print(json.dumps({"run_dir": str(directory), "was_running": was_running, "jobs": jobs}))
     else:
-        print(f"{directory}: {'stopped' if was_running else 'nothing was running'}")
+        print("\n".join([*jobs, f"{directory}: {'stopped' if was_running else 'nothing was running'}"]))
         if was_running:
             print("\n".join(saved(directory, read_record(directory).get("again", ""))))
     return 0
@@ -81,19 +77,16 @@ def stop(directory: Path, timeout_s: float) -> bool:
 
 
 def _ask(directory: Path) -> None:
-    """Ask the launcher on another host to stop, by an event in the run's Redis. Raises UserError."""
+    """Ask the launcher on another host to stop, by its name in the run's Redis. Raises UserError."""
     import redis
 
     found = locate(argparse.Namespace(given=[str(directory)], config=None))
-    client = connect(found.redis_url)
-    event: Any = events.fields("operator", "down", events.STOP_ASKED, "foray down")
-    try:
-        client.xadd(Keys(found.run.id).events, event, maxlen=events.MOST, approximate=True)
-    except (redis.RedisError, OSError) as error:
-        raise UserError(
-            f"cannot ask the launcher of {directory}, which is on another host, to stop",
-            why=f"the Redis at {redacted(found.redis_url)}: {error}",
-            todo="export FORAY_REDIS_URL with the login of `operator`, or stop it on its host",
-        ) from None
-    finally:
-        client.close()
+    with connect(found.redis_url) as client:
+        try:
+            client.hset(Keys(found.run.id).launcher, "stop", str(found.record.get("launcher", "")))
+        except (redis.RedisError, OSError) as error:
+            raise UserError(
+                f"cannot ask the launcher of {directory}, which is on another host, to stop",
+                why=f"the Redis at {redacted(found.redis_url)}: {error}",
+                todo="export FORAY_REDIS_URL with the login of `operator`, or stop it on its host",
+            ) from None

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         )
     args.given, args.config = [text for text in args.rest if not _WANTED.fullmatch(text)], None
     found = locate(args)
-    key = Keys(found.run.id).scale
+    key = Keys(found.run.id).launcher
     with connected(found) as client:
         if wanted == ["auto"]:
             client.hdel(key, "engines")

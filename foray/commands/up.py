@@ -1,4 +1,4 @@
-"""Start all processes of a run on this machine and monitor them until the learner has finished.
+"""Start all processes of a run and monitor them until the learner has finished; on Slurm, submit its jobs.
 
 Prints one line per step. The first failure ends the run and is shown with the end of its log. Ctrl-C stops all
 processes in order. Run the same command again to resume from the last checkpoint.
@@ -42,7 +42,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 after the last step (or a SIGTERM), 1 if a process failed, 130 after Ctrl-C."""
+    """Return 0 after the last step (or SIGTERM, or if jobs are submitted), 1 if a process failed, 130 after Ctrl-C."""
+    from deploy.launch.slurm import is_core
+    from foray.commands.submit import submit
+
     path, overrides = config_and_overrides(args)
     if path is None:
         raise UserError(
@@ -52,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print_plan(config, as_json=args.json)
         return 0
+    if config.launch.backend == "slurm" and not is_core(config.run.id):
+        if args.takeover or args.until_stdin_ends:
+            todo = "leave them out; the jobs have a Redis of their own, and `foray down` stops them"
+            raise UserError("--takeover and --until-stdin-ends are not possible on Slurm", todo=todo)
+        return submit(config, path, overrides, as_json=args.json)
     out = sys.stderr if args.json else sys.stdout
     if args.until_stdin_ends:
         terminate_at_end_of_stdin()

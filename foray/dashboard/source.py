@@ -185,16 +185,14 @@ class RunData:
         ledger = read_ledger(self.directory)
         run = self.found.run.id
         if self.found.redis_url and not self.snapshot()[0].error:
-            client = connect(self.found.redis_url, timeout_s=3.0)
-            try:
-                raw: Any = client.smembers(Keys(run).requeue)
-                letters = read_letters(client, run, self.directory, bodies=False)
-                fates = Fates(ledger, frozenset(seq for member in raw if (seq := number_of(member))))
-                return as_json(run, letters[-LETTERS:], fates)
-            except (redis.RedisError, OSError) as error:
-                log.warning("reading dead letters from files: %s", error)
-            finally:
-                client.close()
+            with connect(self.found.redis_url, timeout_s=3.0) as client:
+                try:
+                    raw: Any = client.smembers(Keys(run).requeue)
+                    letters = read_letters(client, run, self.directory, bodies=False)
+                    fates = Fates(ledger, frozenset(seq for member in raw if (seq := number_of(member))))
+                    return as_json(run, letters[-LETTERS:], fates)
+                except (redis.RedisError, OSError) as error:
+                    log.warning("reading dead letters from files: %s", error)
         return as_json(run, read_letters(None, run, self.directory, bodies=False)[-LETTERS:], Fates(ledger))
 
     def retrievers(self) -> list[dict[str, Any]]:
@@ -219,16 +217,15 @@ class RunData:
         known = [info.id for info in self.snapshot()[0].engines]
         if engine not in known:
             raise UserError(f"no engine {engine[:80]!r} is registered", todo=f"known: {', '.join(known) or 'none'}")
-        client, keys = connect(self.found.redis_url, timeout_s=3.0), Keys(self.found.run.id)
+        keys = Keys(self.found.run.id)
         entry: Any = events.fields("operator", "dashboard", "drain-asked", f"engine {engine}")
-        try:
-            client.sadd(keys.drain, engine)
-            client.xadd(keys.events, entry, maxlen=events.MOST, approximate=True)
-        except redis.RedisError as error:
-            todo = "start the dashboard with the Redis user `operator`"
-            raise UserError(f"Redis refused the request: {error}", todo=todo) from None
-        finally:
-            client.close()
+        with connect(self.found.redis_url, timeout_s=3.0) as client:
+            try:
+                client.sadd(keys.drain, engine)
+                client.xadd(keys.events, entry, maxlen=events.MOST, approximate=True)
+            except redis.RedisError as error:
+                todo = "start the dashboard with the Redis user `operator`"
+                raise UserError(f"Redis refused the request: {error}", todo=todo) from None
         return {"engine": engine, "asked": True}
 
     def evaluations(self) -> dict[str, Any]:

@@ -107,6 +107,7 @@ class Autoscaler:
         self._looks: deque[Seen] = deque()
         self._votes: list[int] = []
         self._last, self._calm_until = 0, 0.0
+        self._count = 0
         self.wanted = 0
         """0 until an engine is ready."""
 
@@ -115,7 +116,9 @@ class Autoscaler:
         count, looks = len(usable(seen)), self._looks
         if frozen(seen) or not count or (looks and len(usable(looks[-1])) != count):
             self._forget()
-        self.wanted = self.wanted or count
+        if not self.wanted or count > self._count:  # an engine that started slowly, or was added by others, stays
+            self.wanted = max(self.wanted, count)
+        self._count = count
         if frozen(seen) or not count:
             return self.wanted
         looks.append(seen)

@@ -11,11 +11,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis
 
-from deploy.launch.supervisor import EngineLosses
+from deploy.config import LaunchSettings
+from deploy.launch import scale
+from deploy.launch.scale import EngineScaler
 from deploy.run.run_dir import (
     LOCK,
     RECORD,
@@ -120,15 +123,18 @@ def test_down_asks_a_launcher_on_another_host_through_redis(
     write_record(run_dir, record)
     here = read_record(run_dir)["launcher"]
     (run_dir / RECORD).write_text(json.dumps(record | {"launcher": "another-host:1:1"}))
-    losses = EngineLosses(url, keys.run)
+    scaler = EngineScaler(LaunchSettings(), SimpleNamespace(children={}), print, print, url, keys.run)  # type: ignore[arg-type]
+    monkeypatch.setattr(scale, "LOOK_S", 0.0)
+    monkeypatch.setattr(scale, "process_token", lambda: "another-host:1:1")
     with redis.Redis.from_url(url) as client:
-        client.xadd(keys.events, events.fields("operator", "down", events.STOP_ASKED, "of an earlier start"))
+        client.hset(keys.launcher, "stop", "another-host:1:0")
+        client.xadd(keys.events, events.fields("node", "down", "stop-asked", "by a process that may add events"))
         client.expire(keys.events, 60)
-        assert losses.read() == [] and not losses.stop_asked
+        client.expire(keys.launcher, 60)
+        assert scaler.tick() == [] and not scaler.stop_asked, "that was for an earlier start"
         assert foray(["down", str(run_dir), "--timeout", "0.2"]) == 1, "it is asked, and it does not end"
         assert "the launcher (on another host)" in capsys.readouterr().err
-        losses._due = 0.0
-        assert losses.read() == [] and losses.stop_asked
+        assert scaler.tick() == [] and scaler.stop_asked
     (run_dir / RECORD).write_text(json.dumps(record | {"launcher": here, "state": "stopped"}))
     assert foray(["down", str(run_dir)]) == 0 and "nothing was running" in capsys.readouterr().out
 

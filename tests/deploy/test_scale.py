@@ -109,8 +109,12 @@ class Child:
         self.ended = True
 
 
+gone: list[str] = []
+
+
 def scaler(running: int, wanted: list[int | None], most: int = 9) -> tuple[EngineScaler, dict[str, Child]]:
     """An engine scaler whose engines are `Child`, with places for `most` of them; it reads wanted[0]."""
+    gone.clear()
     children = {name: Child() for name in ("redis", "eval-engine-1", *(f"engine-{n + 1}" for n in range(running)))}
 
     def add(number: int) -> None:
@@ -118,7 +122,7 @@ def scaler(running: int, wanted: list[int | None], most: int = 9) -> tuple[Engin
             raise UserError("there is no place", why="it is full", todo="reserve one")
         children[f"engine-{number}"] = Child()
 
-    made = EngineScaler(LaunchSettings(), SimpleNamespace(children=children), add, "redis://h:1/0", "r")  # type: ignore[arg-type]
+    made = EngineScaler(LaunchSettings(), SimpleNamespace(children=children), add, gone.append, "redis://h:1/0", "r")  # type: ignore[arg-type]
     made._wanted = lambda: wanted[0]  # type: ignore[method-assign]
     made._due = -math.inf
     return made, children
@@ -141,7 +145,7 @@ def test_the_last_engines_leave_and_a_name_in_use_is_not_given_again() -> None:
     last.ended = True
     assert [line.split()[0] for line in tick(made)] == ["engine-3"]
     wanted[0] = None
-    assert tick(made) == [] and made.leaving == {}
+    assert tick(made) == [] and made.leaving == {} and gone == ["engine-2", "engine-3"], "their places are given back"
 
 
 def test_an_engine_without_a_place_is_refused_once_and_the_run_goes_on() -> None:
@@ -154,6 +158,43 @@ def test_an_engine_without_a_place_is_refused_once_and_the_run_goes_on() -> None
     assert len(tick(made)) == 1
     wanted[0] = 2
     assert "engine-2 starts" in tick(made)[0], "there is a place again"
+
+
+def test_all_engines_may_leave_and_come_back() -> None:
+    wanted: list[int | None] = [2]
+    made, children = scaler(0, wanted)
+    assert tick(made) == [], "no engine has started yet"
+    children["engine-1"] = Child()
+    for number in (1, 0, 2):
+        wanted[0] = number
+        tick(made)
+        tick(made)
+    assert {"engine-1", "engine-2"} <= set(children)
+
+
+def test_jobs_follow_requests_and_changes_of_the_learners_number() -> None:
+    asked: list[int] = []
+    wanted: list[int | None] = [2]
+    made, _ = scaler(0, wanted)
+
+    def jobs(number: int) -> list[str]:
+        asked.append(number)
+        if number == 9:
+            raise UserError("sbatch failed", why="the queue is full")
+        return [f"{number} jobs"]
+
+    made._jobs = jobs
+    assert tick(made) == [] and asked == [], "others may wait in the queue"
+    wanted[0] = 3
+    assert tick(made) == ["3 jobs"] and tick(made) == []
+    made._requested = wanted[0] = 9
+    assert tick(made) == ["sbatch failed: the queue is full. The number of engines stays; it is tried again"]
+    assert made._due > time.monotonic() + 30
+    tick(made)
+    assert asked == [3, 9, 9]
+    fresh, _ = scaler(0, [4])
+    fresh._jobs, fresh._requested = jobs, 4
+    assert tick(fresh) == ["4 jobs"], "a request of an earlier start of the core counts"
 
 
 def test_wrong_numbers_are_refused(run_files: Path) -> None:

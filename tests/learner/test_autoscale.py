@@ -133,3 +133,11 @@ def test_a_removal_that_was_wrong_is_not_repeated_for_long() -> None:
     begin, end = 500, 500 + 10 * CALM_STEPS
     assert set(looks(scaler, begin, 3, (end - begin) // 10 - 30, **IDLE)) == {3}
     assert 2 in looks(scaler, end, 3, 2 * (FIRST + VOTES_DOWN), **IDLE)
+
+
+def test_an_engine_that_starts_slowly_or_is_added_is_not_drained_again() -> None:
+    scaler = Autoscaler(MANY)
+    assert scaler.look(seen(0.0, 1)) == 1
+    assert scaler.look(seen(10.0, 3)) == 3
+    assert scaler.look(seen(20.0, 2)) == 3, "one that is lost comes back"
+    assert scaler.look(seen(30.0, 3)) == 3

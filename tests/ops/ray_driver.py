@@ -6,6 +6,7 @@ Prints what the Supervisor says, and a line of JSON, name -> [pid, host, restart
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from deploy.config import load_config
 from deploy.launch.launcher import open_backend
 from deploy.launch.plan import HOST, plan
 from deploy.launch.process import ProcessFailed
+from deploy.launch.scale import with_engines
 from deploy.launch.supervisor import Supervisor
 from deploy.run.addresses import preview
 from deploy.run.run_dir import hold
@@ -50,10 +52,21 @@ def main(directory: Path) -> int:
         tiny = [replace(spec, argv=argv) for spec in specs]
         for _, group in groupby(tiny, key=lambda spec: spec.group or spec.name):
             supervisor.spawn(*group)
-        shown = ""
+        shown, asked = "", list[int]()
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda number, frame: asked.append(number))
         try:
             while True:
                 supervisor.check()
+                match asked and asked.pop():
+                    case signal.SIGUSR1:  # `foray scale engines=2`
+                        larger = with_engines(config, 2)
+                        placement = backend.place(larger)
+                        more = plan(larger, where, python="py", resolved=resolved, placement=placement)
+                        supervisor.spawn(*(replace(spec, argv=argv) for spec in more if spec.name == "engine-2"))
+                    case signal.SIGUSR2:  # `foray scale engines=1`
+                        supervisor.stop(["engine-2"])
+                        backend.release("engine-2")
                 restarts = supervisor.restarts
                 now = {n: [c.pid, c.host, restarts.get(c.spec.group or n, 0)] for n, c in supervisor.children.items()}
                 if (line := json.dumps(now)) != shown:

@@ -14,9 +14,13 @@ from pathlib import Path
 from protocol.runtime.net import free_port
 
 ROOT = Path(__file__).parents[2]
-PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300"}
+PATIENT = {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+}
 """A shared machine with two cores starts a node slowly."""
-TRIES, TRY_S = 4, 90.0
+TRIES, TRY_S = 3, 200.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 
 
@@ -29,6 +33,8 @@ class RayNodes:
         packages = sysconfig.get_paths()["purelib"]
         self.env = os.environ | PATIENT | QUIET | {"PYTHONPATH": f"{ROOT}:{packages}", "RAY_ADDRESS": self.address}
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self._agents: dict[int, str] = {}
+        """Port of the agent of each node."""
 
     def add(self, number: int, cpus: int, *, without: Path | None = None) -> None:
         """Start a node, whose processes do not see the files of the folder `without`."""
@@ -37,12 +43,17 @@ class RayNodes:
             place = ["--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false"]
         argv = [self.python, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address=127.0.0.{number}"]
         argv += [f"--num-cpus={cpus}", "--num-gpus=0", "--object-store-memory=80000000"]
+        # given, so that a node need not learn them from its agents within 15 s, which a busy machine does not give them
+        agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
+        ports = [str(free_port(f"127.0.0.{number}")) for _ in agents]
+        self._agents[number] = ports[0]
+        argv += [f"--{agent}-port={port}" for agent, port in zip(agents, ports, strict=True)]
         argv += ["--block", "--disable-usage-stats"]
         if without is not None:
             hide = f'mount -t tmpfs none "{without}" && exec "$@"'
             argv = ["unshare", "--mount", "--fork", "--kill-child", "sh", "-c", hide, "sh", *argv]
         env = {name: value for name, value in self.env.items() if name != "RAY_ADDRESS"}
-        for _ in range(TRIES):  # a raylet gives its agents 15 s to start, which a busy machine does not always do
+        for _ in range(TRIES):
             with (self._folder / f"node-{number}.log").open("wb") as log:
                 self._nodes[number] = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
@@ -55,6 +66,11 @@ class RayNodes:
     def _is_up(self, number: int) -> bool:
         path, deadline = self._folder / f"node-{number}.log", time.monotonic() + TRY_S
         while "--block" not in path.read_text(errors="replace"):
+            for raylet in map(options, children(self._nodes[number].pid)):
+                if raylet.get("session_dir") and raylet.get("node_id"):  # the port that `ray start` does not pass on
+                    port = Path(raylet["session_dir"]) / f"dashboard_agent_listen_port_{raylet['node_id']}"
+                    if not port.exists():
+                        port.write_text(self._agents[number])
             if time.monotonic() > deadline or self._nodes[number].poll() is not None:
                 return False
             time.sleep(0.2)
@@ -80,6 +96,25 @@ def ray_nodes(python: Path, folder: Path) -> Iterator[RayNodes]:
         yield cluster
     finally:
         cluster.close()
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes below `pid`."""
+    try:
+        own = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+    except OSError:  # it, or one of its threads, has ended
+        return []
+    return [*own, *(below for child in own for below in children(child))]
+
+
+def options(pid: int) -> dict[str, str]:
+    """Return the options of a process by their names, {} if it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return {}
+    found = (word.lstrip("-").partition("=") for word in words if word.startswith("--"))
+    return {name.replace("-", "_"): value for name, _, value in found}
 
 
 def is_alive(pid: int) -> bool:

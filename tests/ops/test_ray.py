@@ -28,7 +28,7 @@ RAY = (
     *("launch.backend=ray", "launch.learner_ranks=2", "launch.engines=2", "launch.ready_s=600"),
     "learner.publish={type: distributed, backend: gloo}",
 )
-pytestmark = [pytest.mark.ops, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.ops, pytest.mark.slow, pytest.mark.timeout(5400)]
 
 
 class Run:
@@ -131,7 +131,7 @@ def test_the_ring_trains_while_actors_ranks_nodes_and_the_driver_are_lost(run: R
     run.nodes.lose(14)
     run.up()
     run.nodes.add(15, 4, without=run.directory)  # later than the ranks, which need a node with the directory
-    run.wait(lambda: run.driver is not None and run.driver.poll() == 0, "the last step", 1200)
+    run.wait(lambda: run.driver is not None and run.driver.poll() == 0, "the last step", 1800)
     counts, starts = require_balanced(run.directory, STEPS, GROUPS)
     assert starts == 3, counts
     print(counts)

@@ -63,6 +63,16 @@ def test_actors_ranks_and_nodes_come_back_and_nothing_outlives_the_driver(tmp_pa
                 line = f"{name} was lost with its host 127.0.0.13: restarting it (this does not count)"
                 assert line in said.read_text()
 
+            driver.send_signal(signal.SIGUSR1)
+            wait_until(lambda: "engine-2" in state(), "another engine waits for room", 300, said.read_text)
+            assert state()["engine-2"][0] == 0, "node 14 is full, and the others are supervised meanwhile"
+            nodes.add(15, 1)
+            until(lambda: state()["engine-2"][1] == "127.0.0.15", "it runs on a node that joined")
+            driver.send_signal(signal.SIGUSR2)
+            until(lambda: "engine-2" not in state(), "it has left")
+            driver.send_signal(signal.SIGUSR1)
+            until(lambda: "engine-2" in state(), "there is room again")
+
             left = [one[0] for one in state().values()]
             assert all(map(is_alive, left))
             driver.kill()
@@ -70,4 +80,5 @@ def test_actors_ranks_and_nodes_come_back_and_nothing_outlives_the_driver(tmp_pa
     ranks = [(directory / "logs" / f"{name}.log").read_text().splitlines() for name in ("learner", "learner-rank-1")]
     first, second = ([line.split()[-2:] for line in lines if line.startswith("up")] for lines in ranks)
     assert first == second and first[0] != first[1], "ranks meet, at another port the second time"
-    assert "RAY_" not in (directory / "logs" / "engine-1.log").read_text().partition("The actor")[0]
+    seen = [line.split()[1:] for line in (directory / "logs" / "engine-1.log").read_text().splitlines()]
+    assert not any(word.startswith("RAY_") for words in seen for word in words), "variables of Ray's own workers"

@@ -1,6 +1,6 @@
 """The demo's ring as jobs of Slurm, with three nodes: `make test-ops`.
 
-A learner of two nodes, engines 2 -> 4 -> 1 -> 2 by `foray submit`, a node set down, the core requeued: nothing is lost,
+A learner of two nodes, engines 2 -> 4 -> 1 -> 2 by `foray scale`, a node set down, the core requeued: nothing is lost,
 and nothing is trained twice.
 """
 
@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 STEPS, GROUPS = 150, 8
 SMALL = ("run.id=ops", f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", "learner.checkpoint_every=5")
-pytestmark = [pytest.mark.ops, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ops, pytest.mark.slow, pytest.mark.timeout(5400)]
 
 
 class Run:
@@ -39,10 +39,18 @@ class Run:
         """Return the output of a command."""
         return self.cluster.run(sys.executable, "-m", "foray", *argv)
 
-    def submit(self, engines: int) -> str:
-        """`foray submit`: a learner of two nodes, and so many engines."""
-        more = (f"launch.slurm.template={self.template}", "launch.slurm.nodes=2", f"launch.engines={engines}")
+    def submit(self) -> str:
+        """`foray submit`: a learner of two nodes, and two engines."""
+        more = (f"launch.slurm.template={self.template}", "launch.slurm.nodes=2", "launch.engines=2")
         return self.foray("submit", str(self.config), *more)
+
+    def scale(self, engines: int) -> str:
+        """`foray scale`."""
+        return self.foray("scale", str(self.directory), f"engines={engines}")
+
+    def core(self) -> str:
+        """Return what the launcher in the core job said."""
+        return (self.directory / "logs" / "core.log").read_text(errors="replace")
 
     def seen(self) -> RunSnapshot:
         """Return what `foray status` reads; empty while there is no Redis."""
@@ -87,27 +95,29 @@ def run(warm_model: Path, tmp_path: Path) -> Iterator[Run]:
 
 
 def test_the_ring_trains_while_engines_nodes_and_the_core_come_and_go(run: Run) -> None:
-    def wait(condition, what: str, seconds: float = 180) -> None:  # type: ignore[no-untyped-def]
+    def wait(condition, what: str, seconds: float = 400) -> None:  # type: ignore[no-untyped-def]
         try:
             wait_until(condition, what, seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{run.explain()}") from None
 
-    assert "core: job" in run.submit(2)
-    wait(lambda: run.steps() >= 3, "the first steps", 400)
-    assert "engines 3, 4" in run.submit(4)
-    wait(lambda: len(run.ready()) == 4, "four engines")
-    said = run.submit(1)
-    assert "core" not in said and said.count("drains") == 3
+    assert "core: job" in run.submit()
+    wait(lambda: run.steps() >= 3, "the first steps", 900)
+    assert "4 requested" in run.scale(4)
+    wait(lambda: len(run.ready()) == 4, "four engines", 600)
+    assert "engines 3, 4: job" in run.core()
+    run.scale(1)
     wait(lambda: run.ready() == ["engine-1"], "one engine")
-    wait(lambda: len(run.cluster.queue()) == 2, "the jobs of the others have ended")
+    assert run.core().count(": drains") == 3 and "not asked through Redis" not in run.core()
+    wait(lambda: len(run.cluster.queue()) == 2, "the jobs of the others have ended", 300)
     logs = [(run.directory / "logs" / f"engine-{number}.log").read_text() for number in (2, 3, 4)]
     assert not any("draining ended early" in log for log in logs)
 
     run.cluster.run("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     wait(lambda: not run.ready(), "the engine of the node is gone")
     run.cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")
-    run.submit(2)
+    run.scale(2)
+    wait(lambda: run.core().count(": job") == 2, "another engine is submitted")
     run.cluster.start_now("ops-engines")
     wait(lambda: run.ready() == ["engine-1", "engine-2"], "it came back, with another one")
 
@@ -116,9 +126,9 @@ def test_the_ring_trains_while_engines_nodes_and_the_core_come_and_go(run: Run) 
     run.cluster.run("scontrol", "requeue", core.split()[0])
     wait(lambda: any("ops-core" in line and "PENDING" in line for line in run.cluster.queue()), "it is requeued", 120)
     run.cluster.start_now("ops-core")
-    wait(lambda: run.steps() > before + 5, "steps of the second start", 300)
+    wait(lambda: run.steps() > before + 5, "steps of the second start", 900)
     assert run.ready() == ["engine-1", "engine-2"], "engines stayed and found the new Redis by its file"
-    wait(lambda: run.steps() >= STEPS, "the last step", 600)
+    wait(lambda: run.steps() >= STEPS, "the last step", 1800)
     wait(lambda: not run.cluster.queue(), "the core ends the engines")
     counts, starts = require_balanced(run.directory, STEPS, GROUPS)
     assert starts >= 2, "the core has started twice"

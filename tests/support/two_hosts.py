@@ -37,6 +37,9 @@ class TwoHosts:
         self.started += children
         return children
 
+    def release(self, name: str) -> None:
+        """Return: hosts have room for all."""
+
     def close(self) -> None:
         """Note it."""
         self.closed = True

@@ -8,6 +8,7 @@ new connection reads the file again, so that a Redis that moved to another host 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import redis.asyncio
@@ -36,37 +37,20 @@ class _Moves:
         self._url = url
         super().__init__(**options)
 
-    def _look(self) -> None:
+    def _connect(self) -> Any:
         try:
             where = parse_redis_url(self._url)
         except UserError as error:  # the file is being replaced, or its disk is away: as if Redis did not answer
             raise ConnectionError(error.why) from None
         ((self.host, self.port),) = where.hosts
         self.username, self.password = where.username, where.password
+        return super()._connect()  # type: ignore[misc]  # of an asynchronous connection: to be awaited
 
 
-class _Moving(_Moves, redis.Connection):
-    def _connect(self) -> Any:
-        self._look()
-        return super()._connect()  # type: ignore[no-untyped-call]
-
-
-class _MovingTls(_Moves, redis.SSLConnection):
-    def _connect(self) -> Any:
-        self._look()
-        return super()._connect()  # type: ignore[no-untyped-call]
-
-
-class _AsyncMoving(_Moves, redis.asyncio.Connection):
-    async def _connect(self) -> None:
-        self._look()
-        await super()._connect()  # type: ignore[no-untyped-call]
-
-
-class _AsyncMovingTls(_Moves, redis.asyncio.SSLConnection):
-    async def _connect(self) -> None:
-        self._look()
-        await super()._connect()  # type: ignore[no-untyped-call]
+@cache
+def _moving(kind: type) -> Any:
+    """Return the class of connections of `kind` that move."""
+    return type(kind.__name__, (_Moves, kind), {})
 
 
 def connect(url: str, *, timeout_s: float = 10.0) -> redis.Redis:
@@ -79,9 +63,9 @@ def connect(url: str, *, timeout_s: float = 10.0) -> redis.Redis:
     if where.kind == "socket":
         return redis.Redis(unix_socket_path=where.path, **options)
     if where.moves:
-        kind = _Moving if where.tls is None else _MovingTls
-        moving: dict[str, Any] = {**options, **(where.tls or {}), "url": url}
-        return redis.Redis.from_pool(redis.ConnectionPool(kind, **moving))
+        kind = _moving(redis.Connection if where.tls is None else redis.SSLConnection)
+        options |= {**(where.tls or {}), "url": url}
+        return redis.Redis.from_pool(redis.ConnectionPool(kind, **options))
     if where.kind == "server":
         host, port = where.hosts[0]
         return redis.Redis(host=host, port=port, **_tls(where), **options)
@@ -101,9 +85,9 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     if where.kind == "socket":
         return redis.asyncio.Redis(unix_socket_path=where.path, **options)
     if where.moves:
-        kind = _AsyncMoving if where.tls is None else _AsyncMovingTls
-        moving: dict[str, Any] = {**options, **(where.tls or {}), "url": url}
-        return redis.asyncio.Redis.from_pool(redis.asyncio.ConnectionPool(kind, **moving))
+        kind = _moving(redis.asyncio.Connection if where.tls is None else redis.asyncio.SSLConnection)
+        options |= {**(where.tls or {}), "url": url}
+        return redis.asyncio.Redis.from_pool(redis.asyncio.ConnectionPool(kind, **options))
     if where.kind == "server":
         host, port = where.hosts[0]
         return redis.asyncio.Redis(host=host, port=port, **_tls(where), **options)

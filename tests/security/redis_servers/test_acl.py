@@ -377,9 +377,12 @@ def test_a_node_cannot_write_what_engines_must_load_or_publish_trajectories(user
     ):
         refused(users["node"], *command)
     operator = users["operator"]
-    assert operator.hset(KEYS.scale, "engines", "2") == 1 and users["viewer"].hget(KEYS.scale, "engines") == b"2"
-    assert operator.hdel(KEYS.scale, "engines") == 1
-    refused(users["viewer"], "HSET", KEYS.scale, "engines", "3")
+    assert operator.hset(KEYS.launcher, "engines", "2") == 1 and users["viewer"].hget(KEYS.launcher, "engines") == b"2"
+    assert operator.hdel(KEYS.launcher, "engines") == 1
+    for role in ("viewer", "node", "rollout", "retriever"):
+        for field in ("engines", "stop"):
+            refused(users[role], "HSET", KEYS.launcher, field, "3")
+    assert users["learner"].hset(KEYS.launcher, "stop", "host:1:1") == operator.hdel(KEYS.launcher, "stop") == 1
     assert users["operator"].sadd(KEYS.drain, "e") == 1 and users["node"].srem(KEYS.drain, "e") == 1
 
 
