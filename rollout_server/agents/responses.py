@@ -88,10 +88,10 @@ def parse(body: Mapping[str, Any], items: Items) -> Ask:
 def _add(history: list[dict[str, Any]], item: Mapping[str, Any], items: Items, number: int) -> None:
     """Append an item to the messages. What the assistant said without an interruption is one message."""
     where = ("input", number)
-    name = item.get("type") or "message"
+    name = str(item.get("type") or "message")
     if name not in _KINDS:
         wrong = f"input.{number}.type"
-        raise CallRefused(f"{wrong}: items of type {str(name)[:40]!r} are not supported", field=wrong)
+        raise CallRefused(f"{wrong}: items of type {name[:40]!r} are not supported", field=wrong)
     one = validated(_KINDS[name], item, where)
     if isinstance(one, _Reference):
         if one.id not in items:
