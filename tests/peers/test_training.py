@@ -115,7 +115,7 @@ def prompts(trajectory: Trajectory) -> int:
     return sum(segment.owner is Owner.PROMPT for segment in trajectory.segments)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_five_steps_of_training_with_groups_of_each_client(
     tmp_path: Path, did: Callable[[str, str], None]
 ) -> None:
@@ -123,12 +123,15 @@ async def test_five_steps_of_training_with_groups_of_each_client(
     async with scripted(tokens) as engine:
         with service(tmp_path) as agents:
             up = ("-m", "foray", "up", str(write_run(tmp_path, engine.url, agents)))
-            output = asyncio.subprocess.PIPE
-            ring = await asyncio.create_subprocess_exec(
-                sys.executable, *up, cwd=tmp_path, stdout=output, stderr=asyncio.subprocess.STDOUT
-            )
-            said, _ = await ring.communicate()
-    assert ring.returncode == 0, said.decode()[-5000:] + (tmp_path / "service.log").read_text()[-3000:]
+            with (tmp_path / "up.log").open("wb") as log:
+                ring = await asyncio.create_subprocess_exec(sys.executable, *up, cwd=tmp_path, stdout=log, stderr=log)
+            try:
+                code = await ring.wait()
+            finally:
+                if ring.returncode is None:
+                    ring.terminate()
+                    await ring.wait()
+    assert code == 0, "".join((tmp_path / name).read_text()[-5000:] for name in ("up.log", "service.log"))
 
     run = tmp_path / "run"
     checkpoint = Checkpoints(run / "checkpoints", 2).load()

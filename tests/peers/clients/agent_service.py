@@ -8,6 +8,7 @@ service that NODE-COMMAND starts. Prints the port.
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -37,6 +38,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
 
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_port, flush=True)
 try:
