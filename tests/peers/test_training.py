@@ -94,7 +94,7 @@ def write_run(folder: Path, engine: str, agents: str) -> Path:
     questions = folder / "questions.jsonl"
     rows = [{"id": f"{client} {n}", "question": "a b ?", "answers": ["c"]} for n, client in enumerate(SEQUENCES)]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = {"id": "agents", "dir": str(folder / "run"), "model": str(folder / "model"), "steps": STEPS, "max_lag": 1}
+    run = {"id": "agents", "dir": str(folder / "run"), "model": str(folder / "model"), "steps": STEPS, "max_lag": STEPS}
     tree = {
         "run": run | {"group_size": GROUP_SIZE, "groups_per_step": len(SEQUENCES)},
         "rollout": {

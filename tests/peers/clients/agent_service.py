@@ -39,6 +39,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+ThreadingHTTPServer.request_queue_size = 128
 server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_port, flush=True)
 try:
