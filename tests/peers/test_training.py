@@ -10,7 +10,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,7 +150,6 @@ async def test_five_steps_of_training_with_groups_of_each_client(
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     every = [t for trajectories in by_client.values() for t in trajectories]
     assert sum(step["tokens_trained"] for step in steps) == sum(t.num_sampled for t in every)
-    for client, trajectories in by_client.items():
-        rewards = Counter(t.reward for t in trajectories)
-        what = f"{STEPS} steps, {len(trajectories)} trajectories of {SEQUENCES[client]} sequences, rewards"
-        did(f"training: {client}", f"{what} {dict(rewards)}")
+    rewards = {client: sum(t.reward for t in trajectories) for client, trajectories in by_client.items()}
+    each = "; ".join(f"{client}: {n} a trajectory, reward {rewards[client]:g}" for client, n in SEQUENCES.items())
+    did(f"{STEPS} steps of training", f"{STEPS * GROUP_SIZE} trajectories of each client, sequences: {each}")
