@@ -66,10 +66,10 @@ def test_a_ring_trains_with_agents_that_fail_in_every_way(warm_model: Path, tmp_
     print(f"{dict(played)}; causes {dict(causes)}; {counts}")
     assert set(causes) <= set(CAUSES.values())
     assert {CAUSES[kind] for kind in CAUSES if played[kind]} >= set(causes) and len(causes) >= 2
-    # sequences: only an agent that edits its history has more than one
+    # more than one sequence: of the agent that edits its history, and of the one that asks again after a repetition
     more = [t for t in trajectories if sum(s.owner is Owner.PROMPT for s in t.segments) > 1]
     begun = {s.finish_reason for t in more for s in t.segments[1:] if s.owner is Owner.PROMPT}
-    assert begun == ({"message 0 differs"} if more else set())
+    assert begun <= {"message 0 differs", "same prompt again"}
     assert sum(step["tokens_trained"] for step in steps_of(run)) == sum(  # type: ignore[misc]
         t.num_sampled for t in trajectories if t.status.is_valid
     )
