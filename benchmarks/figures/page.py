@@ -62,6 +62,8 @@ class _Page:
             "summary": self.summary,
             "demo": lambda: self.many("demo", DEMO),
             "demo-curves": lambda: self.curves("demo", TENTH),
+            "demo-agent": lambda: self.many("demo-agent", DEMO),
+            "demo-agent-curves": lambda: self.curves("demo-agent", TENTH),
             "demo-hard": lambda: self.many("demo-hard", HARD),
             "demo-hard-curves": lambda: self.curves("demo-hard", 2 * TENTH),
             "compare": lambda: self.many("compare", COMPARE),

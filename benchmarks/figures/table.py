@@ -22,6 +22,12 @@ RUNS = Path("runs/figures")
 """Relative to the repository's root: run directories, raw output, and the warm start shared by several figures."""
 MODEL = RUNS / "warm" / "model"
 SEEDS = (0, 1, 2, 3, 4)
+AGENT = (
+    *("rollout.agent.type=python", "rollout.agent.target=examples.agents.plain_agent:agent"),
+    "rollout.agent.gateway_search=true",
+)
+"""An agent in plain code in place of the built-in loop."""
+AGENT_SEEDS = (0, 1)
 RING = ("protocol", "rollout_server", "learner", "retriever", "foray/demo")
 NEEDS_GPU = ("retriever_gpu", "transfer", "learner-gpu", "demo-gpu")
 """`make gpu-check` makes these."""
@@ -97,6 +103,7 @@ def figures() -> dict[str, Figure]:
     benches = {name: (name, FLAGS.get(name, ())) for name in BENCHMARKS} | VARIATIONS
     found = [_bench(name, kind, flags) for name, (kind, flags) in benches.items()]
     found += [_demo(f"demo-{seed}", "--seed", str(seed)) for seed in SEEDS]
+    found += [_demo(f"demo-agent-{seed}", "--seed", str(seed), overrides=AGENT) for seed in AGENT_SEEDS]
     found += [_demo("demo-gpu", "--seed", "0")]
     found += [_demo("demo-control", "--seed", "0", "--control", "shuffled-reward")]
     found += [_demo(f"demo-hard-{seed}", "--hard", "--seed", str(seed), targets=HARD, minutes=60) for seed in SEEDS]
@@ -113,8 +120,14 @@ def _bench(name: str, kind: str, flags: tuple[str, ...]) -> Figure:
     return Figure(name, argv, bench.modules, tuple(targets.values()), warm=str(MODEL) in flags)
 
 
-def _demo(name: str, *flags: str, targets: tuple[Target, ...] = (), minutes: float = 15) -> Figure:
-    argv = ("demo", *flags, "--json", "--fresh", "--dir", str(RUNS / name))
+def _demo(
+    name: str,
+    *flags: str,
+    targets: tuple[Target, ...] = (),
+    minutes: float = 15,
+    overrides: tuple[str, ...] = (),
+) -> Figure:
+    argv = ("demo", *flags, "--json", "--fresh", "--dir", str(RUNS / name), *overrides)
     return Figure(name, argv, RING, targets, minutes=minutes)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from rollout_server.agents.messages import (
     MAX_MESSAGES,
@@ -14,88 +14,72 @@ from rollout_server.agents.messages import (
     BodyBase,
     CallRefused,
     Content,
+    Given,
+    Role,
     ToolName,
     Turn,
-    text_of,
     validated,
 )
 
 Items = dict[str, dict[str, Any]]
 
 
-class _Function(BaseModel):
+class Function(Given):
+    """A call of a function; `arguments` is JSON as the policy wrote it."""
+
     name: str = ToolName
     arguments: str = ""
 
 
-class _Call(BaseModel):
+class _Call(Given):
     id: str
-    function: _Function
+    type: Literal["function"] = "function"
+    function: Function
 
 
-class _ChatMessage(BaseModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
-    reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
-    tool_call_id: str | None = None
-
-    def cleaned(self) -> dict[str, Any]:
-        calls = [
-            {"id": call.id, "type": "function", "function": call.function.model_dump()}
-            for call in self.tool_calls or ()
-        ]
-        given = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": text_of(self.content),
-            "reasoning_content": self.reasoning_content,
-            "tool_calls": calls,
-            "tool_call_id": self.tool_call_id,
-        }
-        return {name: value for name, value in given.items() if value or name == "content"}
+class _ChatMessage(Given):
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], Role]
+    content: Content = ""
+    reasoning_content: str = ""
+    tool_calls: tuple[_Call, ...] = ()
+    tool_call_id: str = ""
 
 
-class _ToolFunction(BaseModel):
+class _ToolFunction(Given):
     name: str = ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(Given):
     """A tool. Others than functions would have to be run by the server."""
 
     type: Literal["function"] = "function"
     function: _ToolFunction
 
-    def cleaned(self) -> dict[str, Any]:
-        """Return the tool for the renderer."""
-        function = {"name": self.function.name, "description": self.function.description or ""}
-        empty = {"type": "object", "properties": {}}
-        return {"type": "function", "function": function | {"parameters": self.function.parameters or empty}}
-
 
 class _Body(BodyBase):
     messages: list[_ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_MESSAGES)
+    tools: tuple[FunctionTool, ...] = Field(default=(), max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    stop: str | list[str] | None = Field(default=None, max_length=1 << 16)
+    stop: str | tuple[str, ...] = Field(default=(), max_length=1 << 16)
 
 
 def parse(body: Mapping[str, Any], items: Items) -> Ask:
     """Return what a body asks for. Raises CallRefused."""
     given = validated(_Body, body)
-    stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
+    stop = (given.stop,) if isinstance(given.stop, str) else given.stop
     if not all(stop) or len(stop) > 16:
         raise CallRefused("stop: at most 16 strings, none of them empty", code="invalid_value", field="stop")
     return Ask(
-        messages=tuple(message.cleaned() for message in given.messages),
-        tools=tuple(tool.cleaned() for tool in given.tools or ()),
+        messages=tuple(message.model_dump() for message in given.messages),
+        tools=tuple(tool.model_dump() for tool in given.tools),
         limit=given.max_completion_tokens or given.max_tokens,
-        stop=tuple(stop),
+        stop=stop,
         model=given.model,
-        stream=bool(given.stream),
-        usage=bool(given.stream_options and given.stream_options.include_usage),
+        stream=given.stream,
+        usage=bool(given.stream_options.get("include_usage")),
         ignored=given.ignored(),
     )
 

@@ -114,7 +114,7 @@ def read_channels(text: str, tools: Sequence[Tool]) -> Said:
     for message in _MESSAGE.finditer(text):
         head, body = message.groups()
         end = message.end()
-        if (to := _TO.search(head)) and _decoded(body):
+        if (to := _TO.search(head)) and isinstance(_value(body), dict):
             calls.append(Call(new_id(), to[1], body.strip()))
         elif "analysis" in head:
             thoughts += body
@@ -237,8 +237,3 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
         return json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
         return None, start
-
-
-def _decoded(text: str) -> bool:
-    given, end = _decode(text.strip(), 0)
-    return isinstance(given, dict) and not text.strip()[end:]

@@ -22,8 +22,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 from pydantic import BaseModel, Field
@@ -54,28 +53,27 @@ FINAL: Mapping[str, str] = {"x-should-retry": "false"}
 CLOSED = "the key names no trajectory in progress: it has ended, or never existed"
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """How one API asks and answers.
+class Dialect(Protocol):
+    """How one API asks and answers: a module."""
 
-    parse   a body -> what it asks for; raises CallRefused
-    whole   the answer without stream
-    events  the server-sent events of a finished turn
-    failed  the event of an error
-    """
+    def parse(self, body: Mapping[str, Any], items: Items) -> Ask:
+        """Return what a body asks for. Raises CallRefused."""
+        ...
 
-    parse: Callable[[Mapping[str, Any], Items], Ask]
-    whole: Callable[[Ask, Turn, Items], dict[str, Any]]
-    events: Callable[[Ask, Turn, Items], Iterator[str]]
-    failed: Callable[[CallRefused], str]
+    def whole(self, ask: Ask, turn: Turn, items: Items) -> dict[str, Any]:
+        """Return the answer without stream."""
+        ...
+
+    def events(self, ask: Ask, turn: Turn, items: Items) -> Iterator[str]:
+        """Yield the server-sent events of a finished turn."""
+        ...
+
+    def failed(self, error: CallRefused) -> str:
+        """Return the event of an error."""
+        ...
 
 
-DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": Dialect(
-        chat_completions.parse, chat_completions.whole, chat_completions.events, chat_completions.failed
-    ),
-    "/v1/responses": Dialect(responses.parse, responses.whole, responses.events, responses.failed),
-}
+DIALECTS: Mapping[str, Dialect] = {"/v1/chat/completions": chat_completions, "/v1/responses": responses}
 
 
 class _SearchBody(BaseModel):

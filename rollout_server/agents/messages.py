@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from protocol.errors import ForayError
 from rollout_server.agents.renderer import Message, Said, Tool, content_of, function_of
@@ -116,6 +116,15 @@ def canonical(arguments: str) -> str:
         return arguments
 
 
+class Given(BaseModel):
+    """A part of a body. A field that is null is as good as left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: object) -> object:
+        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+
+
 class Part(BaseModel):
     """A part of a content: text only."""
 
@@ -123,26 +132,21 @@ class Part(BaseModel):
     text: str
 
 
-Content = str | list[Part] | None
+def _joined(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def text_of(content: Content) -> str:
-    """Return the joined text of a content."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+Content = Annotated[str | list[Part], AfterValidator(_joined)]
+"""A content, as one text."""
+Role = AfterValidator(lambda role: "system" if role == "developer" else role)
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    include_usage: bool | None = None
-
-
-class BodyBase(BaseModel, extra="allow"):
+class BodyBase(Given, extra="allow"):
     """What both dialects have in common."""
 
     model: str = ""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] = Field(default_factory=dict)
 
     def ignored(self) -> tuple[str, ...]:
         """Return the parameters that have no effect. Raises CallRefused for one that cannot be ignored."""

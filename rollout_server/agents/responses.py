@@ -4,55 +4,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from protocol.runtime.http import sse
-from rollout_server.agents.chat_completions import FunctionTool, Items
+from rollout_server.agents.chat_completions import Function, FunctionTool, Items
 from rollout_server.agents.messages import (
     MAX_MESSAGES,
     Ask,
     BodyBase,
     CallRefused,
     Content,
-    Part,
-    ToolName,
+    Given,
+    Role,
     Turn,
-    text_of,
     validated,
 )
+from rollout_server.agents.renderer import content_of
 
 
-class _Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = None
+class _Message(Given):
+    role: Annotated[Literal["system", "developer", "user", "assistant"], Role]
+    content: Content = ""
 
 
-class _FunctionCall(BaseModel):
+class _FunctionCall(Function):
     call_id: str
-    name: str = ToolName
-    arguments: str = ""
 
 
-class _Output(BaseModel):
+class _Output(Given):
     call_id: str
-    output: Content = None
+    output: Content = ""
 
 
-class _Reasoning(BaseModel):
-    summary: list[dict[str, Any]] = []
-    content: list[dict[str, Any]] | None = None
-
-    def text(self) -> str:
-        return "".join(str(part.get("text") or "") for part in self.content or self.summary)
+class _Reasoning(Given):
+    summary: tuple[dict[str, Any], ...] = ()
+    content: tuple[dict[str, Any], ...] = ()
 
 
-class _Reference(BaseModel):
+class _Reference(Given):
     id: str
 
 
-_KINDS: Mapping[str, type[BaseModel]] = {
+_KINDS: Mapping[str, type[Given]] = {
     "message": _Message,
     "function_call": _FunctionCall,
     "function_call_output": _Output,
@@ -63,8 +58,8 @@ _KINDS: Mapping[str, type[BaseModel]] = {
 
 class _ResponsesBody(BodyBase):
     input: str | list[dict[str, Any]] = Field(max_length=1 << 24)
-    instructions: str | None = None
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_MESSAGES)
+    instructions: str = ""
+    tools: tuple[dict[str, Any], ...] = Field(default=(), max_length=MAX_MESSAGES)
     max_output_tokens: int | None = Field(default=None, ge=1)
 
 
@@ -78,15 +73,14 @@ def parse(body: Mapping[str, Any], items: Items) -> Ask:
     for number, item in enumerate(asked):
         _add(history, item, items, number)
     tools = [
-        validated(FunctionTool, tool | {"function": tool}, ("tools", number))
-        for number, tool in enumerate(given.tools or ())
+        validated(FunctionTool, tool | {"function": tool}, ("tools", number)) for number, tool in enumerate(given.tools)
     ]
     return Ask(
         messages=tuple(history),
-        tools=tuple(tool.cleaned() for tool in tools),
+        tools=tuple(tool.model_dump() for tool in tools),
         limit=given.max_output_tokens,
         model=given.model,
-        stream=bool(given.stream),
+        stream=given.stream,
         ignored=given.ignored(),
     )
 
@@ -94,31 +88,30 @@ def parse(body: Mapping[str, Any], items: Items) -> Ask:
 def _add(history: list[dict[str, Any]], item: Mapping[str, Any], items: Items, number: int) -> None:
     """Append an item to the messages. What the assistant said without an interruption is one message."""
     where = ("input", number)
-    name = item.get("type") or "message"
+    name = str(item.get("type") or "message")
     if name not in _KINDS:
         wrong = f"input.{number}.type"
-        raise CallRefused(f"{wrong}: items of type {str(name)[:40]!r} are not supported", field=wrong)
+        raise CallRefused(f"{wrong}: items of type {name[:40]!r} are not supported", field=wrong)
     one = validated(_KINDS[name], item, where)
     if isinstance(one, _Reference):
         if one.id not in items:
             raise CallRefused(f"input.{number}.id: there is no item {one.id[:80]!r}", code="not_found", field=where[0])
         _add(history, items[one.id], items, number)
     elif isinstance(one, _Output):
-        history.append({"role": "tool", "content": text_of(one.output), "tool_call_id": one.call_id})
+        history.append({"role": "tool", "content": one.output, "tool_call_id": one.call_id})
     elif isinstance(one, _Message) and one.role != "assistant":
-        role = "system" if one.role == "developer" else one.role
-        history.append({"role": role, "content": text_of(one.content)})
+        history.append(one.model_dump())
     else:
         if not history or history[-1]["role"] != "assistant":
-            history.append({"role": "assistant", "content": ""})
+            history.append({"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []})
         last = history[-1]
         if isinstance(one, _Message):
-            last["content"] += text_of(one.content)
+            last["content"] += one.content
         elif isinstance(one, _Reasoning):
-            last["reasoning_content"] = last.get("reasoning_content", "") + one.text()
+            last["reasoning_content"] += content_of({"content": one.content or one.summary})
         elif isinstance(one, _FunctionCall):
-            function = {"name": one.name, "arguments": one.arguments}
-            last.setdefault("tool_calls", []).append({"id": one.call_id, "type": "function", "function": function})
+            function = one.model_dump(exclude={"call_id"})
+            last["tool_calls"].append({"id": one.call_id, "type": "function", "function": function})
 
 
 def whole(ask: Ask, turn: Turn, items: Items) -> dict[str, Any]:
@@ -162,20 +155,14 @@ def _pieces(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
         yield "response.function_call_arguments.done", {"arguments": item["arguments"], "name": item["name"]}
         return
-    kind, field, index = ("output_text", "content", "content_index")
-    added = "response.content_part"
+    field, kind, added = "content", "output_text", "content_part"
     if item["type"] == "reasoning":
-        kind, field, index, added = (
-            *("reasoning_summary_text", "summary", "summary_index"),
-            "response.reasoning_summary_part",
-        )
-    part = item[field][0]
-    at = {index: 0}
-    extra: dict[str, Any] = {"logprobs": []} if field == "content" else {}
-    yield f"{added}.added", {**at, "part": {**part, "text": ""}}
-    yield f"response.{kind}.delta", {**at, **extra, "delta": part["text"]}
-    yield f"response.{kind}.done", {**at, **extra, "text": part["text"]}
-    yield f"{added}.done", {**at, "part": part}
+        field, kind, added = "summary", "reasoning_summary_text", "reasoning_summary_part"
+    part, at = item[field][0], {f"{field}_index": 0}
+    yield f"response.{added}.added", {**at, "part": {**part, "text": ""}}
+    yield f"response.{kind}.delta", {**at, "delta": part["text"], "logprobs": []}
+    yield f"response.{kind}.done", {**at, "text": part["text"], "logprobs": []}
+    yield f"response.{added}.done", {**at, "part": part}
 
 
 def failed(error: CallRefused) -> str:
@@ -190,7 +177,7 @@ def _output(turn: Turn) -> Sequence[dict[str, Any]]:
         summary = [{"type": "summary_text", "text": turn.said.reasoning}]
         output.append({"type": "reasoning", "id": f"rs_{turn.id}", "summary": summary})
     if turn.said.content or not turn.said.calls:
-        text = {**Part(type="output_text", text=turn.said.content).model_dump(), "annotations": [], "logprobs": []}
+        text = {"type": "output_text", "text": turn.said.content, "annotations": [], "logprobs": []}
         message = {"type": "message", "id": f"msg_{turn.id}", "role": "assistant", "status": "completed"}
         output.append(message | {"content": [text]})
     for number, call in enumerate(turn.said.calls):
@@ -206,17 +193,13 @@ def _response(ask: Ask, turn: Turn, output: Sequence[dict[str, Any]]) -> dict[st
         "object": "response",
         "created_at": turn.created,
         "status": "incomplete" if turn.length else "completed",
-        "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if turn.length else None,
-        "instructions": None,
         "max_output_tokens": ask.limit,
         "model": ask.model,
         "output": list(output),
         "parallel_tool_calls": True,
-        "previous_response_id": None,
         "metadata": {},
-        "temperature": None,
-        "top_p": None,
+        **dict.fromkeys(("error", "instructions", "previous_response_id", "temperature", "top_p")),
         "tool_choice": "auto",
         "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in ask.tools],
         "usage": {

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
-from protocol.messages import Question, Sampling, Segment, Status, Trajectory
+from protocol.messages import Segment, Status, Trajectory
 from protocol.runtime.timing import loop_timeout
 from rollout_server.agents.config import REGISTRY, AgentSettingsBase, OwnAgentSettings
 from rollout_server.agents.gateway import Gateway
@@ -23,14 +23,12 @@ from rollout_server.agents.native import build_renderer
 from rollout_server.agents.recorded import Recorded
 from rollout_server.agents.renderer import Renderer
 from rollout_server.agents.runners import CAUSES, AgentAccess, AgentError, AgentResult, Runner
-from rollout_server.engine.base import Generate
 from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
 from rollout_server.rewards.base import TurnText
 from rollout_server.rewards.composite import TrajectoryReward
 from rollout_server.rollout.live import LiveTrajectory
 from rollout_server.rollout.trajectory import End, Play
-from rollout_server.search.base import Search
 
 log = logging.getLogger(__name__)
 
@@ -82,30 +80,11 @@ class Agents:
             await self.runner.close()
 
     async def __call__(
-        self,
-        environment: Environment,
-        question: Question,
-        generate: Generate,
-        search: Search,
-        sampling: Sampling,
-        *,
-        session: str,
-        live: LiveTrajectory | None = None,
-        **options: Any,
+        self, *given: Any, session: str, live: LiveTrajectory | None = None, **options: Any
     ) -> Trajectory:
         """Play one trajectory, as `run_trajectory`. Further causes are those of `rollout_server.agents.runners`."""
-        play = AgentPlay(
-            agents=self,
-            environment=environment,
-            question=question,
-            generate=generate,
-            search=search,
-            sampling=sampling,
-            session=session,
-            live=live or LiveTrajectory(session),
-            **options,
-        )
-        return await play.finish()
+        shown = live or LiveTrajectory(session)
+        return await AgentPlay(*given, agents=self, session=session, live=shown, **options).finish()
 
     def count(self, cause: str) -> None:
         """Count how an agent ended: a cause of AgentError, or "" for none."""
@@ -180,21 +159,16 @@ class AgentPlay(Play):
     def _complaint(self) -> AgentError | None:
         """Return what is wrong with an agent that ended by itself."""
         if not self.record.last:
-            refusal = self.record.refusal
-            return (
-                AgentError("agent_refused", refusal) if refusal else AgentError("agent_silent", "no call of the model")
-            )
+            cause = "agent_refused" if self.record.refusal else "agent_silent"
+            return AgentError(cause, self.record.refusal or "no call of the model")
         if self.agents.settings.reward == "agent" and (self.result is None or self.result.reward is None):
             return AgentError("agent_result", "no `reward`, and rollout.agent.reward is agent")
         return None
 
     async def _result(self, access: AgentAccess) -> AgentResult | None:
         """Run the agent until it ends, or until its trajectory is invalid: then return None. Raises AgentError."""
-        told = (
-            self.question
-            if self.agents.settings.reward == "agent"
-            else self.question.model_copy(update={"answers": ()})
-        )
+        hidden = {} if self.agents.settings.reward == "agent" else {"answers": ()}
+        told = self.question.model_copy(update=hidden)
         deadline_s = self.agents.settings.deadline_s
         running = asyncio.ensure_future(self.agents.runner(told, access))
         running.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, if nobody waits

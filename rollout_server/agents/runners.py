@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from aiohttp import ClientConnectorError, ClientError
+from aiohttp import ClientConnectorError, ClientError, ConnectionTimeoutError
 
 from protocol.errors import ForayError
 from protocol.messages import Question
@@ -122,7 +122,7 @@ class PythonRunner:
 
 
 class HttpRunner:
-    """Asks a service to run an agent. It may restart: refused connections are tried again until the deadline."""
+    """Asks a service to run an agent. It may restart or be busy: until the deadline it is tried again to connect."""
 
     def __init__(self, settings: HttpAgentSettings) -> None:
         self._url = settings.target
@@ -134,7 +134,7 @@ class HttpRunner:
         while True:
             try:
                 return await self._post(_task(question) | asdict(access))
-            except ClientConnectorError:
+            except (ClientConnectorError, ConnectionTimeoutError):  # nothing has been sent
                 attempt += 1
                 await asyncio.sleep(backoff_s(attempt, 0.1, 5.0))
             except AnswerTooLarge as error:

@@ -23,6 +23,8 @@ from rollout_server.rewards.resources import RewardResources
 from rollout_server.tools import build_tool
 from rollout_server.tools.base import NoTool, Tool
 
+SHORT_CHARS = 3
+"""A text with fewer characters for each token that it may have probably fits."""
 NEAR_CHARS = 128
 """Texts whose lengths differ by more than this differ in their number of tokens."""
 
@@ -98,9 +100,12 @@ class Environment:
         """
         if self.one_text:
             before, after = self.template.observation_frame
+            whole, short = before + text + after, len(text) < SHORT_CHARS * limit
+            # most texts are encoded only once: a short one fits, and a long one is not shorter with the closing tag
+            if short and len(ids := encode(whole)) <= limit:
+                return ids
             start = encode(before + text)
-            # encode a long text only once: with the closing tag it would not be shorter
-            if len(start) <= limit and len(ids := encode(before + text + after)) <= limit:
+            if not short and len(start) <= limit and len(ids := encode(whole)) <= limit:
                 return ids
             start = start[: limit - len(self.after)]
             if self.tokenizer.decode(start).startswith(before):

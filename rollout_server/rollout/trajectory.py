@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from protocol.messages import Owner, Question, Sampling, Segment, Status, Trajectory
 from protocol.runtime.tracing import NoSpan, span
@@ -71,7 +71,7 @@ async def sample(generate: Generate, request: GenerateRequest) -> tuple[Completi
         raise EngineError("bad_output", completion.engine, str(error)[:500]) from error
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Play(ABC):
     """One trajectory in progress: the arguments of `run_trajectory`, and what every kind of loop has in common."""
 
@@ -80,6 +80,7 @@ class Play(ABC):
     generate: Generate
     search: Search
     sampling: Sampling
+    _: KW_ONLY
     session: str
     group: str
     pinned: bool = False
@@ -318,11 +319,7 @@ async def run_trajectory(
     with its traceback.
     """
     return await _Rollout(
-        environment=environment,
-        question=question,
-        generate=generate,
-        search=search,
-        sampling=sampling,
+        *(environment, question, generate, search, sampling),
         session=session,
         group=group,
         pinned=pinned,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +26,7 @@ from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBas
 VERSION = "2025-06-18"
 """Version of the protocol that is asked for. A server may answer with an older one, in which these calls are equal."""
 INVALID_PARAMS = -32602
+_VERSION = re.compile(r"[\w.-]{1,64}")
 CLIENT = {"name": "foray", "version": "1"}
 
 
@@ -74,11 +76,8 @@ class Mcp:
         if name not in self._settings.allow:
             known = ", ".join(self._settings.allow)
             return ToolResult(f"There is no such tool. Tools: {known}.", mistake="unknown_tool")
-        try:
-            arguments = parse_json(given.strip().encode(errors="replace") or b"{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = read_arguments(given)
+        if arguments is None:
             return ToolResult("The arguments must be a JSON object.", mistake="bad_arguments")
         return await self._calls.run(self._call({"name": name, "arguments": arguments}))
 
@@ -96,15 +95,11 @@ class Mcp:
                         raise
                     self._begun = False  # the server has lost the session
                     result = await self._begin_and_ask(call)
-            parts = [str(part["text"]) for part in result["content"] if part.get("type") == "text"]
+            return read_content(result, self._settings.max_chars)
         except TimeoutError:
             return ToolResult(error=TIMEOUT)
         except SearchError as error:
             return ToolResult(error=error.cause)
-        except (KeyError, TypeError, AttributeError):
-            return ToolResult(error=BAD_SHAPE)
-        text = "\n".join(parts)[: self._settings.max_chars]
-        return ToolResult(text, mistake="tool_error" if result.get("isError") else "")
 
     async def _begin_and_ask(self, call: dict[str, Any]) -> Any:
         async with self._lock:
@@ -112,32 +107,21 @@ class Mcp:
                 self._session = {}
                 hello = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": CLIENT}
                 agreed = await self._ask("initialize", hello, first=True)
-                self._session["MCP-Protocol-Version"] = str(agreed["protocolVersion"])
+                version = agreed.get("protocolVersion") if isinstance(agreed, dict) else None
+                if not isinstance(version, str) or not _VERSION.fullmatch(version):  # it becomes a header
+                    raise SearchError(BAD_SHAPE)
+                self._session["MCP-Protocol-Version"] = version
                 await self._post({"method": "notifications/initialized"})
                 self._begun = True
         return await self._ask("tools/call", call)
 
     async def _ask(self, method: str, params: dict[str, Any], *, first: bool = False) -> Any:
-        """Return the result of a request. Raises SearchError: the server's own errors are `failed`.
-
-        The error for invalid arguments is a result, because the policy wrote them.
-        """
+        """Return the result of a request. Raises SearchError."""
         number = next(self._numbers)
         raw, headers = await self._post({"id": number, "method": method, "params": params})
         if first and (session := headers.get("mcp-session-id")):
             self._session["Mcp-Session-Id"] = session
-        try:
-            for message in _messages(raw):
-                if isinstance(message, dict) and message.get("id") == number:
-                    if "error" not in message:
-                        return message["result"]
-                    if message["error"]["code"] != INVALID_PARAMS:
-                        raise SearchError("failed", retryable=False)
-                    text = str(message["error"]["message"])
-                    return {"content": [{"type": "text", "text": text}], "isError": True}
-        except ValueError:
-            raise SearchError(NOT_JSON) from None
-        raise SearchError(BAD_SHAPE)
+        return read_reply(raw, number)
 
     async def _post(self, message: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
         headers = {"Accept": "application/json, text/event-stream", **self._session}
@@ -149,6 +133,44 @@ class Mcp:
             "POST", self._settings.url, timeout_s, body, also=(202,), headers=headers, received=received
         )
         return raw, received
+
+
+def read_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments that the policy has written; None if they are no JSON object."""
+    try:
+        given = parse_json(text.strip().encode(errors="replace") or b"{}")
+    except ValueError:
+        return None
+    return given if isinstance(given, dict) else None
+
+
+def read_reply(raw: bytes, number: int) -> Any:
+    """Return the result of request `number`. Raises SearchError: the server's own errors are `failed`.
+
+    The error for invalid arguments is a result, because the policy wrote them.
+    """
+    try:
+        answers = [m for m in _messages(raw) if isinstance(m, dict) and m.get("id") == number]
+    except ValueError:
+        raise SearchError(NOT_JSON) from None
+    if answers and "error" not in answers[0] and "result" in answers[0]:
+        return answers[0]["result"]
+    error = answers[0].get("error") if answers else None
+    if not isinstance(error, dict):
+        raise SearchError(BAD_SHAPE)
+    if error.get("code") != INVALID_PARAMS:
+        raise SearchError("failed", retryable=False)
+    return {"content": [{"type": "text", "text": str(error.get("message"))}], "isError": True}
+
+
+def read_content(result: object, max_chars: int) -> ToolResult:
+    """Return the texts of a result, cut. Raises SearchError."""
+    try:
+        parts = [str(part["text"]) for part in result["content"] if part.get("type") == "text"]  # type: ignore[index]
+        wrong = result.get("isError")  # type: ignore[attr-defined]
+    except (KeyError, TypeError, AttributeError):
+        raise SearchError(BAD_SHAPE) from None
+    return ToolResult("\n".join(parts)[:max_chars], mistake="tool_error" if wrong else "")
 
 
 def _messages(raw: bytes) -> list[Any]:

@@ -68,6 +68,8 @@ def test_figures_are_commands_with_known_flags_and_all_that_was_measured_is_one(
     known = figures()
     assert set(BENCHMARKS) < set(known) and {
         "demo-4",
+        "demo-agent-0",
+        "demo-agent-1",
         "demo-control",
         "demo-hard-4",
         "demo-hard-control",

@@ -11,6 +11,9 @@ from typing import Any
 from fuzz_targets import Decoder, scratch
 
 from protocol.messages import Owner, Segment, VersionSpan, WeightUpdate
+from protocol.runtime.http.body import parse_json
+from rollout_server.agents import chat_completions, responses
+from rollout_server.agents.messages import Ask, CallRefused, normalise
 from rollout_server.cpu_engine.model.tokenizer import Tokenizer
 from rollout_server.cpu_engine.server.openai_bodies import chat, completion
 from rollout_server.cpu_engine.server.validation import BadRequest, Limits
@@ -24,6 +27,7 @@ from rollout_server.node.weights.manifest import MANIFEST, WeightsCorrupt, verif
 from rollout_server.rewards.judge import parse_score, sanitize
 from rollout_server.search.base import SearchError, error_of_status
 from rollout_server.search.transport import read_answer
+from rollout_server.tools.mcp import read_arguments, read_content, read_reply
 from tests.support.environments import write_tokenizer
 
 IDS, LOGPROBS = [5, 6, 7], [-0.5, -0.25, -1.0]
@@ -185,6 +189,67 @@ CHAT = (
 )
 
 
+MCP = b'{"jsonrpc": "2.0", "id": 1, "result": {"content": [{"type": "text", "text": "a"}], "isError": false}}'
+AGENT_CHAT = {
+    "messages": [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "b"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "description": None, "parameters": {"type": "object"}}}],
+    "max_tokens": 4,
+    "stop": ["x"],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "temperature": 0,
+}
+AGENT_ITEMS = {
+    "instructions": "a",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "c"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "d"},
+        {"type": "item_reference", "id": "rs_0"},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": True}],
+    "max_output_tokens": 4,
+}
+KNOWN = {"rs_0": {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "e"}]}}
+
+
+def _asked(parse: Callable[[Any, Any], Ask]) -> Any:
+    """What an agent sends: an accepted body can be compared with the record, and has texts only."""
+
+    def read(raw: bytes) -> object:
+        try:
+            body = parse_json(raw)
+        except ValueError:
+            raise CallRefused("not JSON") from None
+        if not isinstance(body, dict):
+            raise CallRefused("not an object")
+        asked = parse(body, KNOWN)
+        assert all(isinstance(normalise(message).content, str) for message in asked.messages)
+        return asked
+
+    return read
+
+
+def _mcp(raw: bytes) -> object:
+    found = read_content(read_reply(raw, 1), 10)
+    assert len(found.text) <= 10
+    return found
+
+
+def _mcp_call(raw: bytes) -> object:
+    given = read_arguments(raw.decode("utf-8", "surrogateescape"))
+    return json.dumps(given).encode()  # what is sent
+
+
 def decoders() -> tuple[Decoder, ...]:
     folder = scratch()
     model = write_tokenizer(folder / "model", "words")
@@ -236,6 +301,15 @@ def decoders() -> tuple[Decoder, ...]:
         ),
         Decoder("actions.parse", _action, (), (turn,), "text", share=3),
         Decoder("actions.escape_tags", _neutral, (), (page,), "text", share=2),
+        Decoder("mcp.reply", _mcp, (SearchError,), [MCP, b"event: message\ndata: " + MCP + b"\n\n"], "json", share=2),
+        Decoder("mcp.call", _mcp_call, (), (b'{"query": "a", "n": 1.5}',), "json"),
+        *(
+            Decoder(name, _asked(dialect.parse), (CallRefused,), (json.dumps(body).encode(),), "json", share=2)
+            for name, dialect, body in (
+                ("agents.chat", chat_completions, AGENT_CHAT),
+                ("agents.responses", responses, AGENT_ITEMS),
+            )
+        ),
         Decoder("judge.verdict", _verdict, refused, (json.dumps(verdict).encode(),), "json", share=1),
         Decoder("weights.manifest", read_manifest, (WeightsCorrupt,), (manifest,), "json", share=0.5),
         Decoder(

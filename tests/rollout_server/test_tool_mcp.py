@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from rollout_server.search.base import SearchError
 from rollout_server.tools import build_tool
 from rollout_server.tools.base import ToolResult
-from rollout_server.tools.mcp import Mcp, McpSettings
+from rollout_server.tools.mcp import Mcp, McpSettings, read_arguments, read_content, read_reply
 
 ALLOW = {"find": 'finds texts, {"query": "..."}'}
 
@@ -26,6 +29,7 @@ class Server:
     answer: Callable[[dict[str, Any]], Any] = lambda params: {"result": {"content": [{"type": "text", "text": "x"}]}}
     events: bool = False
     session: str = "s1"
+    version: Any = "2025-03-26"
     seen: list[tuple[str, str, Any]] = field(default_factory=list)
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -34,7 +38,7 @@ class Server:
         self.seen.append((method, session, asked.get("params")))
         assert "text/event-stream" in request.headers["Accept"] and asked["jsonrpc"] == "2.0"
         if method == "initialize":
-            return self.reply(asked, {"result": {"protocolVersion": "2025-03-26"}}, {"Mcp-Session-Id": self.session})
+            return self.reply(asked, {"result": {"protocolVersion": self.version}}, {"Mcp-Session-Id": self.session})
         assert request.headers["MCP-Protocol-Version"] == "2025-03-26"
         if session != self.session:
             return web.Response(status=404)
@@ -143,3 +147,45 @@ def test_the_policy_is_told_what_the_settings_allow() -> None:
     told = McpSettings(url="http://x/mcp", allow=ALLOW).told.format(open="<o>", close="</o>")
     assert told.endswith('between <o> and </o>. Tools: find: finds texts, {"query": "..."}.')
     assert 'by <mcp> name {"argument": "value"} </mcp>' in told
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["content", "type", "text", "isError", "error", "result", "code"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.sampled_from(["id", "result", "error", "method"]), JSON | st.just(1)), st.booleans())
+@example({"id": 1, "error": {"code": [], "message": 1}}, False)
+@example({"id": 1, "result": {"content": {"type": "text"}}}, True)
+def test_any_reply_is_a_result_or_an_error_by_name(message: dict[str, Any], events: bool) -> None:
+    text = json.dumps(message)
+    try:
+        result = read_content(read_reply((f"data: {text}\n\n" if events else text).encode(), 1), 10)
+    except SearchError as error:
+        assert error.cause in ("bad_shape", "not_json", "failed")
+    else:
+        assert len(result.text) <= 10 and not result.error
+
+
+@settings(max_examples=50)
+@given(st.text() | JSON.map(json.dumps))
+@example('{"a": "\ud800"}')
+@example("[" * 5000)
+def test_any_arguments_of_the_policy_are_an_object_or_a_mistake(text: str) -> None:
+    found = read_arguments(text)
+    assert found is None or json.dumps(found).encode()
+
+
+@pytest.mark.parametrize("version", ["2025\r\nX-Other: y", "\ud800", 7, None, "x" * 65])
+async def test_a_version_that_is_no_header_is_an_error_by_name(
+    server: tuple[Server, str], tool: Mcp, version: Any
+) -> None:
+    """aiohttp raises ValueError for such a header: a bug in the books, not an error of the tool."""
+    server[0].version = version
+    assert (await tool("find {}")).error == "bad_shape"

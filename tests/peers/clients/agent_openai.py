@@ -6,10 +6,8 @@ import sys
 
 from openai import OpenAI
 
-client = OpenAI()
 PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
 TOOL = {"type": "function", "function": {"name": "search", "description": "Search.", "parameters": PARAMETERS}}
-QUESTION = os.environ["FORAY_QUESTION"]
 
 
 def search(query):
@@ -17,8 +15,8 @@ def search(query):
     return "( a ) b c"
 
 
-def chat(stream):
-    messages = [{"role": "user", "content": QUESTION}]
+def chat(client, question, stream):
+    messages = [{"role": "user", "content": question}]
     while True:
         if stream:
             with client.chat.completions.stream(model="policy", messages=messages, tools=[TOOL]) as events:
@@ -35,8 +33,8 @@ def chat(stream):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def respond(stream):
-    items = [{"role": "user", "content": QUESTION}]
+def respond(client, question, stream):
+    items = [{"role": "user", "content": question}]
     tool = {"type": "function", "name": "search", "parameters": PARAMETERS, "strict": False}
     while True:
         if stream:
@@ -55,5 +53,12 @@ def respond(stream):
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
 
 
-api, stream = sys.argv[1], sys.argv[2] == "stream"
-print(json.dumps({"answer": (chat if api == "chat" else respond)(stream)}))
+def play(question, base_url, api_key, api, mode):
+    """Return the agent's answer."""
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    return (chat if api == "chat" else respond)(client, question, mode == "stream")
+
+
+if __name__ == "__main__":
+    given = (os.environ[name] for name in ("FORAY_QUESTION", "OPENAI_BASE_URL", "OPENAI_API_KEY"))
+    print(json.dumps({"answer": play(*given, *sys.argv[1:])}))

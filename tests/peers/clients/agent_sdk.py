@@ -25,18 +25,23 @@ def search(query: str) -> str:
     return "( a ) b c"
 
 
-async def main():
-    model = (OpenAIResponsesModel if sys.argv[1] == "responses" else OpenAIChatCompletionsModel)(
-        "policy", AsyncOpenAI()
-    )
+async def run(question, base_url, api_key, api, mode):
+    kind = OpenAIResponsesModel if api == "responses" else OpenAIChatCompletionsModel
+    model = kind("policy", AsyncOpenAI(base_url=base_url, api_key=api_key))
     agent = Agent(name="searcher", instructions="answer", model=model, tools=[search])
-    if sys.argv[2] == "stream":
-        run = Runner.run_streamed(agent, os.environ["FORAY_QUESTION"])
-        async for _ in run.stream_events():
+    if mode == "stream":
+        result = Runner.run_streamed(agent, question)
+        async for _ in result.stream_events():
             pass
-    else:
-        run = await Runner.run(agent, os.environ["FORAY_QUESTION"])
-    print(json.dumps({"answer": run.final_output}))
+        return result.final_output
+    return (await Runner.run(agent, question)).final_output
 
 
-asyncio.run(main())
+def play(*given):
+    """Return the agent's answer."""
+    return asyncio.run(run(*given))
+
+
+if __name__ == "__main__":
+    given = (os.environ[name] for name in ("FORAY_QUESTION", "OPENAI_BASE_URL", "OPENAI_API_KEY"))
+    print(json.dumps({"answer": play(*given, *sys.argv[1:])}))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
@@ -17,7 +18,13 @@ def search(query: str) -> str:
     return "( a ) b c"
 
 
-model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
-agent = ToolCallingAgent(tools=[search], model=model, verbosity_level=0)
-print()
-print(json.dumps({"answer": str(agent.run(os.environ["FORAY_QUESTION"]))}))
+def play(question, base_url, api_key):
+    """Return the agent's answer."""
+    model = OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
+    return str(ToolCallingAgent(tools=[search], model=model, verbosity_level=0).run(question))
+
+
+if __name__ == "__main__":
+    given = (os.environ[name] for name in ("FORAY_QUESTION", "OPENAI_BASE_URL", "OPENAI_API_KEY"))
+    print()
+    print(json.dumps({"answer": play(*given, *sys.argv[1:])}))

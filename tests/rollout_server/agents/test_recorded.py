@@ -20,6 +20,7 @@ from tests.support.agents import QUESTION, Client, client_of, playing
 from tests.support.environments import make_environment
 from tests.support.fake_engine import FakeEngine, Play, in_turn
 from tests.support.fake_search import FakeSearch
+from tests.support.waiting import eventually
 
 FOUND = Passage(id="p1", contents="a\nb c")
 USER = {"role": "user", "content": QUESTION.text}
@@ -184,8 +185,9 @@ async def test_a_repetition_gets_the_running_or_finished_turn(tmp_path: Path) ->
 
     async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
-            with pytest.raises(TimeoutError):
-                await client.chat([USER], timeout_s=0.05)
+            first = asyncio.create_task(client.chat([USER]))
+            await eventually(lambda: bool(engine.requests), "the turn runs")
+            first.cancel()
             asked.append(await client.chat([USER], retry=1))  # of the running turn
             asked.append(await client.chat([USER], retry=2))  # of the finished one
             return str((await client.chat([USER, asked[0], _call(asked[0])]))["content"])
@@ -194,8 +196,9 @@ async def test_a_repetition_gets_the_running_or_finished_turn(tmp_path: Path) ->
         Play(environment.tokenizer.encode_trusted("<search> a </search>"), latency_s=0.3),
         Play(environment.tokenizer.encode_trusted("<answer> c </answer>")),
     ]
+    engine = FakeEngine(in_turn(*plays))
     async with playing(environment, agent) as table:
-        trajectory = await table.play(FakeEngine(in_turn(*plays)))
+        trajectory = await table.play(engine)
     assert asked[0] == asked[1] and owners(trajectory) == "PoEo"
     assert table.stats.counts["agent_retries"] == 2 and table.stats.counts["agent_calls"] == 2
 
@@ -205,8 +208,11 @@ async def test_a_client_without_the_header_gets_its_turn_after_it_went_away(tmp_
 
     async def agent(question: Question, access: AgentAccess) -> str:
         async with client_of(access) as client:
-            with pytest.raises(TimeoutError):
-                await client.chat([USER], timeout_s=0.05)
+            first = asyncio.create_task(client.chat([USER]))
+            await eventually(lambda: bool(engine.requests), "the turn runs")
+            first.cancel()
+        (record,) = table.agents.gateway._recorded.values()
+        await eventually(lambda: all(reply.abandoned for reply in record._replies.values()), "its client is gone")
         async with client_of(access) as client:
             return await loop(client)
 
@@ -214,8 +220,9 @@ async def test_a_client_without_the_header_gets_its_turn_after_it_went_away(tmp_
         Play(environment.tokenizer.encode_trusted("<search> a </search>"), latency_s=0.3),
         Play(environment.tokenizer.encode_trusted("<answer> c </answer>")),
     ]
+    engine = FakeEngine(in_turn(*plays))
     async with playing(environment, agent) as table:
-        trajectory = await table.play(FakeEngine(in_turn(*plays)))
+        trajectory = await table.play(engine)
     assert owners(trajectory) == "PoEo" and table.stats.counts["agent_retries"] == 1
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ConnectionTimeoutError, web
 
 from protocol.errors import UserError
 from protocol.messages import Question, Segment, Status, Trajectory
 from rollout_server.agents import run
 from rollout_server.agents.config import CommandAgentSettings, HttpAgentSettings, PythonAgentSettings
-from rollout_server.agents.runners import AgentAccess, AgentResult
+from rollout_server.agents.runners import AgentAccess, AgentResult, HttpRunner
 from rollout_server.config import RolloutSettings
 from rollout_server.environment.environment import Environment
 from tests.support.agents import QUESTION, client_of, playing
@@ -304,6 +304,23 @@ async def test_a_service_that_restarts_is_waited_for(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         async with service:
             assert (await waiting).status is Status.ANSWERED
+
+
+async def test_a_service_too_busy_to_accept_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been sent, so no agent has started: a full listen queue is no failure of the agent."""
+    environment = make_environment(tmp_path)
+    post, refused = HttpRunner._post, [ConnectionTimeoutError("busy")]
+
+    async def busy(self: HttpRunner, body: dict[str, Any]) -> AgentResult:
+        if refused:
+            raise refused.pop()
+        return await post(self, body)
+
+    monkeypatch.setattr(HttpRunner, "_post", busy)
+    async with Service({"answer": "c"}) as service:
+        settings = HttpAgentSettings(target=f"{service.url}/agent")
+        async with playing(environment, settings=settings) as table:
+            assert (await table.play(answering(environment))).status is Status.ANSWERED
 
 
 async def test_a_warning_when_more_than_a_twentieth_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
