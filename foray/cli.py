@@ -70,6 +70,8 @@ VERBS: dict[str, Verb] = {
     "replay": Verb("print trained trajectories: what the policy wrote and read", "foray.commands.watch.replay"),
     "export": Verb("write the policy of a checkpoint as a Hugging Face model", "foray.commands.export"),
     "eval": Verb("evaluate a run, checkpoint, model or endpoint on data sets, beside baselines", "foray.commands.eval"),
+    "ask": Verb("ask a trained policy one question, in the terminal", "foray.commands.chat"),
+    "chat": Verb("ask a trained policy questions, in the terminal", "foray.commands.chat"),
     "doctor": Verb("check a machine or a configuration for problems and suggest fixes", "foray.commands.doctor"),
     "data": Verb("download, convert, inspect, mix and compare questions and corpora", "foray.commands.data"),
     "index": Verb("build, inspect, verify, search or size a search index", "foray.commands.index"),
@@ -88,15 +90,8 @@ VERBS: dict[str, Verb] = {
 MEANT = {
     "`foray up run.yaml` trains; `foray demo` needs no configuration": ("train", "run", "start", "launch", "fit"),
     "`foray down RUN_DIR`": ("stop", "kill", "shutdown", "quit"),
-    "`foray eval RUN_DIR --suite FILE` asks questions; to serve the model elsewhere, use `foray export RUN_DIR OUT`": (
-        "infer",
-        "inference",
-        "chat",
-        "serve",
-        "generate",
-        "predict",
-        "ask",
-        "test",
+    "`foray chat RUN_DIR` asks it questions, `foray serve RUN_DIR` serves it, `foray export RUN_DIR OUT` writes it": (
+        *("infer", "inference", "generate", "predict", "test"),
     ),
     "`foray logs RUN_DIR -f`": ("log", "tail"),
     "`foray runs` lists runs, `foray status RUN_DIR` shows one": ("ps", "list", "ls", "show"),

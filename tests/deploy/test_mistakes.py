@@ -43,7 +43,7 @@ def test_an_unusable_path_is_an_error_of_three_lines(argv: list[str], capsys: py
     ("verb", "words"),
     [
         ("train", "`foray up run.yaml`"),
-        ("chat", "`foray eval RUN_DIR --suite FILE`"),
+        ("generate", "`foray chat RUN_DIR`"),
         ("infer", "`foray export RUN_DIR OUT`"),
         ("tail", "foray logs RUN_DIR"),
         ("stop", "`foray down RUN_DIR`"),
