@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from deploy.run.run_dir import latest
+from foray.commands.serve import TOKEN
 from protocol.errors import ForayError, UserError
 from protocol.redaction import for_terminal
 from protocol.runtime.files import atomic_write
-from protocol.runtime.http.auth import read_access, variable
+from protocol.runtime.http.auth import read_secret
 from protocol.runtime.http.body import parse_json
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class ChatEndpoint:
     url: str
     model: str
     loop: bool = False
+    token: str = field(default="", repr=False)
 
 
 @dataclass
@@ -171,33 +172,40 @@ def run(args: argparse.Namespace) -> int:
     question = sys.stdin.read().strip() if args.question == "-" else args.question.strip()
     if args.asks and not question:
         raise UserError("the question is empty", todo='foray ask "Who wrote Emma?"')
-    with nullcontext(args.url) if args.url else serving_policy(args.policy, args.overrides) as url:
-        session = ChatSession([find_model(url, args.model)], search=not args.no_search)
+    given = nullcontext((args.url, read_secret(os.environ, TOKEN)))
+    with given if args.url else serving_policy(args.policy, args.overrides) as served:
+        session = ChatSession([find_model(*served, args.model)], search=not args.no_search)
         return _ask(session, question, args.json) if args.asks else _chat(session)
 
 
 @contextmanager
-def serving_policy(policy: str | None, overrides: list[str]) -> Iterator[str]:
-    """Run `foray serve` on a free port inside the block; yields its URL. Raises UserError, or ForayError if it ends."""
+def serving_policy(policy: str | None, overrides: list[str]) -> Iterator[tuple[str, str]]:
+    """Run `foray serve` on a free port inside the block; yields its URL and token.
+
+    Raises UserError, or ForayError if it ends.
+    """
+    from deploy.run.run_dir import latest
+
     where = policy or latest()
     if where is None:
         raise UserError("no policy is given, and ./runs contains no run", todo="name one, or give --url")
     words = ["serve", str(where), *overrides, "--port", "0"]
     print(for_terminal(f"starting {shlex.join(['foray', *words])}"), file=sys.stderr, flush=True)
-    call = [sys.executable, "-m", "foray", *words]
-    # a session of its own: Ctrl-C stops an answer, not the server
-    with subprocess.Popen(call, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    call, pipe = [sys.executable, "-m", "foray", *words, "--json", "--until-stdin-ends"], subprocess.PIPE
+    # a session of its own: Ctrl-C stops an answer, not the server, which ends with this process
+    with subprocess.Popen(call, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         try:
-            found = next(filter(None, (re.search(r"https?://\S+?/v1\b", line) for line in process.stdout)), None)
-            if found is None:
+            line = process.stdout.readline()
+            if not line:
                 raise ForayError(f"`foray serve` ended before it was ready, with exit code {process.wait()}")
-            yield found[0]
+            told = json.loads(line)
+            yield told["url"], told.get("token") or read_secret(os.environ, TOKEN)
         finally:
             process.terminate()
 
 
-def find_model(url: str, model: str = "") -> ChatEndpoint:
+def find_model(url: str, token: str, model: str = "") -> ChatEndpoint:
     """Return the model of that name at an endpoint, else the first with a search loop. Raises UserError."""
     from http.client import HTTPException
     from urllib.error import HTTPError
@@ -206,7 +214,7 @@ def find_model(url: str, model: str = "") -> ChatEndpoint:
 
     base = re.sub(r"(/v1)?/*$", "/v1", url, count=1)
     try:
-        with ask(f"{base}/models", "operator", timeout_s=10.0) as response:
+        with ask(f"{base}/models", timeout_s=10.0, token=token) as response:
             cards = read_json(response)["data"]
         loops = {str(card["id"]): bool((card.get("foray") or {}).get("loop")) for card in cards}
         chosen = model or max(loops, key=lambda name: loops[name])
@@ -218,7 +226,7 @@ def find_model(url: str, model: str = "") -> ChatEndpoint:
         raise UserError(f"no model is found at {base}", why=str(error)[:200], todo=todo) from None
     if chosen not in loops:
         raise UserError(f"{base} has no model {model!r}", todo=f"choose one of {', '.join(loops)}")
-    return ChatEndpoint(base, chosen, loops[chosen])
+    return ChatEndpoint(base, chosen, loops[chosen], token)
 
 
 async def stream(
@@ -237,7 +245,7 @@ async def stream(
     body: dict[str, Any] = {"model": endpoint.model, "messages": messages, "stream": True}
     body |= {} if search else {"foray": {"search": False}}
     events, silence = SseParser(endpoint.url), aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S)
-    headers = read_access(os.environ).headers("operator")
+    headers = {"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}
     try:
         async with (
             bounded_session(headers=headers, timeout=silence) as session,
@@ -265,7 +273,7 @@ def _refused(url: str, status: int, raw: bytes) -> UserError:
         why = _message(parse_json(raw)["error"])
     except (ValueError, LookupError, TypeError):
         why = raw.decode(errors="replace")[:200]
-    todo = f"export {variable('operator')} with the token of that server" if status in (401, 403) else ""
+    todo = f"export {TOKEN} with the token of that server" if status in (401, 403) else ""
     return UserError(f"{url} refuses, with HTTP status {status}", why=why, todo=todo)
 
 
@@ -416,7 +424,7 @@ class ChatSession:
             self.search = rest == "on"
             screen.line("note", f"search is {rest}")
         elif name == "compare" and rest:
-            self.endpoints[1:] = [] if rest == "off" else [find_model(rest)]
+            self.endpoints[1:] = [] if rest == "off" else [find_model(rest, read_secret(os.environ, TOKEN))]
             screen.line("note", "asking " + _one_line(" and ".join(f"{e.model} at {e.url}" for e in self.endpoints)))
         elif name == "save" and rest:
             path = Path(rest).expanduser()

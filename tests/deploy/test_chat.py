@@ -110,8 +110,8 @@ def test_refusals_name_the_token_the_url_and_the_models(
     token = secrets.token_urlsafe(32)
     server = serve(token=token)
     assert main(["ask", "Q", "--url", server.url]) == 2
-    assert "export FORAY_OPERATOR_TOKEN" in capsys.readouterr().err
-    monkeypatch.setenv("FORAY_OPERATOR_TOKEN", token)
+    assert "export FORAY_SERVE_TOKEN" in capsys.readouterr().err
+    monkeypatch.setenv("FORAY_SERVE_TOKEN", token)
     assert main(["ask", "Q", "--url", server.url]) == 0 and server.tokens[-1] == f"Bearer {token}"
     assert main(["ask", "Q", "--url", server.url, "--model", "gpt"]) == 2
     assert "choose one of emma-bare, emma" in capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_no_control_character_of_a_server_reaches_the_terminal(serve: Any) -> No
     )
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, highlight=False, markup=False, width=200, legacy_windows=False)
-    session, screen = ChatSession([find_model(server.url)]), ChatScreen(console, console)
+    session, screen = ChatSession([find_model(server.url, "")]), ChatScreen(console, console)
     session.ask(HOSTILE, screen)
     session.command("/passages", screen)
     session.command(f"/{HOSTILE}", screen)
@@ -169,7 +169,7 @@ def test_one_of_two_servers_may_fail(serve: Any, capsys: Captured, monkeypatch: 
 def test_a_model_without_a_loop_gets_the_history(serve: Any) -> None:
     server = serve()
     console = Console(file=io.StringIO())
-    session = ChatSession([find_model(server.url, "emma-bare")])
+    session = ChatSession([find_model(server.url, "", "emma-bare")])
     for question in ("Who?", "When?"):
         session.ask(question, ChatScreen(console, console))
     assert [m["content"] for m in server.requests[1]["messages"]] == ["Who?", "Jane Austen", "When?"]
@@ -251,17 +251,20 @@ def stand_in(path: Path, script: str) -> str:
 
 
 def test_a_policy_is_served_for_the_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = f'echo "$@" > {tmp_path}/words; echo starting; echo "emma: http://127.0.0.1:7/v1 (Ctrl-C ends it)"\n'
+    told = json.dumps({"url": "http://127.0.0.1:7/v1", "models": ["x", "x-bare"], "token": "made"})
+    script = f"echo \"$@\" > {tmp_path}/words; echo starting >&2; echo '{told}'\n"
     script += f"trap 'touch {tmp_path}/ended; exit 0' TERM; while :; do sleep 0.02; done"
     monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", script))
-    with serving_policy("runs/x", ["engine.kind.threads=2"]) as url:
-        assert url == "http://127.0.0.1:7/v1" and not (tmp_path / "ended").exists()
+    with serving_policy("runs/x", ["engine.kind.threads=2"]) as served:
+        assert served == ("http://127.0.0.1:7/v1", "made") and not (tmp_path / "ended").exists()
     assert (tmp_path / "ended").exists()
-    assert (tmp_path / "words").read_text() == "-m foray serve runs/x engine.kind.threads=2 --port 0\n"
+    assert (
+        tmp_path / "words"
+    ).read_text() == "-m foray serve runs/x engine.kind.threads=2 --port 0 --json --until-stdin-ends\n"
 
 
 def test_a_policy_that_cannot_be_served_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", "echo loading; exit 2"))
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", "echo loading >&2; exit 2"))
     with pytest.raises(ForayError, match="exit code 2"), serving_policy("runs/x", []):
         pass
     monkeypatch.chdir(tmp_path)
