@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from foray.api.run import RunFailed as RunFailed
     from foray.api.searcher import LocalSearch as LocalSearch
     from foray.api.searcher import Searcher as Searcher
+    from foray.api.serve import PolicyServer as PolicyServer
+    from foray.api.serve import serve as serve
     from foray.api.train import train_grpo as train_grpo
     from learner.algorithms.base import Algorithm as Algorithm
     from learner.algorithms.base import LossOutput as LossOutput
@@ -58,6 +60,7 @@ _MODULES = {
     "foray.api.evaluate": ("Evaluation", "evaluate"),
     "foray.api.run": ("Run", "RunFailed"),
     "foray.api.searcher": ("LocalSearch", "Searcher"),
+    "foray.api.serve": ("PolicyServer", "serve"),
     "foray.api.train": ("train_grpo",),
     "learner.algorithms.base": ("Algorithm", "LossOutput", "TokenInputs"),
     "learner.checkpoint.journal": ("read_journal",),

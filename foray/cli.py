@@ -70,6 +70,7 @@ VERBS: dict[str, Verb] = {
     "replay": Verb("print trained trajectories: what the policy wrote and read", "foray.commands.watch.replay"),
     "export": Verb("write the policy of a checkpoint as a Hugging Face model", "foray.commands.export"),
     "eval": Verb("evaluate a run, checkpoint, model or endpoint on data sets, beside baselines", "foray.commands.eval"),
+    "serve": Verb("serve a run, checkpoint or model to OpenAI's clients, with its search", "foray.commands.serve"),
     "ask": Verb("ask a trained policy one question, in the terminal", "foray.commands.chat"),
     "chat": Verb("ask a trained policy questions, in the terminal", "foray.commands.chat"),
     "doctor": Verb("check a machine or a configuration for problems and suggest fixes", "foray.commands.doctor"),
@@ -90,7 +91,7 @@ VERBS: dict[str, Verb] = {
 MEANT = {
     "`foray up run.yaml` trains; `foray demo` needs no configuration": ("train", "run", "start", "launch", "fit"),
     "`foray down RUN_DIR`": ("stop", "kill", "shutdown", "quit"),
-    "`foray chat RUN_DIR` asks it questions, `foray serve RUN_DIR` serves it, `foray export RUN_DIR OUT` writes it": (
+    "`foray chat RUN_DIR` asks it questions; `foray serve RUN_DIR` answers programs": (
         *("infer", "inference", "generate", "predict", "test"),
     ),
     "`foray logs RUN_DIR -f`": ("log", "tail"),

@@ -45,6 +45,11 @@ ROLLOUT: Table = {
     ),
     "evaluations": gauge("Requests for episodes (POST /v1/episodes) in progress."),
     "pinned_evaluations": gauge("Requests for episodes for which training engines postpone new weights."),
+    "chat_calls": counter("Calls of `foray serve`."),
+    "chat_refused": counter("Calls of `foray serve` that got an error."),
+    "chat_left": counter("Calls of `foray serve` whose client left before the end."),
+    "chat_tokens": counter("Tokens sampled for calls of `foray serve`."),
+    "chat_in_progress": gauge("Calls of `foray serve` in progress."),
     "episode_tokens": counter("Tokens sampled for episodes on request."),
     "reward_mean": gauge("Mean reward of the last 256 valid trajectories."),
     "reward/*": gauge(

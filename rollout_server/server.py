@@ -39,7 +39,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -77,6 +77,7 @@ from rollout_server.rollout.group import GroupRejected, run_group
 from rollout_server.rollout.live import LiveGroups
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop, run_trajectory
 from rollout_server.search import build_search
+from rollout_server.search.base import SearchService
 from rollout_server.search.client import HttpSearch
 
 log = logging.getLogger(__name__)
@@ -101,25 +102,67 @@ async def serve(
     """Run until SIGTERM or SIGINT (or `stop`). Raises UserError for an error that the user must fix."""
     stop = stop or ShutdownSignal()
     stats = Stats("rollout", settings.id or f"{socket.gethostname()}-{os.getpid()}")
+    for name in COUNTERS:
+        stats.counts[name] = 0
+    async with opened(run, settings, stats) as parts:
+        with shutdown_on_signals(stop), unwrap_user_error():
+            search = InstrumentedSearch(parts.search, stats)
+            server = RolloutServer(run, settings, parts.environment, stats, parts.redis, search, parts.session)
+            await server.run(stop, port_file, parts.following)
+
+
+class Parts(NamedTuple):
+    """What rollouts need of this process. `following`: a loop of the search, if it has one."""
+
+    environment: Environment
+    search: SearchService
+    following: Coroutine[Any, Any, None] | None
+    redis: RedisClient
+    session: aiohttp.ClientSession
+
+
+@asynccontextmanager
+async def opened(run: RunSettings, settings: RolloutSettings, stats: Stats) -> AsyncIterator[Parts]:
+    """Build what rollouts need, and close it after the block. Raises UserError as `build_environment`."""
     search = build_search(settings.search)
     retrievers = search if isinstance(search, HttpSearch) else None
     built = build_environment(settings.episode, run.model, urls=retrievers.urls if retrievers else None, day=run.date)
     environment = with_instrumented_tools(built, stats)
-    for name in COUNTERS:
-        stats.counts[name] = 0
     redis = RedisClient(run.redis_url, Keys(run.id))
     try:
         async with bounded_session() as session:
-            with shutdown_on_signals(stop), unwrap_user_error():
-                server = RolloutServer(
-                    run, settings, environment, stats, redis, InstrumentedSearch(search, stats), session
-                )
-                following = retrievers.follow(redis, stats.waits) if retrievers and retrievers.follows else None
-                await server.run(stop, port_file, following)
+            following = retrievers.follow(redis, stats.waits) if retrievers and retrievers.follows else None
+            yield Parts(environment, search, following, redis, session)
     finally:
         await search.close()
         await environment.close()
         await redis.aclose()
+
+
+def build_router(
+    run: RunSettings,
+    settings: RolloutSettings,
+    environment: Environment,
+    fleet: Fleet,
+    stats: Stats,
+    session: aiohttp.ClientSession,
+) -> Router:
+    """Return the router of a process to the engines of `fleet`."""
+    return Router(
+        fleet,
+        _connecting(session, settings, fleet),
+        stats.waits,
+        max_lag=run.max_lag if settings.max_engine_lag is None else settings.max_engine_lag,
+        limits=TurnLimits(
+            *(settings.generate_timeout_s, settings.stall_s, settings.stream_interval, settings.generate_attempts),
+            wait_s=settings.engine_wait_s,
+        ),
+        stop_checker=StopChecker(environment.tokenizer.decode, environment.tokenizer.eos_ids),
+        adaptive=settings.adaptive,
+        vocab_size=_vocab_size(run.model),
+        tokenizer=environment.tokenizer.fingerprint,
+        counts=stats.counts,
+    )
 
 
 class RolloutServer:
@@ -143,22 +186,7 @@ class RolloutServer:
         self._live, self._compatibility = LiveGroups(), RunCompatibility(run, needs=needs, max_lag=run.max_lag)
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
-        connect = _connecting(session, settings, self._fleet)
-        self._router = Router(
-            self._fleet,
-            connect,
-            stats.waits,
-            max_lag=run.max_lag if settings.max_engine_lag is None else settings.max_engine_lag,
-            limits=TurnLimits(
-                *(settings.generate_timeout_s, settings.stall_s, settings.stream_interval, settings.generate_attempts),
-                wait_s=settings.engine_wait_s,
-            ),
-            stop_checker=StopChecker(environment.tokenizer.decode, environment.tokenizer.eos_ids),
-            adaptive=settings.adaptive,
-            vocab_size=_vocab_size(run.model),
-            tokenizer=environment.tokenizer.fingerprint,
-            counts=stats.counts,
-        )
+        self._router = build_router(run, settings, environment, self._fleet, stats, session)
         self._publisher = GroupPublisher(
             redis, stats, consumer=consumer, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20
         )

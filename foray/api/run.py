@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
     from transformers import PreTrainedModel
 
+    from foray.api.serve import PolicyServer
     from learner.checkpoint.journal import JournalEntry
 
 LOG = "up.log"
@@ -159,6 +160,12 @@ class Run:
         """Write the newest checkpoint's policy as a Hugging Face folder and return it. Raises UserError."""
         run_command("export", str(self.directory), str(out))
         return Path(out)
+
+    def serve(self, **options: Any) -> PolicyServer:
+        """Serve its policy to OpenAI's clients: `foray.serve`, with its options. Raises ForayError."""
+        from foray.api.serve import serve
+
+        return serve(self.directory, **options)
 
     def result(self) -> PreTrainedModel:
         """Wait for the end and return the trained model. Raises RunFailed."""

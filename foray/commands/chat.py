@@ -162,6 +162,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for what is started")
     parser.add_argument("--url", default="", help="ask this running `foray serve` instead of starting one")
     parser.add_argument("--model", default="", help="model at the endpoint (default: the first with a search loop)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--no-search", action="store_true", help="answer without searching")
 
 
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("the question is empty", todo='foray ask "Who wrote Emma?"')
     given = nullcontext((args.url, read_secret(os.environ, TOKEN)))
     with given if args.url else serving_policy(args.policy, args.overrides) as served:
-        session = ChatSession([find_model(*served, args.model)], search=not args.no_search)
+        session = ChatSession([find_model(*served, args.model)], not args.no_search, args.temperature)
         return _ask(session, question, args.json) if args.asks else _chat(session)
 
 
@@ -229,11 +230,10 @@ def find_model(url: str, token: str, model: str = "") -> ChatEndpoint:
     return ChatEndpoint(base, chosen, loops[chosen], token)
 
 
-async def stream(
-    endpoint: ChatEndpoint, messages: list[dict[str, str]], search: bool, take: Callable[[ChatChunk], object]
-) -> None:
+async def stream(endpoint: ChatEndpoint, options: dict[str, Any], take: Callable[[ChatChunk], object]) -> None:
     """Ask for one answer; `take` gets its chunks. A cancellation closes the connection, which frees the server's slot.
 
+    options: other fields of the request, messages included
     Raises UserError if the server refuses, ForayError if it fails or does not answer.
     """
     import aiohttp
@@ -242,8 +242,7 @@ async def stream(
     from rollout_server.engine.base import EngineError
     from rollout_server.engine.decoding import SseParser
 
-    body: dict[str, Any] = {"model": endpoint.model, "messages": messages, "stream": True}
-    body |= {} if search else {"foray": {"search": False}}
+    body = {"model": endpoint.model, "stream": True, **options}
     events, silence = SseParser(endpoint.url), aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S)
     headers = {"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}
     try:
@@ -360,6 +359,7 @@ class ChatSession:
 
     endpoints: list[ChatEndpoint]
     search: bool = True
+    temperature: float = 0.0
     asked: list[tuple[str, list[ChatAnswer]]] = field(default_factory=list)
     saved: set[Path] = field(default_factory=set)
 
@@ -379,12 +379,10 @@ class ChatSession:
 
     async def _one(self, answer: ChatAnswer, question: str, show: Callable[[str, Any], object]) -> None:
         began = time.monotonic()
-        messages = self._messages(answer.endpoint, question)
+        options = self._options(answer.endpoint, question)
         answer.end.cause = "stopped"  # unless it comes to its end
         try:
-            await stream(
-                answer.endpoint, messages, self.search, lambda chunk: [show(*part) for part in answer.take(chunk)]
-            )
+            await stream(answer.endpoint, options, lambda chunk: [show(*part) for part in answer.take(chunk)])
         except ForayError as error:
             answer.end.cause = str(error)
             raise
@@ -405,12 +403,14 @@ class ChatSession:
         finally:
             screen.answers.print(side_by_side(answers))
 
-    def _messages(self, endpoint: ChatEndpoint, question: str) -> list[dict[str, str]]:
-        """Return the messages to send: the question, for a model without a loop also the ones before."""
+    def _options(self, endpoint: ChatEndpoint, question: str) -> dict[str, Any]:
+        """Return the rest of a request. A model without a loop gets the questions and answers before."""
         before = [] if endpoint.loop else self.asked[:-1]
         said = [(q, answer.text()) for q, answers in before for answer in answers if answer.endpoint == endpoint]
         turns = [(role, text) for q, a in said if a for role, text in (("user", q), ("assistant", a))]
-        return [{"role": role, "content": text} for role, text in [*turns, ("user", question)]]
+        messages = [{"role": role, "content": text} for role, text in [*turns, ("user", question)]]
+        without = {} if self.search else {"foray": {"search": False}}
+        return {"messages": messages, "temperature": self.temperature, **without}
 
     def command(self, line: str, screen: ChatScreen) -> bool:
         """Carry out `/NAME ...`; return whether the session goes on. Raises UserError, OSError."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,6 +18,7 @@ from typing import Any
 
 from deploy.config import RunConfig, load_config
 from protocol.errors import UserError
+from protocol.runtime.lifecycle import terminate_at_end_of_stdin
 from protocol.runtime.progress import Progress
 from protocol.runtime.redis.url import redacted_override
 from protocol.runtime.service_cli import NOT_RESTARTED, add_config_arguments, config_and_overrides
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     out = sys.stderr if args.json else sys.stdout
     if args.until_stdin_ends:
-        threading.Thread(target=_stop_at_end_of, args=(sys.stdin.fileno(),), name="stdin", daemon=True).start()
+        terminate_at_end_of_stdin()
 
     say = Progress.on(out, stamp=lambda: time.strftime("%H:%M:%S "))
     again = shlex.join(["foray", "up", str(path), *map(redacted_override, overrides)])
@@ -63,12 +62,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary))
     return code
-
-
-def _stop_at_end_of(pipe: int) -> None:
-    while os.read(pipe, 1 << 16):  # no buffered reader: its lock would be held at exit
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def up(

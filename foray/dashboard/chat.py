@@ -53,7 +53,7 @@ class ChatProxy(LiveProxy):
             raise UserError("this is no question to a model", why=str(error)[:300]) from None
         except TimeoutError:
             raise web.HTTPRequestTimeout from None
-        body = asked.model_dump(include={"model", "messages"}) | {"stream": True}
+        body = asked.model_dump(include={"model", "messages"}) | {"stream": True, "temperature": 0}
         body |= {} if asked.search else {"foray": {"search": False}}
         servers = await self.urls()
         if asked.server >= len(servers):

@@ -40,7 +40,7 @@ from protocol.runtime.config import SettingsTree, read_tree, with_overrides
 from protocol.runtime.files import atomic_write, lineage_of, model_digest
 from protocol.runtime.net import free_port
 from protocol.runtime.progress import Progress, Say, TaskProgress
-from protocol.settings import REDIS_URL_VARIABLE
+from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.search.client import HttpSearchSettings
 
@@ -126,6 +126,7 @@ class Served:
     engines      READY engines for the other methods, and `model_dir` with their tokenizer
     episode      template and limits; None if unknown
     search       settings of the retriever's client; None if there is none
+    run          of the processes, with their Redis; None if they are unknown
     during       runs a function while the processes are monitored
     """
 
@@ -137,6 +138,7 @@ class Served:
     config: RunConfig | None = None
     search: HttpSearchSettings | None = None
     endpoint: ModelEndpoint | None = None
+    run: RunSettings | None = None
 
     @property
     def environment(self) -> EnvironmentSettings | None:
@@ -144,8 +146,11 @@ class Served:
         return self.config.rollout.episode if self.config else None
 
 
-def find_target(where: str) -> Target:
-    """Return what `where` names: a directory, a URL, or a Hugging Face model. Raises UserError if it names nothing."""
+def find_target(where: str, what: str = "evaluate") -> Target:
+    """Return what `where` names: a directory, a URL, or a Hugging Face model. Raises UserError if it names nothing.
+
+    what  the verb of the error
+    """
     if "://" in where:
         url = where.rstrip("/")
         return Target("endpoint" if url.endswith("/v1") else "server", url)
@@ -159,7 +164,7 @@ def find_target(where: str) -> Target:
     if not path.exists() and _HUB.fullmatch(where):
         return Target("model", _downloaded(where))
     raise UserError(
-        f"cannot evaluate {where}",
+        f"cannot {what} {where}",
         why="it is no run directory, checkpoint or model folder" if path.exists() else "it does not exist",
         todo="give a run directory, a checkpoint, a Hugging Face folder or name, or the URL of a rollout server or of "
         "an OpenAI-compatible endpoint (ending in /v1)",
@@ -217,7 +222,7 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
     run = locate(Namespace(given=[str(directory)], config=None))
     seen = take_snapshot(run.redis_url, run.run.id, directory)
     urls = run.urls(seen, "rollout")
-    if not urls:
+    if not urls and needs.policy:
         raise UserError(
             f"the run in {directory} has no registered rollout server",
             why=seen.error
@@ -238,11 +243,13 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
     return Served(
         {"kind": "run", "where": target.where, "run": record.get("id"), "lineage_id": lineage_of(directory)},
         during,
-        str(urls[0]),
+        str(urls[0]) if urls else "",
         engines,
         config.run.model if config else None,
         config,
         search,
+        # engines and retrievers get keys: not those that a Redis names which the directory alone names
+        run=run.run.model_copy(update={"redis_url": run.redis_url}) if run.is_own else None,
     )
 
 
@@ -266,7 +273,7 @@ def _ready(redis_url: str, run: str, directory: Path) -> tuple[EngineInfo, ...]:
 def _started(target: Target, needs: Needs, options: ServingOptions, directory: Path, say: Say) -> Iterator[Served]:
     from deploy.launch.launcher import Launcher
 
-    tree = _tree(target, options, say)
+    tree = tree_of(target, options, say)
     if target.kind == "checkpoint":
         state, model = _exported(target.path, options, directory, say)
         lineage = lineage_of(state.parents[3])
@@ -291,10 +298,11 @@ def _started(target: Target, needs: Needs, options: ServingOptions, directory: P
             model,
             launcher.config,
             _search(launcher.config, take_snapshot(launcher.redis_url, config.run.id).urls("retriever")),
+            run=launcher.config.run.model_copy(update={"redis_url": launcher.redis_url}),
         )
 
 
-def _tree(target: Target, options: ServingOptions, say: Say) -> SettingsTree:
+def tree_of(target: Target, options: ServingOptions, say: Say) -> SettingsTree:
     """Return the configuration: the given one, else that of the run that the target belongs to, else the defaults."""
     if options.config is not None:
         return read_tree(options.config, options.overrides)

@@ -140,6 +140,17 @@ def unwrap_user_error() -> Iterator[None]:
         raise error from None
 
 
+def terminate_at_end_of_stdin() -> None:
+    """Send SIGTERM to this process when its standard input ends: with the program that holds the other end."""
+
+    def wait(pipe: int) -> None:
+        while os.read(pipe, 1 << 16):  # no buffered reader: its lock would be held at exit
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, args=(sys.stdin.fileno(),), name="stdin", daemon=True).start()
+
+
 def process_token() -> str:
     """Return the token of this process."""
     return f"{place()}:{os.getpid()}:{_started(os.getpid())}"

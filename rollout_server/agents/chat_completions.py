@@ -108,16 +108,25 @@ def whole(ask: Ask, turn: Turn, items: Items) -> dict[str, Any]:
 
 def events(ask: Ask, turn: Turn, items: Items) -> Iterator[str]:
     """Yield the server-sent events of a finished turn."""
-    message, head = turn.as_message(), _head(ask, turn, "chat.completion.chunk")
-    calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
-    deltas += [{"tool_calls": [call]} for call in calls]
-    for delta in deltas:
-        yield _line(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-    yield _line(head | {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish(turn)}]})
+    yield chunk(ask, turn, {"role": "assistant", "content": ""})
+    message = turn.as_message()
+    yield from (chunk(ask, turn, {key: message[key]}) for key in ("reasoning_content", "content") if message.get(key))
+    yield from last_events(ask, turn, turn)
+
+
+def chunk(ask: Ask, head: Turn, delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> str:
+    """Return the event of a part of a turn. Of `head`, the id and the time are used; `more` are further fields."""
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return _line(_head(ask, head, "chat.completion.chunk") | {"choices": [choice]} | more)
+
+
+def last_events(ask: Ask, head: Turn, turn: Turn, **more: Any) -> Iterator[str]:
+    """Yield the events after the texts of a turn: its calls, and its end with `more` fields."""
+    for number, call in enumerate(turn.as_message().get("tool_calls", ())):
+        yield chunk(ask, head, {"tool_calls": [{"index": number, **call}]})
+    yield chunk(ask, head, {}, _finish(turn), **more)
     if ask.usage:
-        yield _line(head | {"choices": [], "usage": _usage(turn)})
+        yield _line(_head(ask, head, "chat.completion.chunk") | {"choices": [], "usage": _usage(turn)})
     yield "data: [DONE]\n\n"
 
 

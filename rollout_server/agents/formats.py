@@ -16,8 +16,13 @@ from typing import Any
 
 from rollout_server.agents.renderer import Call, Said, Tool, function_of, new_id
 
-_OPENS = "|".join(map(re.escape, ("<think>", "[THINK]", "<seed:think>", "<|channel>thought")))
-_CLOSES = "|".join(map(re.escape, ("</think>", "[/THINK]", "</seed:think>", "<channel|>")))
+_MARKS = (
+    ("<think>", "[THINK]", "<seed:think>", "<|channel>thought"),
+    ("</think>", "[/THINK]", "</seed:think>", "<channel|>"),
+)
+_OPENS, _CLOSES = ("|".join(map(re.escape, marks)) for marks in _MARKS)
+THOUGHT_MARKS = _MARKS[0] + _MARKS[1]
+"""Marks around thoughts."""
 _THOUGHT = re.compile(rf"(?:\s*(?:{_OPENS}))?(.*?)(?:{_CLOSES})", re.DOTALL)
 _OPENED = re.compile(rf"\s*(?:{_OPENS})")
 
@@ -66,6 +71,13 @@ def split_thoughts(text: str, opened: bool) -> tuple[str, str]:
         return found[1].strip(), text[found.end() :].strip()
     mark = _OPENED.match(text)
     return (text[mark.end() if mark else 0 :].strip(), "") if mark or opened else ("", text.strip())
+
+
+def without_start_of(text: str, marks: Sequence[str]) -> str:
+    """Return a text in progress without half a character, and without an end that may be the start of a mark."""
+    text = text.rstrip("\ufffd")
+    starts = (text.endswith(mark[:n]) and n for mark in marks for n in range(1, len(mark)))
+    return text[: len(text) - max(starts, default=0)]
 
 
 def common_start(one: str, two: str) -> str:

@@ -129,7 +129,7 @@ class Gateway:
             recorded = None
             try:
                 recorded = self._find(request)
-                raw, body = await _body(request)
+                raw, body = await read_body(request)
                 ask = dialect.parse(body, recorded.items)
                 digest = hashlib.sha256(request.path.encode() + raw).digest()
                 again = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -143,7 +143,7 @@ class Gateway:
         recorded = None
         try:
             recorded = self._find(request)
-            query = validated(_SearchBody, (await _body(request))[1]).query
+            query = validated(_SearchBody, (await read_body(request))[1]).query
             result = await recorded.search(query)
         except CallRefused as error:
             return self._refused(error, recorded)
@@ -165,16 +165,16 @@ class Gateway:
         return web.json_response(error.body(), status=error.status, headers=FINAL if error.status != 408 else None)
 
 
-async def _body(request: web.Request) -> tuple[bytes, dict[str, Any]]:
-    """Return the body as bytes and as a JSON object. Raises CallRefused."""
+async def read_body(request: web.Request) -> tuple[bytes, dict[str, Any]]:
+    """Return the body as bytes and as a JSON object, up to the application's limit. Raises CallRefused."""
     try:
         async with loop_timeout(BODY_S):
             raw = await request.read()
         body = parse_json(raw)
     except TimeoutError:
         raise CallRefused(f"the body did not arrive within {BODY_S:g} s", status=408, code="timeout") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise CallRefused(f"the body exceeds {MAX_BODY_BYTES} bytes", status=413, code="too_large") from None
+    except web.HTTPRequestEntityTooLarge as error:
+        raise CallRefused(f"the body is too large: {error.text}", status=413, code="too_large") from None
     except (web.RequestPayloadError, ValueError) as error:
         raise CallRefused(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):

@@ -24,6 +24,7 @@ from rollout_server.agents.formats import (
     IDS,
     NAME,
     PROBE_TOOL,
+    THOUGHT_MARKS,
     common_start,
     find_format,
     has_thoughts,
@@ -32,6 +33,7 @@ from rollout_server.agents.formats import (
     probe_calls,
     read_channels,
     split_thoughts,
+    without_start_of,
 )
 from rollout_server.agents.renderer import (
     Call,
@@ -208,6 +210,13 @@ class NativeRenderer:
             return read_channels(text, tools)
         thoughts, text = split_thoughts(text, self._opened)
         return replace(self._read(text, tools) if self._read and tools else Said(text), reasoning=thoughts)
+
+    def so_far(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
+        """Return the thoughts so far, and the text if it cannot be the start of a call."""
+        said = self.read(ids, tools)
+        content = "" if tools or self._read is read_channels else said.content
+        content, thoughts = (without_start_of(text, THOUGHT_MARKS).strip() for text in (content, said.reasoning))
+        return Said(content, thoughts)
 
     def verdict(self) -> TemplateVerdict:
         """Return what agents can do with this template, tried with a conversation of two calls and two questions."""

@@ -312,7 +312,7 @@ class Recorded:
     ) -> Turn:
         """Append a turn, and before it what the call added, to its sequence. Does not await: all of it or nothing."""
         play, transcript, (tail, new) = self._play, sequence.transcript, added
-        said = _until_stop(self._renderer.read(completion.ids, ask.tools), ask.stop)
+        said = until_stop(self._renderer.read(completion.ids, ask.tools), ask.stop)
         length, written = completion.finish_reason == "length", len(completion.ids)
         read = len(transcript.ids) + len(tail)
         turn = Turn(uuid.uuid4().hex, said, length, read, written, int(time.time()))
@@ -386,7 +386,7 @@ def _query(call: Call) -> str:
     return query if isinstance(query, str) else call.arguments
 
 
-def _until_stop(said: Said, stops: Sequence[str]) -> Said:
+def until_stop(said: Said, stops: Sequence[str]) -> Said:
     """Return what was said before the first of the agent's stop strings, which an answer does not contain."""
     ends = [at for stop in stops if (at := said.content.find(stop)) >= 0]
     return replace(said, content=said.content[: min(ends)]) if ends else said

@@ -94,6 +94,10 @@ class Renderer(Protocol):
         """Return the message that the sampled `ids` stand for."""
         ...
 
+    def so_far(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
+        """Return what the first `ids` of a turn say already, whatever follows: `read` of the turn begins with it."""
+        ...
+
     def verdict(self) -> TemplateVerdict:
         """Return what agents can do with this renderer. For a log at start and `foray doctor`."""
         ...

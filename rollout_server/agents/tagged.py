@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from rollout_server.agents.formats import without_start_of
 from rollout_server.agents.renderer import Call, Message, Said, TemplateVerdict, Tool, content_of, function_of, new_id
 from rollout_server.environment.actions import (
     MAX_CHARS_PER_TOKEN,
     RESERVED_TAGS,
+    Action,
     AnswerAction,
     InvalidAction,
     SearchAction,
+    ToolAction,
     escape_tags,
     parse,
 )
@@ -61,15 +64,19 @@ class TaggedRenderer:
         action = parse(text, box=template.boxed, tools=_tags(tools))
         if isinstance(action, InvalidAction):
             return Said(text.strip())
-        name = "answer" if isinstance(action, AnswerAction) else getattr(action, "tool", "search")
-        before = _THINK.sub("", text.partition(f"<{name}>")[0]).strip()
+        before = thoughts_before(text, action)
         if isinstance(action, AnswerAction):
             return Said(action.text or "", before)
+        name = action.tool if isinstance(action, ToolAction) else "search"
         key = next((key for tool, key in map(_named, tools) if tool == name), None)
         if key is None:  # `search`, which this agent does not offer
             return Said(text.strip())
         argument = action.query if isinstance(action, SearchAction) else action.argument
         return Said("", before, (Call(new_id(), name, json.dumps({key: argument}, ensure_ascii=False)),))
+
+    def so_far(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
+        """Return nothing: without an action the whole text is the content, with one the text before it is thoughts."""
+        return Said("")
 
     def verdict(self) -> TemplateVerdict:
         """Return that a trajectory is one sequence."""
@@ -101,6 +108,21 @@ class TaggedRenderer:
             if text
             for i in (*trusted(f"<{name}>"), *untrusted(f" {escape_tags(text, known)} "), *trusted(f"</{name}>"))
         ]
+
+
+def thoughts_before(text: str, action: Action) -> str:
+    """Return what a turn says before its first action (all, if that is invalid), without the marks of thoughts."""
+    if not isinstance(action, InvalidAction):
+        name = "answer" if isinstance(action, AnswerAction) else getattr(action, "tool", "search")
+        text = text.partition(f"<{name}>")[0]
+    return _THINK.sub("", text).strip()
+
+
+def thoughts_so_far(text: str, tags: Sequence[str]) -> str:
+    """Return with what `thoughts_before` begins for a turn that begins with `text`. `tags`: those of the tools."""
+    opening = [f"<{tag}>" for tag in ("search", "answer", *tags)]
+    text = text[: min((at for tag in opening if (at := text.find(tag)) >= 0), default=len(text))]
+    return _THINK.sub("", without_start_of(text, (*opening, "<think>", "</think>"))).strip()
 
 
 def _tags(tools: Sequence[Tool]) -> tuple[str, ...]:

@@ -53,7 +53,12 @@ def test_the_answer_alone_is_on_stdout(serve: Any, capsys: Captured) -> None:
     ]
     assert "emma, version 12, 1 search, " in err
     assert server.requests == [
-        {"model": "emma", "messages": [{"role": "user", "content": "Who wrote Emma?"}], "stream": True}
+        {
+            "model": "emma",
+            "stream": True,
+            "messages": [{"role": "user", "content": "Who wrote Emma?"}],
+            "temperature": 0.0,
+        }
     ]
 
 

@@ -82,7 +82,7 @@ def read_access(environ: Mapping[str, str]) -> Access:
     for role in ROLES:
         value = read_secret(environ, variable(role))
         if value:
-            tokens[role] = _strong(value, variable(role))
+            tokens[role] = strong_token(value, variable(role))
     if len(set(tokens.values())) < len(tokens):
         raise UserError(
             "two roles have the same token", why="its holder would have both roles", todo=f"make another: {MAKE_ONE}"
@@ -215,7 +215,8 @@ def check_request(head: RequestHead, *, is_open: bool) -> Verdict:
     return PASS
 
 
-def _strong(token: str, name: str) -> str:
+def strong_token(token: str, name: str) -> str:
+    """Return the token of variable `name`. Raises UserError if it is weak."""
     if len(token) < MIN_CHARS or len(set(token)) < MIN_DISTINCT or not _TOKEN.fullmatch(token):
         raise UserError(
             f"{name} is too weak",

@@ -164,6 +164,7 @@ class ThreadedServer:
     """
 
     def __init__(self, serving: AbstractAsyncContextManager[Listener], name: str) -> None:
+        self._failure: Exception | None = None
         self._started: Future[tuple[Listener, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(serving)), name=name, daemon=True)
         self._thread.start()
@@ -177,9 +178,15 @@ class ThreadedServer:
                 self._started.set_result((listener, asyncio.get_running_loop(), closing))
                 await closing.wait()
         except Exception as error:
-            if self._started.done():
-                raise
-            self._started.set_exception(error)
+            if not self._started.done():
+                self._started.set_exception(error)
+            self._failure = error
+
+    def wait(self) -> None:
+        """Wait until the service has ended. Raises the error that ended it."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
