@@ -196,14 +196,11 @@ def serving_policy(policy: str | None, overrides: list[str]) -> Iterator[tuple[s
     # a session of its own: Ctrl-C stops an answer, not the server, which ends with this process
     with subprocess.Popen(call, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
         assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            if not line:
-                raise ForayError(f"`foray serve` ended before it was ready, with exit code {process.wait()}")
-            told = json.loads(line)
-            yield told["url"], told.get("token") or read_secret(os.environ, TOKEN)
-        finally:
-            process.terminate()
+        line = process.stdout.readline()
+        if not line:
+            raise ForayError(f"`foray serve` ended before it was ready, with exit code {process.wait()}")
+        told = json.loads(line)
+        yield told["url"], told.get("token") or read_secret(os.environ, TOKEN)
 
 
 def find_model(url: str, token: str, model: str = "") -> ChatEndpoint:

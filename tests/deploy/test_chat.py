@@ -258,7 +258,7 @@ def stand_in(path: Path, script: str) -> str:
 def test_a_policy_is_served_for_the_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = json.dumps({"url": "http://127.0.0.1:7/v1", "models": ["x", "x-bare"], "token": "made"})
     script = f"echo \"$@\" > {tmp_path}/words; echo starting >&2; echo '{told}'\n"
-    script += f"trap 'touch {tmp_path}/ended; exit 0' TERM; while :; do sleep 0.02; done"
+    script += f"cat; touch {tmp_path}/ended"
     monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", script))
     with serving_policy("runs/x", ["engine.kind.threads=2"]) as served:
         assert served == ("http://127.0.0.1:7/v1", "made") and not (tmp_path / "ended").exists()

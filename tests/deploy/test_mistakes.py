@@ -44,7 +44,7 @@ def test_an_unusable_path_is_an_error_of_three_lines(argv: list[str], capsys: py
     [
         ("train", "`foray up run.yaml`"),
         ("generate", "`foray chat RUN_DIR`"),
-        ("infer", "`foray export RUN_DIR OUT`"),
+        ("infer", "`foray serve RUN_DIR`"),
         ("tail", "foray logs RUN_DIR"),
         ("stop", "`foray down RUN_DIR`"),
         ("stauts", "did you mean `foray status`?"),
