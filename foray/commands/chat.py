@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -23,9 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, Field, ValidationError
-
 from foray.commands.serve import TOKEN
+from foray.watch.answers import ChatAnswer, ChatChunk, ChatEndpoint, ChatScreen, one_line, search_line, side_by_side
 from protocol.errors import ForayError, UserError
 from protocol.redaction import for_terminal
 from protocol.runtime.files import atomic_write
@@ -39,114 +37,12 @@ SILENCE_S = 600.0
 """A server that sends nothing for this long, no comment either, has failed."""
 KEPT = 1000
 """Lines of the history of questions."""
-HELP = """/passages        show the passages of the last answer
-/search on|off   let the policy search, or answer from its weights
-/compare URL     ask a second `foray serve` too, side by side; /compare off ends it
-/save FILE       write questions, answers and passages so far as JSON lines
-/help            show this
-/quit            leave, as Ctrl-D does; Ctrl-C stops an answer"""
-STYLES = {"thoughts": "dim", "search": "cyan", "answer": "bold", "note": "dim", "problem": "red"}
-
-
-class FoundPassage(BaseModel):
-    """A passage that a search of the policy found."""
-
-    title: str = ""
-    text: str = ""
-    score: float | None = None
-
-
-class PolicySearch(BaseModel):
-    """A search of the policy. `error`: why it found nothing."""
-
-    query: str = ""
-    passages: list[FoundPassage] = []
-    error: str | None = None
-
-
-class _Extra(BaseModel):
-    searches: list[PolicySearch] = []
-    version: int | None = None
-    turns: int = 0
-    cause: str | None = None
-
-
-class _Delta(BaseModel):
-    reasoning_content: str | None = None
-    content: str | None = None
-
-
-class _Choice(BaseModel):
-    delta: _Delta = Field(default_factory=_Delta)
-    finish_reason: str | None = None
-
-
-class ChatChunk(BaseModel):
-    """A chunk of a streamed chat completion, with the field of `foray serve`."""
-
-    choices: list[_Choice] = []
-    foray: _Extra = Field(default_factory=_Extra)
-    error: Any = None
-
-
-@dataclass(frozen=True)
-class ChatEndpoint:
-    """A model at an endpoint. `loop`: the server plays the search loop, for one question at a time."""
-
-    url: str
-    model: str
-    loop: bool = False
-    token: str = field(default="", repr=False)
-
-
-@dataclass
-class ChatAnswer:
-    """What a model has said so far to one question. parts: thoughts, searches and answer in their order."""
-
-    endpoint: ChatEndpoint
-    parts: list[tuple[str, Any]] = field(default_factory=list)
-    end: _Extra = field(default_factory=_Extra)
-    seconds: float = 0.0
-
-    def take(self, chunk: ChatChunk) -> list[tuple[str, Any]]:
-        """Add a chunk and return its parts."""
-        choice = chunk.choices[0] if chunk.choices else _Choice()
-        known = len(self.searches) if choice.finish_reason else 0  # the last chunk repeats all searches
-        said = (("thoughts", choice.delta.reasoning_content), ("answer", choice.delta.content))
-        new: list[tuple[str, Any]] = [("search", search) for search in chunk.foray.searches[known:]]
-        new += [(kind, text) for kind, text in said if text]
-        if choice.finish_reason:
-            self.end = chunk.foray
-            self.end.cause = self.end.cause or (choice.finish_reason if choice.finish_reason != "stop" else "")
-        self.parts += new
-        return new
-
-    def text(self, kind: str = "answer") -> str:
-        """Return all text of a kind, what a search divides on lines of their own."""
-        groups = itertools.groupby(self.parts, lambda part: part[0])
-        return "\n".join("".join(text for _, text in group).strip() for name, group in groups if name == kind)
-
-    @property
-    def searches(self) -> list[PolicySearch]:
-        """Return the searches so far."""
-        return [value for kind, value in self.parts if kind == "search"]
-
-    def footer(self) -> str:
-        """Return what is said of a whole answer, on one line."""
-        count, version = len(self.searches), self.end.version
-        facts = [self.endpoint.model, f"version {version}" if version is not None else ""]
-        facts += [f"{count} search{'es' * (count != 1)}" if self.endpoint.loop else "", f"{self.seconds:.1f} s"]
-        return _one_line(", ".join(filter(None, facts)))
-
-    def problem(self) -> str:
-        """Return why there is no answer, "" if there is one."""
-        return "" if self.text() else for_terminal(f"no answer: {self.end.cause or 'the model wrote none'}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the answer for --json and /save."""
-        said = {"model": self.endpoint.model, "answer": self.text(), "thoughts": self.text("thoughts")}
-        searches = [search.model_dump() for search in self.searches]
-        return said | self.end.model_dump() | {"searches": searches, "seconds": round(self.seconds, 3)}
+HELP = """/passages              show the passages of the last answer
+/search on|off         let searches find passages, or nothing
+/compare URL [MODEL]   ask a second `foray serve` too, side by side; /compare off ends it
+/save FILE             write questions, answers and passages so far as JSON lines
+/help                  show this
+/quit                  leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +102,6 @@ def serving_policy(policy: str | None, overrides: list[str]) -> Iterator[tuple[s
 def find_model(url: str, token: str, model: str = "") -> ChatEndpoint:
     """Return the model of that name at an endpoint, else the first with a search loop. Raises UserError."""
     from http.client import HTTPException
-    from urllib.error import HTTPError
 
     from protocol.runtime.http.client import ask, read_json
 
@@ -216,11 +111,8 @@ def find_model(url: str, token: str, model: str = "") -> ChatEndpoint:
             cards = read_json(response)["data"]
         loops = {str(card["id"]): bool((card.get("foray") or {}).get("loop")) for card in cards}
         chosen = model or max(loops, key=lambda name: loops[name])
-    except HTTPError as error:
-        with error:
-            raise _refused(base, error.code, error.read(1000)) from None
     except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
-        todo = "give the URL that `foray serve` printed, or POLICY, which starts one"
+        todo = f"give the URL that `foray serve` printed, and its token in {TOKEN}; or POLICY, which starts one"
         raise UserError(f"no model is found at {base}", why=str(error)[:200], todo=todo) from None
     if chosen not in loops:
         raise UserError(f"{base} has no model {model!r}", todo=f"choose one of {', '.join(loops)}")
@@ -234,6 +126,7 @@ async def stream(endpoint: ChatEndpoint, options: dict[str, Any], take: Callable
     Raises UserError if the server refuses, ForayError if it fails or does not answer.
     """
     import aiohttp
+    from pydantic import ValidationError
 
     from protocol.runtime.http.body import bounded_session
     from rollout_server.engine.base import EngineError
@@ -269,85 +162,12 @@ def _refused(url: str, status: int, raw: bytes) -> UserError:
         why = _message(parse_json(raw)["error"])
     except (ValueError, LookupError, TypeError):
         why = raw.decode(errors="replace")[:200]
-    todo = f"export {TOKEN} with the token of that server" if status in (401, 403) else ""
-    return UserError(f"{url} refuses, with HTTP status {status}", why=why, todo=todo)
+    return UserError(f"{url} refuses, with HTTP status {status}", why=why)
 
 
 def _message(error: Any) -> str:
     """Return the text of an error, in OpenAI's form or a plain text."""
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-
-
-def _one_line(text: str) -> str:
-    return for_terminal(" ".join(text.split()))
-
-
-def search_line(search: PolicySearch) -> str:
-    """Return a search as one line."""
-    titles = ", ".join(passage.title or passage.text[:40] for passage in search.passages)
-    return f"⌕ {_one_line(search.query)}: {_one_line(search.error or titles or 'no passages')}"
-
-
-@dataclass
-class ChatScreen:
-    """Prints parts of answers as they arrive; what is no answer goes to `notes`. Escapes what is not printable."""
-
-    answers: Console
-    notes: Console
-    _kind: str = ""
-    _open: bool = False
-
-    def show(self, kind: str, value: Any) -> None:
-        """Print a part, or the continuation of the one before."""
-        if kind == "search":
-            return self.line(kind, search_line(value))
-        text = for_terminal(value)
-        if kind != self._kind:
-            text = text.lstrip()
-            if text:
-                self.end()
-        if text:
-            self._kind, self._open = kind, not text.endswith("\n")
-            self._print(kind, text, end="", soft_wrap=True)
-
-    def line(self, kind: str, text: str) -> None:
-        """Print lines of their own, a search cut to the width of the terminal."""
-        self.end()
-        cut = kind == "search" and self.notes.is_terminal
-        self._print(kind, text, soft_wrap=not cut, no_wrap=cut, overflow="ellipsis" if cut else None)
-
-    def end(self) -> None:
-        """End the line that has begun."""
-        if self._open:
-            self._print(self._kind, "\n", end="")
-        self._kind, self._open = "", False
-
-    def _print(self, kind: str, text: str, **options: Any) -> None:
-        from rich.text import Text
-
-        (self.answers if kind == "answer" else self.notes).print(Text(text, STYLES[kind]), **options)
-
-
-def side_by_side(answers: list[ChatAnswer]) -> Any:
-    """Return the answers in columns."""
-    from rich.table import Table
-    from rich.text import Text
-
-    def column(answer: ChatAnswer) -> Text:
-        whole = Text()
-        for kind, parts in itertools.groupby(answer.parts, lambda part: part[0]):
-            texts = [search_line(value) if kind == "search" else value for _, value in parts]
-            whole.append(for_terminal(("\n" if kind == "search" else "").join(texts)).strip() + "\n", STYLES[kind])
-        if answer.seconds and (problem := answer.problem()):
-            whole.append(f"{problem}\n", STYLES["problem"])
-        return whole.append(answer.footer(), STYLES["note"])
-
-    names = (f"{answer.endpoint.model} at {answer.endpoint.url}" for answer in answers)
-    table = Table(*map(_one_line, names), expand=True, header_style="dim")
-    for one in table.columns:
-        one.ratio = 1
-    table.add_row(*map(column, answers))
-    return table
 
 
 @dataclass
@@ -421,8 +241,9 @@ class ChatSession:
             self.search = rest == "on"
             screen.line("note", f"search is {rest}")
         elif name == "compare" and rest:
-            self.endpoints[1:] = [] if rest == "off" else [find_model(rest, read_secret(os.environ, TOKEN))]
-            screen.line("note", "asking " + _one_line(" and ".join(f"{e.model} at {e.url}" for e in self.endpoints)))
+            url, _, model = rest.partition(" ")
+            self.endpoints[1:] = [] if url == "off" else [find_model(url, read_secret(os.environ, TOKEN), model)]
+            screen.line("note", "asking " + one_line(" and ".join(f"{e.model} at {e.url}" for e in self.endpoints)))
         elif name == "save" and rest:
             path = Path(rest).expanduser()
             if path.exists() and path not in self.saved:
@@ -433,7 +254,7 @@ class ChatSession:
             self.saved.add(path)
             screen.line("note", f"questions in {for_terminal(rest)}: {len(self.asked)}")
         else:
-            unknown = "" if name == "help" else f"{_one_line(line)} is no command\n"
+            unknown = "" if name == "help" else f"{one_line(line)} is no command\n"
             screen.line("note", unknown + HELP)
         return True
 
@@ -443,8 +264,8 @@ class ChatSession:
             screen.line("search", search_line(search))
             for passage in search.passages:
                 score = "" if passage.score is None else f" ({passage.score:.3g})"
-                screen.line("answer", f"  {_one_line(passage.title)}{score}")
-                screen.line("note", f"  {_one_line(passage.text)}")
+                screen.line("answer", f"  {one_line(passage.title)}{score}")
+                screen.line("note", f"  {one_line(passage.text)}")
         if not found:
             screen.line("note", "the last answer has no searches")
 
@@ -472,7 +293,7 @@ def _chat(session: ChatSession) -> int:
     screen, typed, failed = ChatScreen(console, console), sys.stdin.isatty(), False
     endpoint = session.endpoints[0]
     alone = "; each question stands alone" if endpoint.loop else ""
-    screen.line("note", f"{_one_line(endpoint.model)} at {_one_line(endpoint.url)}{alone}; /help shows the commands")
+    screen.line("note", f"{one_line(endpoint.model)} at {one_line(endpoint.url)}{alone}; /help shows the commands")
     with _history() if typed else nullcontext():
         for line in filter(None, _typed() if typed else map(str.strip, sys.stdin)):
             if not typed:

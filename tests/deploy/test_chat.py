@@ -20,7 +20,8 @@ import pytest
 from rich.console import Console
 
 from foray.cli import main
-from foray.commands.chat import ChatScreen, ChatSession, find_model, serving_policy
+from foray.commands.chat import ChatSession, find_model, serving_policy
+from foray.watch.answers import ChatScreen
 from protocol.errors import ForayError, UserError
 from tests.support.fake_serve import EMMA, HOLD, PASSAGES, SEARCH, FakeServe, ends, says, searched, serving, thinks
 from tests.support.waiting import wait_until
@@ -115,7 +116,7 @@ def test_refusals_name_the_token_the_url_and_the_models(
     token = secrets.token_urlsafe(32)
     server = serve(token=token)
     assert main(["ask", "Q", "--url", server.url]) == 2
-    assert "export FORAY_SERVE_TOKEN" in capsys.readouterr().err
+    assert "its token in FORAY_SERVE_TOKEN" in capsys.readouterr().err
     monkeypatch.setenv("FORAY_SERVE_TOKEN", token)
     assert main(["ask", "Q", "--url", server.url]) == 0 and server.tokens[-1] == f"Bearer {token}"
     assert main(["ask", "Q", "--url", server.url, "--model", "gpt"]) == 2

@@ -31,7 +31,7 @@ export async function show(box, where, context) {
   const form = h("form", { class: "chat-form", onsubmit: (event) => { event.preventDefault(); ask(field.value.trim()); } },
     h("label", { for: "chat-question", class: "hidden" }, "Question"), field, h("div", { class: "chat-buttons" }, send, stop), state);
   const questions = [...new Set(examples.rows.map((row) => row.question))].slice(0, 3);
-  const hints = h("div", { class: "chips", role: "group", "aria-label": "questions of this run" },
+  const hints = h("div", { class: "chips", role: "group", "aria-label": "examples of this run" },
     questions.map((text) => h("button", { type: "button", class: "chip", onclick: () => ask(text) }, text)));
 
   fill(box, h("h1", { class: "hidden" }, "Chat"),
