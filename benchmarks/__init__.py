@@ -13,6 +13,7 @@ from benchmarks.retriever.gpu import RetrieverGpuBench
 from benchmarks.retriever.settings import RetrieverBench
 from benchmarks.rollout.bench import RolloutBench
 from benchmarks.rollout.scale import RolloutScaleBench
+from benchmarks.serve import ServeBench
 from benchmarks.small_lm import SmallLmBench
 from benchmarks.transfer import TransferBench
 from benchmarks.transport.settings import TransportBench
@@ -29,6 +30,7 @@ BENCHMARKS: dict[str, type[BenchSettings]] = {
     "retriever_gpu": RetrieverGpuBench,
     "rollout": RolloutBench,
     "rollout_scale": RolloutScaleBench,
+    "serve": ServeBench,
     "small_lm": SmallLmBench,
     "transfer": TransferBench,
     "transport": TransportBench,

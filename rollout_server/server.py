@@ -147,8 +147,8 @@ def build_router(
     stats: Stats,
     session: aiohttp.ClientSession,
 ) -> Router:
-    """Return the router of a process to the engines of `fleet`."""
-    return Router(
+    """Return the router of a process to the engines of `fleet`, with its gauges in `stats`."""
+    router = Router(
         fleet,
         _connecting(session, settings, fleet),
         stats.waits,
@@ -163,6 +163,13 @@ def build_router(
         tokenizer=environment.tokenizer.fingerprint,
         counts=stats.counts,
     )
+    stats.gauges |= {
+        "turns_waiting": lambda: router.waiting,
+        "requests_in_flight": lambda: router.inflight.in_flight,
+        "engine_strikes": lambda: router.health.total,
+        "engines_routable": lambda: len(router.candidates(pinned=False)),
+    }
+    return router
 
 
 class RolloutServer:
@@ -209,16 +216,9 @@ class RolloutServer:
             max_attempts=settings.max_attempts,
             tracer=self._tracer,
         )
-        stats.gauges |= self._gauges() | self._tracer.counts()
-
-    def _gauges(self) -> dict[str, Callable[[], float]]:
-        return {
+        stats.gauges |= self._tracer.counts() | {
             "groups_in_flight": lambda: len(self._leases.in_flight),
             "trajectories_in_flight": lambda: self._work.trajectories_in_flight,
-            "turns_waiting": lambda: self._router.waiting,
-            "requests_in_flight": lambda: self._router.inflight.in_flight,
-            "engine_strikes": lambda: self._router.health.total,
-            "engines_routable": lambda: len(self._router.candidates(pinned=False)),
         }
 
     async def run(

@@ -86,14 +86,13 @@ def search_overrides(search: object, server: CallableServer | None) -> list[str]
     """Return the overrides that make a run use `search`."""
     if search is None:
         return ['rollout.search={"type": "none"}']
-    if isinstance(search, str) and "://" in search:
-        return [f"rollout.search.urls={json.dumps([search])}"]
-    if isinstance(search, Searcher | str | Path):
+    typed = "rollout.search.type=http"  # a model's own settings name none
+    if isinstance(search, Searcher | str | Path) and "://" not in str(search):
         found = search if isinstance(search, Searcher) else _searcher(Path(search))
         corpus = [] if found.corpus is None else [override("retriever.corpus", found.corpus)]
-        return [override("retriever.index_dir", found.index_dir), *corpus, f"rollout.search.topk={found.topk}"]
-    assert server is not None
-    return [f"rollout.search.urls={json.dumps([server.search_url])}"]
+        return [typed, override("retriever.index_dir", found.index_dir), *corpus, f"rollout.search.topk={found.topk}"]
+    url = search if isinstance(search, str) or server is None else server.search_url
+    return [typed, f"rollout.search.urls={json.dumps([url])}"]
 
 
 def _searcher(path: Path) -> Searcher:

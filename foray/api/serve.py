@@ -8,9 +8,10 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
-from types import TracebackType
 
 from foray.api.callables import CallableServer, SearchEngine
 from foray.api.inputs import search_overrides, server_of
@@ -20,34 +21,29 @@ from protocol.errors import ForayError
 LOG, TAIL = "serve.log", 4000
 
 
-class PolicyServer:
+@dataclass
+class PolicyServer(AbstractContextManager["PolicyServer"]):
     """A policy that answers OpenAI's clients until `close`, the end of a `with` block, or that of this process.
 
-    url     base URL for clients, ends with /v1
-    token   their API key
-    models  names: the first searches and answers, the second is the policy alone
+    url        base URL for clients, ends with /v1
+    token      their API key
+    models     names: the first searches and answers, the second is the policy alone
+    directory  its files and its log
     """
 
-    def __init__(
-        self, url: str, token: str, models: Sequence[str], process: subprocess.Popen[str], search: CallableServer | None
-    ) -> None:
-        self.url, self.token, self.models = url, token, tuple(models)
-        self._process, self._search = process, search
+    url: str
+    token: str = field(repr=False)
+    models: tuple[str, ...]
+    directory: Path
+    process: subprocess.Popen[str] = field(repr=False)
+    search: CallableServer | None = field(repr=False)
 
-    def __repr__(self) -> str:
-        return f"foray.PolicyServer({self.url!r}, models={list(self.models)})"
-
-    def __enter__(self) -> PolicyServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Stop serving, and what was started for it. Idempotent."""
-        _stop(self._process, self._search)
+        _stop(self.process, self.search)
 
 
 def serve(
@@ -99,7 +95,7 @@ def serve(
         said = (directory / LOG).read_text(errors="replace").strip()
         raise ForayError(f"foray serve failed:\n{said[-TAIL:]}")
     told = json.loads(line)
-    return PolicyServer(told["url"], token, told["models"], process, search)
+    return PolicyServer(told["url"], token, tuple(told["models"]), directory, process, search)
 
 
 def _stop(process: subprocess.Popen[str], search: CallableServer | None) -> None:

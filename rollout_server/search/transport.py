@@ -92,9 +92,14 @@ def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
             raise TypeError("not a list of hits")
         hits = lists[0][:topk]
         found = [_Document.model_validate(hit if dialect == "flashrag" else hit["document"]) for hit in hits]
+        scores = [None if dialect == "flashrag" else hit.get("score") for hit in hits]
     except (TypeError, KeyError, AttributeError, IndexError, ValidationError):
         raise SearchError(BAD_SHAPE) from None
-    return tuple(Passage(id=document.id, contents=document.contents) for document in found)
+    return tuple(
+        # a further field, for those who show it: a policy and its rewards do not read it
+        Passage(id=one.id, contents=one.contents, **({"score": score} if isinstance(score, float) else {}))
+        for one, score in zip(found, scores, strict=True)
+    )
 
 
 class HttpConnections:

@@ -59,14 +59,15 @@ def test_a_searcher_opens_an_index_a_corpus_or_a_folder_with_one(corpus: Path) -
 
 def test_a_search_engine_is_a_url_files_or_an_object(corpus: Path) -> None:
     assert search_overrides(None, None) == ['rollout.search={"type": "none"}']
-    assert search_overrides("http://10.0.0.5:8000", None) == ['rollout.search.urls=["http://10.0.0.5:8000"]']
+    typed = "rollout.search.type=http"
+    assert search_overrides("http://10.0.0.5:8000", None) == [typed, 'rollout.search.urls=["http://10.0.0.5:8000"]']
     for given in (corpus, str(corpus), Searcher(corpus=corpus)):
-        index, of, topk = search_overrides(given, None)
-        assert (index, of, topk) == (
+        assert search_overrides(given, None) == [
+            typed,
             override("retriever.index_dir", f"{corpus}.index"),
             override("retriever.corpus", corpus),
             "rollout.search.topk=3",
-        )
+        ]
     assert server_of(corpus, "em") is None
     with pytest.raises(UserError, match="a dict has no method search"):
         server_of({}, "em")
