@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if args.asks and not question:
         raise UserError("the question is empty", todo='foray ask "Who wrote Emma?"')
     given = nullcontext((args.url, read_secret(os.environ, TOKEN)))
-    with given if args.url else serving_policy(args.policy, args.overrides) as served:
-        session = ChatSession([find_model(*served, args.model)], not args.no_search, args.temperature)
+    with given if args.url else serving_policy(args.policy, args.overrides) as (url, token):
+        session = ChatSession([find_model(url, token, args.model)], not args.no_search, args.temperature)
         return _ask(session, question, args.json) if args.asks else _chat(session)
 
 

@@ -103,7 +103,10 @@ class ChatAnswer:
         """Return what is said of a whole answer, on one line."""
         count, version = len(self.searches), self.end.version
         facts = [self.endpoint.model, f"version {version}" if version is not None else ""]
-        facts += [f"{count} search{'es' * (count != 1)}" if self.endpoint.loop else "", f"{self.seconds:.1f} s"]
+        facts += [
+            f"{count} search{'es' * (count != 1)}" if self.endpoint.loop else "",
+            f"{self.seconds:.1f} s" if self.seconds else "...",
+        ]
         return one_line(", ".join(filter(None, facts)))
 
     def problem(self) -> str:
