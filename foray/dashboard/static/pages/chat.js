@@ -62,6 +62,7 @@ export async function show(box, where, context) {
     const asked = [model.value, other.value].filter((key, place) => key && (place === 0 || key !== model.value)).map((key) => models.find((m) => m.key === key));
     const row = h("div", { class: asked.length > 1 ? "columns" : "" });
     log.append(h("h2", { class: "asked" }, question), row);
+    toEnd();
     const ends = await Promise.all(asked.map((m) => answer(m, question, row, leave.signal)));
     leave = null;
     send.disabled = false;
@@ -96,7 +97,7 @@ export async function show(box, where, context) {
     try {
       await follow("/api/chat", (_, chunk) => {
         if (chunk.error) throw new Error(chunk.error.message ?? String(chunk.error));
-        const near = innerHeight + scrollY >= document.body.scrollHeight - 80;
+        const near = atEnd();
         const choice = chunk.choices?.[0];
         for (const one of chunk.foray?.searches?.slice(choice?.finish_reason ? said.searches : 0) ?? []) found(one);
         if (choice?.delta?.reasoning_content) write("think", "thoughts", choice.delta.reasoning_content);
@@ -105,19 +106,21 @@ export async function show(box, where, context) {
           write("answer", "answer", choice.delta.content);
         }
         if (choice?.finish_reason) Object.assign(said, { end: chunk.foray ?? {}, reason: choice.finish_reason });
-        if (near) scrollTo(0, document.body.scrollHeight);
+        if (near) toEnd();
       }, signal, { server: m.server, model: m.id, messages, search: search.checked });
       if (!said.end) problem = "the connection ended before the answer was complete";
       else if (!said.content.trim()) problem = `no answer: ${said.end.cause || said.reason}`;
     } catch (error) {
       problem = signal.aborted ? "stopped" : error.message;
     }
+    const near = atEnd();
     if (problem) body.append(h("div", { class: "part error" }, problem));
     else if (!m.loop) histories.set(m.key, [...messages, { role: "assistant", content: said.content }]);
     const seconds = (performance.now() - began) / 1000;
     const version = said.end?.version ?? null;
     fill(facts, [named(m), version !== null && `version ${version}`, m.loop && `${number(said.searches)} search${said.searches === 1 ? "" : "es"}`, span(seconds)].filter(Boolean).join(" · "));
-    row.lastChild.closest("div").querySelectorAll("[aria-busy]").forEach((one) => one.contains(body) && one.removeAttribute("aria-busy"));
+    body.parentElement.removeAttribute("aria-busy");
+    if (near) toEnd();
     return `${m.id}: ${problem || "answered"}`;
   }
 
@@ -132,7 +135,16 @@ export async function show(box, where, context) {
   };
 }
 
-// A search folds its passages, and they their texts.
+// What is new is scrolled into view, unless somebody reads further up.
+function atEnd() {
+  return innerHeight + scrollY >= document.documentElement.scrollHeight - 80;
+}
+
+function toEnd() {
+  scrollTo(0, document.documentElement.scrollHeight);
+}
+
+// A search folds its passages.
 function searched(one) {
   const passages = one.passages ?? [];
   return h("details", { class: "part search" }, h("summary", {}, h("span", { class: "kind" }, "search"), ` ${one.query ?? ""} `,
