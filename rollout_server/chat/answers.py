@@ -1,8 +1,9 @@
 """Answers to calls, as they are made: texts, searches, and the end.
 
 The loop plays the last message of the user as a question, as a trajectory does; bare is one turn of the policy. Both
-yield a batch of events every POLL_S, which may be empty. What has been yielded is never taken back: the deltas of a
-field joined are its final text. So a text that may still turn out to be a mark, a call or an action is held back.
+yield a batch of events at the end, and if the call streams one every POLL_S before, which may be empty. What has been
+yielded is never taken back: the deltas of a field joined are its final text. So a text that may still turn out to be a
+mark, a call or an action is held back.
 
 Closing a generator cancels its trajectory, and with it the request at the engine.
 """
@@ -80,7 +81,7 @@ class Answers:
 
     renderer     of the policy alone
     turn_so_far  the text in progress of a session; without it texts come at their end
-    version      returns the version to report for sampled tokens; None: it is unknown
+    version      returns the version to report for that of sampled tokens, or for None: that of the newest weights
     """
 
     environment: Environment
@@ -106,7 +107,7 @@ class Answers:
             live=live,
         )
         view = _LoopView(environment, live, self.turn_so_far, heard)
-        async for found in _following(playing, view.new):
+        async for found in _following(playing, view.new if ask.stream else None):
             if isinstance(found, list):
                 yield found
                 continue
@@ -165,7 +166,7 @@ class Answers:
                 content = without_start_of(said.content, ask.stop)
                 yield from sent.deltas(over=False, reasoning_content=said.reasoning, content=content)
 
-        async for found in _following(sample(self.generate, request), new):
+        async for found in _following(sample(self.generate, request), new if ask.stream else None):
             if isinstance(found, list):
                 yield found
                 continue
@@ -180,13 +181,16 @@ class Answers:
 
 
 async def _following(
-    work: Coroutine[Any, Any, T] | Any, new: Callable[[], Iterator[Event]]
+    work: Coroutine[Any, Any, T] | Any, new: Callable[[], Iterator[Event]] | None
 ) -> AsyncGenerator[list[Event] | T, None]:
-    """Yield what is `new` while `work` runs, and at last its result. Raises CallRefused for an error of the engine."""
+    """Yield what is `new` while `work` runs, and at last its result. Raises CallRefused for an error of the engine.
+
+    new  None: nothing before the result
+    """
     task: asyncio.Task[T] = asyncio.create_task(work)
     try:
-        while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
-            yield list(new())
+        while not (await asyncio.wait({task}, timeout=POLL_S if new else None))[0]:
+            yield list(new()) if new else []
         yield task.result()
     except EngineError as error:
         raise CallRefused(str(error), status=400 if error.cause == "refused" else 503, code=error.cause) from None
@@ -271,6 +275,7 @@ class _LoopView:
                 text = self._environment.tokenizer.decode_turn(segment.ids.tolist())
                 action = parse(text, box=self._environment.template.boxed, tools=self._environment.tags)
                 self._thoughts.append(thoughts_before(text, action))
+                self.sent.tokens = 0
                 yield from self.sent.deltas(reasoning_content=_joined(self._thoughts))
             elif segment.owner is Owner.ENVIRONMENT and segment.query and not segment.tool:
                 yield self._search(segment)

@@ -101,7 +101,7 @@ def test_a_run_in_progress_is_served_by_its_own_engines(server: foray.PolicyServ
 @pytest.mark.timeout(600)
 def test_it_ends_with_the_program_that_started_it(warm_model: Path, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "foray", "serve", str(warm_model), "--json", "--until-stdin-ends", "--port", "0"]
-    argv += ["--dir", str(tmp_path), "--no-search", "rollout.episode.template=demo"]
+    argv += ["--dir", str(tmp_path), "--no-search", "rollout.episode.template=demo", "rollout.episode.max_context=256"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         told = json.loads(process.stdout.readline())
