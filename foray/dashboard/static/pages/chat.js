@@ -62,8 +62,9 @@ export async function show(box, where, context) {
     const asked = [model.value, other.value].filter((key, place) => key && (place === 0 || key !== model.value)).map((key) => models.find((m) => m.key === key));
     const row = h("div", { class: asked.length > 1 ? "columns" : "" });
     log.append(h("h2", { class: "asked" }, question), row);
+    const answers = asked.map((m) => answer(m, question, row, leave.signal));
     toEnd();
-    const ends = await Promise.all(asked.map((m) => answer(m, question, row, leave.signal)));
+    const ends = await Promise.all(answers);
     leave = null;
     send.disabled = false;
     stop.hidden = true;
