@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import secrets
 from pathlib import Path
@@ -68,7 +69,8 @@ async def test_what_is_wrong_is_explained(tmp_path: Path) -> None:
                     assert answer.status == 400 and (await answer.json())["error"], body
             async with session.post("/api/chat", json=ASKED) as answer:
                 assert answer.status == 400 and (await answer.json())["why"] == "no valid token"
-            async with session.post("/api/chat", json=ASKED | {"model": "y" * (1 << 20)}) as answer:
+            huge = io.BytesIO(json.dumps(ASKED | {"model": "y" * (1 << 20)}).encode())
+            async with session.post("/api/chat", data=huge, headers={"Content-Type": "application/json"}) as answer:
                 assert answer.status == 413
         assert not server.requests
     down = ChatProxy([f"http://127.0.0.1:{free_port()}"])
