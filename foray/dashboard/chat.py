@@ -18,7 +18,7 @@ BODY_S = 30.0
 """Time for a question to arrive."""
 
 
-class _ChatMessage(BaseModel, extra="forbid"):
+class _PageMessage(BaseModel, extra="forbid"):
     role: Literal["user", "assistant"]
     content: str
 
@@ -28,7 +28,7 @@ class ChatQuestion(BaseModel, extra="forbid"):
 
     server: int = Field(ge=0)
     model: str
-    messages: list[_ChatMessage] = Field(min_length=1)
+    messages: list[_PageMessage] = Field(min_length=1)
     search: bool = True
 
 
