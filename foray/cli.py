@@ -71,6 +71,8 @@ VERBS: dict[str, Verb] = {
     "export": Verb("write the policy of a checkpoint as a Hugging Face model", "foray.commands.export"),
     "eval": Verb("evaluate a run, checkpoint, model or endpoint on data sets, beside baselines", "foray.commands.eval"),
     "serve": Verb("serve a run, checkpoint or model to OpenAI's clients, with its search", "foray.commands.serve"),
+    "ask": Verb("ask a trained policy one question, in the terminal", "foray.commands.chat"),
+    "chat": Verb("ask a trained policy questions, in the terminal", "foray.commands.chat"),
     "doctor": Verb("check a machine or a configuration for problems and suggest fixes", "foray.commands.doctor"),
     "data": Verb("download, convert, inspect, mix and compare questions and corpora", "foray.commands.data"),
     "index": Verb("build, inspect, verify, search or size a search index", "foray.commands.index"),
@@ -89,8 +91,8 @@ VERBS: dict[str, Verb] = {
 MEANT = {
     "`foray up run.yaml` trains; `foray demo` needs no configuration": ("train", "run", "start", "launch", "fit"),
     "`foray down RUN_DIR`": ("stop", "kill", "shutdown", "quit"),
-    "`foray serve RUN_DIR` answers OpenAI's clients; `foray eval RUN_DIR --suite FILE` asks questions": (
-        *("infer", "inference", "chat", "generate", "predict", "ask", "test"),
+    "`foray chat RUN_DIR` asks it questions; `foray serve RUN_DIR` answers programs": (
+        *("infer", "inference", "generate", "predict", "test"),
     ),
     "`foray logs RUN_DIR -f`": ("log", "tail"),
     "`foray runs` lists runs, `foray status RUN_DIR` shows one": ("ps", "list", "ls", "show"),

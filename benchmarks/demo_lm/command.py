@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -110,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(table(result))
         print(f"\n{path}; reports: {directory}/eval/*/report.html")
+        print(f"ask it questions: {shlex.join(['foray', 'chat', str(directory / 'grpo')])}")
     return 0
 
 

@@ -1,8 +1,8 @@
 """The HTTP server of the dashboard: access, security headers, static files, JSON, events.
 
 The static files contain no data of the run, so that a browser can load them before it has the token; everything else
-needs the role viewer if there are tokens (`protocol/runtime/http/auth.py`). `POST` changes the run, for operators:
-it drains an engine. All other routes read.
+needs the role viewer if there are tokens (`protocol/runtime/http/auth.py`). `POST` is for operators: it drains an
+engine, or asks a served policy. All other routes read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from foray.dashboard.chat import ChatProxy
 from foray.dashboard.conversation import GroupView
 from foray.dashboard.events import EventFeed
 from foray.dashboard.files import read_logs, read_settings
@@ -67,14 +68,15 @@ FEED = web.AppKey("feed", EventFeed)
 TOUCHED = web.AppKey("touched", list[float])
 
 
-def build_app(data: RunData, access: Access) -> web.Application:
+def build_app(data: RunData, access: Access, chat: ChatProxy | None = None) -> web.Application:
     """Return the aiohttp application."""
     files = _static_files()
     app = web.Application(middlewares=[_guard(access, frozenset(files)), _errors], handler_args=SERVER_OPTIONS)
     app[DATA], app[FEED], app[TOUCHED] = data, EventFeed(data), [time.monotonic()]
     app.on_response_prepare.append(_secure)
-    live = LiveProxy(lambda: data.urls("rollout"), access)
-    app.cleanup_ctx.extend((_background, live.lifetime))
+    live = LiveProxy(lambda: data.urls("rollout"), access.headers("viewer"))
+    chat = chat or ChatProxy()
+    app.cleanup_ctx.extend((_background, live.lifetime, chat.lifetime))
     handlers: dict[str, Handler] = {
         "/health": _health,
         "/ready": _health,
@@ -94,6 +96,8 @@ def build_app(data: RunData, access: Access) -> web.Application:
         "/api/retrievers": _reads(lambda data, request: {"retrievers": data.retrievers()}),
         "/api/live": live.listing,
         "/api/live/{server}/{seq}/{place}": partial(_watch, live),
+        "/api/chat/models": chat.models,
+        "/api/chat": chat.answer,
         "/api/engines/{engine}/drain": _reads(lambda data, request: data.drain(request.match_info["engine"])),
         "/export/groups/{seq}": _export,
         "/export/groups/{seq}/{place}": _export,

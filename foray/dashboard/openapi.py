@@ -31,12 +31,18 @@ class DashboardRoute(NamedTuple):
     query: Sequence[str] = ()
     method: str = "get"
     """A `post` needs the role operator."""
+    body: Object | None = None
 
 
 _FILTERS = (
     *("status", "source", "reward_min", "reward_max", "step_min", "step_max", "version", "text", "signal", "seq"),
     *("order", "limit", "offset"),
 )
+_QUESTION: Object = {
+    "type": "object",
+    "required": ["server", "model", "messages"],
+    "properties": {"server": WHOLE, "model": STRING, "messages": {"type": "array"}, "search": {"type": "boolean"}},
+}
 ROUTES: Mapping[str, DashboardRoute] = {
     "/health": DashboardRoute("The event loop runs."),
     "/ready": DashboardRoute("The same."),
@@ -57,6 +63,11 @@ ROUTES: Mapping[str, DashboardRoute] = {
     "/api/live": DashboardRoute("Groups in flight at each rollout server that the launcher started."),
     "/api/live/{server}/{seq}/{place}": DashboardRoute(
         "Server-sent events of one trajectory while it is generated: start, segment, end; or gone.", EVENTS
+    ),
+    "/api/chat/models": DashboardRoute("The models of each `foray serve` that --chat names."),
+    "/api/chat": DashboardRoute(
+        "An answer of one of them, as chunks of OpenAI's chat completions.",
+        *(EVENTS, (), "post", _QUESTION),
     ),
     "/api/engines/{engine}/drain": DashboardRoute(
         "Ask an engine to take no more requests. It stays so until its node is restarted.", method="post"
@@ -82,4 +93,4 @@ def _operation(path: str, route: DashboardRoute) -> Object:
     parameters = [parameter(name, "path", STRING if name == "engine" else WHOLE) for name in named]
     parameters += [parameter(name, "query") | {"required": name == "names"} for name in route.query]
     refused = failures({**REFUSALS, **wrong}, ERROR)
-    return operation(answers | refused, summary=route.summary, parameters=parameters)
+    return operation(answers | refused, summary=route.summary, body=route.body, parameters=parameters)

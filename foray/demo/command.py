@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 import time
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     (directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(table(summary), file=out, flush=True)
     print(f"\nmore examples: foray replay {directory} --show 3", file=out, flush=True)
+    print(f"ask it questions, such as the one above: {shlex.join(['foray', 'chat', str(directory)])}", file=out)
     if args.json:
         print(json.dumps({k: v for k, v in summary.items() if k != "examples"}))
     return 0

@@ -43,8 +43,8 @@ def test_an_unusable_path_is_an_error_of_three_lines(argv: list[str], capsys: py
     ("verb", "words"),
     [
         ("train", "`foray up run.yaml`"),
-        ("chat", "`foray eval RUN_DIR --suite FILE`"),
-        ("infer", "`foray export RUN_DIR OUT`"),
+        ("generate", "`foray chat RUN_DIR`"),
+        ("infer", "`foray serve RUN_DIR`"),
         ("tail", "foray logs RUN_DIR"),
         ("stop", "`foray down RUN_DIR`"),
         ("stauts", "did you mean `foray status`?"),

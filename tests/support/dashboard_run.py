@@ -12,6 +12,7 @@ import numpy as np
 
 from deploy.run.run_dir import Located, read_configuration
 from foray.dashboard.app import build_app
+from foray.dashboard.chat import ChatProxy
 from foray.dashboard.source import RunData
 from learner.checkpoint.journal import GroupJournal
 from protocol.header import seal
@@ -187,11 +188,12 @@ def read_all(data: RunData) -> RunData:
 
 
 @asynccontextmanager
-async def dashboard(directory: Path, access: Access | None = None) -> AsyncIterator[str]:
+async def dashboard(directory: Path, access: Access | None = None, chat: ChatProxy | None = None) -> AsyncIterator[str]:
     """Serve a run on a free port; yields its URL."""
     data = read_all(RunData(located(directory)))
     access = access or Access()
-    async with listening(build_app(data, access), "127.0.0.1", 0, access=access, setting="--host", todo="") as server:
+    app = build_app(data, access, chat)
+    async with listening(app, "127.0.0.1", 0, access=access, setting="--host", todo="") as server:
         yield server.url
 
 

@@ -61,9 +61,9 @@ def running(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Iterat
 
 
 @contextmanager
-def dashboard(directory: Path, **env: str) -> Iterator[str]:
+def dashboard(directory: Path, *words: str, **env: str) -> Iterator[str]:
     """Run `foray dashboard` as a user does; yields its URL."""
-    with running("dashboard", str(directory), "--port", "0", cwd=directory.parent, env=env) as process:
+    with running("dashboard", str(directory), "--port", "0", *words, cwd=directory.parent, env=env) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+", line)

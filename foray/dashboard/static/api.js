@@ -69,14 +69,16 @@ async function* sent(answer) {
         const at = l.indexOf(": ");
         return [l.slice(0, at), l.slice(at + 2)];
       }));
-      if (fields.event) yield { id: fields.id, kind: fields.event, data: JSON.parse(fields.data) };
+      if (fields.data === "[DONE]") return;
+      if (fields.data) yield { id: fields.id, kind: fields.event, data: JSON.parse(fields.data) };
     }
   }
 }
 
-// Read `path` to its end; `signal` leaves earlier.
-export async function follow(path, onEvent, signal) {
-  const answer = await request(path, {}, { signal });
+// Read `path` to its end; `signal` leaves earlier. With a `body`, post it.
+export async function follow(path, onEvent, signal, body) {
+  const posted = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
+  const answer = await request(path, body === undefined ? {} : { "Content-Type": "application/json" }, { signal, ...posted });
   if (!answer.ok) await read(answer);
   for await (const event of sent(answer)) onEvent(event.kind, event.data);
 }

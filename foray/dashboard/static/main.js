@@ -4,6 +4,7 @@ import { get, listen, onToken } from "./api.js";
 import { redrawAll } from "./charts.js";
 import { badge, fill, h, number, span } from "./dom.js";
 import * as accounting from "./pages/accounting.js";
+import * as chat from "./pages/chat.js";
 import * as evaluations from "./pages/evaluations.js";
 import * as fleet from "./pages/fleet.js";
 import * as group from "./pages/group.js";
@@ -15,10 +16,10 @@ import * as staleness from "./pages/staleness.js";
 import * as throughput from "./pages/throughput.js";
 import * as trajectories from "./pages/trajectories.js";
 
-const TABS = { overview, throughput, staleness, fleet, live, trajectories, accounting, evaluations, logs, settings };
+const TABS = { overview, throughput, staleness, fleet, live, trajectories, accounting, evaluations, logs, settings, chat };
 const PAGES = { ...TABS, group };
 const KEYS = [
-  ["1 to 9, 0", "the pages, from left to right"], ["j / k", "next / previous row or trajectory"], ["Enter", "open the row"],
+  ["1 to 9, 0, c", "the pages, from left to right"], ["j / k", "next / previous row or trajectory"], ["Enter", "open the row"],
   ["Esc", "back"], ["/", "search the trajectories"], ["t", "tokens of the trajectory"], ["d", "light or dark"], ["?", "this help"],
 ];
 const main = document.getElementById("main");
@@ -154,6 +155,7 @@ document.addEventListener("keydown", (event) => {
   if (typing) return;
   const place = "1234567890".indexOf(event.key);
   if (place >= 0 && event.key) context.go(`#/${Object.keys(TABS)[place]}`);
+  else if (event.key === "c") context.go("#/chat");
   else if (event.key === "?") help();
   else if (event.key === "d") theme();
   else if (event.key === "/") {
