@@ -1,0 +1,296 @@
+"""A small world in which GRPO collapses, and what helps: runs of the demo, one result file each, and their table.
+
+    python -m benchmarks.collapse search                     which settings fall, two seeds each
+    python -m benchmarks.collapse confirm --setting NAME     the chosen one in five fresh seeds
+    python -m benchmarks.collapse remedies --setting NAME    the same seeds with each remedy
+    python -m benchmarks.collapse healthy                    ten runs that must raise no alarm
+    python -m benchmarks.collapse table --setting NAME       docs/collapse.md and its plots, from the result files
+
+Each run writes docs/figures/collapse/NAME.json and is not repeated while that file exists: commit each, and start the
+command again after an interruption. A run is the ring of `foray demo` without its evaluations; runs of one seed share
+its warm start. What differs from the demo's settings is in the name: lag8-lr3-mb4 has max_lag 8, three times the
+learning rate, and 4 minibatches a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from string import Template
+from typing import Any
+
+from benchmarks.base import Say, machine_facts
+from deploy.run.history import PAST, RunHistory, read_records
+from deploy.run.learning import SIGNS, learning_state, spoken
+from foray.commands.watch.curves import running_means
+from foray.evaluation.statistics import interval, paired_test
+from foray.watch.plot import plot_panels
+from protocol.errors import UserError
+from protocol.runtime.files import atomic_write
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "figures" / "collapse"
+TEMPLATE, PAGE = FOLDER / "page.template.md", ROOT / "docs" / "collapse.md"
+RUNS = Path("runs/collapse")
+STEPS = 150
+LR = {"hard": 5.0e-4, "demo": 1.0e-3}
+SETTINGS = (
+    *("lag8-lr1-mb4", "lag8-lr3-mb1", "lag1-lr3-mb1", "lag4-lr1-mb4", "lag4-lr3-mb1", "lag1-lr1-mb4"),
+    *("lag8-lr1-mb1", "lag8-lr3-mb4", "lag4-lr3-mb4", "lag1-lr3-mb4", "lag4-lr1-mb1", "lag1-lr1-mb1"),
+)
+"""Of the search."""
+REMEDIES = {
+    "preserve.1": ("learner.algorithm.preserve.coefficient=0.1",),
+    "preserve.2": ("learner.algorithm.preserve.coefficient=0.2",),
+    "calibadv": ("learner.algorithm.turns=calibrated",),
+}
+HEALTHY_SETTING = "lag1-lr1-mb1"
+SEARCHED, FRESH, HEALTHY = (0, 1), (10, 11, 12, 13, 14), (20, 21, 22, 23, 24)
+"""Seeds: thresholds may be chosen on the first, never on the others."""
+METRICS = ("reward_mean", *(s.metric for s in SIGNS if s.metric != "reward_mean"), "fell_trajectories", "lag_mean")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run: a level of the demo and a setting, a remedy ("": none), a seed."""
+
+    setting: str
+    remedy: str
+    seed: int
+    level: str = "hard"
+
+    @property
+    def name(self) -> str:
+        """Return the name of its result file."""
+        return "-".join(part for part in (self.level, self.setting, self.remedy, f"seed{self.seed}") if part)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Return what differs from the demo. Raises UserError for a setting that has another form."""
+        if not (found := re.fullmatch(r"lag(\d+)-lr(\d+)-mb(\d+)", self.setting)):
+            raise UserError(f"{self.setting} is not a setting", todo="write it as lag8-lr3-mb4")
+        lag, factor, minibatches = map(int, found.groups())
+        return (
+            f"run.steps={STEPS}",
+            f"run.max_lag={lag}",
+            f"learner.optim.lr={LR[self.level] * factor}",
+            f"learner.algorithm.minibatches={minibatches}",
+            f"learner.checkpoint_every={STEPS}",
+            *REMEDIES.get(self.remedy, ()),
+        )
+
+
+def planned(phase: str, setting: str) -> list[Planned]:
+    """Return the runs of a phase in their order."""
+    if phase == "search":
+        return [Planned(s, "", seed) for seed in SEARCHED for s in ([setting] if setting else SETTINGS)]
+    if phase == "healthy":
+        return [Planned(HEALTHY_SETTING, "", seed, level) for seed in HEALTHY for level in LR]
+    if not setting:
+        raise UserError(f"{phase} needs a setting", todo="choose one that fell in the search: --setting lag8-lr3-mb4")
+    return [Planned(setting, remedy, seed) for seed in FRESH for remedy in ([""] if phase == "confirm" else REMEDIES)]
+
+
+def play(run: Planned, say: Say) -> dict[str, Any]:
+    """Run it and return its result: curves, cost, machine. Raises ProcessFailed or RunStopped."""
+    from deploy.launch.launcher import Launcher
+    from foray.demo.run import DemoOptions, prepare
+
+    options = DemoOptions(
+        RUNS / run.name, run.seed, False, warm_model(run, say), run.overrides, fresh=True, hard=run.level == "hard"
+    )
+    prepared = prepare(options, say)
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    with Launcher(prepared.config, say=say) as launcher:
+        launcher.start()
+        launcher.wait()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    records = read_records(options.directory)
+    return {
+        "setting": run.setting,
+        "remedy": run.remedy,
+        "seed": run.seed,
+        "level": run.level,
+        "overrides": run.overrides,
+        "curves": {m: [float(f"{r[m]:.4g}") if m in r else None for r in records] for m in METRICS},
+        "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "wall_s": round(time.monotonic() - began, 1),
+        "machine": machine_facts(),
+    }
+
+
+def warm_model(run: Planned, say: Say) -> Path:
+    """Return the warm start of the run's level and seed; make it, atomically, if it is missing."""
+    from foray.demo.warmstart import warm_start
+    from foray.demo.world import HARD, SHORT
+
+    path = RUNS / f"warm-{run.level}-{run.seed}"
+    if not path.exists():
+        building = path.with_name(f"{path.name}-building-{time.time_ns()}")
+        warm_start(building, run.seed, say, level=HARD if run.level == "hard" else SHORT)
+        building.rename(path)
+    return path
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A result and what it shows.
+
+    best, best_step  largest mean reward over a tenth of the steps, and the last of them
+    last             mean reward over the last tenth
+    fall             step from which on the mean over a tenth stays below half of the best; None: it has not fallen
+    alarm            first step at which the run's state is `collapsing`
+    early            the same without the reward as a sign
+    signs            sign -> first step at which it speaks
+    """
+
+    result: Mapping[str, Any]
+    best: float
+    best_step: int
+    last: float
+    fall: int | None
+    alarm: int | None
+    early: int | None
+    signs: Mapping[str, int]
+
+
+def judge(result: Mapping[str, Any]) -> Judged:
+    """Return what a result shows, with the thresholds of `deploy/run/learning.py` as the run applies them."""
+    rewards = [r or 0.0 for r in result["curves"]["reward_mean"]]
+    tenth = max(1, len(rewards) // 10)
+    means = {n: fmean(rewards[n - tenth : n]) for n in range(tenth, len(rewards) + 1)}
+    best_step = max(means, key=lambda n: means[n])
+    above = max(n for n in means if 2 * means[n] >= means[best_step])
+    records = [
+        {m: v for m, v in zip(result["curves"], values, strict=True) if v is not None}
+        for values in zip(*result["curves"].values(), strict=True)
+    ]
+    signs: dict[str, int] = {}
+    alarms: dict[bool, int] = {}
+    for step in range(1, len(records) + 1):
+        shown = spoken(history := RunHistory(past=tuple(records[max(0, step - PAST) : step])))
+        for sign in shown:
+            signs.setdefault(sign.metric, step)
+        if learning_state(history).word == "collapsing":
+            alarms.setdefault(True, step)
+        if sum(not sign.alone for sign in shown) > 1:
+            alarms.setdefault(False, step)
+    fall = above + 1 if above < len(rewards) else None
+    last = means[len(rewards)]
+    return Judged(result, means[best_step], best_step, last, fall, alarms.get(True), alarms.get(False), signs)
+
+
+def of(judged: Sequence[Judged], setting: str, remedy: str, seeds: Sequence[int], level: str = "hard") -> list[Judged]:
+    """Return the results of a setting and remedy in these seeds, in their order."""
+    wanted = {(setting, remedy, seed, level) for seed in seeds}
+    keys = ("setting", "remedy", "seed", "level")
+    return [j for j in judged if tuple(j.result[key] for key in keys) in wanted]
+
+
+def rows_of_runs(judged: Sequence[Judged]) -> list[str]:
+    """Return a table, one row for each run."""
+    head = "| run | best, at step | last tenth | falls at | alarm | without the reward | signs, first step | CPU s |"
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    for j in judged:
+        signs = ", ".join(f"{name} {step}" for name, step in sorted(j.signs.items(), key=lambda item: item[1]))
+        steps = " | ".join("" if step is None else str(step) for step in (j.fall, j.alarm, j.early))
+        best, cpu_s = f"{j.best:.3f}, {j.best_step}", j.result["cpu_s"]
+        lines.append(f"| {name_of(j)} | {best} | {j.last:.3f} | {steps} | {signs} | {cpu_s:.0f} |")
+    return lines
+
+
+def name_of(judged: Judged) -> str:
+    """Return the name of a run, as that of its file."""
+    return Planned(**{key: judged.result[key] for key in ("setting", "remedy", "seed", "level")}).name
+
+
+def rows_of_arms(judged: Sequence[Judged], setting: str) -> list[str]:
+    """Return a table, one row for each remedy: means over the same seeds with 95 % intervals, differences in pairs."""
+    head = "| arm | seeds | falls | best | last tenth | last tenth, difference | announced | steps before, median |"
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    plain = {j.result["seed"]: j.last for j in of(judged, setting, "", FRESH)}
+    for remedy in ("", *REMEDIES):
+        if not (arm := of(judged, setting, remedy, FRESH)):
+            continue
+        best, last = (interval({"": [getattr(j, name) for j in arm]}) for name in ("best", "last"))
+        pairs = [(plain[j.result["seed"]], j.last) for j in arm if remedy and j.result["seed"] in plain]
+        test = paired_test({"": [a for a, _ in pairs]}, {"": [b for _, b in pairs]})
+        difference = f"{test.difference:+.3f} ({test.low:+.3f} to {test.high:+.3f})" if pairs else ""
+        fallen = [j for j in arm if j.fall is not None]
+        leads = [j.fall - j.alarm for j in fallen if j.fall is not None and j.alarm is not None and j.alarm < j.fall]
+        cells = (
+            *(remedy or "coefficient 0", len(arm), len(fallen)),
+            *(f"{e.mean:.3f} ({e.low:.3f} to {e.high:.3f})" for e in (best, last)),
+            *(difference, f"{len(leads)} of {len(fallen)}", f"{median(leads):.0f}" if leads else ""),
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def panels(judged: Sequence[Judged]) -> dict[str, tuple[dict[int, float], dict[str, int]]]:
+    """Return name -> the reward's curve, and the first step of each sign, as `plot_panels` takes them."""
+    return {
+        name_of(j): (running_means(dict(enumerate(j.result["curves"]["reward_mean"], 1)), 5), dict(j.signs))
+        for j in judged
+    }
+
+
+def write_table(setting: str) -> None:
+    """Write docs/collapse.md and its plots from the results that there are."""
+    judged = [judge(json.loads(path.read_text())) for path in sorted(FOLDER.glob("*.json"))]
+    healthy = [j for level in LR for j in of(judged, HEALTHY_SETTING, "", HEALTHY, level)]
+    parts = {
+        "search": [j for s in SETTINGS for j in of(judged, s, "", SEARCHED)],
+        "remedies": [j for remedy in ("", *REMEDIES) for j in of(judged, setting, remedy, FRESH)],
+        "healthy": healthy,
+    }
+    tables = {name: "\n".join(rows_of_runs(runs)) if runs else "Not run yet." for name, runs in parts.items()}
+    for name, runs in parts.items():
+        if runs:
+            plot_panels(PAGE.with_name(f"collapse-{name}.png"), panels(runs), metric="mean reward, mean of 5 steps")
+            tables[name] += f"\n\n![Mean reward of each run, and the first step of each sign](collapse-{name}.png)"
+    alarms = sum(j.alarm is not None for j in healthy)
+    hours = sum(j.result["cpu_s"] for j in judged) / 3600
+    tables |= {
+        "setting": setting,
+        "arms": "\n".join(rows_of_arms(judged, setting)) if parts["remedies"] else "Not run yet.",
+        "alarms": f"{alarms} of {len(healthy)} runs raised an alarm.",
+        "cost": f"{len(judged)} runs, {hours:.1f} CPU hours.",
+    }
+    atomic_write(PAGE, Template(TEMPLATE.read_text()).substitute(tables).encode(), durable=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the runs of a phase that have no result yet, or the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.collapse", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("phase", choices=["search", "confirm", "remedies", "healthy", "table"])
+    parser.add_argument("--setting", default="", metavar="NAME", help="e.g. lag8-lr3-mb4; search: only this one")
+    parser.add_argument("--most", type=int, default=1_000, metavar="N", help="make at most N runs")
+    args = parser.parse_args(argv)
+
+    def say(line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+
+    if args.phase == "table":
+        write_table(args.setting)
+        return 0
+    missing = [run for run in planned(args.phase, args.setting) if not (FOLDER / f"{run.name}.json").exists()]
+    for run in missing[: args.most]:
+        say(f"{run.name}: {' '.join(run.overrides)}")
+        result = play(run, say)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        atomic_write(FOLDER / f"{run.name}.json", (json.dumps(result) + "\n").encode(), durable=True)
+        say(f"{run.name}: {result['cpu_s']:.0f} CPU seconds")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
