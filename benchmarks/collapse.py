@@ -225,7 +225,7 @@ def rows_of_arms(judged: Sequence[Judged], setting: str) -> list[str]:
         test = paired_test({"": [a for a, _ in pairs]}, {"": [b for _, b in pairs]})
         difference = f"{test.difference:+.3f} ({test.low:+.3f} to {test.high:+.3f})" if pairs else ""
         fallen = [j for j in arm if j.fall is not None]
-        leads = [j.fall - j.alarm for j in fallen if j.fall is not None and j.alarm is not None and j.alarm < j.fall]
+        leads = [j.fall - j.early for j in fallen if j.fall is not None and j.early is not None and j.early < j.fall]
         cells = (
             *(remedy or "coefficient 0", len(arm), len(fallen)),
             *(f"{e.mean:.3f} ({e.low:.3f} to {e.high:.3f})" for e in (best, last)),
