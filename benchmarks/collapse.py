@@ -9,7 +9,7 @@
 Each run writes docs/figures/collapse/NAME.json and is not repeated while that file exists: commit each, and start the
 command again after an interruption. A run is the ring of `foray demo` without its evaluations; runs of one seed share
 its warm start. What differs from the demo's settings is in the name: lag8-lr3-mb4 has max_lag 8, three times the
-learning rate, and 4 minibatches a step.
+learning rate, and 4 minibatches a step; -r1: with Search-R1's schedule, a long warm-up to a constant rate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from string import Template
 from typing import Any
 
 from benchmarks.base import Say, machine_facts
-from deploy.run.history import PAST, RunHistory, read_records
+from deploy.run.history import PAST, RunHistory, read_steps
 from deploy.run.learning import SIGNS, learning_state, spoken
 from foray.commands.watch.curves import running_means
 from foray.evaluation.statistics import interval, paired_test
@@ -43,10 +43,22 @@ RUNS = Path("runs/collapse")
 STEPS = 150
 LR = {"hard": 5.0e-4, "demo": 1.0e-3}
 SETTINGS = (
+    *(
+        "lag8-lr3-mb4-r1",
+        "lag8-lr3-mb1-r1",
+        "lag1-lr3-mb4-r1",
+        "lag8-lr1-mb4-r1",
+        "lag1-lr3-mb1-r1",
+        "lag8-lr10-mb1-r1",
+    ),
     *("lag8-lr3-mb1", "lag1-lr3-mb1", "lag8-lr1-mb1", "lag4-lr3-mb1", "lag8-lr1-mb4", "lag1-lr1-mb4"),
     *("lag8-lr3-mb4", "lag4-lr1-mb4", "lag1-lr3-mb4", "lag4-lr3-mb4", "lag4-lr1-mb1", "lag1-lr1-mb1"),
 )
 """Of the search."""
+SEARCH_R1 = ("learner.optim.schedule=constant", "learner.optim.warmup_steps=0", "learner.optim.warmup_fraction=0.285")
+"""Search-R1's schedule. With that of the demo, three times its learning rate falls in ten steps, before any rise."""
+DEAD = 30
+"""Steps without a right answer after which a run is stopped: without a gradient nothing changes any more."""
 REMEDIES = {
     "preserve.1": ("learner.algorithm.preserve.coefficient=0.1",),
     "preserve.2": ("learner.algorithm.preserve.coefficient=0.2",),
@@ -75,15 +87,16 @@ class Planned:
     @property
     def overrides(self) -> tuple[str, ...]:
         """Return what differs from the demo. Raises UserError for a setting that has another form."""
-        if not (found := re.fullmatch(r"lag(\d+)-lr(\d+)-mb(\d+)", self.setting)):
-            raise UserError(f"{self.setting} is not a setting", todo="write it as lag8-lr3-mb4")
-        lag, factor, minibatches = map(int, found.groups())
+        if not (found := re.fullmatch(r"lag(\d+)-lr(\d+)-mb(\d+)(-r1)?", self.setting)):
+            raise UserError(f"{self.setting} is not a setting", todo="write it as lag8-lr3-mb4 or lag8-lr3-mb4-r1")
+        lag, factor, minibatches = map(int, found.groups()[:3])
         return (
             f"run.steps={STEPS}",
             f"run.max_lag={lag}",
             f"learner.optim.lr={LR[self.level] * factor}",
             f"learner.algorithm.minibatches={minibatches}",
             f"learner.checkpoint_every={STEPS}",
+            *(SEARCH_R1 if found[4] else ()),
             *REMEDIES.get(self.remedy, ()),
         )
 
@@ -111,9 +124,11 @@ def play(run: Planned, say: Say) -> dict[str, Any]:
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with Launcher(prepared.config, say=say) as launcher:
         launcher.start()
-        launcher.wait()
+        while not (launcher.supervisor.ended("learner") or is_dead(read_steps(options.directory / "metrics.jsonl"))):
+            launcher.check()
+            time.sleep(0.5)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    records = read_records(options.directory)
+    records = read_steps(options.directory / "metrics.jsonl").values()
     return {
         "setting": run.setting,
         "remedy": run.remedy,
@@ -125,6 +140,12 @@ def play(run: Planned, say: Say) -> dict[str, Any]:
         "wall_s": round(time.monotonic() - began, 1),
         "machine": machine_facts(),
     }
+
+
+def is_dead(steps: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Return whether no trajectory of the last DEAD steps has earned anything."""
+    last = list(steps.values())[-DEAD:]
+    return len(last) == DEAD and not any(record.get("reward_mean") for record in last)
 
 
 def warm_model(run: Planned, say: Say) -> Path:
@@ -165,6 +186,7 @@ class Judged:
 def judge(result: Mapping[str, Any]) -> Judged:
     """Return what a result shows, with the thresholds of `deploy/run/learning.py` as the run applies them."""
     rewards = [r or 0.0 for r in result["curves"]["reward_mean"]]
+    rewards += [0.0] * (STEPS - len(rewards))  # of a run that was stopped because it is dead
     tenth = max(1, len(rewards) // 10)
     means = {n: fmean(rewards[n - tenth : n]) for n in range(tenth, len(rewards) + 1)}
     best_step = max(means, key=lambda n: means[n])

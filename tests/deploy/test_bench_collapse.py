@@ -38,8 +38,8 @@ RISES, FALLS = [0.2 + 0.005 * n for n in range(100)], [0.7] * 10 + [0.3] * 40
 def test_the_phases_have_the_runs_that_they_say_and_their_settings_are_valid() -> None:
     search, confirm = planned("search", ""), planned("confirm", "lag8-lr3-mb4")
     assert (
-        len(search) == 24
-        and {r.seed for r in search[:12]} == {SEARCHED[0]}
+        len(search) == 36
+        and {r.seed for r in search[:18]} == {SEARCHED[0]}
         and {r.setting for r in search} == {*SETTINGS}
     )
     remedies, healthy = planned("remedies", "lag8-lr3-mb4"), planned("healthy", "")
@@ -54,6 +54,10 @@ def test_the_phases_have_the_runs_that_they_say_and_their_settings_are_valid() -
     assert [found[f"preserve.{n}"].preserve.coefficient for n in (1, 2)] == [0.1, 0.2]
     assert found["calibadv"].turns == "calibrated" and found["calibadv"].preserve.coefficient == 0
     assert [config(r).learner.optim.lr for r in healthy[:2]] == pytest.approx([5e-4, 1e-3]), "those of the demos"
+    (slow, _) = planned("search", "lag4-lr10-mb1-r1")
+    optim = config(slow).learner.optim
+    assert (optim.lr, optim.schedule, optim.warmup_steps) == (pytest.approx(5e-3), "constant", 0)
+    assert optim.warmup_fraction == 0.285
     for wrong in ("lag8", "lag8-lr3-mb4-x"):
         with pytest.raises(UserError, match="not a setting"):
             config(planned("search", wrong)[0])
@@ -75,6 +79,14 @@ def test_a_fall_and_the_steps_before_it_are_those_counted_by_hand() -> None:
     assert judge(result([0.0] * 150)).fall is None, "nothing to fall from"
     missing = judge(result(RISES + FALLS, curves={"fell_turns": [None] * 150}))
     assert missing.early is None and missing.alarm == missing.signs["reward_mean"]
+
+
+def test_a_run_without_a_right_answer_for_thirty_steps_is_dead() -> None:
+    steps = {n: {"reward_mean": 0.0} for n in range(1, 31)}
+    assert collapse.is_dead(steps) and not collapse.is_dead(dict(list(steps.items())[1:]))
+    assert not collapse.is_dead(steps | {31: {"reward_mean": 0.01}})
+    stopped = judge(result(RISES + [0.0] * 30))
+    assert (stopped.last, stopped.fall) == (0.0, 108), "as if it had gone on"
 
 
 def test_the_page_says_what_was_run_and_what_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
