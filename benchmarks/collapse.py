@@ -38,7 +38,7 @@ from protocol.runtime.files import atomic_write
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "figures" / "collapse"
-TEMPLATE, PAGE = FOLDER / "page.template.md", ROOT / "docs" / "collapse.md"
+TEMPLATE, PAGE = FOLDER / "page.template", ROOT / "docs" / "collapse.md"
 RUNS = Path("runs/collapse")
 STEPS = 150
 LR = {"hard": 5.0e-4, "demo": 1.0e-3}
@@ -276,7 +276,7 @@ def write_table(setting: str) -> None:
     alarms = sum(j.alarm is not None for j in healthy)
     hours = sum(j.result["cpu_s"] for j in judged) / 3600
     tables |= {
-        "setting": setting,
+        "setting": setting or "not chosen yet",
         "arms": "\n".join(rows_of_arms(judged, setting)) if parts["remedies"] else "Not run yet.",
         "alarms": f"{alarms} of {len(healthy)} runs raised an alarm.",
         "cost": f"{len(judged)} runs, {hours:.1f} CPU hours.",
