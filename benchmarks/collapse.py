@@ -7,9 +7,10 @@
     python -m benchmarks.collapse table --setting NAME       docs/collapse.md and its plots, from the result files
 
 Each run writes docs/figures/collapse/NAME.json and is not repeated while that file exists: commit each, and start the
-command again after an interruption. A run is the ring of `foray demo` without its evaluations; runs of one seed share
-its warm start. What differs from the demo's settings is in the name: lag8-lr3-mb4 has max_lag 8, three times the
-learning rate, and 4 minibatches a step; -r1: with Search-R1's schedule, a long warm-up to a constant rate.
+command again after an interruption, which goes on from the run's last checkpoint. A run is the ring of `foray demo`
+without its evaluations; runs of one seed share its warm start. What differs from the demo's settings is in the name:
+lag8-lr3-mb4 has max_lag 8, three times the learning rate, and 4 minibatches a step; -r1: with Search-R1's schedule, a
+long warm-up to a constant rate.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from string import Template
 from typing import Any
 
 from benchmarks.base import Say, machine_facts
+from deploy.config import RunConfig, load_config
 from deploy.run.history import PAST, RunHistory, read_steps
 from deploy.run.learning import SIGNS, learning_state, spoken
 from foray.commands.watch.curves import running_means
+from foray.demo.run import CONFIG_COPY
 from foray.evaluation.statistics import interval, paired_test
 from foray.watch.plot import plot_panels
-from protocol.errors import UserError
+from protocol.errors import ForayError, UserError
 from protocol.runtime.files import atomic_write
 
 ROOT = Path(__file__).parent.parent
@@ -43,10 +46,10 @@ RUNS = Path("runs/collapse")
 STEPS = 150
 LR = {"hard": 5.0e-4, "demo": 1.0e-3}
 SETTINGS = (
-    *("lag8-lr3-mb1-r1", "lag8-lr1-mb4-r1", "lag1-lr3-mb1-r1", "lag8-lr3-mb4-r1", "lag1-lr3-mb4-r1"),
-    *("lag8-lr10-mb1-r1", "lag8-lr3-mb1", "lag1-lr3-mb1", "lag8-lr1-mb1", "lag4-lr3-mb1", "lag8-lr1-mb4"),
-    *("lag1-lr1-mb4", "lag8-lr3-mb4", "lag4-lr1-mb4", "lag1-lr3-mb4", "lag4-lr3-mb4", "lag4-lr1-mb1"),
-    "lag1-lr1-mb1",
+    *("lag8-lr3-mb1-r1", "lag8-lr6-mb1-r1", "lag8-lr1-mb4-r1", "lag8-lr10-mb1-r1", "lag1-lr6-mb1-r1"),
+    *("lag8-lr3-mb4-r1", "lag1-lr3-mb4-r1", "lag8-lr3-mb1", "lag1-lr3-mb1", "lag8-lr1-mb1", "lag4-lr3-mb1"),
+    *("lag8-lr1-mb4", "lag1-lr1-mb4", "lag8-lr3-mb4", "lag4-lr1-mb4", "lag1-lr3-mb4", "lag4-lr3-mb4"),
+    *("lag4-lr1-mb1", "lag1-lr1-mb1"),
 )
 """Of the search."""
 SEARCH_R1 = ("learner.optim.schedule=constant", "learner.optim.warmup_steps=0", "learner.optim.warmup_fraction=0.285")
@@ -89,7 +92,7 @@ class Planned:
             f"run.max_lag={lag}",
             f"learner.optim.lr={LR[self.level] * factor}",
             f"learner.algorithm.minibatches={minibatches}",
-            f"learner.checkpoint_every={STEPS}",
+            "learner.checkpoint_every=50",
             *(SEARCH_R1 if found[4] else ()),
             *REMEDIES.get(self.remedy, ()),
         )
@@ -107,33 +110,49 @@ def planned(phase: str, setting: str) -> list[Planned]:
 
 
 def play(run: Planned, say: Say) -> dict[str, Any]:
-    """Run it and return its result: curves, cost, machine. Raises ProcessFailed or RunStopped."""
+    """Run it, or go on with it, and return its result: curves, cost, machine. Raises ProcessFailed or RunStopped."""
     from deploy.launch.launcher import Launcher
-    from foray.demo.run import DemoOptions, prepare
 
-    options = DemoOptions(
-        RUNS / run.name, run.seed, False, warm_model(run, say), run.overrides, fresh=True, hard=run.level == "hard"
-    )
-    prepared = prepare(options, say)
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    with Launcher(prepared.config, say=say) as launcher:
-        launcher.start()
-        while not (launcher.supervisor.ended("learner") or is_dead(read_steps(options.directory / "metrics.jsonl"))):
+    directory = RUNS / run.name
+    spent, before = directory / "cpu_s", _cpu_s()
+    config = load_config(directory / CONFIG_COPY) if spent.exists() else _prepared(run, directory, say)
+    earlier = float(spent.read_text()) if spent.exists() else 0.0
+    try:
+        with Launcher(config, say=say) as launcher:
+            launcher.start()
+            while not (launcher.supervisor.ended("learner") or is_dead(read_steps(directory / "metrics.jsonl"))):
+                launcher.check()
+                time.sleep(0.5)
             launcher.check()
-            time.sleep(0.5)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    records = read_steps(options.directory / "metrics.jsonl").values()
+    finally:
+        spent.write_text(str(earlier + _cpu_s() - before))
+    records = read_steps(directory / "metrics.jsonl")
+    if len(records) < STEPS and not is_dead(records):
+        raise ForayError(f"{run.name} ended at step {len(records)} of {STEPS}")
     return {
         "setting": run.setting,
         "remedy": run.remedy,
         "seed": run.seed,
         "level": run.level,
         "overrides": run.overrides,
-        "curves": {m: [float(f"{r[m]:.4g}") if m in r else None for r in records] for m in METRICS},
-        "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
-        "wall_s": round(time.monotonic() - began, 1),
+        "curves": {m: [float(f"{r[m]:.4g}") if m in r else None for r in records.values()] for m in METRICS},
+        "cpu_s": round(float(spent.read_text()), 1),
         "machine": machine_facts(),
     }
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _prepared(run: Planned, directory: Path, say: Say) -> RunConfig:
+    """Make the run directory and return the run's configuration."""
+    from foray.demo.run import DemoOptions, prepare
+
+    model, hard = warm_model(run, say), run.level == "hard"
+    return prepare(DemoOptions(directory, run.seed, False, model, run.overrides, fresh=True, hard=hard), say).config
 
 
 def is_dead(steps: Mapping[int, Mapping[str, Any]]) -> bool:

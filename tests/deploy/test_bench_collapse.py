@@ -12,7 +12,7 @@ from benchmarks import collapse
 from benchmarks.collapse import FRESH, HEALTHY, REMEDIES, SEARCHED, SETTINGS, STEPS, judge, planned
 from deploy.config import RunConfig, from_tree
 from foray.demo.run import DemoOptions, demo_tree
-from protocol.errors import UserError
+from protocol.errors import ForayError, UserError
 
 
 def config(run: collapse.Planned) -> RunConfig:
@@ -38,8 +38,8 @@ RISES, FALLS = [0.2 + 0.005 * n for n in range(100)], [0.7] * 10 + [0.3] * 40
 def test_the_phases_have_the_runs_that_they_say_and_their_settings_are_valid() -> None:
     search, confirm = planned("search", ""), planned("confirm", "lag8-lr3-mb4")
     assert (
-        len(search) == 36
-        and {r.seed for r in search[:18]} == {SEARCHED[0]}
+        len(search) == 38
+        and {r.seed for r in search[:19]} == {SEARCHED[0]}
         and {r.setting for r in search} == {*SETTINGS}
     )
     remedies, healthy = planned("remedies", "lag8-lr3-mb4"), planned("healthy", "")
@@ -114,3 +114,46 @@ def test_a_run_with_a_result_is_not_repeated(tmp_path: Path, monkeypatch: pytest
     assert collapse.main(["confirm", "--setting", "lag1-lr3-mb4", "--most", "2"]) == 0
     assert collapse.main(["confirm", "--setting", "lag1-lr3-mb4"]) == 0
     assert made == [f"hard-lag1-lr3-mb4-seed{seed}" for seed in FRESH]
+
+
+def test_an_interrupted_run_goes_on_and_its_cost_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, told = tmp_path / "hard-lag1-lr1-mb1-seed3", []
+
+    class Learner:
+        """Trains to the step that the test gives, and reports its configuration."""
+
+        until = 100
+
+        def __init__(self, config: RunConfig, say: object) -> None:
+            told.append(config.run.id)
+            self.supervisor = self
+
+        def __enter__(self) -> Learner:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def start(self) -> None:
+            lines = [json.dumps({"step": n, "reward_mean": 0.5}) + "\n" for n in range(1, self.until + 1)]
+            (directory / "metrics.jsonl").write_text("".join(lines))
+
+        def check(self) -> None: ...
+
+        def ended(self, name: str) -> bool:
+            return True
+
+    def prepared(run: collapse.Planned, directory: Path, say: object) -> RunConfig:
+        directory.mkdir()
+        (directory / collapse.CONFIG_COPY).write_text("run: {id: once}")
+        return collapse.load_config(directory / collapse.CONFIG_COPY)
+
+    monkeypatch.setattr(collapse, "RUNS", tmp_path)
+    monkeypatch.setattr("deploy.launch.launcher.Launcher", Learner)
+    monkeypatch.setattr(collapse, "_prepared", prepared)
+    run = collapse.Planned("lag1-lr1-mb1", "", 3)
+    with pytest.raises(ForayError, match="ended at step 100 of 150"):
+        collapse.play(run, print)
+    (directory / "cpu_s").write_text("70.0")
+    Learner.until = STEPS
+    found = collapse.play(run, print)
+    assert (found["cpu_s"], len(found["curves"]["reward_mean"]), told) == (70.0, STEPS, ["once", "once"])
