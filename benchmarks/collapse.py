@@ -22,7 +22,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
 from string import Template
@@ -130,10 +130,7 @@ def play(run: Planned, say: Say) -> dict[str, Any]:
     if len(records) < STEPS and not is_dead(records):
         raise ForayError(f"{run.name} ended at step {len(records)} of {STEPS}")
     return {
-        "setting": run.setting,
-        "remedy": run.remedy,
-        "seed": run.seed,
-        "level": run.level,
+        **asdict(run),
         "overrides": run.overrides,
         "curves": {m: [float(f"{r[m]:.4g}") if m in r else None for r in records.values()] for m in METRICS},
         "cpu_s": round(float(spent.read_text()), 1),
@@ -176,7 +173,7 @@ def warm_model(run: Planned, say: Say) -> Path:
 
 @dataclass(frozen=True)
 class Judged:
-    """A result and what it shows.
+    """A run and what its result shows.
 
     best, best_step  largest mean reward over a tenth of the steps, and the last of them
     last             mean reward over the last tenth
@@ -186,7 +183,9 @@ class Judged:
     signs            sign -> first step at which it speaks
     """
 
-    result: Mapping[str, Any]
+    run: Planned
+    rewards: Sequence[float]
+    cpu_s: float
     best: float
     best_step: int
     last: float
@@ -211,23 +210,22 @@ def judge(result: Mapping[str, Any]) -> Judged:
     signs: dict[str, int] = {}
     alarms: dict[bool, int] = {}
     for step in range(1, len(records) + 1):
-        shown = spoken(history := RunHistory(past=tuple(records[max(0, step - PAST) : step])))
-        for sign in shown:
+        speak = spoken(history := RunHistory(past=tuple(records[max(0, step - PAST) : step])))
+        for sign in speak:
             signs.setdefault(sign.metric, step)
         if learning_state(history).word == "collapsing":
             alarms.setdefault(True, step)
-        if sum(not sign.alone for sign in shown) > 1:
+        if sum(not sign.alone for sign in speak) > 1:
             alarms.setdefault(False, step)
-    fall = above + 1 if above < len(rewards) else None
-    last = means[len(rewards)]
-    return Judged(result, means[best_step], best_step, last, fall, alarms.get(True), alarms.get(False), signs)
+    run = Planned(**{field.name: result[field.name] for field in fields(Planned)})
+    fall, last = above + 1 if above < len(rewards) else None, means[len(rewards)]
+    shown = (means[best_step], best_step, last, fall, alarms.get(True), alarms.get(False), signs)
+    return Judged(run, rewards, result["cpu_s"], *shown)
 
 
 def of(judged: Sequence[Judged], setting: str, remedy: str, seeds: Sequence[int], level: str = "hard") -> list[Judged]:
     """Return the results of a setting and remedy in these seeds, in their order."""
-    wanted = {(setting, remedy, seed, level) for seed in seeds}
-    keys = ("setting", "remedy", "seed", "level")
-    return [j for j in judged if tuple(j.result[key] for key in keys) in wanted]
+    return [j for j in judged if j.run in {Planned(setting, remedy, seed, level) for seed in seeds}]
 
 
 def rows_of_runs(judged: Sequence[Judged]) -> list[str]:
@@ -237,26 +235,22 @@ def rows_of_runs(judged: Sequence[Judged]) -> list[str]:
     for j in judged:
         signs = ", ".join(f"{name} {step}" for name, step in sorted(j.signs.items(), key=lambda item: item[1]))
         steps = " | ".join("" if step is None else str(step) for step in (j.fall, j.alarm, j.early))
-        best, cpu_s = f"{j.best:.3f}, {j.best_step}", j.result["cpu_s"]
-        lines.append(f"| {name_of(j)} | {best} | {j.last:.3f} | {steps} | {signs} | {cpu_s:.0f} |")
+        lines.append(
+            f"| {j.run.name} | {j.best:.3f}, {j.best_step} | {j.last:.3f} | {steps} | {signs} | {j.cpu_s:.0f} |"
+        )
     return lines
-
-
-def name_of(judged: Judged) -> str:
-    """Return the name of a run, as that of its file."""
-    return Planned(**{key: judged.result[key] for key in ("setting", "remedy", "seed", "level")}).name
 
 
 def rows_of_arms(judged: Sequence[Judged], setting: str) -> list[str]:
     """Return a table, one row for each remedy: means over the same seeds with 95 % intervals, differences in pairs."""
     head = "| arm | seeds | falls | best | last tenth | last tenth, difference | announced | steps before, median |"
     lines = [head, "|---|---|---|---|---|---|---|---|"]
-    plain = {j.result["seed"]: j.last for j in of(judged, setting, "", FRESH)}
+    plain = {j.run.seed: j.last for j in of(judged, setting, "", FRESH)}
     for remedy in ("", *REMEDIES):
         if not (arm := of(judged, setting, remedy, FRESH)):
             continue
         best, last = (interval({"": [getattr(j, name) for j in arm]}) for name in ("best", "last"))
-        pairs = [(plain[j.result["seed"]], j.last) for j in arm if remedy and j.result["seed"] in plain]
+        pairs = [(plain[j.run.seed], j.last) for j in arm if remedy and j.run.seed in plain]
         test = paired_test({"": [a for a, _ in pairs]}, {"": [b for _, b in pairs]})
         difference = f"{test.difference:+.3f} ({test.low:+.3f} to {test.high:+.3f})" if pairs else ""
         fallen = [j for j in arm if j.fall is not None]
@@ -268,14 +262,6 @@ def rows_of_arms(judged: Sequence[Judged], setting: str) -> list[str]:
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
-
-
-def panels(judged: Sequence[Judged]) -> dict[str, tuple[dict[int, float], dict[str, int]]]:
-    """Return name -> the reward's curve, and the first step of each sign, as `plot_panels` takes them."""
-    return {
-        name_of(j): (running_means(dict(enumerate(j.result["curves"]["reward_mean"], 1)), 5), dict(j.signs))
-        for j in judged
-    }
 
 
 def write_table(setting: str) -> None:
@@ -290,10 +276,11 @@ def write_table(setting: str) -> None:
     tables = {name: "\n".join(rows_of_runs(runs)) if runs else "Not run yet." for name, runs in parts.items()}
     for name, runs in parts.items():
         if runs:
-            plot_panels(PAGE.with_name(f"collapse-{name}.png"), panels(runs), metric="mean reward, mean of 5 steps")
+            curves = {j.run.name: (running_means(dict(enumerate(j.rewards, 1)), 5), j.signs) for j in runs}
+            plot_panels(PAGE.with_name(f"collapse-{name}.png"), curves, metric="mean reward, mean of 5 steps")
             tables[name] += f"\n\n![Mean reward of each run, and the first step of each sign](collapse-{name}.png)"
     alarms = sum(j.alarm is not None for j in healthy)
-    hours = sum(j.result["cpu_s"] for j in judged) / 3600
+    hours = sum(j.cpu_s for j in judged) / 3600
     tables |= {
         "setting": setting or "not chosen yet",
         "arms": "\n".join(rows_of_arms(judged, setting)) if parts["remedies"] else "Not run yet.",
@@ -323,7 +310,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = play(run, say)
         FOLDER.mkdir(parents=True, exist_ok=True)
         atomic_write(FOLDER / f"{run.name}.json", (json.dumps(result) + "\n").encode(), durable=True)
-        say(f"{run.name}: {result['cpu_s']:.0f} CPU seconds")
     return 0
 
 

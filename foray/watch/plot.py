@@ -67,13 +67,10 @@ def plot_panels(
             axes.set_ylim(0, 2)
             axes.set_yticks([0, 0.5, 1])
             for height, (event, step) in enumerate(sorted(events.items(), key=lambda item: item[1])):
-                at = 1.92 - 0.1 * height
-                axes.plot([step, step], [0, at], color=COLOURS[3], linewidth=0.4)
-                axes.annotate(f"{event} {step}", (step, at), fontsize=6, va="center", ha="left")
+                axes.plot([step, step], [0, 1.9 - 0.1 * height], color=COLOURS[3], linewidth=0.4)
+                axes.annotate(f"{event} {step}", (step, 1.9 - 0.1 * height), fontsize=6, va="center")
             axes.grid(visible=True, linewidth=0.4, alpha=0.6)
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.supxlabel("step", fontsize="small")
-        figure.supylabel(metric, fontsize="small")
+        figure.supxlabel(f"step; {metric}", fontsize="small")
 
 
 @contextmanager
