@@ -109,7 +109,6 @@ class TokenInputs:
     mask          bool, False only in dummies that pad a rank
     trajectory    int64, number of the token's sequence in the batch: "per trajectory" in a loss is per sequence
     lags          int64, steps between the version that sampled the token and the one being trained
-    outcome       reward of the token's trajectory, for the metrics
     turn          int64, number of the token's turn in its trajectory
     answer        as `learner.data.batch.MicroBatch.answer`
     top           set if `Requirements.top`
@@ -125,7 +124,6 @@ class TokenInputs:
     mask: torch.Tensor
     trajectory: torch.Tensor
     lags: torch.Tensor
-    outcome: torch.Tensor
     turn: torch.Tensor
     answer: torch.Tensor
     top: TopTokens | None = None

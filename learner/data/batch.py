@@ -65,7 +65,6 @@ class MicroBatch:
     token_weights [N] float32, its share in the loss; 0 only in dummies that pad a rank
     rewards       [N] float32, its reward: a turn's reward at the turn's last trained token, and at the last one of each
                   sequence what the trajectory earns after it: the outcome and the rewards of later turns
-    outcome       [N] float32, its trajectory's reward
     lags          [N] int64, steps between the version that sampled it and the one being trained
     trajectory    [N] int64, its trajectory's number in the batch
     sequence      [N] int64, its training sequence's number in the batch: that of the trajectory for the first one that
@@ -87,7 +86,6 @@ class MicroBatch:
     advantages: FloatArray
     token_weights: FloatArray
     rewards: FloatArray
-    outcome: FloatArray
     lags: IntArray
     trajectory: IntArray
     sequence: IntArray
@@ -182,7 +180,6 @@ class _Row:
     targets: IntArray
     behaviour: FloatArray
     rewards: FloatArray
-    outcome: float
     lags: IntArray
     turn: IntArray
     answers: npt.NDArray[np.bool_]
@@ -386,7 +383,6 @@ def _trained_parts(
                     targets=ids[start + at],
                     behaviour=trajectory.logprobs[start + at],
                     rewards=_credit(segments, at, rest),
-                    outcome=trajectory.reward,
                     lags=lags[start + at],
                     turn=turns[start + at],
                     answers=(turns[start + at] == turns.max()) & (trajectory.status is Status.ANSWERED),
@@ -445,7 +441,6 @@ def _assemble(
         advantages=advantages[numbers, np.minimum(turns, advantages.shape[1] - 1)].astype(np.float32),
         token_weights=weights[numbers].astype(np.float32),
         rewards=np.concatenate([p.rewards for p in parts]),
-        outcome=np.repeat([p.outcome for p in parts], sizes).astype(np.float32),
         lags=np.concatenate([p.lags for p in parts]),
         trajectory=numbers,
         sequence=np.repeat([p.sequence for p in parts], sizes),
@@ -458,7 +453,7 @@ def _assemble(
 
 def _dummy() -> MicroBatch:
     one, zero, nothing = np.zeros((1, 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.float32)
-    floats, counts = (nothing,) * 5, (zero,) * 5
+    floats, counts = (nothing,) * 4, (zero,) * 5
     return MicroBatch(one, one, one, zero, zero, *floats, *counts, answer=nothing - 1, end=zero - 1)
 
 

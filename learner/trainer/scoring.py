@@ -40,7 +40,6 @@ class ScoredTokens:
     advantages: torch.Tensor
     token_weights: torch.Tensor
     rewards: torch.Tensor
-    outcome: torch.Tensor
     lags: torch.Tensor
     trajectory: torch.Tensor
     sequence: torch.Tensor

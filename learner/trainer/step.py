@@ -134,7 +134,6 @@ def policy_loss(tokens: ScoredTokens, models: Models, algorithm: Algorithm) -> L
             mask=tokens.mask,
             trajectory=tokens.sequence,
             lags=tokens.lags,
-            outcome=tokens.outcome,
             turn=tokens.turn,
             answer=tokens.answer,
             top=top,

@@ -60,7 +60,6 @@ def tokens(n: int = N) -> TokenInputs:
         mask=torch.ones(n, dtype=torch.bool),
         trajectory=torch.arange(n) // 3,
         lags=torch.arange(n) % 3,
-        outcome=(torch.arange(n) // 3 % 2).float(),
         turn=torch.arange(n) % 3,
         answer=torch.where(torch.arange(n) % 3 == 2, 1.5, -1.0),
         top=TopTokens(head, head - 0.1, torch.arange(n) % 2 == 0),

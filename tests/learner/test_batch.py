@@ -287,7 +287,6 @@ def test_rewards_stand_where_they_were_earned():
     ).micro_batches
     assert m.rewards[:4].tolist() == [0, 0.25, 0, 0.75]
     assert m.rewards[4:].tolist() == [0] * 4
-    assert m.outcome[:4].tolist() == [1.0] * 4
     assert m.turn[:4].tolist() == [0, 0, 1, 1]
 
 

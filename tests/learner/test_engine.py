@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
@@ -238,6 +239,23 @@ def test_the_weights_are_copies():
     for tensor in weights(engine).values():
         tensor.zero_()
     assert any(tensor.abs().sum() > 0 for tensor in weights(engine).values())
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's heap")
+def test_a_step_gives_free_memory_back():
+    """A fragmented heap, as after rows of many lengths: freed blocks below blocks that live."""
+
+    def resident_mib() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+    engine = start(0)
+    torch.ones(7 << 20)  # freed at once: from here on glibc takes blocks of up to 28 MiB from its heap
+    blocks = [torch.ones(size) for _ in range(200) for size in (250_000, 4_000)]
+    kept, blocks = blocks[1::2], []
+    fragmented = resident_mib()
+    update(engine, data(), 1)
+    assert resident_mib() < fragmented - 100
+    assert len(kept) == 200
 
 
 def test_nothing_is_written_to_stdout(capfd):

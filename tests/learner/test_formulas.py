@@ -24,7 +24,7 @@ from learner.config.algorithm import AlgorithmSettings
 
 LENGTHS = (5, 1, 7, 3, 4)
 SPREADS = {"behaviour": 0.0, "recompute": 0.4}
-PER_TOKEN = ("logprobs", "entropy", "behaviour", "old", "reference", "advantages", "token_weights", "outcome")
+PER_TOKEN = ("logprobs", "entropy", "behaviour", "old", "reference", "advantages", "token_weights")
 
 
 def algorithm_of(**settings: Any) -> Any:
@@ -54,7 +54,6 @@ def tokens(seed: int, proximal: str = "behaviour") -> TokenInputs:
         "reference": logprobs - normal(0.5),
         "advantages": normal(),
         "token_weights": normal().abs() / n,
-        "outcome": normal(),
     }
     for tensor in given.values():
         tensor[~mask] = math.nan
@@ -67,7 +66,7 @@ def scored(x: TokenInputs) -> TokenScores:
     recomputed = not torch.equal(x.old[x.mask], x.behaviour[x.mask])
     old = x.old if recomputed else x.logprobs.detach()
     turn = torch.zeros_like(x.trajectory)
-    return TokenScores(x.outcome, x.advantages, x.behaviour, old, x.reference, None, x.mask, x.trajectory, turn)
+    return TokenScores(x.entropy, x.advantages, x.behaviour, old, x.reference, None, x.mask, x.trajectory, turn)
 
 
 def cut(x: TokenInputs, at: int) -> list[TokenInputs]:

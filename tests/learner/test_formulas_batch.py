@@ -214,7 +214,7 @@ def test_normalised_weights_have_mean_one_over_tokens_or_over_trajectories(level
     for p in parts:
         leaf = old[p].clone().requires_grad_()
         given = {"entropy": gain, "behaviour": behaviour, "old": old, "advantages": gain, "token_weights": share}
-        given |= {"mask": mask, "trajectory": number, "lags": zeros, "outcome": gain, "turn": zeros, "answer": gain}
+        given |= {"mask": mask, "trajectory": number, "lags": zeros, "turn": zeros, "answer": gain}
         algorithm.loss(
             TokenInputs(logprobs=leaf, reference=None, **{k: v[p] for k, v in given.items()})
         ).loss.backward()

@@ -36,7 +36,6 @@ def inputs(n: int = 12, *, seed: int = 0, dtype=torch.float64, **given) -> Token
         "mask": torch.ones(n, dtype=torch.bool),
         "trajectory": torch.arange(n) // 4,
         "lags": torch.zeros(n, dtype=torch.int64),
-        "outcome": torch.ones(n, dtype=dtype),
         "turn": torch.zeros(n, dtype=torch.int64),
         "answer": torch.full((n,), -1.0, dtype=dtype),
     } | given

@@ -37,7 +37,6 @@ def one_bad_token(distance: float, *, reference: float | None = None) -> TokenIn
         mask=torch.ones(TOKENS, dtype=torch.bool),
         trajectory=torch.arange(TOKENS) // 500,
         lags=torch.zeros(TOKENS, dtype=torch.int64),
-        outcome=torch.zeros_like(behaviour),
         turn=torch.zeros(TOKENS, dtype=torch.int64),
         answer=torch.full_like(behaviour, -1),
     )

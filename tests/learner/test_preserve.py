@@ -103,7 +103,6 @@ def tokens(seed: int) -> TokenInputs:
         "old": torch.minimum(logprobs + normal(0.3), torch.tensor(-0.01).double()),
         "advantages": advantages,
         "token_weights": normal().abs() / n,
-        "outcome": normal(),
         "answer": torch.where((turn == last) & (trajectory != 3), 1.4, -1.0).double(),
     }
     for name, tensor in given.items():

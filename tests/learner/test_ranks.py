@@ -50,7 +50,7 @@ def micro_batch(seed: int) -> MicroBatch:
         field.name: rng.integers(0, 9, (2, 3) if field.name in ("ids", "positions", "document_ids") else 4)
         for field in dataclasses.fields(MicroBatch)
     }
-    for name in ("behaviour", "advantages", "token_weights", "rewards", "outcome", "answer"):
+    for name in ("behaviour", "advantages", "token_weights", "rewards", "answer"):
         values[name] = rng.standard_normal(4).astype(np.float32)
     return MicroBatch(**values)
 

@@ -280,7 +280,6 @@ def alone(
             lags=torch.zeros(n, dtype=torch.int64),
             turn=torch.zeros(n, dtype=torch.int64),
             answer=torch.full((n,), -1.0, dtype=torch.float64),
-            outcome=torch.zeros(n, dtype=torch.float64),
         )
     )
 
@@ -296,7 +295,7 @@ def product_loss(batch: Batch, known: Known, algorithm: Any) -> torch.Tensor:
     """`learner.trainer.step` on every micro-batch of all ranks, with a model that looks tokens up."""
     scored = [ScoredTokens.of(m, 0, 1.0, torch.device("cpu")) for m in batch.micro_batches]
     for tokens in scored:
-        for name in ("behaviour", "advantages", "token_weights", "rewards", "outcome"):
+        for name in ("behaviour", "advantages", "token_weights", "rewards"):
             setattr(tokens, name, getattr(tokens, name).double())
         keys = keys_of(tokens)
         tokens.old, tokens.reference, tokens.values = (
