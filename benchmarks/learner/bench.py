@@ -42,6 +42,8 @@ VARIANTS = {
 }
 """Foray with other settings, only if named: without the change of log-probs over a step; with a penalty on falling
 ones, whose coefficient leaves the loss as it is."""
+KEPT = {"kept_with_signs": ("ours", "unmeasured"), "kept_with_preserve": ("preserve", "unmeasured")}
+"""Share of the trained tokens/s that is kept -> the two contenders, compared in each round."""
 
 
 class Contender:
@@ -186,6 +188,7 @@ def measure(bench: LearnerBench, say: Say) -> BenchResult:
             "ours": ours,
             **figures,
             **{f"ratio_{kind}": ours["tokens_per_s"] / f["tokens_per_s"] for kind, f in figures.items()},
+            **kept(rows),
             "cpu_ratio": _against(ours, {best: baseline, **figures}, "cpu_ms_per_token"),
             "step_memory_ratio": _against(ours, {best: baseline, **figures}, "step_mib"),
             "absent": absent,
@@ -201,6 +204,15 @@ def refuse_other_work(bench: LearnerBench, row: dict[str, dict[str, float]]) -> 
     apart = max(norms.values()) - min(norms.values())
     if apart > tolerance * max(norms.values()) or max(losses.values()) - min(losses.values()) > tolerance:
         raise ForayError(f"the contenders disagree: losses {losses}, gradient norms {norms}")
+
+
+def kept(rows: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+    """Return KEPT as medians over the rounds, without those whose contenders have not run."""
+    return {
+        name: median(row[one]["tokens_per_s"] / row[other]["tokens_per_s"] for row in rows[1:])
+        for name, (one, other) in KEPT.items()
+        if {one, other} <= rows[0].keys()
+    }
 
 
 def _against(ours: dict[str, float], others: dict[str, dict[str, float]], what: str) -> dict[str, float]:

@@ -56,6 +56,8 @@ class LearnerBench(SkewedBatch):
     targets: ClassVar[tuple[Target, ...]] = (
         Target("ratio", 1.0, "trained tokens a second over the better padded transformers loop"),
         Target("ratio_trl", 3.0, "trained tokens a second over TRL's GRPO step"),
+        Target("kept_with_signs", 0.97, "trained tokens a second with the signs of collapse over those without"),
+        Target("kept_with_preserve", 0.97, "trained tokens a second with signs and preserve over those without"),
     )
     runner: ClassVar[str] = "benchmarks.learner.bench:measure"
     modules: ClassVar[tuple[str, ...]] = ("protocol", "learner", "benchmarks/learner/*.py")
@@ -95,7 +97,7 @@ class LearnerBench(SkewedBatch):
     """Python interpreter of an environment with TRL. Empty: FORAY_TRL_PYTHON; without either, TRL is skipped."""
     only: str = ""
     """Contenders besides Foray, comma-separated (unfused, padded, padded_sorted, trl). Empty: all of these.
-    Also unmeasured (learner.rescored_share 0) and preserve (learner.algorithm.preserve on)."""
+    Also unmeasured (learner.rescored_share 0) and preserve (learner.algorithm.preserve on), compared in each round."""
 
     def trl_interpreter(self) -> str:
         """Return the Python interpreter with TRL, "" if there is none."""

@@ -77,9 +77,9 @@ class LearningState:
 
 def learning_state(history: RunHistory) -> LearningState:
     """Return whether the run learns, by its last steps: each sign against the run's best window, the reward's rise."""
-    spoken = [(sign, said) for sign in SIGNS if (said := _said(sign, history))]
-    if len(spoken) > 1 or any(sign.alone for sign, _ in spoken):
-        return LearningState("collapsing", "; ".join(said for _, said in spoken))
+    signs = spoken(history)
+    if len(signs) > 1 or any(sign.alone for sign in signs):
+        return LearningState("collapsing", "; ".join(signs.values()))
     rewards = _windows(history, "reward_mean")
     if len(rewards) < 2:
         return LearningState()
@@ -87,6 +87,11 @@ def learning_state(history: RunHistory) -> LearningState:
     if fmean(now) >= SOLVED or fmean(now) - fmean(before) > LIKELY * _error(now, before):
         return LearningState("learning", f"mean reward {fmean(before):.3g} -> {fmean(now):.3g}")
     return LearningState("stalled", f"mean reward {fmean(before):.3g} -> {fmean(now):.3g} is no rise")
+
+
+def spoken(history: RunHistory) -> dict[Sign, str]:
+    """Return the signs of collapse that show, with their figures."""
+    return {sign: said for sign in SIGNS if (said := _said(sign, history))}
 
 
 def _windows(history: RunHistory, metric: str) -> list[Sequence[float]]:

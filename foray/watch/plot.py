@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
@@ -13,6 +14,7 @@ from protocol.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FORMATS = (".svg", ".png")
 RC: Any = {
@@ -23,6 +25,8 @@ RC: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
 }
+PANELS = 4
+"""Panels side by side."""
 STYLES = ("-", "--", ":", "-.")
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f")
 
@@ -39,6 +43,38 @@ def plot_curves(
 
     Raises UserError if matplotlib is not installed, or for another file type.
     """
+    with _figure(path, (8.0, 4.5)) as figure:
+        axes = figure.add_subplot()
+        _draw(axes, curves, baselines)
+        axes.set_xlabel("step")
+        axes.set_ylabel(metric if every == 1 else f"{metric}, mean of {every} steps")
+
+
+def plot_panels(
+    path: Path, panels: Mapping[str, tuple[Mapping[int, float], Mapping[str, int]]], *, metric: str
+) -> None:
+    """Write an SVG or PNG with a panel for each {title: (step -> value, name of an event -> its step)}, events on top.
+
+    Raises UserError if matplotlib is not installed, or for another file type.
+    """
+    columns = min(PANELS, len(panels))
+    rows = -(-len(panels) // columns)
+    with _figure(path, (4.2 * columns, 2.8 * rows)) as figure:
+        for number, (title, (curve, events)) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(rows, columns, number)
+            axes.plot(list(curve), list(curve.values()), color=COLOURS[0], linewidth=1.2)
+            axes.set_title(title, fontsize="small", loc="left")
+            axes.set_ylim(0, 2)
+            axes.set_yticks([0, 0.5, 1])
+            for height, (event, step) in enumerate(sorted(events.items(), key=lambda item: item[1])):
+                axes.plot([step, step], [0, 1.9 - 0.1 * height], color=COLOURS[3], linewidth=0.4)
+                axes.annotate(f"{event} {step}", (step, 1.9 - 0.1 * height), fontsize=6, va="center")
+            axes.grid(visible=True, linewidth=0.4, alpha=0.6)
+        figure.supxlabel(f"step; {metric}", fontsize="small")
+
+
+@contextmanager
+def _figure(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
     if path.suffix not in FORMATS:
         raise UserError(
             f"cannot plot to {path}", why="the suffix selects the format", todo="use the suffix .svg or .png"
@@ -50,11 +86,8 @@ def plot_curves(
         todo = "pip install matplotlib, or pip install 'foray[plots]'"
         raise UserError("plots need matplotlib", why=str(error), todo=todo) from error
     with matplotlib.rc_context(RC):
-        figure = Figure(figsize=(8.0, 4.5), layout="constrained")
-        axes = figure.add_subplot()
-        _draw(axes, curves, baselines)
-        axes.set_xlabel("step")
-        axes.set_ylabel(metric if every == 1 else f"{metric}, mean of {every} steps")
+        figure = Figure(figsize=inches, layout="constrained")
+        yield figure
         # no date and no version, which would change between runs
         plain, image = ({"Date": None, "Creator": None} if path.suffix == ".svg" else {}), BytesIO()
         figure.savefig(image, format=path.suffix[1:], dpi=120, metadata=plain)

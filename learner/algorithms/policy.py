@@ -267,7 +267,7 @@ class PolicyAlgorithm:
         default = 0.0 if self.policy_settings.old_logprobs == "recompute" else NOISE
         unit = {
             "token": torch.arange(len(inputs.turn), device=inputs.turn.device),
-            "turn": inputs.trajectory * (inputs.turn.max() + 1) + inputs.turn,
+            "turn": inputs.trajectory * (_largest(inputs.turn) + 1) + inputs.turn,
             "trajectory": inputs.trajectory,
         }[p.gate]
         penalty = preserve(

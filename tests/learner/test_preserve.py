@@ -12,11 +12,13 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from learner.algorithms import build_algorithm
+from learner.algorithms.advantages import Outcomes
 from learner.algorithms.base import TokenInputs
 from learner.algorithms.losses import preserve
 from learner.config.algorithm import REGISTRY, AlgorithmSettings, DistillSettings
@@ -167,6 +169,31 @@ def test_every_algorithm_gets_what_a_slow_loop_finds(gate: str, first: int) -> N
             (before, flat), (after, steep) = loss_of(base, pieces), loss_of(with_it, pieces)
             assert after - before == pytest.approx(wanted, rel=1e-9, abs=1e-12)
             assert [b - a for a, b in zip(flat, steep, strict=True)] == pytest.approx(slopes, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_micro_batch_without_tokens_adds_nothing(gate: str) -> None:
+    x = tokens(1)
+    names = [f.name for f in dataclasses.fields(x) if isinstance(getattr(x, f.name), torch.Tensor)]
+    empty = dataclasses.replace(x, **{name: getattr(x, name)[:0] for name in names})
+    assert loss_of(validated(minibatches=2, preserve={"coefficient": 0.3, "gate": gate}), [empty]) == (0.0, [])
+
+
+def test_a_group_of_equal_rewards_is_held_only_if_asked() -> None:
+    """All wrong: GRPO's advantages are 0, so nothing is preserved, and with `positive_only: false` each fall is."""
+    x = tokens(2)
+    all_wrong = build_algorithm(validated(type="grpo")).advantages(
+        Outcomes(np.zeros(4), np.ones(4, bool), np.zeros(4, np.int64))
+    )
+    assert all_wrong.tolist() == [0.0] * 4
+    y = dataclasses.replace(x, advantages=torch.zeros_like(x.advantages))
+    for positive_only in (True, False):
+        given = {"coefficient": 0.5, "gate": "turn", "positive_only": positive_only}
+        base, on = (validated(minibatches=2, old_logprobs="recompute", preserve=p) for p in ({}, given))
+        (before, flat), (after, steep) = loss_of(base, [y]), loss_of(on, [y])
+        wanted, slopes = slow(y, given, 0.0)
+        assert (after - before, wanted > 0) == (pytest.approx(wanted, rel=1e-9, abs=1e-15), not positive_only)
+        assert [b - a for a, b in zip(flat, steep, strict=True)] == pytest.approx(slopes, rel=1e-9, abs=1e-12)
 
 
 def test_behaviour_logprobs_have_a_dead_zone_and_others_none() -> None:

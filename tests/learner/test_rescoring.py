@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from learner.trainer.rescoring import FALL, changes, choose, trajectories
+from learner.data.batch import build_batch
+from learner.trainer.rescoring import FALL, changes, choose, rescore, trajectories
 from learner.trainer.scoring import on_device
 from learner.trainer.trainer import Trainer
 from protocol.messages import Owner, Trajectory
+from protocol.versions import PolicyVersion
 from tests.learner.test_trainer_algorithms import Start, batch_of, groups, model, start, weights
 
 __all__ = ["model", "start"]
@@ -66,6 +68,36 @@ def test_measuring_changes_no_bit_of_the_training(start: Start) -> None:
         assert all(("logprob_change" in m) == bool(share) for m in metrics)
         found.append(weights(trainer))
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def test_a_preserving_term_of_coefficient_zero_changes_no_bit_of_the_training(start: Start) -> None:
+    found = []
+    other = {"gate": "token", "threshold": 0.0, "positive_only": False, "answer_weight": "searches"}
+    for preserve in ({}, {"preserve": {"coefficient": 0.0} | other}, {"preserve": {"coefficient": 0.2} | other}):
+        trainer = start(algorithm={"minibatches": 2} | preserve)
+        reports = [trainer.train(batch_of(trainer, groups(trainer, seed), row_tokens=40)) for seed in range(2)]
+        found.append(([(r.loss, r.grad_norm, r.metrics) for r in reports], weights(trainer)))
+    (plain, without), (zero, same), (_, preserved) = found
+    assert plain == zero
+    assert without.keys() == same.keys() and all(torch.equal(value, same[name]) for name, value in without.items())
+    assert any(not torch.equal(value, preserved[name]) for name, value in without.items())
+
+
+def test_a_rank_that_has_only_a_dummy_adds_nothing(start: Start) -> None:
+    trainer = start(algorithm={"minibatches": 2, "preserve": {"coefficient": 0.2}}, rescored_share=1.0)
+    batch = build_batch(
+        groups(trainer)[:1], trainer.algorithm, now_step=0, lineage=(PolicyVersion(1, 0),), max_lag=2,
+        settings=trainer.settings.batch, temperature=1.0, ranks=8,
+    )  # fmt: skip
+    idle = [part for part in batch.rank_batches if not any(m.token_weights.any() for m in part.minibatches[0])]
+    assert len(idle) == 4
+    for part in (idle[0], batch.rank_batches[0]):
+        scored = on_device(part, torch.device("cpu"))
+        for tokens in scored:
+            tokens.before = torch.zeros_like(tokens.advantages)
+        found = rescore(part, scored, trainer._models).ratios
+        assert bool(float(found["logprob_change"][1])) == (part is not idle[0])
+        assert all(float(x) == 0 for name in found for x in found[name]) == (part is idle[0])
 
 
 def test_those_with_a_positive_advantage_come_first_within_the_budget(start: Start) -> None:
