@@ -93,7 +93,7 @@ UNUSED = {
     },
     "a field that leaves the process: in a message, a report or a table": {
         *("escape_version", "question_id", "practice_steps", "world_cpu_s", "inert"),
-        *("reasoning_content", "tool_calls", "tool_call_id"),
+        *("tool_calls", "tool_call_id"),
     },
 }
 """Why a name that vulture takes for unused is needed -> the names."""
