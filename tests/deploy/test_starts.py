@@ -12,7 +12,7 @@ from deploy.doctor.finding import Finding, NotReady
 from deploy.doctor.run import resume
 from deploy.hardware.speed import with_dtypes
 from deploy.run.addresses import anchored
-from deploy.run.run_dir import RESOLVED, write_record
+from deploy.run.run_dir import RECORD, RESOLVED, write_record
 from foray.commands.up import up
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.resume import defining_settings
@@ -44,6 +44,7 @@ def stopped(run_files: Path) -> Path:
         confirm=lambda: None,
     )
     (config.run.dir / RESOLVED).write_text(anchored(config).to_yaml())
+    (config.run.dir / RECORD).write_text("{}")
     return run_files
 
 
@@ -96,6 +97,8 @@ def test_other_settings_that_changed_are_told(stopped: Path) -> None:
     (one,) = found(stopped, "run.max_lag=7", "learner.optim.lr=1e-3")
     assert one.verdict == "warn" and "run.max_lag" in one.detail and "-> 7" in one.detail
     assert "learner.optim.lr" in one.detail and "rollout.search" not in one.detail
+    (stopped / "runs" / "mine" / RECORD).unlink()  # `foray submit` has no start yet
+    assert not found(stopped, "run.max_lag=7")
 
 
 def test_a_run_that_is_done_says_so_and_starts_nothing(stopped: Path) -> None:

@@ -373,8 +373,8 @@ MUTANTS = (
     Mutant(
         "observations are encoded in three pieces",
         "rollout_server/environment/environment.py",
-        "(ids := encode(before + text + after))",
-        "(ids := [*self.before, *encode(text), *self.after])",
+        "if short and len(ids := encode(whole)) <= limit:",
+        "if short and len(ids := [*self.before, *encode(text), *self.after]) <= limit:",
         ("rollout_server/test_observations.py",),
     ),
     Mutant(

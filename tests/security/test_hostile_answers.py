@@ -136,10 +136,10 @@ async def reward(url: str) -> None:
 
 
 async def live(url: str) -> None:
-    proxy = LiveProxy(list, Access())
+    proxy = LiveProxy(list, {})
     lifetime = proxy.lifetime(web.Application())
     await anext(lifetime)
-    assert (await proxy._ask(url))["error"]
+    assert (await proxy.read_list(url, "/v1/live", "groups"))["error"]
     with pytest.raises(StopAsyncIteration):
         await anext(lifetime)
 
@@ -241,10 +241,10 @@ async def test_keys_and_tokens_stay_with_the_server_that_they_were_meant_for(
             await models(named.url)
             assert named.seen == ["Bearer sk-test"] and other.seen == []
             token = "t" * 40
-            proxy = LiveProxy(list, Access({"viewer": token}))
+            proxy = LiveProxy(list, Access({"viewer": token}).headers("viewer"))
             lifetime = proxy.lifetime(web.Application())
             await anext(lifetime)
-            assert (await proxy._ask(named.url))["error"]
+            assert (await proxy.read_list(named.url, "/v1/live", "groups"))["error"]
             with pytest.raises(StopAsyncIteration):
                 await anext(lifetime)
             assert named.seen[1:] == [f"Bearer {token}"] and other.seen == []
