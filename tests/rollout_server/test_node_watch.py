@@ -202,7 +202,7 @@ async def test_an_engine_samples_as_the_run_does_before_it_is_ready(world, tmp_p
     compiling, warmed = tmp_path / "compiling", tmp_path / "warmed"
     compiling.touch()
     async with node(world, tmp_path, launched(tmp_path), hang_s=0.3):
-        await eventually(warmed.exists, "asked for a token", 20)
+        await eventually(lambda: warmed.exists() and warmed.read_text().endswith("}"), "asked for a token", 20)
         assert "'top_p': 1.0" in warmed.read_text() and "'temperature': 1.0" in warmed.read_text()
         await asyncio.sleep(1.0)  # longer than hang_s
         assert has_state(world, NodeState.SYNCING, V1)() and launches(tmp_path) == ["1.0"]
