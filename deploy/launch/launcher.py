@@ -49,7 +49,7 @@ from learner.validation.results import describe
 from protocol.errors import ForayError, UserError
 from protocol.redaction import for_terminal
 from protocol.runtime.files import atomic_write
-from protocol.runtime.progress import Progress, TaskProgress
+from protocol.runtime.progress import HungUp, Progress, TaskProgress
 from protocol.runtime.redis.url import redacted
 
 T = TypeVar("T")
@@ -313,7 +313,7 @@ class Launcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stopped = isinstance(error, RunStopped) or self._stop_signal == signal.SIGHUP
+        stopped = isinstance(error, RunStopped | HungUp) or self._stop_signal == signal.SIGHUP
         state = "done" if error is None else "stopped" if stopped else "failed"
         state = error.state if isinstance(error, ProcessFailed) else state
         self._error = str(error) if state in ("failed", "interrupted") else ""

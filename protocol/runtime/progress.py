@@ -10,6 +10,7 @@ was done before an interruption, or at another speed, does not count.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -28,6 +29,10 @@ EVERY_S = 5.0
 WINDOW_S, WINDOW_CHANGES = 30.0, 5
 """Rates are of at least this many seconds and changes."""
 BAR_EVERY_S, SAMPLE_EVERY_S, LOOK_S = 0.1, 0.5, 0.05
+
+
+class HungUp(OSError):
+    """The terminal is gone. Its SIGHUP may come later than this error of a write."""
 
 
 class Progress:
@@ -50,12 +55,14 @@ class Progress:
                     print(stamp() + line, file=stream, flush=True)
                 else:
                     made._bars.console.print(stamp() + line, markup=False, highlight=False, soft_wrap=True)
-            except OSError:
+            except OSError as error:
                 made._emit = lambda line: None  # what follows, such as an orderly stop, must not fail by its messages
+                if was_terminal and error.errno == errno.EIO:
+                    raise HungUp(*error.args) from error
                 raise
 
-        made = cls(emit, every_s=every_s)
-        made._terminal = stream if stream.isatty() and os.environ.get("TERM") != "dumb" else None
+        made, was_terminal = cls(emit, every_s=every_s), stream.isatty()
+        made._terminal = stream if was_terminal and os.environ.get("TERM") != "dumb" else None
         return made
 
     @classmethod

@@ -70,8 +70,8 @@ def test_a_ring_trains_with_agents_that_fail_in_every_way(warm_model: Path, tmp_
     more = [t for t in trajectories if sum(s.owner is Owner.PROMPT for s in t.segments) > 1]
     begun = {s.finish_reason for t in more for s in t.segments[1:] if s.owner is Owner.PROMPT}
     assert begun <= {"message 0 differs", "same prompt again"}
-    assert sum(step["tokens_trained"] for step in steps_of(run)) == sum(  # type: ignore[misc]
-        t.num_sampled for t in trajectories if t.status.is_valid
-    )
+    # after a slow step tokens are too old
+    settled = sum(step["tokens_trained"] + step["tokens_stale"] for step in steps_of(run))  # type: ignore[operator]
+    assert settled == sum(t.num_sampled for t in trajectories if t.status.is_valid)
     assert {note.read_text() for note in notes.glob("late-*")} <= {"", "404"}
     assert (run / "logs" / "engine-1.log").exists() and json.loads((run / "run.json").read_text())["restarts"]

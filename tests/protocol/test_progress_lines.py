@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from protocol.runtime.progress import Progress, amount, duration
+from protocol.runtime.progress import HungUp, Progress, amount, duration
 
 
 class Clock:
@@ -304,3 +304,19 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
 )
 def test_sizes_are_for_people(size: float, text: str) -> None:
     assert amount(size) == text
+
+
+def test_a_terminal_that_is_gone_is_told_from_a_full_disk() -> None:
+    def unbuffered(file: str | int) -> io.TextIOWrapper:
+        return io.TextIOWrapper(open(file, "wb", buffering=0), write_through=True)
+
+    ours, theirs = pty.openpty()
+    with unbuffered(theirs) as terminal, unbuffered("/dev/full") as full:
+        progress = Progress.on(terminal)
+        os.close(ours)
+        with pytest.raises(HungUp):
+            progress("one")
+        progress("what follows is silent")
+        with pytest.raises(OSError, match="No space") as failed:
+            Progress.on(full)("one")
+        assert not isinstance(failed.value, HungUp)
