@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.base import Say, machine_facts
 from deploy.config import RunConfig, load_config
 from deploy.run.history import PAST, RunHistory, read_steps
-from deploy.run.learning import SIGNS, learning_state, spoken
+from deploy.run.learning import SIGNS, active_signs, learning_state
 from foray.commands.watch.curves import running_means
 from foray.demo.run import CONFIG_COPY
 from foray.evaluation.statistics import interval, paired_test
@@ -210,7 +210,7 @@ def judge(result: Mapping[str, Any]) -> Judged:
     signs: dict[str, int] = {}
     alarms: dict[bool, int] = {}
     for step in range(1, len(records) + 1):
-        speak = spoken(history := RunHistory(past=tuple(records[max(0, step - PAST) : step])))
+        speak = active_signs(history := RunHistory(past=tuple(records[max(0, step - PAST) : step])))
         for sign in speak:
             signs.setdefault(sign.metric, step)
         if learning_state(history).word == "collapsing":

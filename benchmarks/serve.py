@@ -118,10 +118,8 @@ async def _rounds(settings: ServeBench, ways: dict[str, _Way], say: Say) -> dict
     """Return way -> sums over the rounds: tokens, seconds, answers, seconds to the first text."""
     import aiohttp
 
-    draw, sums = (
-        random.Random(settings.seed),
-        {way: dict.fromkeys(("tokens", "seconds", "answers", "first_s"), 0.0) for way in ways},
-    )
+    draw = random.Random(settings.seed)
+    sums = {way: dict.fromkeys(("tokens", "seconds", "answers", "first_s"), 0.0) for way in ways}
     unlimited = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=unlimited) as session:
         for number in range(settings.rounds + 1):

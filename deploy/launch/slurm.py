@@ -180,13 +180,11 @@ def _ask_to_drain(config: RunConfig, engines: Sequence[str]) -> list[str]:
     """Ask engines through Redis to drain, all at once. Return a line if that is not possible."""
     import redis
 
-    place = redis_file_url(config.run.dir)
-    secrets = config.launch.secrets
     if not engines:
         return []
+    place, secrets = redis_file_url(config.run.dir), config.launch.secrets
     try:
-        client = connect(redis_url_for(secrets, "operator", place) if secrets else place, timeout_s=2.0)
-        with client:
+        with connect(redis_url_for(secrets, "operator", place) if secrets else place, timeout_s=2.0) as client:
             client.sadd(Keys(config.run.id).drain, *engines)
     except (redis.RedisError, OSError, UserError) as error:
         return [f"the engines are not asked through Redis to drain, but by a signal to their jobs alone: {error}"]

@@ -77,7 +77,7 @@ class LearningState:
 
 def learning_state(history: RunHistory) -> LearningState:
     """Return whether the run learns, by its last steps: each sign against the run's best window, the reward's rise."""
-    signs = spoken(history)
+    signs = active_signs(history)
     if len(signs) > 1 or any(sign.alone for sign in signs):
         return LearningState("collapsing", "; ".join(signs.values()))
     rewards = _windows(history, "reward_mean")
@@ -89,7 +89,7 @@ def learning_state(history: RunHistory) -> LearningState:
     return LearningState("stalled", f"mean reward {fmean(before):.3g} -> {fmean(now):.3g} is no rise")
 
 
-def spoken(history: RunHistory) -> dict[Sign, str]:
+def active_signs(history: RunHistory) -> dict[Sign, str]:
     """Return the signs of collapse that show, with their figures."""
     return {sign: said for sign in SIGNS if (said := _said(sign, history))}
 

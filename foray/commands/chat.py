@@ -28,7 +28,7 @@ from protocol.errors import ForayError, UserError
 from protocol.redaction import for_terminal
 from protocol.runtime.files import atomic_write
 from protocol.runtime.http.auth import read_secret
-from protocol.runtime.http.body import parse_json
+from protocol.runtime.http.body import error_text, message_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +89,7 @@ def serving_policy(policy: str | None, overrides: list[str]) -> Iterator[tuple[s
     words = ["serve", str(where), *overrides, "--port", "0"]
     print(for_terminal(f"starting {shlex.join(['foray', *words])}"), file=sys.stderr, flush=True)
     call, pipe = [sys.executable, "-m", "foray", *words, "--json", "--until-stdin-ends"], subprocess.PIPE
-    # a session of its own: Ctrl-C stops an answer, not the server, which ends with this process
+    # a new session: Ctrl-C stops an answer, not the server, which ends with this process
     with subprocess.Popen(call, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -141,33 +141,22 @@ async def stream(endpoint: ChatEndpoint, options: dict[str, Any], take: Callable
             session.post(f"{endpoint.url}/chat/completions", json=body, allow_redirects=False) as response,
         ):
             if response.status != 200:
-                raise _refused(endpoint.url, response.status, await response.content.read(1000))
+                raw = await response.content.read(1000)
+                why = error_text(raw, raw.decode(errors="replace")[:200])
+                raise UserError(f"{endpoint.url} refuses, with HTTP status {response.status}", why=why)
             async for data in response.content.iter_any():
                 for payload in events.feed(data):
                     if payload == b"[DONE]":
                         return
                     chunk = ChatChunk.model_validate_json(payload)
                     if chunk.error is not None:
-                        raise ForayError(f"{endpoint.url} failed: {_message(chunk.error)}")
+                        raise ForayError(f"{endpoint.url} failed: {message_of(chunk.error)}")
                     take(chunk)
         raise ForayError(f"{endpoint.url} ended the connection before the answer was complete")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ForayError(f"{endpoint.url} does not answer: {str(error) or type(error).__name__}") from None
     except (EngineError, ValidationError) as error:
         raise ForayError(f"{endpoint.url} sends no chat completion: {str(error)[:200]}") from None
-
-
-def _refused(url: str, status: int, raw: bytes) -> UserError:
-    try:
-        why = _message(parse_json(raw)["error"])
-    except (ValueError, LookupError, TypeError):
-        why = raw.decode(errors="replace")[:200]
-    return UserError(f"{url} refuses, with HTTP status {status}", why=why)
-
-
-def _message(error: Any) -> str:
-    """Return the text of an error, in OpenAI's form or a plain text."""
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
 
 
 @dataclass

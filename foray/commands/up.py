@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if config.launch.backend == "slurm" and not is_core(config.run.id):
         if args.takeover or args.until_stdin_ends:
-            todo = "leave them out; the jobs have a Redis of their own, and `foray down` stops them"
+            todo = "leave them out; the core job starts its own Redis, and `foray down` stops them"
             raise UserError("--takeover and --until-stdin-ends are not possible on Slurm", todo=todo)
         return submit(config, path, overrides, as_json=args.json)
     out = sys.stderr if args.json else sys.stdout

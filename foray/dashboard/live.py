@@ -15,7 +15,7 @@ from aiohttp import web
 
 from protocol.errors import UserError
 from protocol.runtime.http import sse
-from protocol.runtime.http.body import AnswerTooLarge, bounded_session, parse_json, read_bounded
+from protocol.runtime.http.body import AnswerTooLarge, bounded_session, error_text, parse_json, read_bounded
 from protocol.runtime.http.client import LARGEST_ANSWER
 
 ANSWER_S = 3.0
@@ -84,12 +84,12 @@ class LiveProxy:
 
 
 async def what_was_said(answer: aiohttp.ClientResponse) -> str:
-    """Return the text of an error, in OpenAI's form or a plain text."""
+    """Return the text of an error answer, or its status."""
+    status = f"HTTP status {answer.status}"
     try:
-        error = parse_json(await read_bounded(answer, LARGEST_ANSWER))["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (aiohttp.ClientError, AnswerTooLarge, ValueError, KeyError, TypeError):
-        return f"HTTP status {answer.status}"
+        return error_text(await read_bounded(answer, LARGEST_ANSWER), status)
+    except (aiohttp.ClientError, AnswerTooLarge):
+        return status
 
 
 async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

@@ -90,7 +90,7 @@ class ChatAnswer:
         return new
 
     def text(self, kind: str = "answer") -> str:
-        """Return all text of a kind, what a search divides on lines of their own."""
+        """Return all text of a kind, in one line for each stretch between searches."""
         groups = itertools.groupby(self.parts, lambda part: part[0])
         return "\n".join("".join(text for _, text in group).strip() for name, group in groups if name == kind)
 
@@ -154,7 +154,7 @@ class ChatScreen:
             self._print(kind, text, end="", soft_wrap=True)
 
     def line(self, kind: str, text: str) -> None:
-        """Print lines of their own, a search cut to the width of the terminal."""
+        """Print whole lines; a search is cut to the width of the terminal."""
         self.end()
         cut = kind == "search" and self.notes.is_terminal
         self._print(kind, text, soft_wrap=not cut, no_wrap=cut, overflow="ellipsis" if cut else None)

@@ -60,7 +60,7 @@ def scripted(tokens: TrajectoryTokenizer) -> FakeServer:
     def say(body: dict[str, Any]) -> Sequence[int]:
         nonlocal answers
         ids = body["input_ids"]
-        if sum(i in ended for i in ids) < 2:  # turns in the prompt, also those that the agent has written anew
+        if sum(i in ended for i in ids) < 2:  # turns in the prompt, also rewritten ones
             return unsaid(tokens.encode_trusted(SEARCH), ids)
         answers += 1
         text = FINAL if "</final_answer>" in body["sampling_params"]["stop"] else ANSWER

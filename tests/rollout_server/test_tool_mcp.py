@@ -186,6 +186,6 @@ def test_any_arguments_of_the_policy_are_an_object_or_a_mistake(text: str) -> No
 async def test_a_version_that_is_no_header_is_an_error_by_name(
     server: tuple[Server, str], tool: Mcp, version: Any
 ) -> None:
-    """aiohttp raises ValueError for such a header: a bug in the books, not an error of the tool."""
+    """aiohttp raises ValueError for such a header; that would count as a bug of Foray, not as an error of the tool."""
     server[0].version = version
     assert (await tool("find {}")).error == "bad_shape"

@@ -65,6 +65,19 @@ async def read_start(response: aiohttp.ClientResponse, max_bytes: int) -> str:
     return (await response.content.read(max_bytes)).decode(errors="replace")
 
 
+def error_text(raw: bytes, otherwise: str) -> str:
+    """Return the text of an error answer `{"error": ..}`, in OpenAI's form or a plain text; `otherwise` of another."""
+    try:
+        return message_of(parse_json(raw)["error"])
+    except (ValueError, LookupError, TypeError):
+        return otherwise
+
+
+def message_of(error: Any) -> str:
+    """Return the text of an `error`, in OpenAI's form or a plain text, up to 500 characters."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+
+
 def parse_json(raw: bytes) -> Any:
     """Return the value of a JSON answer, with U+FFFD for each lone surrogate. Raises ValueError.
 

@@ -180,7 +180,9 @@ class ThreadedServer:
         except Exception as error:
             if not self._started.done():
                 self._started.set_exception(error)
+                return
             self._failure = error
+            log.error("the service has ended: %s", error, exc_info=not isinstance(error, UserError))
 
     def wait(self) -> None:
         """Wait until the service has ended. Raises the error that ended it."""
