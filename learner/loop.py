@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -107,7 +108,9 @@ class TrainingLoop:
         replayed = self._draw_replayed(groups)
         conditions = self._conditions(groups, replayed)
         everything = [*groups, *(r.group for r in replayed)]
-        with ctx.meter.blocked_on("compute"), ctx.crashes.training([e.id for e in entries]):
+        crashed = any(ctx.crashes.of(entry.id) for entry in entries)
+        alone = ctx.consumer.replaying if crashed else nullcontext()
+        with ctx.meter.blocked_on("compute"), alone, ctx.crashes.training([e.id for e in entries]):
             batch = self._batch(conditions, everything).scaled(ctx.engine.algorithm)
             self._prepare_next(entries)
             report = ctx.engine.train(batch)

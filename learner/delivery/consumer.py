@@ -7,6 +7,8 @@ An entry that crashes the learner while it is read would crash every successor. 
 pending are read one at a time, each after Redis has counted the delivery. An entry that was delivered DELIVERIES times
 without being read successfully becomes a dead letter. So does one whose batch crashed a learner in DELIVERIES trainings
 in a row (`CrashRecord`): the whole batch, because nothing tells which group it was. These seqs are settled as dead.
+No pending entry is read while a batch trains that was in a crash before (`replaying`): otherwise the next crash would
+count against the entry, too.
 
 The reader thread consumes stream entries and produces buffered groups. It waits for Redis (BLOCK_MS at a time) and
 for capacity in the buffer; it is unblocked by entries and by `take`.
@@ -65,6 +67,8 @@ class StreamConsumer:
         self._backlog: deque[bytes] = deque()
         self._tries: Counter[bytes] = Counter()
         self._changed = threading.Condition(delivery.lock)
+        self.replaying = threading.Lock()
+        """Held while a pending entry is read again."""
         self.reclaim = threading.Event()
         """Set to read the pending entries again (start, lost replies, entries delivered to a predecessor)."""
         self.reclaim.set()
@@ -102,21 +106,24 @@ class StreamConsumer:
 
     def _replay(self, count: int) -> None:
         for _ in range(min(count, len(self._backlog))):
-            id_ = self._backlog[0]
-            # Deliveries beyond our own attempts (a reply may get lost) are those that crashed a learner.
-            self._tries[id_] += 1
-            deliveries, fields = self._store.redeliver(id_)
-            if fields is not None and id_ not in self._delivery.unacked:
-                with self._delivery.lock:
-                    self._delivery.counters.redelivered += 1
-                if deliveries - self._tries[id_] >= DELIVERIES:
-                    detail = f"the learner crashed {deliveries - self._tries[id_]} times while reading this entry"
-                    self._poisoned(id_, fields, BadEntry(POISON, detail, read_seq(fields)))
-                else:
-                    self.ingest(id_, fields)
-                    self._store.reset_deliveries(id_)
-            del self._tries[id_]
+            with self.replaying:
+                self._replay_one(self._backlog[0])
             self._backlog.popleft()
+
+    def _replay_one(self, id_: bytes) -> None:
+        # Deliveries beyond our own attempts (a reply may get lost) are those that crashed a learner.
+        self._tries[id_] += 1
+        deliveries, fields = self._store.redeliver(id_)
+        if fields is not None and id_ not in self._delivery.unacked:
+            with self._delivery.lock:
+                self._delivery.counters.redelivered += 1
+            if deliveries - self._tries[id_] >= DELIVERIES:
+                detail = f"the learner crashed {deliveries - self._tries[id_]} times while reading this entry"
+                self._poisoned(id_, fields, BadEntry(POISON, detail, read_seq(fields)))
+            else:
+                self.ingest(id_, fields)
+                self._store.reset_deliveries(id_)
+        del self._tries[id_]
 
     def _poisoned(self, id_: bytes, fields: Fields, bad: BadEntry) -> None:
         with self._delivery.lock:

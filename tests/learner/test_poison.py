@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,46 @@ def test_a_batch_that_ends_the_learner_in_training_is_set_aside_by_the_fourth_st
     letters = [json.loads(line) for line in (run.dir / "dead_letters.jsonl").read_text().splitlines()]
     assert {letter["seq"] for letter in letters} == dead.keys()
     assert all("3 times while training a batch" in letter["detail"] and letter["b"] for letter in letters)
+
+
+def test_an_entry_that_is_read_again_beside_a_deadly_batch_is_no_dead_letter(
+    run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The reader always has an entry of a later batch in hand when the batch kills the learner, if it is let."""
+    import learner.loop
+
+    real_build, real_redeliver, parent = learner.loop.batch_for_step, RunStore.redeliver, os.getpid()
+    building = threading.Event()
+
+    def build(conditions: Any, groups: list[TrajectoryGroup], *rest: Any) -> Any:
+        if POISON in [group.seq for group in groups]:
+            building.set()
+            time.sleep(0.3)  # the reader redelivers one more, if it may
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real_build(conditions, groups, *rest)
+
+    def redeliver(store: RunStore, id_: bytes) -> tuple[int, Any]:
+        deliveries, fields = real_redeliver(store, id_)
+        if os.getpid() != parent and fields is not None and int(fields[b"seq"]) > 2 * run.groups_per_step:
+            building.wait(0.5)
+            if building.is_set():
+                time.sleep(60)
+        return deliveries, fields
+
+    monkeypatch.setattr(learner.loop, "batch_for_step", build)
+    monkeypatch.setattr(RunStore, "redeliver", redeliver)
+    with tiny_learner.Player(address, run.id):
+        for _ in range(3):
+            if (child := os.fork()) == 0:
+                serve(run, settings)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        monkeypatch.setattr(learner.loop, "batch_for_step", real_build)
+        assert serve(run, settings) == 0
+    letters = [json.loads(line) for line in (run.dir / "dead_letters.jsonl").read_text().splitlines()]
+    assert len(letters) == run.groups_per_step and POISON in [letter["seq"] for letter in letters]
+    assert all("3 times while training a batch" in letter["detail"] for letter in letters)
 
 
 def test_a_step_that_is_trained_clears_what_earlier_crashes_said_of_its_entries(tmp_path: Path) -> None:
