@@ -112,9 +112,6 @@ class LaunchSettings(Settings):
     """Memory limit of the Redis that `up` starts, in MiB. `foray doctor` compares it with the needs of the run."""
     threads: int = Field(default=1, ge=1)
     """OMP_NUM_THREADS (also for MKL and OpenBLAS) of every process."""
-    learner_threads: int = Field(default=0, ge=0)
-    """`threads` of each learner rank. 0: `threads`; with learner.engine.offload_optimizer, which
-    updates on the CPU, the cores divided by the ranks."""
     gpus: GpuSettings = GpuSettings()
     """GPUs per process. Without an NVIDIA GPU this has no effect."""
     hardware: Hardware = ""
@@ -131,9 +128,6 @@ class LaunchSettings(Settings):
     ready_s: float = Field(default=180.0, gt=0)
     """Time for a process to become ready, in seconds. It starts again whenever the memory of its processes has grown:
     what still loads is not given up."""
-    shutdown_s: float = Field(default=20.0, gt=0)
-    """Time between SIGTERM and SIGKILL at shutdown, in seconds. The learner may take longer for its last checkpoint:
-    the time of 12 bytes per parameter at 0.25 GB/s."""
     secrets: Path | None = None
     """Directory that `foray init --secure` wrote. Each process gets only the secrets of its role, and the Redis that
     `up` starts gets its users. null: all processes inherit the launcher's environment."""
@@ -263,4 +257,5 @@ def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> SettingsTree:
             )
         return environ[found[1]] + value[found.end() :]
 
-    return SettingsTree(walk(tree, ""), tree.spelt if isinstance(tree, SettingsTree) else {})
+    spelt, recorded = (tree.spelt, tree.recorded) if isinstance(tree, SettingsTree) else ({}, False)
+    return SettingsTree(walk(tree, ""), spelt, recorded=recorded)

@@ -152,7 +152,6 @@ class Launcher:
         self.supervisor = Supervisor(
             is_ready=self._readiness,
             ready_s=launch.ready_s,
-            shutdown_s=launch.shutdown_s,
             say=self._say,
             beat=self._say.beat,
             interrupted=self._raise_if_stopped,

@@ -60,7 +60,7 @@ class ProcessSpec:
     log       file for its stdout and stderr
     ready     readiness condition; `url` if that needs an address
     restarts  maximum number of restarts within an hour; 0: its exit ends the run
-    stop_s    seconds that it may need after SIGTERM, beyond launch.shutdown_s
+    stop_s    seconds that it may need after SIGTERM, beyond SHUTDOWN_S
     """
 
     name: str
@@ -184,9 +184,8 @@ def _ranks(learner: ProcessSpec, size: int, placement: Placement) -> Iterator[Pr
 def learner_threads(config: RunConfig, cores: int) -> int:
     """Return the threads of a learner rank: an offloaded optimizer updates on the CPU, so ranks divide the cores."""
     launch = config.launch
-    if launch.learner_threads or not config.learner.engine.offload_optimizer:
-        return launch.learner_threads or launch.threads
-    return max(launch.threads, cores // launch.learner_ranks)
+    divided = cores // launch.learner_ranks if config.learner.engine.offload_optimizer else 0
+    return max(launch.threads, divided)
 
 
 def _redis(config: RunConfig, addresses: Addresses, placement: Placement) -> ProcessSpec:

@@ -258,7 +258,7 @@ class RayBackend:
 def bundles(config: RunConfig, gpus: Mapping[str, int]) -> dict[str, list[Bundle]]:
     """Return what each process needs of Ray, by its group; one bundle a rank. The learner comes first."""
     launch = config.launch
-    ranks = [launch.learner_threads or launch.threads] * launch.learner_ranks if launch.learner else []
+    ranks = [launch.threads] * launch.learner_ranks if launch.learner else []
     others = [*config.engine_roles, *(f"retriever-{i + 1}" for i in range(config.num_retrievers))]
     others += [f"rollout-{i + 1}" for i in range(launch.rollouts)]
     found = ({"learner": ranks} if ranks else {}) | {name: [launch.threads] for name in others}

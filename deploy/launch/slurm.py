@@ -24,6 +24,7 @@ from urllib.parse import quote
 from deploy.config import RunConfig
 from deploy.hardware.assign import EngineArgs
 from deploy.launch.plan import checkpoint_s
+from deploy.launch.supervisor import SHUTDOWN_S
 from deploy.run.addresses import REDIS_URL_FILE, Addresses, redis_file_url, settle
 from deploy.run.redis_server import connect
 from deploy.run.run_dir import RESOLVED, SCRIPTS
@@ -93,7 +94,7 @@ def render(config: RunConfig, given: Sequence[str], part: str) -> str:
         resources.append(f"--gres=gpu:{ranks if core else gpus}")
     srun = ["srun", f"--nodes={slurm.nodes}", f"--ntasks-per-node={ranks}", "--kill-on-bad-exit=1"]
     learner = json.dumps([*srun, "bash", "-c", RANK, "rank"])
-    needed_s = 3 * config.launch.shutdown_s + checkpoint_s(config) if core else config.engine.drain_s
+    needed_s = 3 * SHUTDOWN_S + checkpoint_s(config) if core else config.engine.drain_s
     redis_file, secrets = run / REDIS_URL_FILE, config.launch.secrets
     filled = {
         "NAME": names(config.run.id)[0 if core else 1],

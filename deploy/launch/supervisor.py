@@ -30,6 +30,8 @@ from rollout_server.node.guard import Growth
 
 STOP_ORDER = ("learner", "rollout", "engine", "retriever", "redis")
 POLL_S = 0.05
+SHUTDOWN_S = 20.0
+"""Seconds between SIGTERM and SIGKILL of a process. The learner gets more for its last checkpoint."""
 RESTARTS_S = 3600.0
 """Restarts within this period are limited: a loop ends the run, rare failures of a long run do not."""
 LEAVE_S = 2.0
@@ -44,7 +46,7 @@ class Supervisor:
     backend     starts the processes; default: on this machine
     is_ready    returns whether a started process is ready; called every `POLL_S` * 2, must return quickly
     ready_s     time for one process to become ready; it starts again whenever the memory of its processes has grown
-    shutdown_s  time between SIGTERM and SIGKILL, for each stage of the stop
+    shutdown_s  time between SIGTERM and SIGKILL, for each stage of the stop; default: SHUTDOWN_S
     beat        called in every iteration of a waiting loop with what it waits for
     interrupted called at each check; raises if the user stopped the run
     url_of      returns the address of a ready process by its name, "" without one
@@ -55,7 +57,7 @@ class Supervisor:
         *,
         is_ready: IsReady,
         ready_s: float,
-        shutdown_s: float,
+        shutdown_s: float | None = None,
         say: Say = lambda line: None,
         beat: Callable[[Callable[[], str]], None] = lambda line: None,
         interrupted: Callable[[], None] = lambda: None,
@@ -64,7 +66,8 @@ class Supervisor:
         url_of: Callable[[str], str] = lambda name: "",
     ) -> None:
         self._url_of = url_of
-        self._is_ready, self._ready_s, self._shutdown_s = is_ready, ready_s, shutdown_s
+        self._is_ready, self._ready_s = is_ready, ready_s
+        self._shutdown_s = SHUTDOWN_S if shutdown_s is None else shutdown_s
         self._hurried = False
         self._say, self._beat, self._interrupted = say, beat, interrupted
         self._backend = backend or LocalBackend()

@@ -182,7 +182,7 @@ def read_configuration(path: Path, directory: Path) -> SettingsTree:
             return value.replace(before, now, 1)
         return value
 
-    return SettingsTree(walk(tree), tree.spelt) if before else tree
+    return SettingsTree(walk(tree) if before else tree, tree.spelt, recorded=True)
 
 
 def _is_configuration(path: Path) -> bool:

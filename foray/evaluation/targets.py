@@ -422,7 +422,6 @@ def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[s
     supervisor = Supervisor(
         is_ready=Readiness("", run.id),
         ready_s=launch.ready_s,
-        shutdown_s=launch.shutdown_s,
         say=progress,
         beat=progress.beat,
     )

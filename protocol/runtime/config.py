@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from protocol.errors import UserError
-from protocol.runtime.settings_errors import explain, repaired, suggest
+from protocol.runtime.settings_errors import explain, repaired, suggest, without_removed
 from protocol.settings import SECTIONS, Settings
 
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
@@ -54,11 +54,17 @@ def parse_yaml(text: str) -> Any:
 
 
 class SettingsTree(dict[str, Any]):
-    """All sections as plain values. `spelt` holds the text of overrides that YAML did not read as text."""
+    """All sections as plain values.
 
-    def __init__(self, tree: Mapping[str, Any], spelt: Mapping[tuple[str, ...], str]) -> None:
+    spelt     text of overrides that YAML did not read as text
+    recorded  Foray wrote the tree, perhaps an earlier version: removed settings at their default are left out
+    """
+
+    def __init__(
+        self, tree: Mapping[str, Any], spelt: Mapping[tuple[str, ...], str], *, recorded: bool = False
+    ) -> None:
         super().__init__(tree)
-        self.spelt = dict(spelt)
+        self.spelt, self.recorded = dict(spelt), recorded
 
 
 def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> SettingsTree:
@@ -116,6 +122,11 @@ def section(tree: Mapping[str, Any], name: str, kind: type[S]) -> S:
         wrong = error
     spelt = tree.spelt if isinstance(tree, SettingsTree) else {}
     below = {path[1:]: text for path, text in spelt.items() if path[0] == name}
+    try:
+        if isinstance(tree, SettingsTree) and tree.recorded:
+            return kind.model_validate(value := without_removed(value, wrong, name))
+    except ValidationError as error:
+        wrong = error
     try:
         if (meant := repaired(value, wrong, kind, below)) is not None:
             return kind.model_validate(meant)

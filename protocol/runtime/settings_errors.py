@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
+import json
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from protocol.redaction import SHOWN
 from protocol.settings import PATTERNS
 
-RENAMED = {"allow_unisolated": "sandbox"}
-"""Former name of a settings key -> its present name."""
+REMOVED = Path(__file__).with_name("removed_settings.yaml")
+"""Former dotted name -> its default and what to do now."""
 _MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 300
@@ -26,9 +31,7 @@ _GROUP = {"model_attributes_type", "model_type", "dict_type", "mapping_type"}
 
 
 def suggest(name: str, legal: Sequence[str]) -> str:
-    """Return advice: the present name of `name`, the nearest of `legal`, or all of them."""
-    if (now := RENAMED.get(name)) in legal:
-        return f"it was renamed to {now!r}"
+    """Return advice: the nearest of `legal`, or all of them."""
     near = difflib.get_close_matches(name, legal, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else "valid names: " + ", ".join(sorted(legal))
 
@@ -39,13 +42,45 @@ def explain(error: ValidationError, name: str, kind: type[BaseModel]) -> Iterato
         where = ".".join([name, *(str(part) for part in item["loc"])])
         if item["type"] == "extra_forbidden":
             legal = _legal_keys(kind, [str(part) for part in item["loc"][:-1]])
-            yield f"unknown key {where!r}: {suggest(str(item['loc'][-1]), legal)}"
+            row = _removed(name, item["loc"])
+            yield f"unknown key {where!r}: {_advice(row) if row else suggest(str(item['loc'][-1]), legal)}"
         elif item["type"] == "union_tag_not_found":
             known = ", ".join(_legal_tags(kind, [str(part) for part in item["loc"]]))
             yield f"{where} has no type: set {where}.type to one of {known}"
         else:
             # with nested aliases, a few lines of YAML can expand to gigabytes
             yield f"{where} = {_SHORT.repr(_shown(where, item['input']))}: {_in_words(item, kind)}"
+
+
+@functools.cache
+def removed() -> dict[str, dict[str, Any]]:
+    """Return the rows of REMOVED: pattern of a dotted name, with the types of unions -> `was`, `now`."""
+    rows: dict[str, dict[str, Any]] = yaml.safe_load(REMOVED.read_text(encoding="utf-8"))
+    return rows
+
+
+def _removed(name: str, loc: Sequence[int | str]) -> dict[str, Any] | None:
+    """Return the row of the setting at `loc` of section `name`, if there was one."""
+    where = ".".join([name, *(part for part in loc if isinstance(part, str))])
+    return next((row for pattern, row in removed().items() if fnmatchcase(where, pattern)), None)
+
+
+def _advice(row: Mapping[str, Any]) -> str:
+    """Return what to do with a removed setting."""
+    return f"it was removed; {row.get('now') or 'delete it: its value is always ' + json.dumps(row['was'])}"
+
+
+def without_removed(value: Any, error: ValidationError, name: str) -> Any:
+    """Return `value`, written by an earlier version, without the removed settings that have their former default.
+
+    name: section, or dotted name of the setting that `value` belongs to
+    """
+    kept = copy.deepcopy(value)
+    for item in error.errors():
+        row, place = _removed(name, item["loc"]), _place(kept, item["loc"])
+        if item["type"] == "extra_forbidden" and row and place and place[0][place[1]] == row.get("was", place):
+            del place[0][place[1]]
+    return kept
 
 
 def _shown(name: str, value: Any) -> Any:

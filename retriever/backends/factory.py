@@ -8,6 +8,7 @@ from retriever.backends.base import Backend, Embedder
 from retriever.backends.index import open_index_backend
 from retriever.backends.memory.backend import open_memory
 from retriever.backends.web.backend import open_web
+from retriever.backends.web.client import concurrency
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics
 
@@ -49,9 +50,8 @@ async def _open_source(settings: RetrieverSettings, metrics: Metrics) -> OpenBac
         online = open_web(settings.online)
         metrics.add_provider(settings.online.type, online.counters)
         # twice the concurrency: some queries wait for pages or for the rate limit
-        return OpenBackend(
-            online, None, max_concurrent_batches=2 * settings.online.concurrency, max_batch=1, per_run=False
-        )
+        batches = 2 * concurrency(settings.online.rate)
+        return OpenBackend(online, None, max_concurrent_batches=batches, max_batch=1, per_run=False)
     index = await open_index_backend(settings)
     passages = index.searcher.num_passages
     metrics.passages.set(passages)

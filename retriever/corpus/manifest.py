@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from protocol.errors import UserError
 from protocol.runtime.files import sha256_file
 from protocol.runtime.records import record_files
+from protocol.runtime.settings_errors import without_removed
 from retriever.corpus.corpus import CorpusScan, open_corpus
 from retriever.corpus.formats.base import PASSAGES
 from retriever.corpus.formats.synthetic import corpus_spec
@@ -160,9 +161,13 @@ def settings_of(directory: Path, changes: Mapping[str, Any] | None = None) -> In
 
     Raises UserError if this version does not know the index's type or one of its settings.
     """
-    content = read_manifest(directory).settings
+    content = _merged(read_manifest(directory).settings, changes or {})
     try:
-        return _SETTINGS.validate_python(_merged(content, changes or {}))
+        return _SETTINGS.validate_python(content)
+    except ValidationError as error:
+        content = without_removed(content, error, "retriever.index")
+    try:
+        return _SETTINGS.validate_python(content)
     except ValidationError as error:
         raise UserError(
             f"{directory} cannot be opened with the settings in its manifest",

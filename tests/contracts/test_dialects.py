@@ -50,7 +50,7 @@ async def service_of(kind: str, corpus: Path) -> AsyncIterator[int]:
             app = web.Application()
             app.router.add_get("/search", searxng)
             server = await stack.enter_async_context(TestServer(app))
-            limits = {"rate": 1e6, "burst": 1000, "concurrency": 32}
+            limits = {"rate": 1e6}
             fields |= {"online": {"type": "searxng", "base_url": str(server.make_url("/search")), **limits}}
         else:
             index_dir = corpus.with_name(f"{kind}.index")

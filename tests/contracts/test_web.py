@@ -15,6 +15,7 @@ from aiohttp import web
 
 from protocol.errors import UserError
 from retriever.backends.base import QueryFailure, QueryResult
+from retriever.backends.web import client
 from retriever.backends.web.backend import WebBackend, open_web
 from retriever.backends.web.config import WebBase, WebSettings
 from retriever.backends.web.provider import ProviderHit
@@ -38,7 +39,7 @@ ODD = [
 @asynccontextmanager
 async def opened(member: type[WebBase], fake: FakeProvider, **fields: Any) -> AsyncIterator[WebBackend]:
     """The member's back-end, pointed at the fake provider."""
-    given: dict[str, Any] = {"base_url": fake.url, "rate": 1000, "burst": 1000, "backoff_s": 0, "timeout_s": 5}
+    given: dict[str, Any] = {"base_url": fake.url, "rate": 1000, "timeout_s": 5}
     given |= {"key_env": "FORAY_TEST_KEY"} | ({"cx": "c1"} if "cx" in member.model_fields else {})
     backend: WebBackend = open_web(member(**given | fields))  # type: ignore[attr-defined]
     try:
@@ -51,6 +52,7 @@ async def opened(member: type[WebBase], fake: FakeProvider, **fields: Any) -> As
 def member(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[WebBase]:
     """Each provider's settings class; the key is in the environment."""
     monkeypatch.setenv("FORAY_TEST_KEY", KEY)
+    monkeypatch.setattr(client, "BACKOFF_S", 0)
     chosen: type[WebBase] = request.param
     return chosen
 
@@ -140,9 +142,12 @@ async def test_no_results_are_an_empty_answer(member: type[WebBase], fake: FakeP
         assert await backend.search(["q"], 3, "") == [QueryResult((), ())]
 
 
-async def test_each_query_has_its_own_outcome(member: type[WebBase], fake: FakeProvider) -> None:
+async def test_each_query_has_its_own_outcome(
+    member: type[WebBase], fake: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake.script.extend([404, None, None])
-    async with opened(member, fake, concurrency=1) as backend:
+    monkeypatch.setattr(client, "concurrency", lambda rate: 1)
+    async with opened(member, fake) as backend:
         outcomes = await backend.search(["a", "b", "c"], 2, "")
     assert [type(outcome) for outcome in outcomes] == [QueryFailure, QueryResult, QueryResult]
 
@@ -202,17 +207,23 @@ async def test_a_retry_fixes_a_passing_fault(member: type[WebBase], fake: FakePr
         assert backend.counters()["retries"] == 2 and backend.counters()["requests"] == 3
 
 
-async def test_a_used_up_budget_sends_nothing(member: type[WebBase], fake: FakeProvider) -> None:
-    async with opened(member, fake, cost_per_request=0.5, max_cost=1.4, concurrency=1) as backend:
+async def test_a_used_up_budget_sends_nothing(
+    member: type[WebBase], fake: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "concurrency", lambda rate: 1)
+    async with opened(member, fake, cost_per_request=0.5, max_cost=1.4) as backend:
         outcomes = await backend.search(["a", "b", "c", "d"], 3, "")
         assert [isinstance(outcome, QueryResult) for outcome in outcomes] == [True, True, False, False]
         assert all(outcome.cause == "quota" for outcome in outcomes if isinstance(outcome, QueryFailure))
         assert len(fake.seen) == 2 and backend.counters()["cost"] == 1.0 and backend.info()["requests_left"] == 0
 
 
-async def test_no_more_are_under_way_than_allowed(member: type[WebBase], fake: FakeProvider) -> None:
+async def test_no_more_are_under_way_than_allowed(
+    member: type[WebBase], fake: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake.pause_s = 0.01
-    async with opened(member, fake, concurrency=2) as backend:
+    monkeypatch.setattr(client, "concurrency", lambda rate: 2)
+    async with opened(member, fake) as backend:
         outcomes = await backend.search([f"q{i}" for i in range(12)], 1, "")
     assert all(isinstance(outcome, QueryResult) for outcome in outcomes)
     assert fake.most_under_way == 2

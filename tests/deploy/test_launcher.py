@@ -99,7 +99,6 @@ def configured(tmp_path: Path, learner: str = "0", *overrides: str) -> RunConfig
             f"learner.questions={tmp_path / 'questions.jsonl'}",
             f"launch.env.STAND_IN_LEARNER='{learner}'",
             "run.steps=1",
-            "launch.shutdown_s=3",
             "launch.ready_s=30",
             "launch.restart_learner=0",
             *overrides,

@@ -206,7 +206,6 @@ def test_an_offloaded_optimizer_gets_the_cores_of_its_rank() -> None:
     assert threads() == ("2", "2")
     assert threads("learner.engine.offload_optimizer=true") == ("24", "2")
     assert threads("learner.engine.offload_optimizer=true", cores=4) == ("2", "2")
-    assert threads("learner.engine.offload_optimizer=true", "launch.learner_threads=7") == ("7", "2")
 
 
 def test_a_configured_engine_port_belongs_to_the_first_engine() -> None:

@@ -174,7 +174,7 @@ def test_each_rank_of_the_learner_is_a_process_of_one_group() -> None:
 def test_the_learner_may_take_the_time_of_its_last_checkpoint_to_stop(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(15 * 10**9)  # 7.5 billion parameters: 90 GB of state, 360 s at 0.25 GB/s, twice
-    chosen = (f"run.model={tmp_path}", "launch.shutdown_s=20", "launch.learner_ranks=8")
+    chosen = (f"run.model={tmp_path}", "launch.learner_ranks=8")
     learner, engine = (named(planned(*chosen), name) for name in ("learner", "engine-1"))
     assert (learner.stop_s, engine.stop_s) == (720.0, 0.0)
     assert named(planned(*chosen, "learner.model.lora.rank=8"), "learner").stop_s == 0.0, "adapters are small"

@@ -57,7 +57,6 @@ CHARSETS = (
 def _provider(kind: str) -> Decoder:
     given = {"type": kind, "answers": True, "base_url": "http://127.0.0.1:9/search", "key_env": "X"}
     given |= {"cx": "c"} if kind == "google_cse" else {}
-    given |= {"extra_snippets": True} if kind == "brave" else {}
     settings: Any = TypeAdapter(WebSettings).validate_python(given)
     provider = build_provider(settings)
 

@@ -171,8 +171,8 @@ def test_common_mistakes_are_explained_in_terms_of_yaml(override: str, expected:
     assert expected in caught.value.render()
 
 
-def test_an_old_key_is_answered_with_the_new_one() -> None:
-    assert suggest("allow_unisolated", ("timeout_s", "sandbox")) == "it was renamed to 'sandbox'"
+def test_an_unknown_name_is_answered_with_the_nearest_or_all() -> None:
+    assert suggest("sandbx", ("timeout_s", "sandbox")) == "did you mean 'sandbox'?"
     assert suggest("allow_unisolated", ("timeout_s",)) == "valid names: timeout_s"
 
 

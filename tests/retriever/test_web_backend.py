@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import UserError
 from retriever.backends.base import QueryFailure, QueryResult
+from retriever.backends.web import backend as web_backend
 from retriever.backends.web.backend import MAX_HIT_CHARS, WebBackend, hits_of, open_web
 from retriever.backends.web.client import Secret
 from retriever.backends.web.config import SearxngSettings, SerperSettings, WebSettings
@@ -68,7 +69,7 @@ def opened(world: Web) -> Open:
     async def start(pages: dict[str, Any] | None = None, **fields: Any) -> AsyncIterator[WebBackend]:
         port = int(world.url.rpartition(":")[2])
         allowed = {"ports": [80, port], "allow_private": ["127.0.0.1/32"]} | (pages or {})
-        given: dict[str, Any] = {"base_url": world.fake.url, "rate": 1000, "burst": 1000, "fetch_pages": True}
+        given: dict[str, Any] = {"base_url": world.fake.url, "rate": 1000, "fetch_pages": True}
         backend = open_web(SearxngSettings.model_validate(given | {"pages": allowed} | fields))
         try:
             yield backend
@@ -131,8 +132,9 @@ async def test_pages_are_recorded_and_replayed_too(opened: Open, world: Web, tmp
     assert not world.visits and len(world.fake.seen) == 1
 
 
-async def test_the_oldest_hits_are_forgotten(opened: Open, world: Web) -> None:
-    async with opened(fetch_pages=False, remembered=2) as backend:
+async def test_the_oldest_hits_are_forgotten(opened: Open, world: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_backend, "REMEMBERED", 2)
+    async with opened(fetch_pages=False) as backend:
         (answer,) = await backend.search(["q"], 3, "")
         first, second, third = ids(answer)
         assert await backend.find(first) is None

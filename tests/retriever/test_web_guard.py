@@ -13,6 +13,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retriever.backends.web import pages as web_pages
 from retriever.backends.web.config import PageSettings
 from retriever.backends.web.pages import PageFetcher
 from retriever.backends.web.provider import WebSearchError
@@ -294,22 +295,29 @@ async def test_redirects_are_followed_up_to_their_limit(site: Site) -> None:
     assert await refused(site.pages_of(), site.url("/2")) == "redirects"
 
 
-async def test_a_compressed_bomb_is_cut(site: Site) -> None:
+async def test_a_compressed_bomb_is_cut(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_pages, "MAX_CHARS", 1 << 20)
+    monkeypatch.setattr(web_pages, "MAX_BYTES", 1 << 18)
     bomb = gzip.compress(b"<p>" + b"bomb " * (4 << 20))
     headers = {"Content-Encoding": "gzip", "Content-Type": "text/html"}
     site.pages["/bomb"] = lambda: web.Response(body=bomb, headers=headers)
-    page = await site.pages_of(max_mb=0.25, max_chars=1 << 20).read(site.url("/bomb"))
+    page = await site.pages_of().read(site.url("/bomb"))
     assert 0.2 * 2**20 < len(page.text) <= 0.25 * 2**20
 
 
-async def test_a_page_without_an_end_is_left_when_there_is_enough_of_it(site: Site) -> None:
-    page = await site.pages_of(max_mb=0.1, max_chars=1 << 20).read(site.url("/endless"))
-    assert len(page.text) == pytest.approx(0.1 * 2**20, abs=10)
+async def test_a_page_without_an_end_is_left_when_there_is_enough_of_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_pages, "MAX_CHARS", 1 << 20)
+    monkeypatch.setattr(web_pages, "MAX_BYTES", 100_000)
+    page = await site.pages_of().read(site.url("/endless"))
+    assert len(page.text) == pytest.approx(100_000, abs=10)
 
 
-async def test_a_text_is_cut_at_its_characters(site: Site) -> None:
+async def test_a_text_is_cut_at_its_characters(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_pages, "MAX_CHARS", 10)
     site.pages["/long"] = lambda: web.Response(text="é" * 1000)
-    assert (await site.pages_of(max_chars=10).read(site.url("/long"))).text == "é" * 10
+    assert (await site.pages_of().read(site.url("/long"))).text == "é" * 10
 
 
 @pytest.mark.parametrize("kind", ["image/png", "application/pdf", "application/json", "text/css"])

@@ -28,7 +28,7 @@ PROVIDERS: dict[str, Provider] = {
     "serpapi": SerpApi(SerpApiSettings()),
     "serper": Serper(SerperSettings()),
     "google_cse": GoogleCse(GoogleCseSettings(cx="c")),
-    "brave": Brave(BraveSettings(extra_snippets=True)),
+    "brave": Brave(BraveSettings()),
     "tavily": Tavily(TavilySettings(answers=True)),
     "bing": Bing(BingSettings(base_url="https://bing.example/v7.0/search")),
     "searxng": Searxng(SearxngSettings()),

@@ -12,6 +12,9 @@ from foray.evaluation.methods.base import Episode, MethodSettingsBase
 from foray.evaluation.methods.prompts import Prompts, final_answer, first_sentence
 from foray.evaluation.models import Generated, ModelPrompt
 
+MASK = 0.4
+"""beta: tokens below this probability are left out of the query, as in the authors' configuration."""
+
 
 class FlareSettings(MethodSettingsBase):
     """Retrieve when a token of the next sentence is improbable, with that sentence as the query (arXiv:2305.06983).
@@ -26,8 +29,6 @@ class FlareSettings(MethodSettingsBase):
     """Tokens generated to find the next sentence."""
     threshold: float = Field(default=0.8, ge=0, le=1)
     """theta: retrieve if a token's probability is below it. 0: never, 1: always."""
-    mask: float = Field(default=0.4, ge=0, le=1)
-    """beta: tokens below it are left out of the query."""
     sentences: int = Field(default=8, ge=1)
     """Maximum sentences of the reply."""
 
@@ -48,7 +49,7 @@ class Flare:
             sentence = first_sentence(said.text)[0]
             sure = tokens_within(said.tokens, len(sentence))
             if any(math.exp(logprob) < self._settings.threshold for _, logprob in sure):
-                kept = "".join(text for text, logprob in sure if math.exp(logprob) >= self._settings.mask)
+                kept = "".join(text for text, logprob in sure if math.exp(logprob) >= MASK)
                 passages = await episode.search(kept.strip() or question)
                 said = await self._continue(self._prompts.fill("rag_cot", question, passages), reply, episode)
                 sentence = first_sentence(said.text)[0]

@@ -28,6 +28,8 @@ from retriever.backends.web.providers import build_provider
 from retriever.backends.web.recordings import Recordings
 
 log = logging.getLogger(__name__)
+REMEMBERED = 10_000
+"""Number of hits that can be fetched by id; the oldest are evicted."""
 MAX_HIT_CHARS = 20_000
 """Maximum characters of one hit: snippets have a few hundred, but providers do not guarantee that."""
 
@@ -39,7 +41,7 @@ class WebBackend:
         self, settings: WebBase, provider: Provider, client: ProviderClient | None, recordings: Recordings | None
     ) -> None:
         self._settings, self._provider, self._client, self._recordings = settings, provider, client, recordings
-        self._known = HitCache(settings.remembered)
+        self._known = HitCache(REMEMBERED)
         self._pages = PageFetcher(settings.pages, recordings, settings.record) if settings.fetch_pages else None
         self._counts: Counter[str] = Counter()
         identity = json.dumps(web_identity(settings), sort_keys=True)

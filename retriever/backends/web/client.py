@@ -33,6 +33,12 @@ MIN_KEY_CHARS = 8
 """Minimum length of a key: shorter strings cannot be redacted from texts safely."""
 QUOTA_STATUS = frozenset({402, 432, 433})
 """Payment required, and Tavily's two codes for a plan's limit."""
+BACKOFF_S = 0.5
+"""Pause before the second attempt, with +-50 % jitter; doubled for each further attempt."""
+MAX_RETRY_AFTER_S = 10.0
+"""Maximum `Retry-After` to wait for; a longer one fails the query."""
+MAX_REPLY_BYTES = 4 << 20
+"""Maximum reply of a provider after decompression: hits with texts have some 100 kB."""
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -59,8 +65,8 @@ class ProviderClient:
     ) -> None:
         self._settings, self._provider, self._key, self._proxy = settings, provider, key, proxy
         self._clock, self._sleep, self._random = clock, sleep, random.Random()
-        self._rate_limit = TokenBucket(settings.rate, settings.burst, clock)
-        self._semaphore = asyncio.Semaphore(settings.concurrency)
+        self._rate_limit = TokenBucket(settings.rate, max(1, int(settings.rate)), clock)
+        self._semaphore = asyncio.Semaphore(concurrency(settings.rate))
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
         self.budget = Budget(settings)
@@ -96,11 +102,11 @@ class ProviderClient:
             try:
                 return await self._attempt(request, end)
             except RetryableError as error:
-                pause = backoff_s(attempt, settings.backoff_s, settings.deadline_s) * self._random.uniform(0.5, 1.5)
+                pause = backoff_s(attempt, BACKOFF_S, settings.deadline_s) * self._random.uniform(0.5, 1.5)
                 pause = max(pause, error.after_s)
                 if error.after_s > 0:
                     self._rate_limit.pause(error.after_s)
-                if attempt == settings.attempts or error.after_s > settings.max_retry_after_s:
+                if attempt == settings.attempts or error.after_s > MAX_RETRY_AFTER_S:
                     raise WebSearchError(error.failure.cause, error.failure.detail) from None
                 if self._clock() + pause >= end:
                     raise WebSearchError(
@@ -156,12 +162,11 @@ class ProviderClient:
             return response.status, response.headers, await self._read(response)
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        limit = int(self._settings.max_reply_mb * 2**20)
         body = bytearray()
         async for chunk in response.content.iter_any():
             body += chunk
-            if len(body) > limit:
-                raise WebSearchError("too_large", f"the reply exceeds {self._settings.max_reply_mb} MiB")
+            if len(body) > MAX_REPLY_BYTES:
+                raise WebSearchError("too_large", f"the reply exceeds {MAX_REPLY_BYTES >> 20} MiB")
         return bytes(body)
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -186,6 +191,11 @@ class ProviderClient:
         if status == 429 or status >= 500:
             return RetryableError(f"http_{status}", detail, _retry_after_s(headers.get("Retry-After", "")))
         return WebSearchError(f"http_{status}", detail)
+
+
+def concurrency(rate: float) -> int:
+    """Return the maximum number of concurrent requests: enough for `rate` requests per second of 2 s each."""
+    return max(8, int(2 * rate))
 
 
 class TokenBucket:
@@ -224,13 +234,12 @@ class Budget:
     """Remaining requests and their total cost: an upper bound of the bill, because a request counts when it is sent,
     whatever the response."""
 
-    def __init__(self, settings: WebBase, clock: Callable[[], float] = time.time) -> None:
-        self._price, self._daily, self._clock = settings.cost_per_request, settings.budget_period == "day", clock
+    def __init__(self, settings: WebBase) -> None:
+        self._price = settings.cost_per_request
         bounds = [] if settings.max_requests is None else [settings.max_requests]
         if settings.max_cost is not None and self._price > 0:
             bounds.append(int(settings.max_cost / self._price + 1e-9))
         self._bound = min(bounds, default=None)
-        self._day, self._used = self._today(), 0
         self.requests = 0
 
     @property
@@ -240,25 +249,18 @@ class Budget:
 
     @property
     def left(self) -> int | None:
-        """Return the requests left in this period; None if unlimited."""
-        if self._daily and (today := self._today()) != self._day:
-            self._day, self._used = today, 0
-        return None if self._bound is None else max(0, self._bound - self._used)
+        """Return the requests left; None if unlimited."""
+        return None if self._bound is None else max(0, self._bound - self.requests)
 
     def check(self) -> None:
         """Raise WebSearchError("quota") if nothing is left."""
         if self.left == 0:
-            period = "day" if self._daily else "process"
-            raise WebSearchError("quota", f"the budget of this {period} is used up: {self._bound} requests")
+            raise WebSearchError("quota", f"the budget of this process is used up: {self._bound} requests")
 
     def spend(self) -> None:
         """Count one request. Raises WebSearchError("quota") if nothing is left."""
         self.check()
-        self._used += 1
         self.requests += 1
-
-    def _today(self) -> str:
-        return datetime.fromtimestamp(self._clock(), UTC).date().isoformat()
 
 
 class Secret:

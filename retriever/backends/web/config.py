@@ -27,16 +27,8 @@ class PageSettings(Settings):
     allow_private: tuple[IPvAnyNetwork, ...] = ()
     """Non-public networks that may be fetched, e.g. a mirror of your own: `10.1.2.0/24`. Anyone who can place a hit or
     a redirect can then make this service read from there. IPv6 forms of IPv4 addresses stay refused."""
-    max_redirects: int = Field(default=3, ge=0, le=10)
-    """Maximum redirects; each is checked like the first address."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Timeout for one page, in seconds, from name resolution to the last byte, including redirects."""
-    max_mb: float = Field(default=1.0, gt=0, le=64)
-    """Maximum size of one page, in MiB after decompression; the rest is dropped."""
-    max_chars: int = Field(default=20_000, ge=1)
-    """Maximum text of one page, in characters; the rest is dropped."""
-    concurrency: int = Field(default=8, ge=1)
-    """Maximum concurrent page fetches."""
 
     @field_validator("allow_hosts")
     @classmethod
@@ -50,13 +42,12 @@ class PageSettings(Settings):
 class WebBase(Settings):
     """Common settings of web search engines: address, key variable, limits, recordings.
 
-    The defaults of `rate`, `concurrency` and `cost_per_request` are guesses: use the figures of your plan.
+    The defaults of `rate` and `cost_per_request` are guesses: use the figures of your plan.
     """
 
     OPERATION: ClassVar[frozenset[str]] = frozenset(
-        {"key_env", "proxy_env", "timeout_s", "deadline_s", "attempts", "backoff_s", "max_retry_after_s", "rate"}
-        | {"burst", "concurrency", "max_requests", "max_cost", "budget_period", "cost_per_request", "max_reply_mb"}
-        | {"record", "recordings", "remembered"}
+        {"key_env", "proxy_env", "timeout_s", "deadline_s", "attempts", "rate"}
+        | {"max_requests", "max_cost", "cost_per_request", "record", "recordings"}
     )
     """Fields that affect whether and when there is an answer, not its content."""
     NEEDS_KEY: ClassVar[bool] = True
@@ -76,36 +67,25 @@ class WebBase(Settings):
     """Timeout for one query, in seconds, including rate limiting, all attempts and the pauses between them."""
     attempts: int = Field(default=3, ge=1, le=10)
     """Maximum attempts per query, after 429, 5xx, a timeout or no connection."""
-    backoff_s: float = Field(default=0.5, ge=0)
-    """Pause before the second attempt, in seconds, with +-50 % jitter; doubled for each further attempt."""
-    max_retry_after_s: float = Field(default=10.0, ge=0)
-    """Maximum `Retry-After` to wait for, in seconds; a longer one fails the query."""
     rate: float = Field(default=5.0, gt=0)
-    """Requests per second, over all queries of this service."""
-    burst: int = Field(default=5, ge=1)
-    """Burst: requests that may be sent in one go after a pause."""
-    concurrency: int = Field(default=8, ge=1)
-    """Maximum concurrent requests."""
+    """Requests per second, over all queries of this service. As many may be sent in one go after a pause."""
     max_requests: int | None = Field(default=None, ge=0)
-    """Maximum requests in a budget period, counting each attempt; then queries fail with cause `quota`. null:
+    """Maximum requests of this process, counting each attempt; then queries fail with cause `quota`. null:
     unlimited."""
     max_cost: float | None = Field(default=None, ge=0)
-    """Maximum cost in a budget period, in the unit of `cost_per_request`. null: unlimited."""
-    budget_period: Literal["day", "total"] = "total"
-    """Budget period; `day` resets at midnight UTC. Both count from the start of the process."""
+    """Maximum cost of this process, in the unit of `cost_per_request`. null: unlimited."""
     cost_per_request: float = Field(default=0.0, ge=0)
     """Cost of one request, in any unit."""
-    max_reply_mb: float = Field(default=4.0, gt=0)
-    """Maximum reply of the provider, in MiB after decompression."""
     record: Literal["off", "record", "replay", "auto"] = "off"
     """`record`: send requests and record the replies. `replay`: answer from recordings only, without network or key.
     `auto`: use a recording if there is one, otherwise as `record`."""
     recordings: Path | None = None
     """Directory of the recordings, one JSON file per reply. They contain queries and replies, never the key."""
+    params: dict[str, str] = Field(default_factory=dict)
+    """Further parameters of the provider's API, which replace Foray's, e.g. {gl: de, hl: de}. No keys: the file is
+    copied to the run directory."""
     answers: bool = True
     """Include answer boxes and knowledge panels as the first hits."""
-    remembered: int = Field(default=10_000, ge=1)
-    """Number of hits that can be fetched by id; the oldest are evicted."""
     fetch_pages: bool = False
     """Fetch by id returns the page's text, fetched on demand, instead of the snippet."""
     pages: PageSettings = PageSettings()
@@ -151,12 +131,6 @@ class SerpApiSettings(WebBase):
     type: Literal["serpapi"] = "serpapi"
     base_url: str = "https://serpapi.com/search.json"
     key_env: str = "SERPAPI_API_KEY"
-    engine: str = "google"
-    """SerpApi's name of the engine: google, bing, duckduckgo, .."""
-    country: str = "us"
-    """Country of the results (`gl`)."""
-    language: str = "en"
-    """Language of the results (`hl`)."""
 
 
 class SerperSettings(WebBase):
@@ -167,10 +141,6 @@ class SerperSettings(WebBase):
     type: Literal["serper"] = "serper"
     base_url: str = "https://google.serper.dev/search"
     key_env: str = "SERPER_API_KEY"
-    country: str = "us"
-    """Country of the results (`gl`)."""
-    language: str = "en"
-    """Language of the results (`hl`)."""
 
 
 class GoogleCseSettings(WebBase):
@@ -184,10 +154,6 @@ class GoogleCseSettings(WebBase):
     key_env: str = "GOOGLE_API_KEY"
     cx: str
     """Id of the Programmable Search Engine. Not a secret."""
-    country: str = "us"
-    """Country of the user (`gl`)."""
-    language: str = "en"
-    """Language of the user's interface (`hl`)."""
 
 
 class BraveSettings(WebBase):
@@ -198,14 +164,7 @@ class BraveSettings(WebBase):
     type: Literal["brave"] = "brave"
     base_url: str = "https://api.search.brave.com/res/v1/web/search"
     key_env: str = "BRAVE_API_KEY"
-    country: str = "us"
-    """Country of the results."""
-    language: str = "en"
-    """Language of the results (`search_lang`)."""
     rate: float = Field(default=1.0, gt=0)
-    burst: int = Field(default=1, ge=1)
-    extra_snippets: bool = False
-    """Request further excerpts of each page and append them to the first (some plans only)."""
 
 
 class TavilySettings(WebBase):
@@ -216,8 +175,6 @@ class TavilySettings(WebBase):
     type: Literal["tavily"] = "tavily"
     base_url: str = "https://api.tavily.com/search"
     key_env: str = "TAVILY_API_KEY"
-    depth: Literal["basic", "advanced"] = "basic"
-    """`advanced` returns longer, better excerpts and costs two credits."""
     answers: bool = False
     """Request the answer written by Tavily's model and return it as the first hit. By default off: that model would
     reason in place of the policy."""
@@ -250,12 +207,6 @@ class SearxngSettings(WebBase):
     key_env: str = ""
     """Environment variable with a token for a proxy in front of it, sent as `Authorization: Bearer`. Empty:
     none."""
-    language: str = "en"
-    """Language of the results."""
-    categories: tuple[str, ...] = ("general",)
-    """Categories to search."""
-    engines: tuple[str, ...] = ()
-    """Engines to query. Empty: those of the categories."""
 
 
 REGISTRY: dict[type[WebBase], str] = {

@@ -31,6 +31,14 @@ from retriever.backends.web.provider import ProviderRequest, WebSearchError
 from retriever.backends.web.recordings import Recordings
 from retriever.backends.web.ssrf import Lookup, SsrfGuard
 
+MAX_REDIRECTS = 3
+"""Maximum redirects of one page; each is checked like the first address."""
+MAX_BYTES = 1 << 20
+"""Maximum size of one page after decompression; the rest is dropped."""
+MAX_CHARS = 20_000
+"""Maximum text of one page; the rest is dropped: more than any episode reads."""
+CONCURRENCY = 8
+"""Maximum concurrent page fetches."""
 _HEADERS = {"Accept": "text/html, text/plain;q=0.9", "User-Agent": "foray"}
 _TYPES = ("text/html", "application/xhtml+xml", "text/plain")
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -80,7 +88,7 @@ class PageFetcher:
     ) -> None:
         self._settings, self._guard, self._lookup = settings, SsrfGuard(settings), lookup
         self._recordings, self._record = recordings, record
-        self._semaphore = asyncio.Semaphore(settings.concurrency)
+        self._semaphore = asyncio.Semaphore(CONCURRENCY)
 
     async def read(self, url: str) -> WebPage:
         """Return the page's title and text. Raises WebSearchError if it is unavailable or refused."""
@@ -110,16 +118,16 @@ class PageFetcher:
     def _text(self, content: bytes, kind: str, charset: str | None) -> WebPage:
         text = decode(content, charset)
         read = page_of_plain if kind == "text/plain" else page_of_html
-        return read(text, self._settings.max_chars)
+        return read(text, MAX_CHARS)
 
     async def _follow(self, text: str) -> tuple[bytes, str, str | None]:
-        for _ in range(self._settings.max_redirects + 1):
+        for _ in range(MAX_REDIRECTS + 1):
             url = self._guard.url(text)
             answer = await self._hop(url)
             if not isinstance(answer, URL):
                 return answer
             text = str(answer)
-        raise WebSearchError("redirects", f"more than {self._settings.max_redirects} redirects")
+        raise WebSearchError("redirects", f"more than {MAX_REDIRECTS} redirects")
 
     async def _hop(self, url: URL) -> URL | tuple[bytes, str, str | None]:
         """Make one request; return the redirect target, or the content, its type and its charset."""
@@ -146,7 +154,7 @@ class PageFetcher:
 
     async def _capped(self, response: aiohttp.ClientResponse) -> bytes:
         """Return at most `max_mb` of the content after decompression, which aiohttp does in chunks."""
-        limit, content = int(self._settings.max_mb * 2**20), bytearray()
+        limit, content = MAX_BYTES, bytearray()
         async for chunk in response.content.iter_any():
             content += chunk
             if len(content) >= limit:

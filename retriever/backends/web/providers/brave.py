@@ -30,18 +30,17 @@ class Brave:
         """See `Provider`."""
         settings = self._settings
         short = " ".join(query.split()[:MAX_WORDS])[:MAX_CHARS]
-        params = {"q": short, "count": str(min(k, settings.MAX_HITS)), "country": settings.country}
-        params |= {"search_lang": settings.language, "text_decorations": "false"}
-        params |= {"extra_snippets": "true"} if settings.extra_snippets else {}
-        params |= {"result_filter": "web,infobox" if settings.answers else "web"}
+        params = {"country": "us", "search_lang": "en", "text_decorations": "false"}
+        params |= {"result_filter": "web,infobox" if settings.answers else "web", **settings.params}
+        params |= {"q": short, "count": str(min(k, settings.MAX_HITS))}
         return ProviderRequest(settings.base_url, params)
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
-        """See `Provider`. `web` is absent if nothing was found."""
+        """See `Provider`. `web` is absent if nothing was found; `params: {extra_snippets: "true"}` adds excerpts."""
         expect(reply, "type", "web")
         found = _boxes(reply) if self._settings.answers else []
         for item in objects(inner(reply, "web"), "results"):
-            extra = item.get("extra_snippets") if self._settings.extra_snippets else None
+            extra = item.get("extra_snippets")
             more = [part for part in extra if isinstance(part, str)] if isinstance(extra, list) else []
             body = "\n".join(_plain(part) for part in (text(item, "description"), *more) if part)
             found.append(ProviderHit(_plain(text(item, "title")), body, text(item, "url")))

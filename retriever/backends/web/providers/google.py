@@ -25,6 +25,9 @@ from retriever.backends.web.provider import (
     text,
 )
 
+COUNTRY = {"gl": "us", "hl": "en"}
+"""Country and language of the results, unless `params` say others."""
+
 
 class SerpApi:
     """See `Provider`."""
@@ -39,7 +42,7 @@ class SerpApi:
         """See `Provider`."""
         settings = self._settings
         num = str(min(k, settings.MAX_HITS))
-        params = {"engine": settings.engine, "q": query, "num": num, "gl": settings.country, "hl": settings.language}
+        params = {"engine": "google", **COUNTRY, **settings.params, "q": query, "num": num}
         return ProviderRequest(settings.base_url, params)
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
@@ -79,7 +82,7 @@ class GoogleCse:
         """See `Provider`. `num` above 10 would be refused."""
         settings = self._settings
         num = str(min(k, settings.MAX_HITS))
-        params = {"cx": settings.cx, "q": query, "num": num, "gl": settings.country, "hl": settings.language}
+        params = {**COUNTRY, **settings.params, "cx": settings.cx, "q": query, "num": num}
         return ProviderRequest(settings.base_url, params)
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
@@ -105,9 +108,7 @@ class Serper:
         """See `Provider`."""
         settings = self._settings
         num = min(k, settings.MAX_HITS)
-        return ProviderRequest(
-            settings.base_url, body={"q": query, "num": num, "gl": settings.country, "hl": settings.language}
-        )
+        return ProviderRequest(settings.base_url, body={**COUNTRY, **settings.params, "q": query, "num": num})
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
         """See `Provider`."""

@@ -23,9 +23,8 @@ class Searxng:
     def request(self, query: str, k: int) -> ProviderRequest:
         """See `Provider`. The request is the same for every k, and so is its recording."""
         settings = self._settings
-        params = {"q": query, "format": "json", "language": settings.language}
-        params |= {"categories": ",".join(settings.categories), "engines": ",".join(settings.engines)}
-        return ProviderRequest(settings.base_url, params)
+        params = {"language": "en", "categories": "general", "engines": "", **settings.params}
+        return ProviderRequest(settings.base_url, params | {"q": query, "format": "json"})
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
         """See `Provider`."""

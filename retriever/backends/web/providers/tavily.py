@@ -22,8 +22,10 @@ class Tavily:
     def request(self, query: str, k: int) -> ProviderRequest:
         """See `Provider`."""
         settings = self._settings
-        body = {"query": query, "max_results": min(k, settings.MAX_HITS), "search_depth": settings.depth}
-        return ProviderRequest(settings.base_url, body=body | {"include_answer": settings.answers})
+        body = {"search_depth": "basic", "include_answer": settings.answers, **settings.params}
+        return ProviderRequest(
+            settings.base_url, body=body | {"query": query, "max_results": min(k, settings.MAX_HITS)}
+        )
 
     def parse(self, reply: dict[str, Any]) -> list[ProviderHit]:
         """See `Provider`."""
