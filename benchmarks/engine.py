@@ -32,6 +32,7 @@ from benchmarks.base import BenchResult, BenchSettings, Say, Target, cpu_seconds
 from deploy.launch.plan import ProcessSpec, Ready
 from deploy.launch.supervisor import Readiness, Supervisor
 from protocol.errors import ForayError
+from protocol.runtime.log import LOG_LEVEL_VARIABLE
 from protocol.runtime.net import free_port
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def cpu_engine(directory: Path, model: Path, threads: int, dtype: str, say: Say)
     """Run the engine as a process while the block runs. Raises ProcessFailed if it does not start."""
     url = f"http://127.0.0.1:{free_port()}"
     argv = python("rollout_server.cpu_engine", "--model-path", str(model), "--port", url.rpartition(":")[2])
-    argv += ("--threads", str(threads), "--dtype", dtype, "--log-level", "warning")
-    env = {"OMP_NUM_THREADS": str(threads)}
+    argv += ("--threads", str(threads), "--dtype", dtype)
+    env = {"OMP_NUM_THREADS": str(threads), LOG_LEVEL_VARIABLE: "WARNING"}
     supervisor = Supervisor(is_ready=Readiness("", "bench"), ready_s=120.0, shutdown_s=10.0, say=say)
     try:
         child = supervisor.spawn(ProcessSpec("engine", "engine", argv, directory / "engine.log", Ready.ALIVE, url, env))

@@ -177,8 +177,8 @@ class WeightsBench(BenchSettings):
     def _row(
         self, fleet: WeightsFleet, directory: Path, weights: dict[str, torch.Tensor], count: int, say: Say
     ) -> dict[str, Any]:
-        disk = DiskPublishSettings(fsync=self.fsync, keep_versions=2)
-        distributed = DistributedPublishSettings(fsync=self.fsync, keep_versions=2, bucket_mb=self.bucket_mb)
+        disk = DiskPublishSettings(fsync=self.fsync)
+        distributed = DistributedPublishSettings(fsync=self.fsync, bucket_mb=self.bucket_mb)
         raw, checked = (
             _raw_broadcast(directory / f"store-{checks}", count + 1, _bytes(weights), self.rounds, checks)
             for checks in (False, True)

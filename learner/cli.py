@@ -83,9 +83,7 @@ def _train(args: argparse.Namespace, tree: SettingsTree) -> int:
     if args.replay is not None:
         from learner.checkpoint.replay import replay
 
-        how = settings.replay.model_copy(update={"rebatch": settings.replay.rebatch or args.rebatch})
-        again = settings.model_copy(update={"replay": how})
-        return replay(run, again, args.replay, trust_checkpoint=args.trust_checkpoint)
+        return replay(run, settings, args.replay, rebatch=args.rebatch, trust_checkpoint=args.trust_checkpoint)
     run = run.with_redis(os.environ)
     from learner.main import serve
 

@@ -60,7 +60,7 @@ class TrainingLoop:
         self.writer = CheckpointWriter(ctx, self.recovery, lineage)
         self.announcer = WeightAnnouncer(ctx, self.recovery, self.writer, lambda: self.version)
         self._ahead: BatchAhead | None = None
-        self._guard = SignalGuard(ctx.settings.max_skipped, ctx.run.dir / "skipped", fewest_dead(ctx.run))
+        self._guard = SignalGuard(ctx.run.dir / "skipped", fewest_dead(ctx.run))
         self._timer = StepTimer(ctx.meter)
         self._best_effort = BestEffort()
         self._refusals: int | None = None

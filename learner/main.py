@@ -63,6 +63,8 @@ from protocol.versions import PolicyVersion
 
 log = logging.getLogger(__name__)
 
+PREFETCH_STEPS = 2
+"""Groups read ahead of training, in batches; the rest stays in Redis."""
 REDIS_PATIENCE_S = 30.0
 """Seconds that a start waits for Redis."""
 
@@ -185,8 +187,7 @@ def build_delivery(
         delivery,
         run.id,
         group_filter,
-        capacity=settings.prefetch_steps * run.groups_per_step,
-        max_attempts=settings.max_attempts,
+        capacity=PREFETCH_STEPS * run.groups_per_step,
         dead_letters=DeadLetterStore(store, run.dir / "dead_letters.jsonl"),
         event_log=event_log,
         crashes=crashes.of,
@@ -262,7 +263,7 @@ def build_context(
         group_filter=services.group_filter,
         maintenance=services.maintenance,
         engine=engine,
-        publisher=build_publisher(settings.publish, run, engine.model_files, store),
+        publisher=build_publisher(settings.publish, run, engine.model_files, store, settings.model.lora),
         journal=GroupJournal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,
         skipped_journal=GroupJournal(run.dir / "skipped"),
         reporter=reporter,

@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 RETRY_CHECKPOINT_S = 10.0
+MAX_SKIPPED = 3
+"""Consecutive batches with a non-finite loss or gradient that count as a run without a training signal."""
 MAX_TOKENLESS = 20
 """Batches without a trained token, in a row, that count as a run without a signal."""
 FEWEST_DEAD, DEAD_WINDOWS = 100, 4
@@ -156,13 +158,12 @@ def fewest_dead(run: RunSettings) -> int:
 class SignalGuard:
     """Counts in a row what has no training signal. Every method but `trained` may raise NoSignal.
 
-    max_skipped  limit of batches that were skipped because a value was not finite
-    kept_in      where these are kept, for the error message
-    max_dead     limit of seqs that failed while no group arrived
+    kept_in   where skipped batches are kept, for the error message
+    max_dead  limit of seqs that failed while no group arrived
     """
 
-    def __init__(self, max_skipped: int, kept_in: Path, max_dead: int = 0) -> None:
-        self._max, self._kept_in, self._max_dead = max_skipped, kept_in, max_dead
+    def __init__(self, kept_in: Path, max_dead: int = 0) -> None:
+        self._kept_in, self._max_dead = kept_in, max_dead
         self.trained()
 
     def trained(self) -> None:
@@ -180,7 +181,7 @@ class SignalGuard:
                 "every trajectory in them was invalid, or older than run.max_lag",
                 "find the cause in the logs of the rollout servers, then start again",
             )
-        if self.skipped >= self._max:
+        if self.skipped >= MAX_SKIPPED:
             raise NoSignal(
                 f"{self.skipped} batches in a row were not trained in full: {reason}",
                 "the policy has diverged, or the data is broken. No update that was not finite changed the weights",

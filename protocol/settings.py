@@ -64,11 +64,9 @@ class TraceSettings(Settings):
     """OpenTelemetry traces, one per trajectory group (docs/observability.md, "Traces"). They need the extra `otel`."""
 
     exporter: Literal["none", "otlp", "file"] = "none"
-    """none: no traces. otlp: to a collector, over HTTP. file: OTLP JSON lines in `run.dir/traces`, one file per
+    """none: no traces. otlp: to the collector of OTEL_EXPORTER_OTLP_ENDPOINT (OpenTelemetry's variables, such as
+    OTEL_EXPORTER_OTLP_HEADERS, apply), or this host. file: OTLP JSON lines in `run.dir/traces`, one file per
     process."""
-    endpoint: str = ""
-    """URL of the collector for otlp, for example http://collector:4318/v1/traces. Empty: OTEL_EXPORTER_OTLP_ENDPOINT,
-    or this host. Its other settings come from OpenTelemetry's variables, such as OTEL_EXPORTER_OTLP_HEADERS."""
     share: float = Field(default=0.05, gt=0, le=1)
     """Share of the groups to trace. All processes choose the same groups."""
 

@@ -25,18 +25,13 @@ class RolloutSettings(Settings):
     concurrency_groups: int = Field(default=32, ge=1)
     """Maximum number of trajectory groups generated at the same time."""
     spool_groups: int = Field(default=32, ge=1)
-    """Maximum number of finished groups that wait for Redis before leasing stops. Groups in flight still finish, so at
-    most `spool_groups` + `concurrency_groups` groups are held in memory."""
-    spool_mb: int = Field(default=512, ge=1)
-    """Maximum size of the finished groups that wait for Redis, in MiB. Leasing stops at whichever limit is reached
-    first."""
+    """Maximum number of finished groups, of 512 MiB together, that wait for Redis before leasing stops. Groups in
+    flight still finish, so at most `spool_groups` + `concurrency_groups` groups are held in memory."""
     task_idle_ms: int = Field(default=60_000, ge=300)
     """Lease timeout in milliseconds: a task whose lease was not renewed for this long is taken over by another server.
     Leases are renewed three times per timeout."""
     drain_s: float = Field(default=30.0, ge=0)
     """Time in seconds that groups in flight get to finish after SIGTERM, before their tasks are released."""
-    max_attempts: int = Field(default=3, ge=1)
-    """Maximum attempts per task; after that the learner records its seq as dead."""
     max_engine_lag: int | None = Field(default=None, ge=0)
     """Maximum steps that an engine may be behind the target version and still get training requests. null:
     `run.max_lag`."""

@@ -194,9 +194,7 @@ class RolloutServer:
         self._tracer = build_tracer(run, stats.process, stats.id, lambda: self._compatibility.lineage_id)
         self._fleet = Fleet(redis, stats.waits, poll_s=settings.fleet_poll_s, compatibility=self._compatibility)
         self._router = build_router(run, settings, environment, self._fleet, stats, session)
-        self._publisher = GroupPublisher(
-            redis, stats, consumer=consumer, spool_groups=settings.spool_groups, spool_bytes=settings.spool_mb << 20
-        )
+        self._publisher = GroupPublisher(redis, stats, consumer=consumer, spool_groups=settings.spool_groups)
         self._leases = LeasePool(
             redis,
             self._publisher,
@@ -213,7 +211,6 @@ class RolloutServer:
             self._fleet,
             stats,
             max_lag=run.max_lag,
-            max_attempts=settings.max_attempts,
             tracer=self._tracer,
         )
         stats.gauges |= self._tracer.counts() | {

@@ -50,7 +50,8 @@ as the label `name`.
 
 ## Traces
 
-`run.trace.exporter=otlp` sends OpenTelemetry traces to `run.trace.endpoint` over HTTP; `file` writes OTLP JSON lines to
+`run.trace.exporter=otlp` sends OpenTelemetry traces to the collector of `OTEL_EXPORTER_OTLP_ENDPOINT` over HTTP;
+`file` writes OTLP JSON lines to
 `run.dir/traces`. Both need `pip install "foray[otel]"` in the environments of learner and rollout servers. Each group
 has one trace; `run.trace.share` of the groups is traced, the same ones in all processes:
 

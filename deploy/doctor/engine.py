@@ -287,9 +287,8 @@ def _loaded(config: RunConfig) -> Iterator[tuple[str, Path, ModelSettings]]:
 
     learner, needed = config.learner, build_algorithm(config.learner.algorithm).requirements
     yield "learner check", config.run.model, learner.model
-    other = learner.model.model_copy(update={"dtype": learner.reference.dtype or learner.model.dtype})
-    if needed.reference and (learner.reference.model or other != learner.model):
-        yield "reference check", learner.reference.model or config.run.model, other
+    if needed.reference and learner.reference.model:
+        yield "reference check", learner.reference.model, learner.model
     if needed.values and learner.critic.backbone == "own" and learner.critic.model:
         yield "critic check", learner.critic.model, learner.model
 

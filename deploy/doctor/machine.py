@@ -15,6 +15,7 @@ from pathlib import Path
 from deploy.config import RunConfig
 from deploy.doctor.finding import Finding, Verdict
 from deploy.hardware.host_memory import memory_parts
+from learner.config.learner import KEEP_VERSIONS
 from protocol.errors import UserError
 from protocol.runtime.http.auth import LOOPBACK
 from protocol.runtime.lifecycle import require_linux
@@ -126,7 +127,7 @@ def disk(config: RunConfig) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     kept = config.learner.keep_checkpoints
     publish = config.learner.publish
-    copies = 0 if publish.type == "adapter" else publish.keep_versions + SPARE_DISK
+    copies = 0 if publish.type == "adapter" else KEEP_VERSIONS + SPARE_DISK
     if not config.learner.model.lora.rank:  # adapters are small
         # float32 weights and two moments, 12 bytes per parameter
         copies += 12 / stored_bytes(config.run.model) * (kept + 1)

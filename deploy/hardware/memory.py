@@ -173,14 +173,13 @@ def _trained(
 
 def _gradients(engine: DeepSpeedSettings, trained: int, ranks: int, size: int, *, largest: int) -> tuple[int, int]:
     """Return the bytes of gradients during the backward pass, and the further bytes of an update."""
-    kept = FLOAT32 if engine.gradient_dtype == "float32" else size
     share = trained // ranks
-    bucket = size * min(engine.reduce_bucket or BUCKET, trained) * (2 if engine.overlap_comm else 1)
+    bucket = size * min(BUCKET, trained) * (2 if engine.overlap_comm else 1)
     if engine.zero_stage == 0:
         return size * trained, 0
     if engine.zero_stage == 1:  # whole gradients on every rank, partitioned only for the update
-        return kept * trained + size * largest, 0
-    accumulated = 0 if engine.offload_optimizer else kept * share
+        return FLOAT32 * trained + size * largest, 0
+    accumulated = 0 if engine.offload_optimizer else FLOAT32 * share
     if engine.zero_stage == 2:  # a partition in the model's dtype before it is added; flattened for the update
         return accumulated + size * share + bucket, accumulated
     return accumulated + bucket, FLOAT32 * min(share, SUB_GROUP) if not engine.offload_optimizer else 0
@@ -189,9 +188,8 @@ def _gradients(engine: DeepSpeedSettings, trained: int, ranks: int, size: int, *
 def _reference(shape: ModelShape, settings: TrainerSettings, ranks: int, *, other: bool) -> int:
     """Return the bytes of the reference: none without a divergence, or if adapters make it the policy itself."""
     own, stage = settings.reference, settings.engine.zero_stage
-    dtype = own.dtype or _dtype(settings)
-    size = 2 if dtype == "bfloat16" else FLOAT32
-    shared = settings.model.lora.rank and not other and dtype == _dtype(settings)
+    size = 2 if _dtype(settings) == "bfloat16" else FLOAT32
+    shared = settings.model.lora.rank and not other
     if not settings.algorithm.kl.coefficient or (shared and (own.kind == "frozen" or stage < 3)):
         return 0
     if stage == 3 and ranks > 1:  # fully_shard gathers a layer, and embedding and output layer

@@ -191,7 +191,7 @@ def _settings(
             "model": {"lora": {"rank": LORA_RANK, "alpha": LORA_RANK}, "logit_chunk_bytes": 1 << 28},
             "optim": {"lr": float(f"{10 * config.learner.optim.lr:g}")},
             "batch": {"micro_batch_tokens": max(row, config.rollout.episode.max_context)},
-            "publish": {"type": "adapter", "alpha": LORA_RANK},
+            "publish": {"type": "adapter"},
         }
     launch: dict[str, Any] = {
         "hardware": hardware,

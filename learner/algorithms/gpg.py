@@ -11,19 +11,14 @@ from learner.algorithms.advantages import Outcomes, gpg_advantages
 from learner.algorithms.base import TokenInputs
 from learner.algorithms.losses import Surrogate, reinforce
 from learner.algorithms.policy import PolicyAlgorithm
-from learner.config.algorithm import GpgSettings
 
 
 class Gpg(PolicyAlgorithm):
     """Advantages without a ratio, a clip or a deviation."""
 
-    def __init__(self, settings: GpgSettings) -> None:
-        super().__init__(settings)
-        self._settings = settings
-
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """Return [n] float64, one per trajectory; 0 for invalid ones."""
-        return gpg_advantages(outcomes, nonzero=self._settings.alpha)
+        return gpg_advantages(outcomes)
 
     def surrogate(self, inputs: TokenInputs, old: torch.Tensor) -> Surrogate:
         """Return -A log policy."""

@@ -67,7 +67,7 @@ class NoEngines:
 def export(run: RunSettings, settings: LearnerSettings, engine: TrainEngine, version: PolicyVersion) -> Path:
     """Write the weights (or the adapter, if the run trains one) as files and return their path."""
     files = settings.publish if isinstance(settings.publish, AdapterPublishSettings) else DiskPublishSettings()
-    publisher = build_publisher(files, run, engine.model_files, NoEngines())
+    publisher = build_publisher(files, run, engine.model_files, NoEngines(), settings.model.lora)
     try:
         return Path(publisher.publish(version, engine.iter_weights(publisher.device)).path)
     finally:
@@ -82,6 +82,7 @@ def replay(
     settings: LearnerSettings,
     source: Path,
     *,
+    rebatch: bool = False,
     trust_checkpoint: bool = False,
     make_engine: MakeEngine = build_trainer,
 ) -> int:
@@ -101,7 +102,7 @@ def replay(
     with deferred_shutdown() as stop, _alone(run.dir):
         key = run_key(run.dir, os.environ)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
-        loop = ReplayLoop(run, settings, Recording(folder), checkpoints, make_engine, stop.is_set)
+        loop = ReplayLoop(run, settings, Recording(folder), checkpoints, make_engine, stop.is_set, rebatch=rebatch)
         stop.deferred = True
         try:
             loop.run()
@@ -121,15 +122,17 @@ class ReplayLoop:
         checkpoints: Checkpoints,
         make_engine: MakeEngine,
         stopping: Callable[[], bool],
+        *,
+        rebatch: bool,
     ) -> None:
         self.run_settings, self.settings, self.stopping = run, settings, stopping
         self.filter = GroupFilter(settings.filtering, run.groups_per_step)
         self.batches: Batches = (
             RegroupedBatches(recording, settings.replay.passes, run.groups_per_step, self.filter)
-            if settings.replay.rebatch
+            if rebatch
             else RecordedBatches(recording, settings.replay.passes)
         )
-        self.origin = {"journal": recording.fingerprint, "rebatch": settings.replay.rebatch}
+        self.origin = {"journal": recording.fingerprint, "rebatch": rebatch}
         self.delivery = DeliveryState()
         """Counts steps and tokens only: a replay settles no seq."""
         self.checkpoints = checkpoints
@@ -144,7 +147,7 @@ class ReplayLoop:
         self.meter = Meter()
         log_file = StepLog(run.dir / "metrics.jsonl")
         self.reporter = StepReporter(self.meter, log_file, trackers, steps=self.steps, model=run.model)
-        self._guard = SignalGuard(settings.max_skipped, Path("the journal"))
+        self._guard = SignalGuard(Path("the journal"))
         self._timer = StepTimer(self.meter)
         self._checkpoint_step, self._checkpoint_time = self.delivery.step, time.monotonic()
 

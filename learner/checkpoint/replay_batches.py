@@ -147,7 +147,7 @@ class RegroupedBatches:
             raise UserError(
                 f"groups of one batch were sampled at different temperatures: {sorted(temperatures)}",
                 why="the learner divides the logits of a batch by a single temperature",
-                todo="replay the original batches: learner.replay.rebatch=false",
+                todo="replay the original batches, without --rebatch",
             )
         steps = [conditions.now_step for conditions in all_conditions]
         newest = max(all_conditions, key=lambda conditions: conditions.now_step)

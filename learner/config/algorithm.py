@@ -155,10 +155,6 @@ class SapoSettings(GroupSettings):
     """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate instead of the clip."""
 
     type: Literal["sapo"] = "sapo"
-    tau_positive: float = Field(default=1.0, gt=0)
-    """Steepness of the gate where the advantage is positive."""
-    tau_negative: float = Field(default=1.05, gt=0)
-    """Steepness of the gate where the advantage is not positive."""
 
 
 class GpgSettings(PolicySettings):
@@ -167,9 +163,6 @@ class GpgSettings(PolicySettings):
 
     type: Literal["gpg"] = "gpg"
     old_logprobs: Proximal = "recompute"
-    alpha: Literal["advantages", "rewards"] = "advantages"
-    """Advantages are multiplied by trajectories / those counted: trajectories of groups whose rewards differ, as the
-    paper derives, or trajectories whose reward is not 0, as verl does."""
 
     @property
     def group_baseline(self) -> bool:

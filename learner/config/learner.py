@@ -26,9 +26,6 @@ class FilterSettings(Settings):
     metric: str = ""
     """Part of the reward that must differ within a group, e.g. `em`; `reward` is the whole reward; "" disables
     filtering, unless the algorithm enables it (`algorithm.filter`): then the whole reward is used."""
-    patience: int = Field(default=8, ge=1)
-    """After this many batches' worth of filtered groups in a row, filtering pauses until a step is done, so that a
-    policy that is always right or always wrong still makes steps."""
 
 
 class MixSettings(Settings):
@@ -47,8 +44,6 @@ class ReplaySettings(Settings):
 
     passes: int = Field(default=1, ge=1)
     """Passes over the journal; `run.steps` can end it earlier."""
-    rebatch: bool = False
-    """Form new batches of `run.groups_per_step` groups, with filtering; false: replay the original batches."""
     export: bool = False
     """Write the final weights into `run.dir/weights` as a published version."""
 
@@ -125,12 +120,14 @@ class TrainerSettings(Settings):
         return self
 
 
+KEEP_VERSIONS = 4
+"""Number of newest published versions to keep, in addition to those that a live engine still reports."""
+
+
 class FilesSettings(Settings):
     """Settings of weight files, which every transport needs: a broadcast also writes files for engines that missed
     it."""
 
-    keep_versions: int = Field(default=4, ge=1)
-    """Number of newest published versions to keep, in addition to those that a live engine still reports."""
     fsync: bool = True
     """Flush weights to the device before they are announced. If false, a power cut may leave a torn version, which
     nodes refuse by its sha256; the next start publishes the checkpoint's weights again."""
@@ -190,8 +187,6 @@ class AdapterPublishSettings(FilesSettings):
 
     type: Literal["adapter"] = "adapter"
     """Transport."""
-    alpha: float = Field(default=16.0, gt=0)
-    """lora_alpha: the adapter's product is scaled by alpha / rank."""
 
 
 PublishSettings = Annotated[
@@ -225,15 +220,9 @@ class LearnerSettings(TrainerSettings):
     """Seconds between checks for lost seqs; a seq that is missing twice in a row is reissued."""
     lease_s: float = Field(default=15.0, ge=0.3)
     """Lifetime of the learner's lease, in seconds; renewed every third of it. A successor waits at most this long."""
-    prefetch_steps: int = Field(default=2, ge=1)
-    """Groups read ahead of training, in batches. The rest stays in Redis."""
-    max_attempts: int = Field(default=3, ge=1)
-    """Attempts at a seq whose group is unreadable before it is settled as dead."""
-    max_skipped: int = Field(default=3, ge=1)
-    """Consecutive batches with a non-finite loss or gradient that count as a run without a training signal."""
     on_no_signal: Literal["stop", "wait"] = "stop"
-    """What the learner does, after it has written a checkpoint, when nothing can be learned: `max_skipped` batches in a
-    row were not finite, 20 had no token to train, or all questions failed (at least 100, and four times the groups in
+    """What the learner does, after it has written a checkpoint, when nothing can be learned: 3 batches in a row
+    were not finite, 20 had no token to train, or all questions failed (at least 100, and four times the groups in
     flight). `stop`: exit with code 65, which no launcher restarts. `wait`: issue no tasks until you create the file
     `continue` in `run.dir`."""
     journal: bool = True
@@ -279,15 +268,11 @@ class LearnerSettings(TrainerSettings):
         return self
 
     @model_validator(mode="after")
-    def _adapters_agree(self) -> LearnerSettings:
-        lora, publish = self.model.lora, self.publish
-        if isinstance(publish, AdapterPublishSettings):
-            if not lora.rank:
-                raise ValueError(
-                    "publish.type adapter needs model.lora.rank above 0: otherwise there is no adapter to publish"
-                )
-            if publish.alpha != lora.alpha:
-                raise ValueError(f"publish.alpha {publish.alpha:g} and model.lora.alpha {lora.alpha:g} must be equal")
+    def _adapter_is_trained(self) -> LearnerSettings:
+        if self.publish.type == "adapter" and not self.model.lora.rank:
+            raise ValueError(
+                "publish.type adapter needs model.lora.rank above 0: otherwise there is no adapter to publish"
+            )
         return self
 
     @field_validator("questions")

@@ -45,11 +45,11 @@ class OptimSettings(Settings):
 OURS = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("managed_gradient_accumulation", "gradient_clipping", "optimizer", "scheduler", "zero_allow_untested_optimizer"),
-    *("zero_force_ds_cpu_optimizer", "bf16", "fp16", "torch_autocast", "data_types"),
+    *("zero_force_ds_cpu_optimizer", "bf16", "fp16", "torch_autocast"),
     *(
         f"zero_optimization.{key}"
         for key in (
-            *("stage", "overlap_comm", "reduce_bucket_size", "offload_optimizer", "offload_param"),
+            *("stage", "overlap_comm", "offload_optimizer", "offload_param"),
             *("zero_hpz_partition_size", "compute_grad_norm", "elastic_checkpoint", "zenflow"),
         )
     ),
@@ -68,20 +68,15 @@ class DeepSpeedSettings(Settings):
     No effect on a CPU with a fixed number of threads."""
     threads: int = Field(default=0, ge=0)
     """Number of CPU threads of torch; 0: torch's default. Bit-identical results need the same number."""
-    gradient_dtype: Literal["float32", "model"] = "float32"
-    """Dtype in which gradients accumulate for a bfloat16 model; `model` halves the memory."""
     offload_optimizer: bool = False
     """Keep master weights and moments in CPU memory and update them on the CPU (zero_stage 1 or more)."""
     offload_params: bool = False
     """Also keep the parameters in CPU memory between uses (zero_stage 3)."""
     overlap_comm: bool = False
     """Reduce gradients during the backward pass (zero_stage 2 or 3): faster on GPUs, more memory."""
-    reduce_bucket: int = Field(default=0, ge=0)
-    """Elements reduced at a time; 0: 500 million, or all of a smaller model. Fewer use less memory."""
-    allgather_bucket: int = Field(default=0, ge=0)
-    """Elements gathered at a time (stage 3: prefetched); 0: DeepSpeed's default."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """Further DeepSpeed configuration, merged last; keys that other settings here set are refused."""
+    """Further DeepSpeed configuration, merged last, e.g. {zero_optimization: {reduce_bucket_size: 100000000}} for less
+    memory; keys that other settings here set are refused."""
 
     @field_validator("deepspeed")
     @classmethod
@@ -116,7 +111,7 @@ class LoraSettings(Settings):
     rank: int = Field(default=0, ge=0)
     """Rank of every adapter; 0 trains all weights. Use about ten times the learning rate of full training."""
     alpha: float = Field(default=16.0, gt=0)
-    """The adapter's product is scaled by alpha / rank. learner.publish.alpha (publish.type adapter) must be equal."""
+    """The adapter's product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers with an adapter, e.g. [q_proj, v_proj]; empty: all but the output layer, experts,
     routers, and layers whose names peft takes for experts (the log lists them)."""
@@ -166,16 +161,8 @@ class CriticSettings(Settings):
     """backbone own: its optimiser. A head on the policy uses the policy's."""
     clip: float = Field(default=0.5, ge=0)
     """PPO's value clipping: maximum distance of new values from those before the update; 0: off."""
-    loss: Literal["squared", "huber"] = "squared"
-    """Half the squared error, or Huber's, which grows linearly beyond huber_delta."""
-    huber_delta: float = Field(default=10.0, gt=0)
-    """loss huber: error above which it is linear."""
     coefficient: float = Field(default=0.5, gt=0)
     """backbone policy: weight of the value loss relative to the policy's."""
-    backbone_gradient: float = Field(default=0.1, ge=0)
-    """backbone policy: share of the value loss's gradient that reaches the policy; 0 trains only the head."""
-    head_lr_scale: float = Field(default=10.0, gt=0)
-    """backbone policy: the head's learning rate, relative to the policy's."""
     warmup_steps: int = Field(default=0, ge=0)
     """backbone own: steps at the beginning of a run that train only the critic."""
 
@@ -202,8 +189,6 @@ class ReferenceSettings(Settings):
     """kinds ema and refresh: optimiser updates of the policy between two updates of the reference."""
     offload: bool = False
     """Keep the reference in main memory while it is not in use."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the reference's forward pass; null: the policy's. The moving average itself is always float32."""
 
     @model_validator(mode="after")
     def _model_is_frozen(self) -> ReferenceSettings:

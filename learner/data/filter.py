@@ -17,15 +17,19 @@ NO_VARIANCE = "no_variance"
 """Reason in the ledger."""
 WHOLE = "reward"
 
+PATIENCE = 8
+"""After this many batches' worth of filtered groups in a row, filtering pauses until a step is done, so that a policy
+that is always right or always wrong still makes steps."""
+
 
 class GroupFilter:
     """Rejects groups whose valid trajectories all have the same reward. Thread-safe.
 
-    After `patience` batches' worth of rejected groups in a row, none is rejected until the next step.
+    After PATIENCE batches' worth of rejected groups in a row, none is rejected until the next step.
     """
 
     def __init__(self, settings: FilterSettings, groups_per_step: int) -> None:
-        self._metric, self._patience = settings.metric, settings.patience * groups_per_step
+        self._metric, self._patience = settings.metric, PATIENCE * groups_per_step
         self._lock = threading.Lock()
         self._refused = 0
         self._warned: set[str] = set()

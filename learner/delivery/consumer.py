@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 READ_COUNT = 16
 DELIVERIES = 3
+MAX_ATTEMPTS = 3
 """Deliveries of an entry without a successful read before it becomes a dead letter."""
 POISON = "poison"
 
@@ -55,13 +56,12 @@ class StreamConsumer:
         group_filter: GroupFilter,
         *,
         capacity: int,
-        max_attempts: int,
         dead_letters: DeadLetterStore,
         event_log: EventLog,
         crashes: Callable[[bytes], int] = lambda id_: 0,
     ) -> None:
         self._store, self._delivery, self._run, self._filter = store, delivery, run, group_filter
-        self._capacity, self._max_attempts = capacity, max_attempts
+        self._capacity = capacity
         self._dead_letters, self._event_log, self._crashes = dead_letters, event_log, crashes
         self._buffer: deque[StreamEntry] = deque()
         self._backlog: deque[bytes] = deque()
@@ -142,7 +142,7 @@ class StreamConsumer:
                 return
         if (crashes := self._crashes(id_)) >= DELIVERIES:
             detail = f"the learner crashed {crashes} times while training a batch with this entry"
-            self._poisoned(id_, fields, BadEntry(POISON, detail, read_seq(fields), self._max_attempts))
+            self._poisoned(id_, fields, BadEntry(POISON, detail, read_seq(fields), MAX_ATTEMPTS))
             return
         try:
             entry = read_entry(id_, fields, self._run)
@@ -210,7 +210,7 @@ class StreamConsumer:
             delivery.counters.dead_letters += 1
             # Without a seq, the reconciler finds that the seq of its task is missing, if it was issued.
             if bad.seq:
-                delivery.record_failed_attempt(bad.seq, bad.attempt, self._max_attempts, bad.reason)
+                delivery.record_failed_attempt(bad.seq, bad.attempt, MAX_ATTEMPTS, bad.reason)
 
     # --- the training thread ---
 

@@ -65,10 +65,8 @@ def deepspeed_config(optim: OptimSettings, engine: DeepSpeedSettings, dtype: str
     stage, low = engine.zero_stage, dtype == "bfloat16"
     pinned = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     # Buckets are allocated in full: gigabytes for a model of megabytes, so that even a fork fails.
-    bucket = engine.reduce_bucket or min(REDUCE_BUCKET, max(1, parameters))
+    bucket = min(REDUCE_BUCKET, max(1, parameters))
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": engine.overlap_comm, "reduce_bucket_size": bucket}
-    if engine.allgather_bucket:
-        zero["stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"] = engine.allgather_bucket
     if engine.offload_optimizer:
         zero["offload_optimizer"] = pinned
     if engine.offload_params:
@@ -88,7 +86,7 @@ def deepspeed_config(optim: OptimSettings, engine: DeepSpeedSettings, dtype: str
     }
     if low:
         # Sums of many small bfloat16 gradients lose most of them.
-        made["data_types"] = {"grad_accum_dtype": "fp32" if engine.gradient_dtype == "float32" else "bf16"}
+        made["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(made, engine.deepspeed)
 
 

@@ -78,7 +78,7 @@ def _refuse_float32(directory: Path, causal: Any) -> None:
     """Raise UserError if transformers keeps parameters of a bfloat16 model in float32, which DeepSpeed would round."""
     kept = [name for name, parameter in causal.named_parameters() if parameter.dtype != causal.dtype]
     if kept:
-        raise needs_float32(directory, causal, kept, "learner.model.dtype (of a reference: learner.reference.dtype)")
+        raise needs_float32(directory, causal, kept, "learner.model.dtype")
 
 
 def needs_float32(directory: Path, causal: Any, names: Sequence[str], setting: str) -> UserError:

@@ -16,6 +16,11 @@ from learner.model.stored_weights import StoredWeights
 PREFIX = "causal."
 """Prefix that PolicyModel adds to the names of transformers."""
 
+BACKBONE_GRADIENT = 0.1
+"""Share of the value loss's gradient that reaches the policy: more of it drowns that of the policy's loss."""
+HEAD_LR_SCALE = 10.0
+"""The value head's learning rate, relative to the policy's: the head is new, the policy is not."""
+
 
 class ValueHead(torch.nn.Linear):
     """Hidden states [N, H] to values [N] float32; initially 0, so that the first targets are the plain rewards."""
@@ -40,7 +45,6 @@ class PolicyModel(torch.nn.Module):
         super().__init__()
         self.causal = causal
         self.value_head: ValueHead | None = None
-        self.backbone_gradient = 0.0
         self.lr_scales: dict[str, float] = {}  # read by learner.engine.optimizer
         self.vocabulary: int = causal.config.vocab_size
         self.top_among = self.vocabulary
@@ -51,8 +55,7 @@ class PolicyModel(torch.nn.Module):
         head = causal.get_output_embeddings()
         if critic is not None:
             self.value_head = ValueHead(head.weight.shape[1], causal.dtype)
-            self.backbone_gradient = critic.backbone_gradient
-            self.lr_scales["value_head."] = critic.head_lr_scale
+            self.lr_scales["value_head."] = HEAD_LR_SCALE
         if can_score(head):
             head.__class__ = ScoringLinear
             head.fp32 = settings.fp32_lm_head
@@ -97,7 +100,7 @@ class PolicyModel(torch.nn.Module):
         if self.value_head is None:
             return scores
         apart = hidden.detach()
-        return scores._replace(values=self.value_head(apart + self.backbone_gradient * (hidden - apart)))
+        return scores._replace(values=self.value_head(apart + BACKBONE_GRADIENT * (hidden - apart)))
 
 
 def backbone(causal: Any) -> Any:

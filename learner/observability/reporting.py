@@ -22,7 +22,7 @@ from learner.delivery.state import DeliveryState
 from learner.interfaces import StepReport
 from learner.observability.metrics import Meter, StepLog
 from learner.observability.trackers import build_tracker
-from learner.observability.trackers.base import Cell, Decode, RunInfo, StepDetail, decoder, table_rows
+from learner.observability.trackers.base import TABLE_ROWS, Cell, Decode, RunInfo, StepDetail, decoder, table_rows
 from learner.observability.trackers.fanout import Trackers
 from protocol.ledger import Outcome
 from protocol.messages import MetricsSnapshot, Owner, Status, Trajectory, TrajectoryGroup
@@ -345,5 +345,5 @@ def validation_values(step: int, suites: Mapping[str, Mapping[str, float]]) -> d
 def open_trackers(run: RunSettings, settings: LearnerSettings, step: int, epoch: int) -> Trackers:
     """Return the trackers of a run that continues after `step`. Raises UserError if a tracker's package is missing."""
     facts = RunInfo.of(run, settings, first_step=step + 1, epoch=epoch)
-    tables = [(tracker.table_every, tracker.table_rows) for tracker in settings.trackers]
+    tables = [(tracker.table_every, TABLE_ROWS) for tracker in settings.trackers]
     return Trackers([build_tracker(tracker) for tracker in settings.trackers], facts, tables)

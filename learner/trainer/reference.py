@@ -198,10 +198,9 @@ def build_reference(
     for a reference with fewer.
     """
     frozen = settings.kind == "frozen"
-    dtype = settings.dtype or model.fixed_dtype
-    if frozen and settings.model is None and model.lora.rank and dtype == model.fixed_dtype:
+    if frozen and settings.model is None and model.lora.rank:
         return Reference(settings, None, engine)
-    changed: dict[str, Any] = {"dtype": dtype, "gradient_checkpointing": False}
+    changed: dict[str, Any] = {"dtype": model.fixed_dtype, "gradient_checkpointing": False}
     if frozen:
         changed["lora"] = LoraSettings()
     sharded = engine.stage == 3 and engine.world_size > 1

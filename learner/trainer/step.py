@@ -153,8 +153,7 @@ def critic_loss(values: torch.Tensor, tokens: ScoredTokens, settings: CriticSett
     """
     assert tokens.returns is not None and tokens.values is not None
     mask = tokens.mask
-    huber = settings.huber_delta if settings.loss == "huber" else None
-    found = value_loss(values, tokens.values, tokens.returns, mask, clip=settings.clip or None, huber=huber)
+    found = value_loss(values, tokens.values, tokens.returns, mask, clip=settings.clip or None)
     return LossOutput(
         weighted_sum(found.loss, tokens.token_weights, mask),
         sums={

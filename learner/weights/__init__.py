@@ -13,6 +13,7 @@ from learner.config.learner import (
     DistributedPublishSettings,
     PublishSettings,
 )
+from learner.config.model import LoraSettings
 from protocol.settings import RunSettings, Settings
 
 if TYPE_CHECKING:
@@ -27,10 +28,16 @@ REGISTRY: dict[type[Settings], str] = {
 
 
 def build_publisher(
-    settings: PublishSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
+    settings: PublishSettings,
+    run: RunSettings,
+    model_files: Sequence[Path],
+    link: EngineLink,
+    lora: LoraSettings | None = None,
 ) -> WeightPublisher:
     """Return an instance of the transport that `settings` select. Imports torch and safetensors.
 
     model_files  configuration and tokenizer of `run.model`: everything beside the weights
+    lora         of the adapter, if one is published
     """
-    return cast("WeightPublisher", resolve_name(REGISTRY[type(settings)])(settings, run, model_files, link))
+    more = {"alpha": (lora or LoraSettings()).alpha} if settings.type == "adapter" else {}
+    return cast("WeightPublisher", resolve_name(REGISTRY[type(settings)])(settings, run, model_files, link, **more))

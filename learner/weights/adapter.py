@@ -39,10 +39,16 @@ class AdapterPublisher(DiskPublisher):
     weights_file = WEIGHTS
 
     def __init__(
-        self, settings: AdapterPublishSettings, run: RunSettings, model_files: Sequence[Path], link: EngineLink
+        self,
+        settings: AdapterPublishSettings,
+        run: RunSettings,
+        model_files: Sequence[Path],
+        link: EngineLink,
+        *,
+        alpha: float,
     ) -> None:
         super().__init__(settings, run, (), link)  # an adapter is published without the model's files
-        self._alpha = settings.alpha
+        self._alpha = alpha
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Publish as the base class does. Raises UserError for a tensor that is not a LoRA parameter."""

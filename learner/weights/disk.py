@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
-from learner.config.learner import FilesSettings
+from learner.config.learner import KEEP_VERSIONS, FilesSettings
 from learner.weights.base import EngineLink
 from learner.weights.checks import WeightCheck, WeightChecker
 from protocol.messages import INITIAL, Transport, WeightUpdate
@@ -135,9 +135,9 @@ class DiskPublisher:
         """Do nothing: nodes read the files."""
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
-        """Remove versions except the newest `keep_versions` and those in use."""
+        """Remove versions except the KEEP_VERSIONS newest and those in use."""
         found = {p: v for p in self._folder.glob("v*") if (v := PolicyVersion.parse(p.name[1:])) is not None}
-        newest = sorted(found.values())[-self._settings.keep_versions :]
+        newest = sorted(found.values())[-KEEP_VERSIONS:]
         for path, version in found.items():
             if version not in newest and version not in in_use:
                 shutil.rmtree(path, ignore_errors=True)

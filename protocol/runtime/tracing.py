@@ -167,7 +167,7 @@ def build_tracer(run: RunSettings, process: str, process_id: str, lineage: Calla
         return Tracer()
     resource = {"service.name": f"foray-{process}", "service.instance.id": process_id, "foray.run": run.id}
     if settings.exporter == "otlp":
-        export = otlp_export(settings.endpoint, resource)
+        export = otlp_export(resource)
     else:
         name = re.sub(r"[^\w.-]", "_", f"{process}-{process_id}")
         export = file_export(run.dir / "traces" / f"{name}.jsonl", resource)

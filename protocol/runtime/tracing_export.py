@@ -112,10 +112,10 @@ class SpanQueue:
             log.warning("traces: dropped %d spans: %s; the run continues (logged once)", spans, why)
 
 
-def otlp_export(endpoint: str, resource: Mapping[str, Value]) -> Export:
-    """Return an export to a collector over OTLP/HTTP. Raises UserError if OpenTelemetry is not installed.
+def otlp_export(resource: Mapping[str, Value]) -> Export:
+    """Return an export to the collector of OTEL_EXPORTER_OTLP_ENDPOINT, or of this host, over OTLP/HTTP.
 
-    endpoint  "": OTEL_EXPORTER_OTLP_ENDPOINT, or this host
+    Raises UserError if OpenTelemetry is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -123,7 +123,7 @@ def otlp_export(endpoint: str, resource: Mapping[str, Value]) -> Export:
     except ImportError as error:
         raise _not_installed(error) from error
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # the queue logs the first loss
-    exporter: Any = OTLPSpanExporter(endpoint=endpoint or None, timeout=TIMEOUT_S)
+    exporter: Any = OTLPSpanExporter(timeout=TIMEOUT_S)
     convert = _converter(resource)
 
     def export(spans: Sequence[EndedSpan]) -> bool:

@@ -18,7 +18,21 @@ from protocol.runtime.number_format import DtypeSetting
 from protocol.settings import Settings
 
 
-class EngineSettings(Settings):
+class SchedulerSettings(Settings):
+    """What `engine.kind` and the command line share."""
+
+    threads: int = Field(default=1, ge=1)
+    """Number of compute threads."""
+    max_running: int = Field(default=64, ge=1, le=4096)
+    """Maximum number of requests decoded together. Others are queued."""
+    max_total_tokens: int = Field(default=65536, ge=256)
+    """KV cache size in tokens, for running requests and cached prefixes."""
+    dtype: DtypeSetting = "auto"
+    """dtype of weights and KV cache; logits and log-probs are always float32. auto: that of the run's learner; by
+    itself bfloat16 where the CPU is faster in it and the model has 10 million parameters or more, else float32."""
+
+
+class EngineSettings(SchedulerSettings):
     """Settings of one CPU engine."""
 
     model_path: Path
@@ -36,25 +50,16 @@ class EngineSettings(Settings):
     date: Date | None = None
     """Date (YYYY-MM-DD) for chat templates that contain one. Use the run's, for the same prompts as in training.
     Default: the day (UTC) of the engine's start."""
-    threads: int = Field(default=1, ge=1)
-    """Number of torch threads."""
-    dtype: DtypeSetting = "auto"
-    """dtype of weights and KV cache; logits and log-probs are always float32. auto: bfloat16 where the CPU is faster in
-    it and the model has 10 million parameters or more, else float32."""
     api_key_env: str = ""
     """Name of the environment variable with the API key of all routes; empty: no key."""
     admin_api_key_env: str = ""
     """Name of the environment variable with the admin key of the control routes; empty: no key."""
-    stream_interval: int = Field(default=1, ge=1)
-    """Tokens per chunk of a stream, if its sampling parameters do not set it."""
     incremental_streaming_output: bool = False
     """Send only the new tokens in each chunk of a stream, instead of all tokens so far."""
     update_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Timeout in seconds for the trainer, when joining an update group and when receiving a broadcast."""
     seed: int | None = None
     """Seed for requests without `sampling_seed`. Default: a random one, so that no two engines draw the same."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Minimum level of messages logged to standard error."""
 
 
 def parse(argv: Sequence[str] | None = None) -> EngineSettings:

@@ -15,6 +15,9 @@ from rollout_server.metrics import Stats
 from rollout_server.rollout.group import GroupRejected
 from rollout_server.rollout.trajectory import OnProgress, ShouldStop
 
+MAX_ATTEMPTS = 3
+"""Maximum attempts per task; after that the learner records its seq as dead."""
+
 log = logging.getLogger(__name__)
 
 RunGroup = Callable[[Task, ShouldStop, OnProgress], Awaitable[TrajectoryGroup | GroupRejected]]
@@ -33,7 +36,6 @@ class TaskRunner:
         stats: Stats,
         *,
         max_lag: int,
-        max_attempts: int,
         tracer: Tracer | None = None,
     ) -> None:
         self._leases, self._run_group, self._publisher, self._fleet, self._stats = (
@@ -43,7 +45,7 @@ class TaskRunner:
             fleet,
             stats,
         )
-        self._max_lag, self._max_attempts, self._tracer = max_lag, max_attempts, tracer or Tracer()
+        self._max_lag, self._tracer = max_lag, tracer or Tracer()
         self.trajectories_in_flight = 0
 
     async def __call__(self, lease: TaskLease) -> None:
@@ -93,9 +95,9 @@ class TaskRunner:
         self._stats.counts["groups_rejected"] += 1
         log.warning(
             "rejected seq %d, attempt %d of %d: %s (%s)",
-            *(task.seq, task.attempt, self._max_attempts, outcome.reason, outcome.detail),
+            *(task.seq, task.attempt, MAX_ATTEMPTS, outcome.reason, outcome.detail),
         )
-        if task.attempt < self._max_attempts:
+        if task.attempt < MAX_ATTEMPTS:
             again = task.model_copy(update={"attempt": task.attempt + 1})
             await self._publisher.replace(lease.entry, again, outcome.generated_tokens)
             return

@@ -7,27 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from protocol.runtime.number_format import DtypeSetting
 from protocol.settings import Settings
+from rollout_server.cpu_engine.config import SchedulerSettings
 
 GPU_INTERPRETER = ".venv-engine/bin/python"
 """Where `make gpu-env` installs SGLang."""
 
 
-class CpuEngine(Settings):
+class CpuEngine(SchedulerSettings):
     """The CPU engine for small models on CPUs."""
 
     type: Literal["cpu"] = "cpu"
     """Engine type: the CPU engine."""
-    threads: int = Field(default=1, ge=1)
-    """Number of compute threads."""
-    max_running: int = Field(default=64, ge=1)
-    """Maximum number of requests decoded together. Others are queued."""
-    max_total_tokens: int = Field(default=65536, ge=256)
-    """KV cache size in tokens."""
-    dtype: DtypeSetting = "auto"
-    """dtype of weights and KV cache. auto: that of the run's learner; by itself bfloat16 where the CPU is faster in it
-    and the model has 10 million parameters or more, else float32."""
 
 
 class SglangEngine(Settings):
@@ -109,8 +100,6 @@ class NodeSettings(Settings):
     scheduler."""
     probe_timeout_s: float = Field(default=10.0, gt=0)
     """Timeout of one probe, in seconds. A probe without an answer is no hang: see `hang_s`."""
-    probe_failures: int = Field(default=3, ge=1)
-    """An engine that refuses this many connections in a row is considered gone."""
     hang_s: float = Field(default=0.0, ge=0)
     """An engine without a sign of life gets no more requests; if the node launched it, it is killed and restarted. The
     limit is five times its longest recent silence that ended well, but at least this many seconds. 0: 30, for SGLang
@@ -121,5 +110,3 @@ class NodeSettings(Settings):
     preempted: str = ""
     """File or URL that tells that this machine will be taken away: the engine drains as soon as the file exists, or the
     URL answers 200 with another text than FALSE. The clouds' addresses are in docs/clusters.md. Empty: SIGTERM only."""
-    keep_adapters: int = Field(default=2, ge=1)
-    """Number of LoRA adapters that stay loaded, the newest ones: requests with an older one may still run."""

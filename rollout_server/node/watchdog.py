@@ -28,6 +28,8 @@ from rollout_server.node.weights.follower import EngineLost, report_lost
 
 log = logging.getLogger(__name__)
 
+MAX_REFUSED = 3
+"""An engine that refuses this many connections in a row is gone: the kernel refuses where nothing listens."""
 SHORTEST_LOOK_S = 0.2
 FLOOR_S, STEP_FLOOR_S = 30.0, 300.0
 """Default of `engine.hang_s`: for an engine that counts layers, and for one that shows nothing within a step."""
@@ -99,7 +101,7 @@ class Watchdog:
             # if it is lost during an update, it may hold a mix of two versions
             tainted = swapping or self._status.state is NodeState.QUARANTINED
             state = NodeState.QUARANTINED if tainted else NodeState.SUSPECT
-            if refused >= settings.probe_failures:
+            if refused >= MAX_REFUSED:
                 raise report_lost(self._status, state, f"gone: {error}") from error
             if silent_s >= limit_s:
                 self._stats.counts["hangs"] += 1

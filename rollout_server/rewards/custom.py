@@ -14,6 +14,9 @@ from protocol.runtime.timing import loop_timeout
 from rollout_server.rewards.base import RewardError, RewardInput, RewardSettingsBase
 from rollout_server.user_function import UserFunction
 
+THREADS = 8
+"""Maximum concurrent calls of a plain function. Not used for an `async def`."""
+
 
 class Custom:
     """A reward computed by a user's function."""
@@ -22,9 +25,7 @@ class Custom:
         """Import the function. Raises UserError if it cannot be imported or does not accept the options."""
         self.name = settings.key
         self._deadline_s = settings.deadline_s
-        self._function = UserFunction(
-            "custom reward", settings.target, settings.options, settings.threads, "a RewardInput"
-        )
+        self._function = UserFunction("custom reward", settings.target, settings.options, THREADS, "a RewardInput")
         self._function.name = self.name
 
     async def __call__(self, outcome: RewardInput) -> float:
@@ -51,8 +52,6 @@ class CustomSettings(RewardSettingsBase):
     """Keyword arguments passed to every call."""
     deadline_s: float = Field(default=10.0, gt=0)
     """Timeout of a call, in seconds."""
-    threads: int = Field(default=8, ge=1)
-    """Maximum concurrent calls of a plain function. Not used for an `async def`."""
 
     @property
     def key(self) -> str:

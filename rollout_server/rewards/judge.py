@@ -30,6 +30,10 @@ INSTRUCTIONS = (
     "accepted answers; wording, case and extra detail that does not contradict do not matter. Reply with one JSON "
     'object and nothing else: {"rationale": "<one sentence>", "score": <number from 0 (wrong) to 1 (right)>}'
 )
+MAX_CHARS = 1000
+"""Maximum characters of question and answer; longer ones are cut: answers are short."""
+MAX_TOKENS = 512
+"""Maximum tokens of the judge's reply. `extra: {max_tokens: N}` replaces it, for judges that reason."""
 Case = tuple[str, tuple[str, ...], str]
 """Question, gold answers, answer."""
 
@@ -37,7 +41,7 @@ _BRACKETS = str.maketrans({"<": "\u2039", ">": "\u203a", "[": "(", "]": ")"})
 _WRAPPED = re.compile(r"\s*(?:<think>.*?</think>)?\s*(?:```(?:json)?\s*(.*?)\s*```|(.*?))\s*", re.DOTALL)
 
 
-def sanitize(text: str, max_chars: int) -> str:
+def sanitize(text: str, max_chars: int = MAX_CHARS) -> str:
     """Return the text for the judge: cut, and without characters that could form a tag or a control token."""
     return fold_text(text[:max_chars]).translate(_BRACKETS).strip()
 
@@ -63,17 +67,14 @@ class Judge:
 
     def __init__(self, settings: JudgeSettings, resources: RewardResources) -> None:
         self._settings, self._endpoint = settings, JsonEndpoint(settings, "/chat/completions", resources)
-        self._verdict: BatchLoader[Case, float] = BatchLoader(
-            resources, self._fetch, cache=settings.cache, name="judge"
-        )
+        self._verdict: BatchLoader[Case, float] = BatchLoader(resources, self._fetch, name="judge")
 
     async def __call__(self, outcome: RewardInput) -> float:
-        longest = self._settings.max_chars
-        golds = tuple(sanitize(gold, longest) for gold in outcome.question.answers if gold.strip())
-        answer = sanitize(outcome.answer or "", longest)
+        golds = tuple(sanitize(gold) for gold in outcome.question.answers if gold.strip())
+        answer = sanitize(outcome.answer or "")
         if not answer or not golds:
             return 0.0
-        return await self._verdict((sanitize(outcome.question.text, longest), golds, answer))
+        return await self._verdict((sanitize(outcome.question.text), golds, answer))
 
     async def _fetch(self, cases: Sequence[Case]) -> list[float]:
         (case,) = cases
@@ -86,7 +87,7 @@ class Judge:
                 {"role": "user", "content": json.dumps(shown, ensure_ascii=False, indent=1)},
             ],
             "temperature": 0,
-            "max_tokens": self._settings.max_tokens,
+            "max_tokens": MAX_TOKENS,
         }
         if self._settings.json_mode:
             body["response_format"] = {"type": "json_object"}
@@ -99,9 +100,5 @@ class JudgeSettings(EndpointSettings):
     type: Literal["judge"] = "judge"
     instructions: str = Field(default=INSTRUCTIONS, min_length=1)
     """System message. It must request a reply of one JSON object with a `score` from 0 to 1."""
-    max_chars: int = Field(default=1000, ge=1)
-    """Maximum characters of question and answer; longer ones are cut."""
-    max_tokens: int = Field(default=512, ge=1)
-    """Maximum tokens of the judge's reply."""
     json_mode: bool = False
     """Request `response_format: json_object`. Requires a service that supports it."""

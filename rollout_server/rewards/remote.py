@@ -24,6 +24,8 @@ from rollout_server.rewards.resources import RewardResources
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 4.0
 MAX_BYTES = 64 << 20
+CACHE = 8192
+"""Number of cached answers of a reward (the least recently used are evicted); failures are not cached."""
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -57,8 +59,6 @@ class EndpointSettings(RewardServiceSettings):
     """Base URL including `/v1`, e.g. `http://127.0.0.1:8000/v1`."""
     model: str = Field(min_length=1)
     """Model name in each request."""
-    cache: int = Field(default=8192, ge=0)
-    """Size of the cache of answers (least recently used are evicted)."""
 
 
 class RequestRefused(RewardError):
@@ -150,7 +150,6 @@ class BatchLoader(Generic[K, V]):
 
     window_s    how long the first key of a batch waits for others; 0: no batching
     batch_size  maximum keys per request
-    cache       number of cached answers; failures are not cached
     """
 
     def __init__(
@@ -160,11 +159,10 @@ class BatchLoader(Generic[K, V]):
         *,
         window_s: float = 0.0,
         batch_size: int = 1,
-        cache: int,
         name: str,
     ) -> None:
         self._resources, self._fetch, self._name = resources, fetch, name
-        self._window_s, self._batch_size, self._capacity = window_s, batch_size, cache
+        self._window_s, self._batch_size = window_s, batch_size
         self._known: OrderedDict[K, V] = OrderedDict()
         self._in_flight: dict[K, asyncio.Future[V]] = {}
         self._waiting: list[K] = []
@@ -228,5 +226,5 @@ class BatchLoader(Generic[K, V]):
 
     def _remember(self, key: K, value: V) -> None:
         self._known[key] = value
-        while len(self._known) > self._capacity:
+        while len(self._known) > CACHE:
             self._known.popitem(last=False)

@@ -4,7 +4,7 @@ Usually the only reward, with weight 1, and a template with boxed answers:
 
     ill-formed, or over length   0
     well-formed, F1 > 0          F1 of the boxed text against the best gold answer
-    well-formed, F1 = 0          floor, 0.1
+    well-formed, F1 = 0          0.1
 
 Well-formed: as many <think> as </think>, at least one; exactly one <answer> and one </answer>, in the last turn, with a
 \boxed{} with closed braces in between; every earlier turn ends with a search or tool call that got an observation, and
@@ -14,7 +14,7 @@ limit and not by the policy.
 ReSearch checks the whole text after "Assistant:" (base) or "<|im_start|>assistant" (instruct), with the documents,
 requires the tokenizer's end-of-sequence token there, and accepts a <result> invented by the policy. Here owners and
 finish reasons are known, so base and instruct models have the same rule. With `metric: em` it is the reward of its
-preview (12f6cb1): 1, 0.1, 0. As in ReSearch, an F1 below the floor scores less than a wrong answer.
+preview (12f6cb1): 1, 0.1, 0. As in ReSearch, an F1 below 0.1 scores less than a wrong answer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import re
 from functools import lru_cache
 from typing import Literal
 
-from pydantic import Field
-
 from protocol.messages import Status
 from rollout_server.environment.actions import boxed
 from rollout_server.rewards.base import RewardInput, RewardSettingsBase, TurnText
 from rollout_server.rewards.text_match import answers_match, f1
 
+FLOOR = 0.1
+"""Score of a wrong answer in a well-formed trajectory."""
 _ANSWER = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
 _SEARCH = re.compile(r"<search>.*?</search>", re.DOTALL)
 _FOREIGN = re.compile(r"</?result>")
@@ -75,9 +75,7 @@ class ReSearch:
         answer = boxed_answer(outcome.turns)
         if answer is None or outcome.status is not Status.ANSWERED or outcome.turns[-1].finish == "length":
             return 0.0
-        return max((self._compare(answer, gold) for gold in outcome.question.answers), default=0.0) or (
-            self._settings.floor
-        )
+        return max((self._compare(answer, gold) for gold in outcome.question.answers), default=0.0) or FLOOR
 
     def _compare(self, answer: str, gold: str) -> float:
         if self._settings.metric == "em":
@@ -91,5 +89,3 @@ class ReSearchSettings(RewardSettingsBase):
     type: Literal["research"] = "research"
     metric: Literal["f1", "em"] = "f1"
     """f1 (as in ReSearch) or em (as in its preview)."""
-    floor: float = Field(default=0.1, ge=0)
-    """Score of a wrong answer in a well-formed trajectory."""

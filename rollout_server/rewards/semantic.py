@@ -21,6 +21,12 @@ from rollout_server.rewards.base import RewardInput
 from rollout_server.rewards.remote import BatchLoader, EndpointSettings, JsonEndpoint
 from rollout_server.rewards.resources import RewardResources
 
+MAX_CHARS = 2000
+"""Maximum characters of a text, as many as encoders of 512 tokens read; longer ones are cut."""
+BATCH_SIZE = 64
+"""Maximum texts per request."""
+WINDOW_S = 0.01
+"""Seconds that a text waits for others, to share a request."""
 Vector = npt.NDArray[np.float64]
 
 
@@ -34,9 +40,8 @@ class Semantic:
         self._embed: BatchLoader[str, Vector] = BatchLoader(
             resources,
             self._fetch,
-            window_s=settings.window_s,
-            batch_size=settings.batch_size,
-            cache=settings.cache,
+            window_s=WINDOW_S,
+            batch_size=BATCH_SIZE,
             name="semantic",
         )
 
@@ -50,7 +55,7 @@ class Semantic:
         return min(1.0, max(0.0, (cosine - floor) / (1 - floor)))
 
     def _text(self, text: str) -> str:
-        return self._settings.prefix + text.strip()[: self._settings.max_chars]
+        return self._settings.prefix + text.strip()[:MAX_CHARS]
 
     async def _fetch(self, texts: Sequence[str]) -> list[Vector]:
         body = {"model": self._settings.model, "input": list(texts), "encoding_format": "float"}
@@ -80,11 +85,5 @@ class SemanticSettings(EndpointSettings):
     """Cosine that scores 0. The score grows linearly to 1 at a cosine of 1."""
     prefix: str = ""
     """Prefix of every text, e.g. `query: ` for E5."""
-    max_chars: int = Field(default=2000, ge=1)
-    """Maximum characters of a text; longer ones are cut."""
-    batch_size: int = Field(default=64, ge=1)
-    """Maximum texts per request."""
-    window_s: float = Field(default=0.01, ge=0)
-    """Time in seconds that a text waits for others, to share a request."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Timeout of one answer in seconds: queueing, attempts and back-off."""

@@ -10,7 +10,7 @@
 | `not_json` | HTML, not HTTP, or not text |
 | `bad_shape` | JSON that does not match the dialect |
 | `wrong_count` | more or fewer lists of hits than queries |
-| `too_large` | more than `max_bytes`; the answer was dropped |
+| `too_large` | more than 4 MiB; the answer was dropped |
 | `failed_WORD` | the server reported the failure of this query as WORD |
 | `unavailable` | no retriever was healthy for `outage_wait_s` |
 | `closed` | this process is stopping |

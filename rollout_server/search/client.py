@@ -58,8 +58,6 @@ class HttpSearchSettings(Settings):
     """Timeout of a health check of an unhealthy retriever, in seconds."""
     connections: int = Field(default=512, ge=1)
     """Maximum requests in flight at one retriever: the ceiling of its adaptive limit. Further queries are queued."""
-    max_bytes: int = Field(default=4 << 20, ge=1024)
-    """Maximum size of a reply, in bytes."""
 
     @field_validator("urls", mode="before")
     @classmethod
@@ -95,9 +93,7 @@ class HttpSearch:
 
     def __init__(self, settings: HttpSearchSettings) -> None:
         attempt_s = settings.attempt_s or settings.deadline_s / 3
-        self._transport = SearchTransport(
-            settings.dialect, topk=settings.topk, run=settings.run, max_bytes=settings.max_bytes
-        )
+        self._transport = SearchTransport(settings.dialect, topk=settings.topk, run=settings.run)
         self.balancer = ReplicaBalancer(
             self._transport,
             settings.urls,

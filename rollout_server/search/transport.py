@@ -102,6 +102,10 @@ def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
     )
 
 
+MAX_BYTES = 4 << 20
+"""Maximum size of a reply: hundreds of passages; a larger one is dropped unread."""
+
+
 class HttpConnections:
     """Pooled connections to one or more servers. The session is opened by the first request, in its event loop.
 
@@ -109,8 +113,10 @@ class HttpConnections:
     headers  sent with every request
     """
 
-    def __init__(self, *, max_bytes: int, limit: int = 0, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._max_bytes, self._limit, self._headers = max_bytes, limit, headers
+    def __init__(
+        self, *, max_bytes: int = 0, limit: int = 0, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._max_bytes, self._limit, self._headers = max_bytes or MAX_BYTES, limit, headers
         self._session: aiohttp.ClientSession | None = None
 
     async def exchange(
@@ -171,8 +177,8 @@ class HttpConnections:
 class SearchTransport(HttpConnections):
     """Connections to retrievers, in their dialect. `GradientLimit` limits the requests in flight."""
 
-    def __init__(self, dialect: Dialect, *, topk: int, run: str, max_bytes: int) -> None:
-        super().__init__(max_bytes=max_bytes, headers=read_access(os.environ).headers("node", "operator"))
+    def __init__(self, dialect: Dialect, *, topk: int, run: str) -> None:
+        super().__init__(headers=read_access(os.environ).headers("node", "operator"))
         self._dialect, self._topk, self._run = dialect, topk, run
 
     @property

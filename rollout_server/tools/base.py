@@ -18,6 +18,8 @@ from protocol.search import Passage
 from protocol.settings import Settings
 
 CLOSED = "closed"
+CONNECTIONS = 32
+"""Maximum calls of one tool at its servers. Further calls are queued, within their timeout."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from protocol.runtime.timing import LoopClock, backoff_s, loop_timeout
 from protocol.search import Passage
 from rollout_server.search.base import NO_FILES, NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
-from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
+from rollout_server.tools.base import CONNECTIONS, InflightCalls, ToolResult, ToolSettingsBase
 
 MAX_ID_CHARS = 1024
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
@@ -53,10 +53,6 @@ class FetchSettings(ToolSettingsBase):
     outage_wait_s: float = Field(default=300.0, ge=0)
     """Timeout in seconds while no retriever is reachable, if longer than `deadline_s`. A restart of the retriever then
     costs time, not rewards, as in `rollout.search`."""
-    connections: int = Field(default=32, ge=1)
-    """Maximum connections to the retrievers. Further calls are queued, within their timeout."""
-    max_bytes: int = Field(default=4 << 20, ge=1024)
-    """Maximum size of a reply, in bytes."""
 
     @field_validator("urls", mode="before")
     @classmethod
@@ -81,7 +77,7 @@ class Fetch:
         self._settings = settings
         self._urls = urls
         self._next = random.randrange(1 << 16)
-        self._connections = HttpConnections(max_bytes=settings.max_bytes, limit=settings.connections)
+        self._connections = HttpConnections(limit=CONNECTIONS)
         self._calls = InflightCalls(self.name)
 
     async def __call__(self, argument: str) -> ToolResult:

@@ -21,7 +21,7 @@ from protocol.runtime.http.body import parse_json
 from protocol.runtime.timing import loop_timeout
 from rollout_server.search.base import BAD_SHAPE, NOT_JSON, TIMEOUT, SearchError
 from rollout_server.search.transport import HttpConnections
-from rollout_server.tools.base import InflightCalls, ToolResult, ToolSettingsBase
+from rollout_server.tools.base import CONNECTIONS, InflightCalls, ToolResult, ToolSettingsBase
 
 VERSION = "2025-06-18"
 """Version of the protocol that is asked for. A server may answer with an older one, in which these calls are equal."""
@@ -48,10 +48,6 @@ class McpSettings(ToolSettingsBase):
     """Maximum characters of a result; the rest is dropped. `max_obs_tokens` then limits the observation."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Timeout of a call in seconds, with the wait for a connection."""
-    connections: int = Field(default=32, ge=1)
-    """Maximum calls at the same time. Further ones wait, within their timeout."""
-    max_bytes: int = Field(default=4 << 20, ge=1024)
-    """Maximum size of a reply, in bytes."""
 
     @property
     def told(self) -> str:
@@ -67,7 +63,7 @@ class Mcp:
 
     def __init__(self, settings: McpSettings, urls: Sequence[str]) -> None:
         self._settings, self._calls = settings, InflightCalls(self.name)
-        self._connections = HttpConnections(max_bytes=settings.max_bytes, limit=settings.connections)
+        self._connections = HttpConnections(limit=CONNECTIONS)
         self._session: dict[str, str] = {}
         self._begun, self._lock, self._numbers = False, asyncio.Lock(), itertools.count(1)
 

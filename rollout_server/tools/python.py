@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -27,6 +28,14 @@ log = logging.getLogger(__name__)
 MAX_SOURCE_CHARS = 64 << 10
 ERROR_CHARS = 1000
 """Number of characters of stderr that are shown, from its end: the end of a traceback is the most useful part."""
+FILE_MB = 16
+"""Size limit of all files of a program together, in MiB: they are in memory (bubblewrap)."""
+THREADS = 16
+"""Maximum number of threads and processes of a program: libraries start some (bubblewrap)."""
+MAX_OUTPUT_CHARS = 4000
+"""Maximum characters of output, beyond any `max_obs_tokens`; a program that writes more is killed."""
+WAIT_S = 60.0
+"""Timeout of a call that waits for others, in seconds; then it fails as `overloaded`."""
 SIGXCPU = 128 + 24
 _FENCED = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
 
@@ -43,21 +52,11 @@ class PythonSettings(ToolSettingsBase):
     sandbox: SandboxSettings = BubblewrapSettings()
     """Sandbox: bubblewrap on this machine, or a service over HTTP."""
     deadline_s: float = Field(default=5.0, gt=0)
-    """Timeout of a program in seconds, including its start."""
-    cpu_s: int = Field(default=5, ge=1)
-    """CPU time limit of each process of a program, in seconds (bubblewrap)."""
+    """Timeout of a program in seconds, including its start. Each of its processes may use as much processor time."""
     memory_mb: int = Field(default=512, ge=128)
     """Address space limit of each process of a program, in MiB, including the interpreter."""
-    file_mb: int = Field(default=16, ge=1)
-    """Size limit of all files of a program together, in MiB (bubblewrap)."""
-    threads: int = Field(default=16, ge=1)
-    """Maximum number of threads and processes of a program (bubblewrap)."""
-    max_output_chars: int = Field(default=4000, ge=1)
-    """Maximum characters of output. A program that writes more is killed, and the rest is not shown."""
     concurrency: int = Field(default=4, ge=1)
     """Maximum number of programs that run at the same time in this process. Further calls are queued."""
-    wait_s: float = Field(default=60.0, gt=0)
-    """Timeout in that queue, in seconds; then the call fails as `overloaded`."""
     libraries: tuple[Path, ...] = ()
     """Directories with modules that programs may import besides the standard library, e.g. a site-packages with numpy.
     Programs can read everything in them (bubblewrap)."""
@@ -88,7 +87,7 @@ class Python:
 
     async def _run(self, source: str) -> ToolResult:
         try:
-            async with loop_timeout(self._settings.wait_s):
+            async with loop_timeout(WAIT_S):
                 await self._slots.acquire()
         except TimeoutError:
             return ToolResult(error="overloaded")
@@ -109,16 +108,21 @@ def program_of(argument: str) -> str:
 
 def describe(result: ProgramResult, settings: PythonSettings) -> ToolResult:
     """Return the result for the policy: the output, then the failure, if any."""
-    most = settings.max_output_chars
-    printed = result.stdout.decode("utf-8", "replace").strip("\n")[:most]
+    printed = result.stdout.decode("utf-8", "replace").strip("\n")[:MAX_OUTPUT_CHARS]
     raised = result.stderr.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     mistake, ending = "", ""
     if result.timed_out:
         mistake, ending = "too_slow", f"The program was stopped after {settings.deadline_s:g} seconds."
     elif result.output_exceeded:
-        mistake, ending = "too_much_output", f"The program was stopped: it wrote more than {most} characters."
+        mistake, ending = (
+            "too_much_output",
+            f"The program was stopped: it wrote more than {MAX_OUTPUT_CHARS} characters.",
+        )
     elif result.code == SIGXCPU:
-        mistake, ending = "too_slow", f"The program was stopped after {settings.cpu_s} seconds of processor time."
+        mistake, ending = (
+            "too_slow",
+            f"The program was stopped after {math.ceil(settings.deadline_s)} seconds of processor time.",
+        )
     elif result.code > 128:
         mistake, ending = "killed", f"The program was killed by signal {result.code - 128}."
     elif result.code:
@@ -127,14 +131,19 @@ def describe(result: ProgramResult, settings: PythonSettings) -> ToolResult:
     return ToolResult("\n".join(parts) or "The program printed nothing.", mistake=mistake)
 
 
+def cpu_s(settings: PythonSettings) -> int:
+    """Return the processor time of each process of a program, in seconds (bubblewrap)."""
+    return math.ceil(settings.deadline_s)
+
+
 def sandbox_for(settings: PythonSettings) -> Sandbox:
     """Build the sandbox of the tool. Raises UserError if programs cannot be isolated."""
     limits = SandboxLimits(
         wall_s=settings.deadline_s,
-        cpu_s=settings.cpu_s,
+        cpu_s=cpu_s(settings),
         memory_mb=settings.memory_mb,
-        file_mb=settings.file_mb,
-        threads=settings.threads,
-        output_bytes=4 * settings.max_output_chars,
+        file_mb=FILE_MB,
+        threads=THREADS,
+        output_bytes=4 * MAX_OUTPUT_CHARS,
     )
     return build_sandbox(settings.sandbox, limits, [str(path.resolve()) for path in settings.libraries])

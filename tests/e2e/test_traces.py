@@ -185,7 +185,8 @@ async def test_a_collector_that_is_away_loses_spans_and_nothing_else(
     monkeypatch.setattr(tracing_export, "TIMEOUT_S", 0.3)
     seen: list[bytes] = []
     with collector(kind, seen) as url:
-        reported = await ring(traced(run, exporter="otlp", endpoint=url))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", url)
+        reported = await ring(traced(run, exporter="otlp"))
     lines = (run.dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3], "the run trains to its end"
     exported, dropped = reported.values["trace_spans_exported"], reported.values["trace_spans_dropped"]

@@ -90,7 +90,7 @@ def slow_pass_at_k(given):
 
 def slow_gpg(given, counted):
     alpha = len(voting(given)) / max(counted, 1)
-    return loop(given, lambda r, j, i: alpha * (r[j] - mean(r)) / 2.0)
+    return loop(given, lambda r, j, i: alpha * (r[j] - mean(r)))
 
 
 def slow_useful(given):
@@ -146,14 +146,7 @@ FAMILY = {
         lambda g: normalized_batch(dr_grpo_advantages(g), g.valid, epsilon=1e-4),
         lambda g: slow_normalized_batch(g),
     ),
-    "gpg": (
-        lambda g: gpg_advantages(g, norm=2.0),
-        lambda g: slow_gpg(g, sum(r != 0 for r in voting(g))),
-    ),
-    "gpg_paper": (
-        lambda g: gpg_advantages(g, nonzero="advantages", norm=2.0),
-        lambda g: slow_gpg(g, slow_useful(g)),
-    ),
+    "gpg": (gpg_advantages, lambda g: slow_gpg(g, slow_useful(g))),
 }
 RAW = {
     "reinforce_none": (reinforce_advantages, lambda g: np.where(g.valid, g.rewards, 0.0)),
@@ -267,8 +260,7 @@ def test_opo_weighs_the_baseline_by_length_by_hand():
 
 def test_gpg_makes_up_for_trajectories_without_a_gradient_by_hand():
     batch = outcomes([1, 0, 1, 1, 0, 0], group=[0, 0, 1, 1, 2, 2])
-    np.testing.assert_allclose(gpg_advantages(batch), [1.0, -1.0, 0, 0, 0, 0])  # 6 / 3 rewards that are not 0
-    np.testing.assert_allclose(gpg_advantages(batch, nonzero="advantages"), [1.5, -1.5, 0, 0, 0, 0])  # 6 / 2
+    np.testing.assert_allclose(gpg_advantages(batch), [1.5, -1.5, 0, 0, 0, 0])  # 6 / 2
     assert gpg_advantages(outcomes([0.0, 0.0])).tolist() == [0.0, 0.0]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import learner.loop as loop
+from learner import main
 from learner.algorithms import build_algorithm
 from learner.checkpoint.journal import read_journal
 from learner.config.learner import LearnerSettings
@@ -76,9 +77,11 @@ def test_a_batch_built_ahead_is_the_one_that_would_be_built_at_its_step(
     trained: dict[int, Batch],
     built: list[tuple[str, int]],
     skipped: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a reward scale that depends on every batch before, but on those that were skipped."""
-    given = {"algorithm": {"type": "reinforce_pp", "reward_scale": "running"}, "prefetch_steps": 4}
+    monkeypatch.setattr(main, "PREFETCH_STEPS", 4)
+    given = {"algorithm": {"type": "reinforce_pp", "reward_scale": "running"}}
     settings = LearnerSettings.model_validate(settings.model_dump(exclude={"algorithm"}) | given)
     calls: list[int] = []
 
@@ -140,6 +143,7 @@ def test_building_takes_place_while_the_last_batch_trains(
 
     monkeypatch.setattr(loop, "batch_for_step", slow)
     monkeypatch.setattr(TinyEngine, "train", watched)
+    monkeypatch.setattr(main, "PREFETCH_STEPS", 4)
     with Player(address, run.id):
-        serve(run, settings.model_copy(update={"prefetch_steps": 4}), pace_s=0.3)
+        serve(run, settings, pace_s=0.3)
     assert sum(overlaps) >= 3, "in the background"

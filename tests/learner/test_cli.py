@@ -24,8 +24,6 @@ def test_user_mistakes_are_named(
     assert "did you mean 'checkpoint_every'" in refusal(capsys, url, "learner.chekpoint_every=3")
     assert "no Redis is configured" in refusal(capsys)
     assert "needs model.lora.rank" in refusal(capsys, url, "learner.publish.type=adapter")
-    two = ("learner.publish.type=adapter", "learner.model.lora.rank=4", "learner.model.lora.alpha=8")
-    assert "must be equal" in refusal(capsys, url, *two)
     alone = ("run.group_size=1", "learner.algorithm.type=reinforce", "learner.algorithm.baseline=group")
     assert "a group of one has advantage 0" in refusal(capsys, url, *alone)
     assert "cannot read the questions" in refusal(capsys, url, f"learner.questions={tmp_path / 'none'}")

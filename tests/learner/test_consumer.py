@@ -34,7 +34,7 @@ NO_FILTER = GroupFilter(FilterSettings(), 1)
 @pytest.fixture
 def source(store: RunStore, tmp_path: Path) -> Iterator[StreamConsumer]:
     parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
-    yield StreamConsumer(store, DeliveryState(issued=40), "t1", NO_FILTER, capacity=6, max_attempts=3, **parts)
+    yield StreamConsumer(store, DeliveryState(issued=40), "t1", NO_FILTER, capacity=6, **parts)
 
 
 def add(db: redis.Redis, seq: int, **kind: object) -> bytes:

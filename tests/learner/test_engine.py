@@ -211,9 +211,9 @@ def test_bfloat16_is_refused_at_stage_0():
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
-        (1, {"reduce_bucket": 6, "allgather_bucket": 8}),
-        (2, {"reduce_bucket": 6, "allgather_bucket": 8, "overlap_comm": True}),
-        (3, {"reduce_bucket": 64, "allgather_bucket": 4, "overlap_comm": True}),
+        (1, {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 6, "allgather_bucket_size": 8}}}),
+        (2, {"overlap_comm": True, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 6}}}),
+        (3, {"overlap_comm": True, "deepspeed": {"zero_optimization": {"stage3_prefetch_bucket_size": 4}}}),
         (2, {"deepspeed": {"zero_optimization": {"contiguous_gradients": False}, "communication_data_type": "fp32"}}),
     ],
 )

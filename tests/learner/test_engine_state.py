@@ -194,7 +194,7 @@ def role_two(folder: Path) -> None:
         save_file(go_on(engine, dropout=True), here / f"went_on.{engine.rank}")
         if (stage, dtype) == (1, "bfloat16"):
             engine.close()  # what DeepSpeed saves of the class it takes here, its own tool cannot read
-            engine = start(stage, dtype, gradient_dtype="model")
+            engine = start(stage, dtype, deepspeed={"data_types": {"grad_accum_dtype": "bf16"}})
             update(engine, 1)
         if stage:
             same_as_deepspeed(engine, here / "theirs")

@@ -10,6 +10,7 @@ import pytest
 
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import FilterSettings, LearnerSettings
+from learner.data import filter as data_filter
 from learner.data.filter import GroupFilter
 from protocol.header import seal
 from protocol.ledger import Ledger
@@ -64,9 +65,10 @@ def test_most_groups_have_no_signal_and_the_run_ends_with_consistent_accounting(
 
 def test_a_policy_that_is_always_right_does_not_stand_still(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    settings = settings.model_copy(update={"filter": FilterSettings(metric="em", patience=2)})
+    monkeypatch.setattr(data_filter, "PATIENCE", 2)
+    settings = settings.model_copy(update={"filter": FilterSettings(metric="em")})
     with tiny_learner.Player(address, run.id, spoil=only(lambda seq: False)), caplog.at_level(logging.WARNING):
         assert serve(run.model_copy(update={"steps": 3}), settings) == 0
     assert [len(batch) for batch in tiny_learner.surviving(run.dir).values()] == [4, 4, 4]
@@ -88,8 +90,9 @@ def test_a_group_has_a_signal_if_its_valid_rewards_differ(rewards: tuple[float, 
     assert not GroupFilter(FilterSettings(), 4).refuses(group(rewards)), "off unless a metric is named"
 
 
-def test_patience_is_for_groups_in_a_row_and_lasts_until_a_step() -> None:
-    made = GroupFilter(FilterSettings(metric="em", patience=2), 2)
+def test_patience_is_for_groups_in_a_row_and_lasts_until_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_filter, "PATIENCE", 2)
+    made = GroupFilter(FilterSettings(metric="em"), 2)
     same, other = group((1.0, 1.0)), group((1.0, 0.0))
     assert [made.refuses(g) for g in (same, same, same, other)] == [True, True, True, False]
     assert [made.refuses(same) for _ in range(6)] == [True] * 4 + [False] * 2

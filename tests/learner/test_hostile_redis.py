@@ -162,7 +162,7 @@ def publish(db: redis.Redis, message: Any) -> bytes:
 def made(store: RunStore, tmp_path: Path) -> StreamConsumer:
     parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
     nothing = GroupFilter(FilterSettings(), 1)
-    return StreamConsumer(store, DeliveryState(issued=40), "t1", nothing, capacity=30, max_attempts=3, **parts)
+    return StreamConsumer(store, DeliveryState(issued=40), "t1", nothing, capacity=30, **parts)
 
 
 def unreadable(seq: int) -> GroupFailed:

@@ -16,6 +16,7 @@ import learner.main
 from learner import cli, recovery
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.config.learner import LearnerSettings
+from learner.data import filter as data_filter
 from protocol import events
 from protocol.codec import decode_as
 from protocol.errors import NoSignal
@@ -52,8 +53,10 @@ def last_event(db: redis.Redis) -> dict[str, str]:
 
 @pytest.mark.parametrize("reason", ["no tokens", "not finite"])
 def test_redis_holds_no_more_than_the_design_says_though_no_batch_is_trained(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], db: redis.Redis, reason: str
-) -> None:
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], db: redis.Redis, reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(recovery, "MAX_SKIPPED", 20)
     held: list[int] = []
 
     def verdict(updates: int) -> str:
@@ -61,15 +64,17 @@ def test_redis_holds_no_more_than_the_design_says_though_no_batch_is_trained(
         return reason if len(held) <= 19 else ""
 
     with tiny_learner.Player(address, run.id):
-        assert serve(run, settings.model_copy(update={"max_skipped": 20}), verdict=verdict) == 0
+        assert serve(run, settings, verdict=verdict) == 0
     assert_exactly_once(run, extra=19 * 4)
     bound = (run.max_lag + 1 + 2 * settings.checkpoint_every) * run.groups_per_step
     assert max(held) <= bound + run.groups_per_step, "and those of the batch that is being trained"
 
 
 def test_redis_holds_no_more_than_that_though_every_group_is_filtered_or_stale(
-    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], db: redis.Redis
-) -> None:
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], db: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(data_filter, "PATIENCE", 16)
     most = [0]
 
     def spoil(task: Task, header: bytes, body: bytes) -> tuple[bytes, bytes]:
@@ -78,7 +83,7 @@ def test_redis_holds_no_more_than_that_though_every_group_is_filtered_or_stale(
         return seal(make_group(task.seq, (1.0, 1.0), run=run.id))
 
     filtered = settings.model_copy(update={"checkpoint_every": 1}).model_dump()
-    filtered |= {"filter": {"metric": "reward", "patience": 16}}
+    filtered |= {"filter": {"metric": "reward"}}
     with tiny_learner.Player(address, run.id, spoil=spoil):
         assert serve(run.model_copy(update={"steps": 1}), LearnerSettings.model_validate(filtered)) == 0
     assert ledger(run).filtered.total() >= 16 * 4 - 4

@@ -60,7 +60,7 @@ def life(store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     def make() -> StreamConsumer:
         parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
         nothing = GroupFilter(FilterSettings(), 1)
-        return StreamConsumer(store, DeliveryState(issued=40), "t1", nothing, capacity=30, max_attempts=3, **parts)
+        return StreamConsumer(store, DeliveryState(issued=40), "t1", nothing, capacity=30, **parts)
 
     return make
 

@@ -26,6 +26,7 @@ from learner.config.learner import (
     LearnerSettings,
     PublishSettings,
 )
+from learner.config.model import LoraSettings
 from learner.weights import build_publisher, snapshots
 from learner.weights import disk as module
 from learner.weights.base import Announcement, BadWeights, WeightPublisher
@@ -250,8 +251,9 @@ def test_what_a_killed_learner_left_is_replaced(run: RunSettings) -> None:
     assert sorted(p.name for p in run.weights_dir.rglob("*")) == ["manifest.json", "model.safetensors", "v1.1"]
 
 
-def test_the_newest_and_those_in_use_are_kept(run: RunSettings) -> None:
-    publisher = build_publisher(DiskPublishSettings(keep_versions=2), run, [], RecordingLink())
+def test_the_newest_and_those_in_use_are_kept(run: RunSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEEP_VERSIONS", 2)
+    publisher = build_publisher(DiskPublishSettings(), run, [], RecordingLink())
     for version in [(1, 9), (1, 10), (2, 5), (2, 6), (2, 7)]:
         publisher.publish(PolicyVersion(*version), weights())
     (run.weights_dir / "vendor").mkdir()
@@ -291,7 +293,9 @@ def lora(rank: int = 4) -> list[tuple[str, torch.Tensor]]:
 
 def test_an_adapter_is_a_directory_in_pefts_layout(run: RunSettings) -> None:
     reported = RecordingLink()
-    publisher = build_publisher(AdapterPublishSettings(alpha=8), run, sorted(run.model.iterdir()), reported)
+    publisher = build_publisher(
+        AdapterPublishSettings(), run, sorted(run.model.iterdir()), reported, LoraSettings(alpha=8)
+    )
     given = lora()
     update = publisher.publish(PolicyVersion(1, 3), given)
     path = Path(update.path)
@@ -332,7 +336,7 @@ def test_a_transport_is_chosen_by_its_name_and_files_are_the_default() -> None:
     chosen = section(
         {"learner": {"publish": {"type": "distributed", "bucket_mb": 8}}}, "learner", LearnerSettings
     ).publish
-    assert (chosen.type, chosen.keep_versions) == ("distributed", 4)
+    assert (chosen.type, chosen.fsync) == ("distributed", True)
     with pytest.raises(UserError, match="disk"):
         section({"learner": {"publish": {"type": "pigeon"}}}, "learner", LearnerSettings)
 

@@ -422,7 +422,7 @@ def test_an_adapter_reaches_a_real_engine_and_means_what_it_says(
     folder = tmp_path_factory.mktemp("adapter")
     fleet = Fleet(folder, redis_socket, make_model(folder / "model"), run="t2")
     try:
-        _, publisher, epoch = fleet.learner_of(AdapterPublishSettings(fsync=False, alpha=8.0))
+        _, publisher, epoch = fleet.learner_of(AdapterPublishSettings(fsync=False))
         torch.manual_seed(1)
         policies = {}
         for number in range(2):

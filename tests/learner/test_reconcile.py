@@ -31,7 +31,7 @@ def delivery() -> DeliveryState:
 @pytest.fixture
 def source(store: RunStore, delivery: DeliveryState, tmp_path: Path) -> StreamConsumer:
     parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
-    return StreamConsumer(store, delivery, "t1", GroupFilter(FilterSettings(), 1), capacity=8, max_attempts=3, **parts)
+    return StreamConsumer(store, delivery, "t1", GroupFilter(FilterSettings(), 1), capacity=8, **parts)
 
 
 @pytest.fixture

@@ -49,7 +49,6 @@ class Learner:
             "t1",
             nothing,
             capacity=9,
-            max_attempts=3,
             dead_letters=dead_letters,
             event_log=event_log,
         )

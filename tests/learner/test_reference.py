@@ -328,15 +328,6 @@ def test_frozen_weights_of_another_name_shape_or_dtype_are_not_shared(change):
     assert before == {name: p.data_ptr() for name, p in own.named_parameters()}
 
 
-def test_a_reference_in_another_dtype(directory):
-    run = Run(directory, rank=4)
-    narrow = build_reference(
-        ReferenceSettings(kind="frozen", dtype="bfloat16"), directory, run.model, run.engine, packed=False
-    )
-    assert {p.dtype for p in narrow._module.parameters()} == {torch.bfloat16}
-    torch.testing.assert_close(narrow.forward(*inputs()).logprobs, run.policy(), rtol=0.1, atol=0.1)
-
-
 @torch.no_grad()
 def test_a_sharded_reference_is_read_from_its_files_and_stays_sharded_after_use(directory):
     join_ranks()

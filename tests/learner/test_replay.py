@@ -167,9 +167,9 @@ def test_batches_can_be_regrouped_with_filtering(
     run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
 ) -> None:
     write_journal(tmp_path / "old", 7, rewards=lambda seq: (1.0, float(seq % 5 == 0)))
-    fresh = settings.model_copy(update={"replay": ReplaySettings(rebatch=True, passes=2)})
+    fresh = settings.model_copy(update={"replay": ReplaySettings(passes=2)})
     run = run.model_copy(update={"groups_per_step": 9, "max_lag": 0})
-    mine = again(run, fresh, tmp_path / "old")
+    mine = again(run, fresh, tmp_path / "old", rebatch=True)
     lines = tiny_learner.step_lines(mine.dir)
     want = [list(range(1, 10)), list(range(10, 19)), list(range(19, 28))]
     assert [line["seqs"] for line in lines] == want * 2, "27 of 28 groups, twice"

@@ -87,8 +87,12 @@ def facts_of(directory: Path, count: int = 250) -> RunInfo:
     return RunInfo("run-7", directory, 1, {f"p{number}": number for number in range(count)} | {"long": "x" * 600})
 
 
-def test_mlflow_gets_every_parameter_and_number_in_requests_that_it_accepts(mlflow: Mlflow, tmp_path: Path) -> None:
-    tracker = build_tracker(MlflowSettings(tracking_uri="http://h:5000", experiment="e"))
+def test_mlflow_gets_every_parameter_and_number_in_requests_that_it_accepts(
+    mlflow: Mlflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://h:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "e")
+    tracker = build_tracker(MlflowSettings())
     tracker.open(facts_of(tmp_path / "runs" / "new"))
     assert (tmp_path / "runs" / "new").is_dir()
     (run,) = mlflow.runs
@@ -114,7 +118,8 @@ def test_mlflow_needs_what_a_local_database_needs_only_without_a_server(
     with pytest.raises(UserError) as refused:
         build_tracker(MlflowSettings())
     assert "pip install mlflow" in refused.value.todo
-    build_tracker(MlflowSettings(tracking_uri="http://h:5000"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://h:5000")
+    build_tracker(MlflowSettings())
 
 
 def test_mlflow_shows_shares_of_lags_and_a_table_if_rows_are_wanted(mlflow: Mlflow, tmp_path: Path) -> None:
@@ -133,11 +138,14 @@ def test_mlflow_shows_shares_of_lags_and_a_table_if_rows_are_wanted(mlflow: Mlfl
     assert mlflow.experiments == {"foray": (tmp_path / "mlartifacts").resolve().as_uri()}
 
 
-def test_a_resumed_run_goes_on_in_mlflow_without_a_second_configuration(mlflow: Mlflow, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_mlflow_without_a_second_configuration(
+    mlflow: Mlflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "u")
     mlflow.create_experiment("foray", None)
     mlflow.create_run("id of foray", "another", {"foray.run": "run-6"})
     for step in (1, 2):
-        tracker = build_tracker(MlflowSettings(tracking_uri="u"))
+        tracker = build_tracker(MlflowSettings())
         tracker.open(facts_of(tmp_path, 10))
         assert [run.info.status for run in mlflow.runs] == ["RUNNING", "RUNNING"]
         tracker.log(step, {"loss": 1.0})
@@ -183,17 +191,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return run
 
 
-@pytest.mark.parametrize(("entity", "sent"), [("", None), ("team", "team")])
-def test_wandb_continues_the_run_of_this_id_and_keeps_steps_as_a_metric(
-    recorded: Recorded, tmp_path: Path, entity: str, sent: str | None
-) -> None:
-    tracker = build_tracker(WandbSettings(project="p", entity=entity, mode="offline"))
+def test_wandb_continues_the_run_of_this_id_and_keeps_steps_as_a_metric(recorded: Recorded, tmp_path: Path) -> None:
+    tracker = build_tracker(WandbSettings(project="p"))
     facts = facts_of(tmp_path / "runs" / "new", 1)
     tracker.open(facts)
     settings = recorded.given.pop("settings")
     assert settings == {"console": "off", "silent": True, "init_timeout": 20.0}
     assert recorded.given == {
-        "project": "p", "entity": sent, "id": "run-7", "name": "run-7", "resume": "allow", "mode": "offline",
+        "project": "p", "id": "run-7", "name": "run-7", "resume": "allow",
         "dir": str(tmp_path / "runs" / "new"), "config": dict(facts.config),
     }  # fmt: skip
     assert recorded.defined == [(("step",), {}), (("*",), {"step_metric": "step"})] and facts.directory.is_dir()

@@ -260,9 +260,10 @@ def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # its own affairs
-def test_wandb_offline_writes_a_run_that_holds_every_step(tmp_path: Path) -> None:
+def test_wandb_offline_writes_a_run_that_holds_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    log_steps(build_tracker(WandbSettings(mode="offline")), facts_of(tmp_path), 1, 2, 3)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log_steps(build_tracker(WandbSettings()), facts_of(tmp_path), 1, 2, 3)
     (file,) = (tmp_path / "wandb").glob("offline-run-*-run-7/run-run-7.wandb")
     assert [(n, round(v, 2)) for n, v in read_wandb(file, "loss")] == [(1, 1.01), (2, 2.01), (3, 3.01)]
     assert read_wandb(file, "token_lag.values") == [(1, [8, 8]), (2, [8, 8]), (3, [8, 8])]

@@ -303,7 +303,7 @@ def test_a_critic_that_warms_up_leaves_the_policy_alone(start: Start) -> None:
 
 
 def test_a_value_head_on_the_policy_learns_and_is_not_published(start: Start) -> None:
-    critic = {"backbone": "policy", "head_lr_scale": 5.0}
+    critic = {"backbone": "policy"}
     # a return with the critic's own value in it would move with the critic
     trainer = start(algorithm={"type": "ppo", "bootstrap_truncated": False}, critic=critic, optim={"lr": 1e-2})
     published = set(weights(trainer))

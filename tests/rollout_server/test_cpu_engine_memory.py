@@ -19,7 +19,7 @@ from rollout_server.cpu_engine.scheduler.prefix_cache import PrefixCache, chain
 from rollout_server.cpu_engine.scheduler.request import Request
 from rollout_server.cpu_engine.scheduler.scheduler import Scheduler, one_of
 from rollout_server.cpu_engine.server.auth import CLIENT_GONE, guard
-from rollout_server.cpu_engine.server.generate import Generation, Inbox, Streaming
+from rollout_server.cpu_engine.server.generate import Generation, Inbox
 from rollout_server.cpu_engine.server.validation import Limits, parse
 from rollout_server.node.process import seed_of
 from tests.rollout_server.test_cpu_engine_model import check, prompt, request, run, scheduler, write
@@ -190,7 +190,7 @@ def test_a_prefix_is_found_as_long_as_any_sequence_with_it_is_kept() -> None:
 
 def test_two_engines_share_no_seed_in_groups_of_eight() -> None:
     def seeds(seed: int | None) -> set[int]:
-        generation = Generation(*cast(Any, [None] * 4), seed, Streaming())
+        generation = Generation(*cast(Any, [None] * 4), seed, incremental=False)
         return {generation._seed(None, 0) for _ in range(4 * 2_500)}
 
     for one, other in ((seed_of(3, "a", "1f"), seed_of(3, "b", "2e")), (None, None)):
@@ -212,7 +212,7 @@ async def test_two_engines_give_one_prompt_eight_different_answers(tmp_path: Pat
 async def test_a_salt_cannot_name_the_prefixes_of_an_adapter(tmp_path: Path) -> None:
     adapters = SimpleNamespace(named=lambda name: SimpleNamespace(number=5) if name else None)
     engine = SimpleNamespace(scheduler=SimpleNamespace())
-    generation = Generation(cast(Any, engine), cast(Any, None), Limits(99, 99, 99), cast(Any, adapters), 0, Streaming())
+    generation = Generation(cast(Any, engine), cast(Any, None), Limits(99, 99, 99), cast(Any, adapters), 0, False)
 
     def key(**body: Any) -> str:
         calls = parse({"input_ids": [1], **body}, cast(Any, None), Limits(99, 99, 99)).calls

@@ -13,7 +13,7 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import Question, Status
-from rollout_server.rewards import build_reward
+from rollout_server.rewards import build_reward, custom
 from rollout_server.rewards.base import Reward, RewardError, RewardInput, TurnText
 from rollout_server.rewards.custom import CustomSettings
 from rollout_server.rewards.resources import RewardResources
@@ -91,8 +91,9 @@ async def test_a_plain_function_runs_in_a_thread_and_an_async_one_in_the_loop() 
     assert sys.modules["own_rewards"].seen == ["mine", threading.current_thread().name]
 
 
-async def test_a_blocking_function_does_not_block_others() -> None:
-    reward = build("blocks", options={"seconds": 0.3}, threads=4)
+async def test_a_blocking_function_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom, "THREADS", 4)
+    reward = build("blocks", options={"seconds": 0.3})
     started = time.monotonic()
     ticks = 0
 
@@ -117,9 +118,10 @@ async def test_no_result_within_the_deadline_is_an_error(function: str, seconds:
     assert time.monotonic() - started < 1.5
 
 
-async def test_functions_that_hang_never_take_more_threads_than_allowed() -> None:
+async def test_functions_that_hang_never_take_more_threads_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom, "THREADS", 2)
     before = threading.active_count()
-    reward = build("blocks", options={"seconds": 0.5}, deadline_s=0.05, threads=2)
+    reward = build("blocks", options={"seconds": 0.5}, deadline_s=0.05)
     lost = await asyncio.gather(*(reward(OUTCOME) for _ in range(20)), return_exceptions=True)
     assert all(isinstance(error, RewardError) for error in lost)
     assert threading.active_count() - before <= 2

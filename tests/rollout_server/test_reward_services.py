@@ -12,7 +12,7 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import Question, Status
-from rollout_server.rewards import build_reward
+from rollout_server.rewards import build_reward, semantic
 from rollout_server.rewards import remote as endpoint
 from rollout_server.rewards.base import Reward, RewardError, RewardInput, TurnText
 from rollout_server.rewards.judge import JudgeSettings, parse_score, sanitize
@@ -127,9 +127,12 @@ async def test_the_same_answer_is_asked_once_while_it_waits_and_never_again(kind
         assert len(service.bodies) == 1
 
 
-async def test_the_least_recently_used_verdict_is_forgotten_first(io: RewardResources) -> None:
+async def test_the_least_recently_used_verdict_is_forgotten_first(
+    io: RewardResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "CACHE", 2)
     async with FakeService() as service:
-        reward = build("judge", io, service, cache=2)
+        reward = build("judge", io, service)
         for answer in ("a", "b", "a", "c", "a"):
             await reward(outcome(answer))
         assert len(service.bodies) == 3
@@ -178,10 +181,11 @@ async def test_closing_before_a_request_has_begun_leaves_no_waiter() -> None:
         assert service.bodies == []
 
 
-async def test_closing_within_the_window_leaves_no_waiter() -> None:
+async def test_closing_within_the_window_leaves_no_waiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(semantic, "WINDOW_S", 0.05)
     io = RewardResources()
     async with FakeService() as service:
-        reward = build("semantic", io, service, window_s=0.05)
+        reward = build("semantic", io, service)
         waiting = asyncio.create_task(reward(outcome("Austen")))  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         await io.close()
@@ -218,18 +222,25 @@ async def test_further_fields_go_over_ours_and_null_leaves_one_out(kind: str, io
 # --- embeddings
 
 
-async def test_texts_of_concurrent_trajectories_share_requests_of_bounded_size(io: RewardResources) -> None:
+async def test_texts_of_concurrent_trajectories_share_requests_of_bounded_size(
+    io: RewardResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(semantic, "WINDOW_S", 0.05)
+    monkeypatch.setattr(semantic, "BATCH_SIZE", 8)
     async with FakeService() as service:
-        reward = build("semantic", io, service, window_s=0.05, batch_size=8)
+        reward = build("semantic", io, service)
         await asyncio.gather(*(reward(outcome(f"word{i}", "Austen")) for i in range(20)))
         sizes = [len(body["input"]) for body in service.bodies]
         assert sum(sizes) == 21 and max(sizes) == 8 and len(sizes) == 3  # twenty answers, one gold answer
         assert {body["model"] for body in service.bodies} == {"m"}
 
 
-async def test_one_text_that_is_refused_costs_only_its_own_trajectory(io: RewardResources) -> None:
+async def test_one_text_that_is_refused_costs_only_its_own_trajectory(
+    io: RewardResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(semantic, "WINDOW_S", 0.05)
     async with FakeService(refuse="poison") as service:
-        reward = build("semantic", io, service, window_s=0.05)
+        reward = build("semantic", io, service)
         answers = ["Austen", "poison", "Jane"]
         scores = await asyncio.gather(*(reward(outcome(a)) for a in answers), return_exceptions=True)
         assert [isinstance(score, RewardError) for score in scores] == [False, True, False]
@@ -243,9 +254,10 @@ async def test_the_floor_is_where_likeness_begins_to_count(io: RewardResources) 
             assert await build("semantic", io, service, floor=floor)(half) == pytest.approx(score, abs=1e-6)
 
 
-async def test_texts_are_cut_and_prefixed(io: RewardResources) -> None:
+async def test_texts_are_cut_and_prefixed(io: RewardResources, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(semantic, "MAX_CHARS", 6)
     async with FakeService() as service:
-        await build("semantic", io, service, prefix="query: ", max_chars=6)(outcome(" Austen the novelist ", "Austen"))
+        await build("semantic", io, service, prefix="query: ")(outcome(" Austen the novelist ", "Austen"))
         assert [body["input"] for body in service.bodies] == [["query: Austen"]]
 
 
@@ -280,7 +292,7 @@ def shown(service: FakeService, index: int = -1) -> dict[str, Any]:
 
 async def test_the_judge_sees_question_gold_answers_and_answer_and_is_asked_greedily(io: RewardResources) -> None:
     async with FakeService() as service:
-        await build("judge", io, service, max_tokens=99, json_mode=True)(outcome("Austen"))
+        await build("judge", io, service, extra={"max_tokens": 99}, json_mode=True)(outcome("Austen"))
         assert shown(service) == {
             "question": "who wrote Emma?",
             "accepted_answers": ["Jane Austen", "Austen"],

@@ -326,5 +326,5 @@ async def test_a_group_is_too_old_beyond_max_lag_and_within_its_epoch_alone(
     server = Server(world, "a")
     fleet = Fleet(server.redis, WaitTimer(), poll_s=1.0)
     fleet.table = FleetTable(target=PolicyVersion(1, 5))
-    work = TaskRunner(server.tasks, None, server.publisher, fleet, server.stats, max_lag=2, max_attempts=3)
+    work = TaskRunner(server.tasks, None, server.publisher, fleet, server.stats, max_lag=2)
     assert work.too_old(PolicyVersion(epoch, step)) is old

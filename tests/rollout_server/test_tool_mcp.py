@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestServer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rollout_server.search import transport
 from rollout_server.search.base import SearchError
 from rollout_server.tools import build_tool
 from rollout_server.tools.base import ToolResult
@@ -65,8 +66,9 @@ async def server() -> AsyncIterator[tuple[Server, str]]:
 
 
 @pytest.fixture
-async def tool(server: tuple[Server, str]) -> AsyncIterator[Any]:
-    built = build_tool(McpSettings(url=server[1], allow=ALLOW, deadline_s=5, max_chars=10, max_bytes=2000), ())
+async def tool(server: tuple[Server, str], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    monkeypatch.setattr(transport, "MAX_BYTES", 2000)
+    built = build_tool(McpSettings(url=server[1], allow=ALLOW, deadline_s=5, max_chars=10), ())
     assert isinstance(built, Mcp)
     yield built
     await built.close()

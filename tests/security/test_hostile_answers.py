@@ -117,7 +117,8 @@ async def control(url: str) -> None:
 
 
 async def search(url: str) -> None:
-    transport = SearchTransport("search_r1", topk=3, run="", max_bytes=LIMIT)
+    transport = SearchTransport("search_r1", topk=3, run="")
+    transport._max_bytes = LIMIT
     try:
         with pytest.raises(SearchError):
             await transport.search(url, "q", 30.0)

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from learner.config.learner import AdapterPublishSettings, DistributedPublishSettings
+from learner.config.model import LoraSettings
 from learner.delivery.store import RunStore
 from learner.weights import build_publisher
 from learner.weights.base import WeightPublisher
@@ -79,7 +80,7 @@ class Fleet:
         assert isinstance(epoch, int)
         store.set_owner(epoch, f"L{len(self.stores)}")
         files = sorted(self.run.model.glob("*.json"))
-        publisher = build_publisher(settings, self.run, files, store)
+        publisher = build_publisher(settings, self.run, files, store, LoraSettings(alpha=8.0))
         self.stores.append(store)
         self.publishers.append(publisher)
         return store, publisher, epoch

@@ -152,7 +152,7 @@ def role_memory(model: Path, out: Path) -> None:
     settings = TrainerSettings.model_validate(
         {
             "model": {"lora": {"rank": 2}},
-            "engine": {"zero_stage": 3, "reduce_bucket": 10_000},
+            "engine": {"zero_stage": 3, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 10_000}}},
             "reference": {"model": str(model)},
         }
     )

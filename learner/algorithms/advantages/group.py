@@ -165,21 +165,13 @@ def reinforce_advantages(outcomes: Outcomes, *, baseline: Baseline = "none") -> 
     return np.where(valid, rewards - voting.mean(), 0.0)
 
 
-def gpg_advantages(
-    outcomes: Outcomes, *, nonzero: Literal["rewards", "advantages"] = "rewards", norm: float = 1.0
-) -> Float64:
-    """Return [n] float64: alpha * (r - mean of the group) / norm (GPG, arXiv 2504.02546).
+def gpg_advantages(outcomes: Outcomes) -> Float64:
+    """Return [n] float64: alpha * (r - mean of the group) (GPG, arXiv 2504.02546).
 
-    alpha = valid trajectories of the batch / those of them that are not 0. It compensates for trajectories without a
-    gradient, over the whole batch. nonzero="rewards" counts rewards that are not 0, as verl does; "advantages" counts
-    the trajectories of groups whose rewards differ, as the paper derives (B / (B - M), M samples of groups that are all
-    right or all wrong). If none is counted, the denominator is 1. One valid trajectory or equal rewards: 0; verl leaves
-    alpha * reward for a group of one.
+    alpha = valid trajectories of the batch / those in groups whose rewards differ, as the paper derives (B / (B - M), M
+    samples of groups that are all right or all wrong; verl counts rewards that are not 0). It compensates for
+    trajectories without a gradient, over the whole batch. If none is counted, the denominator is 1. One valid
+    trajectory or equal rewards: 0; verl leaves alpha * reward for a group of one.
     """
-    centred = dr_grpo_advantages(outcomes)
-    voting = outcomes.rewards[outcomes.valid]
-    if nonzero == "rewards":
-        counted = int(np.count_nonzero(voting))
-    else:
-        counted = sum(len(members) for members in contested(outcomes))
-    return centred * (len(voting) / max(counted, 1)) / norm
+    counted = sum(len(members) for members in contested(outcomes))
+    return dr_grpo_advantages(outcomes) * (np.count_nonzero(outcomes.valid) / max(counted, 1))

@@ -23,28 +23,20 @@ def value_loss(
     mask: torch.Tensor,
     *,
     clip: float | None = None,
-    huber: float | None = None,
 ) -> ValueLoss:
     """Return max(l(v - R), l(clip(v, v_old - clip, v_old + clip) - R)) per token, with l(e) = e^2 / 2.
 
     PPO's clipped value loss as in OpenAI's baselines, verl, OpenRLHF and AReaL (clip 0.5; the factor 1/2 is included:
-    slime omits it). clip None: l(v - R). huber: l(e) = huber (|e| - huber / 2) where |e| > huber (AReaL: 10). Gradient:
-    v - R, within +-huber, and 0 where the clip is active. `old_values` and `returns` are constants. Masked positions
-    get loss 0 and pass no gradient.
+    slime omits it). clip None: l(v - R). Gradient: v - R, and 0 where the clip is active. `old_values` and `returns`
+    are constants. Masked positions get loss 0 and pass no gradient.
     """
     v, target = cut(values, mask), cut(returns.detach(), mask)
-    free = _penalty(v - target, huber)
+    free = 0.5 * (v - target).square()
     if clip is None:
         return ValueLoss(free, torch.zeros_like(mask))
     old = cut(old_values.detach(), mask)
-    bounded = _penalty(torch.clamp(v, old - clip, old + clip) - target, huber)
+    bounded = 0.5 * (torch.clamp(v, old - clip, old + clip) - target).square()
     return ValueLoss(torch.maximum(free, bounded), mask & (bounded > free).detach())
-
-
-def _penalty(error: torch.Tensor, huber: float | None) -> torch.Tensor:
-    if huber is None:
-        return 0.5 * error.square()
-    return torch.nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=huber)
 
 
 class VarianceSums(NamedTuple):

@@ -112,6 +112,8 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str | int | float | boo
 
 
 MAX_TEXT = 20_000
+TABLE_ROWS = 8
+"""Trajectories per table, of different groups as far as possible."""
 """Characters of a trajectory's text in a table; the journal has all of it."""
 
 Decode = Callable[[Sequence[int]], str]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from learner.config.trackers import MlflowSettings
+from learner.config.trackers import MLFLOW_URI, MlflowSettings
 from learner.observability.trackers.base import COLUMNS, LAGS, TABLE, RunInfo, StepDetail, require_package
 
 TAG = "foray.run"
@@ -26,16 +27,15 @@ class MlflowTracker:
             require_package(module, "mlflow")
         self._mlflow = require_package("mlflow", "mlflow")
         self._entities = require_package("mlflow.entities", "mlflow")
-        self._settings = settings
         self._client: Any = None
         self._run_id = ""
 
     def open(self, facts: RunInfo) -> None:
         """Find or create experiment and run."""
         facts.directory.mkdir(parents=True, exist_ok=True)
-        uri = self._settings.tracking_uri or f"sqlite:///{(facts.directory / 'mlflow.db').resolve()}"
+        uri = os.environ.get(MLFLOW_URI) or f"sqlite:///{(facts.directory / 'mlflow.db').resolve()}"
         client = self._mlflow.MlflowClient(tracking_uri=uri)
-        experiment = client.get_experiment_by_name(self._settings.experiment)
+        experiment = client.get_experiment_by_name(_experiment())
         number = self._create_experiment(client, facts) if experiment is None else experiment.experiment_id
         found = client.search_runs([number], f"tags.`{TAG}` = '{facts.id}'", max_results=1)
         if found:
@@ -48,8 +48,8 @@ class MlflowTracker:
 
     def _create_experiment(self, client: Any, facts: RunInfo) -> str:
         """Create the experiment. Without a server its artifacts are in the run directory, not in the current one."""
-        local = None if self._settings.tracking_uri else (facts.directory / "mlartifacts").resolve().as_uri()
-        return str(client.create_experiment(self._settings.experiment, artifact_location=local))
+        local = None if os.environ.get(MLFLOW_URI) else (facts.directory / "mlartifacts").resolve().as_uri()
+        return str(client.create_experiment(_experiment(), artifact_location=local))
 
     def _log_config(self, client: Any, facts: RunInfo) -> None:
         params = [self._entities.Param(name, str(value)[:500]) for name, value in facts.config.items()]
@@ -75,3 +75,7 @@ class MlflowTracker:
     def close(self) -> None:
         """Mark the run as finished; a resume reopens it."""
         self._client.set_terminated(self._run_id)
+
+
+def _experiment() -> str:
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or "foray"

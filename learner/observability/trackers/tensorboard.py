@@ -10,6 +10,9 @@ from typing import Any
 from learner.config.trackers import TensorBoardSettings
 from learner.observability.trackers.base import COLUMNS, LAGS, TABLE, RunInfo, StepDetail, histogram_of, require_package
 
+FLUSH_S = 30
+"""Seconds between writes."""
+
 
 class TensorBoardTracker:
     """Shown by `tensorboard --logdir RUNS`. Steps that a crash rolled back are hidden (purge_step)."""
@@ -18,17 +21,14 @@ class TensorBoardTracker:
 
     def __init__(self, settings: TensorBoardSettings) -> None:
         require_package("tensorboard", "tensorboard")
-        self._settings = settings
         self._writer: Any = None
 
     def open(self, facts: RunInfo) -> None:
         """Begin a new event file beside those of earlier epochs."""
         from torch.utils.tensorboard import SummaryWriter
 
-        directory = self._settings.directory or facts.directory / "tensorboard"
-        writer: Any = SummaryWriter(
-            str(directory), purge_step=facts.first_step, flush_secs=int(self._settings.flush_s), max_queue=1000
-        )
+        directory = facts.directory / "tensorboard"
+        writer: Any = SummaryWriter(str(directory), purge_step=facts.first_step, flush_secs=FLUSH_S, max_queue=1000)
         writer.add_text("config", f"```\n{json.dumps(dict(facts.config), indent=1)}\n```", facts.first_step)
         self._writer = writer
 

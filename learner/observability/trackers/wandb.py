@@ -32,11 +32,9 @@ class WandbTracker:
         facts.directory.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
             project=s.project,
-            entity=s.entity or None,
             id=facts.id,
             name=facts.id,
             resume="allow",
-            mode=s.mode,
             dir=str(facts.directory),
             config=dict(facts.config),
             settings=self._wandb.Settings(console="off", silent=True, init_timeout=INIT_S),

@@ -29,7 +29,7 @@ def failed(message: str) -> Finish:
 class SamplingParams:
     """SGLang's sampling_params, validated. `top_k` 1 is greedy (also for temperature 0); 1 << 30 has no effect.
 
-    stream_interval  tokens per chunk of a stream; 0: the engine's setting
+    stream_interval  tokens per chunk of a stream; 0: one
     """
 
     max_new_tokens: int = 128

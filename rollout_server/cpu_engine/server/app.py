@@ -33,7 +33,7 @@ from rollout_server.cpu_engine.scheduler.request import EngineCounters, StopCrit
 from rollout_server.cpu_engine.scheduler.scheduler import Scheduler
 from rollout_server.cpu_engine.server.admin import AdminRoutes
 from rollout_server.cpu_engine.server.auth import guard
-from rollout_server.cpu_engine.server.generate import Generation, Streaming
+from rollout_server.cpu_engine.server.generate import Generation
 from rollout_server.cpu_engine.server.lora import LoraRoutes
 from rollout_server.cpu_engine.server.openai_routes import OpenAIRoutes
 from rollout_server.cpu_engine.server.validation import Limits
@@ -86,9 +86,8 @@ def build_app(
 ) -> web.Application:
     """Return the HTTP application of a started engine."""
     limits = Limits(config.vocab, config.context, engine.scheduler.runner.kv.budget)
-    streaming = Streaming(settings.stream_interval, settings.incremental_streaming_output)
     adapters = LoraRoutes(engine)
-    generation = Generation(engine, tokenizer, limits, adapters, settings.seed, streaming)
+    generation = Generation(engine, tokenizer, limits, adapters, settings.seed, settings.incremental_streaming_output)
     info = {
         "served_model_name": settings.model_path.name or "model",
         "engine": "foray-cpu",
@@ -110,7 +109,7 @@ def build_app(
 
 def serve(settings: EngineSettings, api_key: str, admin_key: str) -> None:
     """Run until SIGINT or SIGTERM. Raises UserError for an invalid model or a port in use."""
-    start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s %(message)s", level=settings.log_level.upper())
+    start_logging(os.environ, "%(asctime)s %(levelname)s %(name)s %(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL)
     engine, tokenizer, config = build_engine(settings)
     app = build_app(engine, tokenizer, config, settings, (api_key, admin_key))

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -87,14 +86,6 @@ class Mailbox:
             inbox.put(number, length)
 
 
-@dataclass(frozen=True)
-class Streaming:
-    """Defaults of streams: a chunk every `interval` tokens, cumulative or incremental."""
-
-    interval: int = 1
-    incremental: bool = False
-
-
 class Generation:
     """The generation routes. `seed` determines the seeds of requests without one; None: at random."""
 
@@ -105,9 +96,9 @@ class Generation:
         limits: Limits,
         adapters: LoraRoutes,
         seed: int | None,
-        streaming: Streaming,
+        incremental: bool,
     ) -> None:
-        self._engine, self._tokenizer, self._limits, self._streaming = engine, tokenizer, limits, streaming
+        self._engine, self._tokenizer, self._limits, self._incremental = engine, tokenizer, limits, incremental
         self._adapters = adapters
         self._next_seed = (secrets.randbits(32) if seed is None else seed & 0xFFFFFFFF) << 32
         self._live: set[str] = set()
@@ -128,7 +119,7 @@ class Generation:
                 return await self._whole(requests, parsed.single)
             streams = [
                 StreamEncoder(
-                    r, self._tokenizer, incremental=self._streaming.incremental, index=None if parsed.single else number
+                    r, self._tokenizer, incremental=self._incremental, index=None if parsed.single else number
                 )
                 for number, r in enumerate(requests)
             ]
@@ -204,7 +195,7 @@ class Generation:
                         seed=self._seed(call.params.sampling_seed, sample),
                         limit=min(call.params.max_new_tokens, room),
                         notify=notify,
-                        stream_interval=(call.params.stream_interval or self._streaming.interval) if stream else 0,
+                        stream_interval=(call.params.stream_interval or 1) if stream else 0,
                         return_logprob=call.return_logprob,
                         logprob_start=call.logprob_start,
                         top_logprobs=call.top_logprobs,

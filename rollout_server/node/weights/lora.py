@@ -19,6 +19,8 @@ from rollout_server.node.status import NO_VERSION, EngineStatus
 
 log = logging.getLogger(__name__)
 
+KEEP_ADAPTERS = 2
+"""LoRA adapters that stay loaded, the newest ones: requests with an older one may still run."""
 UNLOAD_S = 60.0
 """Timeout for unloading in SGLang, which waits for the last request of the adapter; then it is tried again later."""
 
@@ -79,8 +81,8 @@ class AdapterLoader:
             self._unloading.cancel()
 
     async def _unload(self) -> None:
-        """Unload all but the newest `keep_adapters`: rollout servers see a new version slightly later than the node."""
-        while len(self._loaded) > self._settings.keep_adapters:
+        """Unload all but the newest KEEP_ADAPTERS: rollout servers see a new version slightly later than the node."""
+        while len(self._loaded) > KEEP_ADAPTERS:
             name = self._loaded[0]
             try:
                 await self._client.unload_adapter(name, timeout_s=self._status.limit_s(UNLOAD_S))

@@ -86,7 +86,7 @@ async def test_a_group_whose_agents_fail_is_tried_again_and_then_reported(world,
     agent = AGENT | {"options": {"fails": "q"}}
     async with (
         rollout_process.talker(tokens) as engine,
-        rollout_process.server(world, model, agent=agent, max_attempts=2) as (url, _),
+        rollout_process.server(world, model, agent=agent) as (url, _),
     ):
         world.register("e", engine.url, V5)
         task = make_task(1, group_size=2)
@@ -95,9 +95,9 @@ async def test_a_group_whose_agents_fail_is_tried_again_and_then_reported(world,
         values = await values_of(url)
     (failed,) = world.published()
     assert isinstance(failed, GroupFailed) and failed.reason == "agent_exit"
-    # the tokens of both attempts are accounted for
-    assert values["tokens_generated"] == 2 * failed.generated_tokens > 0
-    assert values["agent_failures_agent_exit"] == values["trajectories"] == 4
+    # the tokens of all attempts are accounted for
+    assert values["tokens_generated"] == 3 * failed.generated_tokens > 0
+    assert values["agent_failures_agent_exit"] == values["trajectories"] == 6
 
 
 async def test_episodes_play_with_the_agent(world, model: Path, tokens) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protocol.search import MAX_QUERY_CHARS
-from rollout_server.search import retry
+from rollout_server.search import retry, transport
 from rollout_server.search.client import HttpSearch, HttpSearchSettings
 from rollout_server.search.limiter import START
 from rollout_server.search.transport import Dialect
@@ -133,8 +133,9 @@ async def test_a_permanent_failure_is_not_retried(
 
 
 @pytest.mark.fault(37)
-async def test_a_body_is_not_read_beyond_its_cap(retriever: FakeRetriever) -> None:
-    search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), max_bytes=2048))
+async def test_a_body_is_not_read_beyond_its_cap(retriever: FakeRetriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_BYTES", 2048)
+    search = HttpSearch(HttpSearchSettings(urls=(retriever.url,)))
     retriever.contents = lambda query, i: "x" * (100 if query == "short" else 3000)
     results = [await search(query) for query in ("short", "long")]
     await search.close()

@@ -17,13 +17,13 @@ from rollout_server.environment.actions import InvalidAction, parse
 from rollout_server.environment.environment import Environment
 from rollout_server.rollout.trajectory import run_trajectory
 from rollout_server.search.client import HttpSearch, HttpSearchSettings
+from rollout_server.search.transport import MAX_BYTES
 from tests.support.environments import Kind, make_environment
 from tests.support.fake_engine import FakeEngine, Play, in_turn
 from tests.support.fake_search import FakeRetriever
 
 QUESTION = Question(id="q", text="a b ?", answers=("c",))
 REWARDS = [{"type": name} for name in ("em", "cover_em", "f1", "format", "research", "length_penalty", "search_cost")]
-MAX_BYTES = 1 << 20
 
 TAGS = ("think", "search", "information", "answer", "result", "tool_call", "eos", "pad", "|im_end|", "|endoftext|")
 SPELLINGS = (
@@ -60,7 +60,7 @@ async def play(environment: Environment, document: str, ending: str) -> Trajecto
     engine = FakeEngine(in_turn(*turns, *[Play(environment.tokenizer.encode_trusted(ending))] * 2))
     async with FakeRetriever(hits=2) as retriever:
         retriever.contents = lambda query, i: document
-        search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), max_bytes=MAX_BYTES, deadline_s=5))
+        search = HttpSearch(HttpSearchSettings(urls=(retriever.url,), deadline_s=5))
         try:
             return await run_trajectory(environment, QUESTION, engine, search, Sampling(), session="s", group="g")
         finally:

@@ -266,9 +266,7 @@ def source(urls: dict[str, str], users: dict[str, redis.Redis], tmp_path: Path) 
     assert store.acquire("me", 0, 60_000, takeover=False) == 1
     store.set_owner(1, "me")
     parts = {"dead_letters": DeadLetterStore(store, tmp_path / "dead.jsonl"), "event_log": EventLog(store)}
-    yield StreamConsumer(
-        store, DeliveryState(issued=9), RUN, GroupFilter(FilterSettings(), 1), capacity=9, max_attempts=3, **parts
-    )
+    yield StreamConsumer(store, DeliveryState(issued=9), RUN, GroupFilter(FilterSettings(), 1), capacity=9, **parts)
     store.close()
 
 

@@ -123,7 +123,7 @@ class Rollouts(Process):
             found: TrajectoryGroup | GroupRejected = await self._roll(task, fleet)
             return found
 
-        work = TaskRunner(tasks, roll, sink, fleet, stats, max_lag=self._run.max_lag, max_attempts=3)
+        work = TaskRunner(tasks, roll, sink, fleet, stats, max_lag=self._run.max_lag)
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(fleet.follow()), group.create_task(tasks.renew_loop())]
             loops += [group.create_task(publish_metrics(redis, stats))] if self.reports else []
