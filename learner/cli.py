@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m learner") 
     )
     parser.add_argument("--replay", type=Path, metavar="DIR", help="train from the journal of this run, without Redis")
     parser.add_argument("--rebatch", action="store_true", help="with --replay: form new batches of its groups")
+    parser.add_argument("--passes", type=int, default=1, help="with --replay: passes over it (default: 1)")
+    parser.add_argument("--export", action="store_true", help="with --replay: publish the final weights in run.dir")
     # added by the deepspeed launcher; the environment has the same value
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     rank, size = ranks()
@@ -81,9 +83,12 @@ def _train(args: argparse.Namespace, tree: SettingsTree) -> int:
     if ranks()[0]:
         return run_worker(run, settings)
     if args.replay is not None:
-        from learner.checkpoint.replay import replay
+        from learner.checkpoint.replay import ReplayOptions, replay
 
-        return replay(run, settings, args.replay, rebatch=args.rebatch, trust_checkpoint=args.trust_checkpoint)
+        if args.passes < 1:
+            raise UserError(f"--passes {args.passes} is less than 1", todo="give --passes 1 or more")
+        how = ReplayOptions(args.passes, args.rebatch, args.export)
+        return replay(run, settings, args.replay, how=how, trust_checkpoint=args.trust_checkpoint)
     run = run.with_redis(os.environ)
     from learner.main import serve
 

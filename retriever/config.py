@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from protocol.search import MAX_TOPK
 from protocol.settings import Settings
@@ -40,17 +40,12 @@ class RetrieverSettings(Settings):
     """Web search engine instead of an index; then no corpus or index is opened."""
     memory: SearchMemorySettings | None = None
     """Memory of a run's earlier searches, for requests that name a run. null: off."""
-    topk: int = Field(default=3, ge=1)
+    topk: int = Field(default=3, ge=1, le=MAX_TOPK)
     """Hits per query if the request sets no `topk`, or 0."""
-    max_topk: int = Field(default=MAX_TOPK, ge=1)
-    """Maximum hits per query. Larger requests are refused with 400, or get the whole corpus if it has no more passages
-    than this."""
     window_ms: float = Field(default=5.0, ge=0, le=1000)
     """Maximum wait for more queries before a batch is searched, in milliseconds."""
     max_batch: int = Field(default=512, ge=1)
     """Maximum queries per batch."""
-    embed_batch: int = Field(default=64, ge=1)
-    """Maximum texts of `/v1/embeddings` per call of the encoder, which limits the delay of searches."""
     token_ids: Path | None = None
     """Tokenizer (`tokenizer.json`) that decodes token ids sent to `/v1/embeddings`: that of the clients, cl100k_base
     for LangChain's default. Unset: token ids are refused, because another tokenizer would give wrong vectors."""
@@ -71,18 +66,6 @@ class RetrieverSettings(Settings):
     verify_corpus: bool = True
     """Compare the corpus's SHA-256, and that of the file it was converted from, with the manifest at start; false, e.g.
     for tens of GB: compare only the sizes."""
-    max_body_mb: float = Field(default=16.0, gt=0)
-    """Maximum request body, in MiB; larger ones get 413. All requests together may hold four such bodies in memory,
-    each until its response is sent."""
-    max_hits: int = Field(default=200_000, ge=1)
-    """Maximum hits per request, queries times `topk`; larger requests get 400."""
-
-    @model_validator(mode="after")
-    def _default_fits(self) -> Self:
-        for name in ("max_topk", "max_hits"):
-            if self.topk > (most := getattr(self, name)):
-                raise ValueError(f"topk = {self.topk} exceeds {name} = {most}: every default request would be refused")
-        return self
 
     @property
     def index_path(self) -> Path:

@@ -44,6 +44,8 @@ log = logging.getLogger("retriever")
 
 Vector = npt.NDArray[np.float32]
 
+EMBED_BATCH = 64
+"""Maximum texts of `/v1/embeddings` per call of the encoder, which limits the delay of searches."""
 SHUTDOWN_S = 5.0
 """Timeout for requests in flight at shutdown, in seconds."""
 
@@ -188,7 +190,7 @@ def _embedding_batcher(
         embed,
         group=lambda item: item.kind,
         window_s=service.settings.window_ms / 1000,
-        max_batch=service.settings.embed_batch,
+        max_batch=EMBED_BATCH,
         max_concurrent_batches=1,
         queue_limit=queue_limit,
         metrics=service.metrics,

@@ -1,4 +1,4 @@
-"""Write a configuration file with every setting, its default and its meaning.
+"""Write a configuration file with the settings that matter, their defaults and meaning.
 
 With --secure also write a directory of secrets next to it: tokens and Redis users for each role, certificates, a Redis
 configuration that uses them, and the key that signs checkpoints. An existing configuration file is then kept.

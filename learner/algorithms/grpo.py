@@ -26,6 +26,11 @@ from learner.algorithms.advantages import (
 from learner.algorithms.policy import PolicyAlgorithm
 from learner.config.policy import GroupSettings
 
+STD_DDOF = 1
+"""Deviations divide by n - 1, as in verl, TRL, OpenRLHF, slime and AReaL."""
+EPSILON = 1e-6
+"""Added to a deviation, as in verl and slime."""
+
 
 class Grpo(PolicyAlgorithm):
     """Advantage: the reward minus its group's mean, in standard deviations of the group."""
@@ -43,14 +48,14 @@ class Grpo(PolicyAlgorithm):
         else:
             found = self._compared(outcomes)
         if s.normalize_batch:
-            found = normalized_batch(found, outcomes.valid, ddof=s.std_ddof, epsilon=s.epsilon)
+            found = normalized_batch(found, outcomes.valid, ddof=STD_DDOF, epsilon=EPSILON)
         return found
 
     def _compared(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         s = self._group
         match s.estimator:
             case "grpo":
-                return grpo_advantages(outcomes, std=s.std, ddof=s.std_ddof, epsilon=s.epsilon)
+                return grpo_advantages(outcomes, std=s.std, ddof=STD_DDOF, epsilon=EPSILON)
             case "rloo":
                 return rloo_advantages(outcomes)
             case "opo":
@@ -59,7 +64,7 @@ class Grpo(PolicyAlgorithm):
                 return max_rl_advantages(outcomes)
             case "pass_at_k":
                 divides = s.std != "none"
-                return pass_at_k_advantages(outcomes, epsilon=s.epsilon, ddof=s.std_ddof, normalize_std=divides)
+                return pass_at_k_advantages(outcomes, epsilon=EPSILON, ddof=STD_DDOF, normalize_std=divides)
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
         """Return [n, K] float64 if turns have their own rewards: normalised, summed from each turn on; or calibrated by
@@ -69,6 +74,6 @@ class Grpo(PolicyAlgorithm):
             return None
         if s.turns == "calibrated":
             return calibrated_turns(turns, outcomes, self.advantages(outcomes), right=s.turn_right)
-        normal = normalized_turns(turns, outcomes, scope=s.turns, ddof=s.std_ddof, epsilon=s.epsilon)
+        normal = normalized_turns(turns, outcomes, scope=s.turns, ddof=STD_DDOF, epsilon=EPSILON)
         returns: npt.NDArray[np.float64] = turn_returns(torch.from_numpy(normal), s.turn_gamma).numpy()
         return returns

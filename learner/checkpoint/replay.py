@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from learner.batching import batch_for_step
@@ -77,12 +78,26 @@ def export(run: RunSettings, settings: LearnerSettings, engine: TrainEngine, ver
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Training from a journal.
+
+    passes   over the journal; `run.steps` can end it earlier
+    rebatch  form new batches of `run.groups_per_step` groups, with filtering; else those of the run
+    export   write the final weights into `run.dir/weights` as a published version
+    """
+
+    passes: int = 1
+    rebatch: bool = False
+    export: bool = False
+
+
 def replay(
     run: RunSettings,
     settings: LearnerSettings,
     source: Path,
     *,
-    rebatch: bool = False,
+    how: ReplayOptions = ReplayOptions(),
     trust_checkpoint: bool = False,
     make_engine: MakeEngine = build_trainer,
 ) -> int:
@@ -102,7 +117,7 @@ def replay(
     with deferred_shutdown() as stop, _alone(run.dir):
         key = run_key(run.dir, os.environ)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
-        loop = ReplayLoop(run, settings, Recording(folder), checkpoints, make_engine, stop.is_set, rebatch=rebatch)
+        loop = ReplayLoop(run, settings, Recording(folder), checkpoints, make_engine, stop.is_set, how)
         stop.deferred = True
         try:
             loop.run()
@@ -122,17 +137,17 @@ class ReplayLoop:
         checkpoints: Checkpoints,
         make_engine: MakeEngine,
         stopping: Callable[[], bool],
-        *,
-        rebatch: bool,
+        how: ReplayOptions,
     ) -> None:
         self.run_settings, self.settings, self.stopping = run, settings, stopping
+        self._export = how.export
         self.filter = GroupFilter(settings.filtering, run.groups_per_step)
         self.batches: Batches = (
-            RegroupedBatches(recording, settings.replay.passes, run.groups_per_step, self.filter)
-            if rebatch
-            else RecordedBatches(recording, settings.replay.passes)
+            RegroupedBatches(recording, how.passes, run.groups_per_step, self.filter)
+            if how.rebatch
+            else RecordedBatches(recording, how.passes)
         )
-        self.origin = {"journal": recording.fingerprint, "rebatch": rebatch}
+        self.origin = {"journal": recording.fingerprint, "rebatch": how.rebatch}
         self.delivery = DeliveryState()
         """Counts steps and tokens only: a replay settles no seq."""
         self.checkpoints = checkpoints
@@ -172,7 +187,7 @@ class ReplayLoop:
             log.info("stopped at step %d; run the same command to continue", self.delivery.step)
             return
         log.info("done: %d steps, %d tokens trained", self.delivery.step, self.delivery.counters.tokens_trained)
-        if self.settings.replay.export:
+        if self._export:
             version = PolicyVersion(self.epoch, self.delivery.step)
             log.info("weights: %s", export(self.run_settings, self.settings, self.engine, version))
 

@@ -81,17 +81,22 @@ class ReinforceSettings(PolicySettings):
         return self.baseline == "group"
 
 
-class ReinforcePpSettings(PolicySettings):
-    """REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens minus the divergence, whitened."""
+class TokenRewardSettings(PolicySettings):
+    """Algorithms with a reward per token, from which the divergence is subtracted."""
 
     token_level_rewards: ClassVar[bool] = True
-    type: Literal["reinforce_pp"] = "reinforce_pp"
     kl: RewardKlSettings = RewardKlSettings()
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
+    whiten: bool = True
+
+
+class ReinforcePpSettings(TokenRewardSettings):
+    """REINFORCE++ (arXiv 2501.03262): discounted rewards of tokens minus the divergence, whitened."""
+
+    type: Literal["reinforce_pp"] = "reinforce_pp"
     baseline: Literal["none", "group"] = "none"
     """group: rewards are centred in their group first (REINFORCE++-baseline)."""
-    whiten: bool = True
 
     @property
     def group_baseline(self) -> bool:
@@ -99,22 +104,17 @@ class ReinforcePpSettings(PolicySettings):
         return self.baseline == "group"
 
 
-class PpoSettings(PolicySettings):
+class PpoSettings(TokenRewardSettings):
     """Proximal policy optimisation with a critic (arXiv 1707.06347; `learner.critic`)."""
 
-    token_level_rewards: ClassVar[bool] = True
     type: Literal["ppo"] = "ppo"
     clip_high: float = Field(default=0.2, ge=0)
     old_logprobs: Proximal = "recompute"
-    kl: RewardKlSettings = RewardKlSettings()
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
     bootstrap_truncated: bool = True
     """A truncated trajectory (cut off by the token budget) also earns the critic's value of the state after its last
     token, as in AReaL: the missing rest is not worth 0. Answers and spent turns end a trajectory for good."""
-    whiten: bool = True
 
 
 class GspoSettings(GroupSettings):

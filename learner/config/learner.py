@@ -39,15 +39,6 @@ class MixSettings(Settings):
     groups whose first version is at most `run.max_lag` steps old. 0: none."""
 
 
-class ReplaySettings(Settings):
-    """Training from a journal: `python -m learner --replay DIR`."""
-
-    passes: int = Field(default=1, ge=1)
-    """Passes over the journal; `run.steps` can end it earlier."""
-    export: bool = False
-    """Write the final weights into `run.dir/weights` as a published version."""
-
-
 class BatchSettings(Settings):
     """Packing of groups into micro-batches."""
 
@@ -236,8 +227,6 @@ class LearnerSettings(TrainerSettings):
     """Groups without a learning signal."""
     replay_mix: MixSettings = MixSettings()
     """Groups that are trained more than once."""
-    replay: ReplaySettings = ReplaySettings()
-    """Replay of a journal with `--replay DIR`."""
     metrics_port: int | None = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint `/metrics`; 0: a free port (in the learner's log and its snapshot in
     Redis); null: no endpoint."""

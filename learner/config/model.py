@@ -16,8 +16,6 @@ class OptimSettings(Settings):
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Adam's beta1: decay of the first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Adam's beta2: decay of the second moment."""
     eps: float = Field(default=1e-8, gt=0)

@@ -291,10 +291,6 @@ class GroupSettings(PolicySettings):
     """turns calibrated: minimum reward of the best trajectories that show what to find (CalibAdv: 0.7 of F1)."""
     std: Literal["group", "batch", "none"] = "group"
     """Divisor of the difference: the group's standard deviation, the batch's, or none (Dr. GRPO)."""
-    std_ddof: Literal[0, 1] = 1
-    """Delta degrees of freedom of the deviation; 1: divide by n - 1, as verl, TRL and OpenRLHF do."""
-    epsilon: float = Field(default=1e-6, ge=0)
-    """Added to the standard deviation."""
     parts: dict[str, float] = Field(default_factory=dict, max_length=64)
     """Parts of the reward by name, each with its weight: each part is normalised in its group separately, and the
     advantages are summed (GDPO, arXiv 2601.05242; TRL's `normalize_then_sum`), so that a part with a small spread keeps

@@ -34,15 +34,20 @@ class TensorBoardSettings(TableSettings):
     modules: ClassVar[tuple[str, ...]] = ("tensorboard",)
 
 
-class WandbSettings(TableSettings):
+class ProjectSettings(TableSettings):
+    """A tracker with projects."""
+
+    project: str = "foray"
+    """Project."""
+
+
+class WandbSettings(ProjectSettings):
     """Weights & Biases. The environment has WANDB_API_KEY, WANDB_ENTITY (user or team) and WANDB_MODE (`offline`: files
     in the run directory, for a later `wandb sync`)."""
 
     type: Literal["wandb"] = "wandb"
     """Tracker."""
     modules: ClassVar[tuple[str, ...]] = ("wandb",)
-    project: str = "foray"
-    """Project."""
 
 
 class MlflowSettings(TableSettings):
@@ -58,14 +63,12 @@ class MlflowSettings(TableSettings):
         return ("mlflow",) if os.environ.get(MLFLOW_URI) else ("mlflow", "sqlalchemy", "alembic")
 
 
-class TrackioSettings(TableSettings):
+class TrackioSettings(ProjectSettings):
     """Trackio, local; TRACKIO_DIR sets its directory."""
 
     type: Literal["trackio"] = "trackio"
     """Tracker."""
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
-    project: str = "foray"
-    """Project."""
 
 
 TrackerSettings = Annotated[

@@ -35,6 +35,10 @@ def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[
     ]
 
 
+BETA1 = 0.9
+"""Decay of the first moment, as in every recipe."""
+
+
 class GuardedAdamW(torch.optim.AdamW):
     """AdamW; with `guard`, a step clips to `clip_norm` (0: never) and does nothing if the norm is not finite.
 
@@ -43,7 +47,7 @@ class GuardedAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], settings: OptimSettings, *, guard: bool) -> None:
-        super().__init__(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True)
+        super().__init__(groups, lr=settings.lr, betas=(BETA1, settings.beta2), eps=settings.eps, fused=True)
         self.guard, self.clip_norm = guard, settings.clip_norm
         self.overflow = False
         self._global_grad_norm: float | None = None

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from protocol.runtime.http.auth import Access, Role, Verdict
 from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
-from protocol.search import MAX_QUERY_CHARS
-from retriever.api import flashrag, openai, search_r1
+from protocol.search import MAX_QUERY_CHARS, MAX_TOPK
+from retriever.api import base, flashrag, openai, search_r1
 from retriever.api.base import NOT_OPEN, SERVICE, ApiError, RetrieverState, api_error
 from retriever.api.openapi import openapi
 from retriever.backends.base import Backend
@@ -34,9 +34,10 @@ ROUTE_ROLES: Mapping[str, Role] = {
 
 def create_app(service: RetrieverState, access: Access = Access()) -> web.Application:  # noqa: B008 (immutable)
     """Build the aiohttp application. Run it with `handler_cancellation=True`: abandoned requests are dropped."""
-    limit = int(service.settings.max_body_mb * 2**20)
     auth = auth_middleware(access, ROUTE_ROLES, default="node", refuse=_unauthorized)
-    app = web.Application(middlewares=[auth, _errors_as_json], client_max_size=limit, handler_args=SERVER_OPTIONS)
+    app = web.Application(
+        middlewares=[auth, _errors_as_json], client_max_size=base.MAX_BODY_BYTES, handler_args=SERVER_OPTIONS
+    )
     app[SERVICE] = service
     post, get, metrics = app.router.add_post, app.router.add_get, service.metrics
     post("/retrieve", _counted(metrics, "/retrieve", search_r1.retrieve))
@@ -144,8 +145,8 @@ async def _info(request: web.Request) -> web.Response:
     service = {
         "backend": "index" if settings.online is None else "online",
         "topk": settings.topk,
-        "max_topk": settings.max_topk,
-        "max_hits": settings.max_hits,
+        "max_topk": MAX_TOPK,
+        "max_hits": base.MAX_HITS,
         "max_query_chars": MAX_QUERY_CHARS,
     }
     return web.json_response({**_open_backend(request).info(), **service})

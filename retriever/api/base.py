@@ -20,6 +20,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from protocol.runtime.timing import loop_timeout
+from protocol.search import MAX_TOPK
 from retriever.backends.base import Backend, Kind, QueryFailure, QueryResult
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics
@@ -33,6 +34,10 @@ INTERNAL_CAUSES = frozenset({"index", "rerank", "internal"})
 
 BODY_S = 30.0
 """Timeout for a body, in seconds: a slow body would occupy memory that other requests wait for."""
+MAX_HITS = 200_000
+"""Maximum hits per request, queries times `topk`; larger requests get 400."""
+MAX_BODY_BYTES = 16 << 20
+"""Maximum request body; larger ones get 413."""
 _SMALL, _BODIES = 1 << 16, 4
 """Bodies up to `_SMALL` bytes are not counted; larger ones share memory for `_BODIES` bodies of the maximum size."""
 
@@ -81,7 +86,7 @@ class RetrieverState:
         if num_bytes <= _SMALL:
             yield
             return
-        if self._body_bytes and self._body_bytes + num_bytes > _BODIES * self.settings.max_body_mb * 2**20:
+        if self._body_bytes and self._body_bytes + num_bytes > _BODIES * MAX_BODY_BYTES:
             self.metrics.rejected.inc()
             status = 503 if self.settings.overload == "wait" else 429
             raise ApiError(status, "too many large requests in progress", retry_after_s=1)
@@ -120,7 +125,7 @@ async def request_body(kind: type[Body], request: web.Request) -> AsyncIterator[
     queries are made searchable and counted (`protocol.search.Query`).
     """
     service = request.app[SERVICE]
-    size, most = request.content_length, int(service.settings.max_body_mb * 2**20)
+    size, most = request.content_length, MAX_BODY_BYTES
     if size is not None and size > most:  # before it takes memory from other requests
         raise web.HTTPRequestEntityTooLarge(most, size)
     # a body of unknown length may reach the maximum
@@ -145,10 +150,9 @@ def _checked(service: RetrieverState, kind: type[Body], raw: bytes) -> Body:
         raise ApiError(400, f"Invalid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ApiError(400, "the body is not a JSON object")
-    most = service.settings.max_hits
     for name, value in content.items():  # before each item is validated
-        if isinstance(value, list) and len(value) > most:
-            raise ApiError(400, f"{name:.64}: {len(value)} items exceed retriever.max_hits = {most}")
+        if isinstance(value, list) and len(value) > MAX_HITS:
+            raise ApiError(400, f"{name:.64}: {len(value)} items exceed the limit of {MAX_HITS} hits")
     try:
         body = kind.model_validate(content, context=odd)
     except ValidationError as error:
@@ -160,13 +164,13 @@ def _checked(service: RetrieverState, kind: type[Body], raw: bytes) -> Body:
 
 
 def _hits(service: RetrieverState, requested: int) -> int:
-    """Return `requested`, or the whole corpus if that is smaller. Raises ApiError 400 beyond `max_topk`."""
-    most, passages = service.settings.max_topk, service.num_passages
-    if requested <= most:
+    """Return `requested`, or the whole corpus if that is smaller. Raises ApiError 400 beyond MAX_TOPK."""
+    passages = service.num_passages
+    if requested <= MAX_TOPK:
         return requested
-    if passages is not None and passages <= most:
+    if passages is not None and passages <= MAX_TOPK:
         return max(1, passages)
-    raise ApiError(400, f"{requested} hits per query exceed retriever.max_topk = {most}")
+    raise ApiError(400, f"{requested} hits per query exceed the limit, max_topk = {MAX_TOPK}")
 
 
 async def search_outcomes(
@@ -176,10 +180,8 @@ async def search_outcomes(
     if service.searches is None or service.draining:
         raise ApiError(503, NOT_OPEN, retry_after_s=1)
     k = _hits(service, k)
-    if len(queries) * k > service.settings.max_hits:
-        raise ApiError(
-            400, f"{len(queries)} queries times {k} hits exceed retriever.max_hits = {service.settings.max_hits}"
-        )
+    if len(queries) * k > MAX_HITS:
+        raise ApiError(400, f"{len(queries)} queries times {k} hits exceed the limit of {MAX_HITS} hits")
     start = time.perf_counter()
     try:
         return await service.searches.search(queries, k, run)

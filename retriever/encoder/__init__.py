@@ -27,4 +27,4 @@ def encoder_identity(settings: EncoderSettings) -> dict[str, Any]:
         from retriever.encoder.folder import transformer_identity
 
         return transformer_identity(settings)
-    return settings.model_dump(mode="json", exclude=set(settings.PLACEMENT))
+    return {**settings.model_dump(mode="json", exclude=set(settings.PLACEMENT)), **settings.RETIRED}

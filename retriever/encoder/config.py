@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -32,6 +33,8 @@ class EncoderBase(Settings):
 
     PLACEMENT: ClassVar[frozenset[str]] = frozenset()
     """Fields that affect where and how fast vectors are computed, not their values (`encoder_identity` omits them)."""
+    RETIRED: ClassVar[Mapping[str, Any]] = {}
+    """Values of fields that were removed and are still part of the identity, so that built indexes still match."""
 
     type: str
 
@@ -49,16 +52,12 @@ class HashedEncoderSettings(EncoderBase):
 class ComputeSettings(Settings):
     """Device, dtype and batch size of a model: affects speed and rounding only."""
 
-    PLACEMENT: ClassVar[frozenset[str]] = frozenset({"device", "dtype", "batch_tokens", "threads"})
+    PLACEMENT: ClassVar[frozenset[str]] = frozenset({"device", "dtype"})
 
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Dtype of weights and activations. auto: float32 on CPUs, float16 on GPUs (bfloat16 for models trained in it)."""
-    batch_tokens: int = Field(default=16384, ge=1)
-    """Maximum tokens per forward pass, including padding."""
-    threads: int = Field(default=0, ge=0)
-    """Threads of torch, for the whole process; 0: torch's default. Use 1 if other processes share the machine."""
 
 
 class TransformerEncoderSettings(ComputeSettings, EncoderBase):
@@ -93,8 +92,9 @@ class OpenAIEncoderSettings(EncoderBase):
     """Vectors from a service with OpenAI's `POST /v1/embeddings`: TEI, infinity, vLLM, SGLang, OpenAI, Foray."""
 
     PLACEMENT: ClassVar[frozenset[str]] = frozenset(
-        {"url", "send_dimensions", "batch", "timeout_s", "retries", "backoff_s", "api_key_variable"}
+        {"url", "send_dimensions", "timeout_s", "retries", "api_key_variable"}
     )
+    RETIRED: ClassVar[Mapping[str, Any]] = {"max_chars": 8192}
 
     type: Literal["openai"] = "openai"
     url: str = Field(default="http://127.0.0.1:8080/v1", pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
@@ -112,17 +112,10 @@ class OpenAIEncoderSettings(EncoderBase):
     """Prefix of passages, e.g. `passage: ` for e5."""
     normalize: bool = True
     """Scale vectors to length 1, independent of the service."""
-    max_chars: int = Field(default=8192, ge=16)
-    """Maximum characters of a text, including its prefix; longer ones are cut, because services refuse them."""
-    batch: int = Field(default=64, ge=1, le=2048)
-    """Maximum texts per request."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for the connection and for each chunk of a response, in seconds."""
     retries: int = Field(default=3, ge=0, le=20)
     """Retries after no connection, no response, or 408, 409, 429 and 5xx."""
-    backoff_s: float = Field(default=0.5, ge=0)
-    """First pause before a retry, in seconds; doubled each time up to 30 s, times a random number from 0.5 to 1.
-    A longer Retry-After of the service is respected, up to 60 s."""
     api_key_variable: str = Field(default="", pattern=r"^([A-Z_][A-Z0-9_]*)?$")
     """Name of the environment variable with the key (sent as a bearer token). Empty: no key."""
 

@@ -1,6 +1,6 @@
 """Vectors from an OpenAI-compatible `POST /v1/embeddings`; synchronous, because the owner thread waits anyway.
 
-    texts --> prefix, cut --> requests of `batch` texts --> retries --> checks --> rows in the order of the texts
+    texts --> prefix, cut --> requests of BATCH texts --> retries --> checks --> rows in the order of the texts
 
 Responses are untrusted: their size is capped while reading, and count, indexes, dimension and finiteness are
 checked before use. Redirects are not followed (they would receive the key), and proxies from the
@@ -27,7 +27,13 @@ from retriever.encoder.base import EncoderUnavailable, Vectors, check_finite
 from retriever.encoder.config import OpenAIEncoderSettings
 
 RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
-MAX_BACKOFF_S, MAX_RETRY_AFTER_S = 30.0, 60.0
+BATCH = 64
+"""Maximum texts per request."""
+MAX_CHARS = 8192
+"""Maximum characters of a text, including its prefix; longer ones are cut, because services refuse them."""
+BACKOFF_S, MAX_BACKOFF_S, MAX_RETRY_AFTER_S = 0.5, 30.0, 60.0
+"""First pause before a retry, doubled each time up to the second, times a random number from 0.5 to 1. A longer
+Retry-After of the service is respected, up to the third."""
 NUMBER_BYTES, SLACK_BYTES = 40, 64 * 1024
 """A float as text has up to 25 characters; a response may have NUMBER_BYTES per number, plus SLACK_BYTES for names."""
 
@@ -56,11 +62,11 @@ class OpenAIEncoder:
 
     def _encode(self, texts: list[str]) -> Vectors:
         vectors: Vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
-        texts = [text[: self._settings.max_chars] for text in texts]
+        texts = [text[:MAX_CHARS] for text in texts]
         # services refuse blank texts; here they get the zero vector
         rows = [row for row, text in enumerate(texts) if text.strip()]
-        for start in range(0, len(rows), self._settings.batch):
-            chunk = rows[start : start + self._settings.batch]
+        for start in range(0, len(rows), BATCH):
+            chunk = rows[start : start + BATCH]
             vectors[chunk] = self._ask([texts[row] for row in chunk])
         check_finite(vectors, texts, f"the service at {self._settings.url}")
         if self._settings.normalize:
@@ -76,7 +82,7 @@ class OpenAIEncoder:
             payload["dimensions"] = settings.dim
         body = json.dumps(payload).encode()
         for attempt in range(settings.retries + 1):
-            wait = backoff_s(attempt + 1, settings.backoff_s, MAX_BACKOFF_S) * random.uniform(0.5, 1)
+            wait = backoff_s(attempt + 1, BACKOFF_S, MAX_BACKOFF_S) * random.uniform(0.5, 1)
             try:
                 status, retry_after, answer = self._request(body, len(texts))
             except (OSError, http.client.HTTPException) as error:

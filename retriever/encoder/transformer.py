@@ -36,6 +36,8 @@ from retriever.encoder.folder import ModelFolder, Recipe, resolve
 
 log = logging.getLogger(__name__)
 MULTIPLE, LEAST = 8, 16
+BATCH_TOKENS = 16384
+"""Maximum tokens per forward pass, including padding: a GPU is busy with it, and it takes a CPU about a second."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _WIDE = ("t5", "mt5", "umt5")
@@ -70,7 +72,7 @@ class _Tower:
     """One model with its tokenizer."""
 
     def __init__(self, folder: ModelFolder, recipe: Recipe, settings: TransformerEncoderSettings) -> None:
-        self._pooling, self._normalize, self._budget = recipe.pooling, recipe.normalize, settings.batch_tokens
+        self._pooling, self._normalize, self._budget = recipe.pooling, recipe.normalize, BATCH_TOKENS
         self._lower_case = folder.lower_case
         self._tokenizer = load_tokenizer(folder.path)
         # models trained without a pooler are often saved without one; only pooling `pooler` uses it
@@ -233,8 +235,6 @@ def load_model(folder: Path, compute: ComputeSettings, kind: str | None = None, 
     kind    class of transformers, e.g. AutoModelForSequenceClassification; None: as defined in the folder
     unused  parts of parameter names that may be missing because they are not used
     """
-    if compute.threads:
-        torch.set_num_threads(compute.threads)
     device = choose_device(compute.device)
     with _as_user_error(folder, "model"), quiet():
         config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)

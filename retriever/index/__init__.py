@@ -34,6 +34,7 @@ def index_identity(settings: IndexSettings) -> dict[str, Any]:
     content, and build settings are ignored. Raises UserError if the file is missing.
     """
     content: dict[str, Any] = settings.model_dump(mode="json", exclude=set(settings.SEARCH_TIME | settings.PLACEMENT))
+    content |= settings.RETIRED
     if (file := getattr(settings, "file", None)) is not None:
         from retriever.index.store import file_digest
 

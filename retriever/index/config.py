@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -9,6 +10,9 @@ from pydantic import Field, field_validator, model_validator
 
 from protocol.settings import Settings, union_of
 from retriever.encoder.config import EncoderSettings, HashedEncoderSettings
+
+TEMP_BYTES = 512 << 20
+"""Scratch memory per device: FAISS's own default would be up to 1.5 GiB."""
 
 
 class IndexBase(Settings):
@@ -21,6 +25,8 @@ class IndexBase(Settings):
     ADDED: ClassVar[frozenset[str]] = frozenset()
     """Fields newer than the index format: their defaults are not part of the identity, so that indexes built
     before them still match."""
+    RETIRED: ClassVar[Mapping[str, Any]] = {}
+    """Values of fields that were removed and are still part of the identity, so that built indexes still match."""
 
     type: str
 
@@ -57,40 +63,30 @@ class FaissFlatSettings(FileBase):
     type: Literal["faiss_flat"] = "faiss_flat"
 
 
-class FaissGpuSettings(FileBase):
-    """Exact scan of all vectors on GPUs, each with its share. Needs a FAISS wheel with GPU support."""
+class DeviceFlatBase(FileBase):
+    """An exact scan of all vectors, each device with its share."""
 
-    SEARCH_TIME: ClassVar[frozenset[str]] = frozenset({"precision", "spare"})
-    PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file", "devices", "temp_mb"})
+    SEARCH_TIME: ClassVar[frozenset[str]] = frozenset({"precision"})
+    PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file", "devices"})
 
-    type: Literal["faiss_gpu"] = "faiss_gpu"
     devices: tuple[int, ...] = ()
-    """CUDA ordinals of the GPUs that share the vectors, in this order. Empty: all visible ones."""
-    temp_mb: float = Field(default=512.0, gt=0)
-    """FAISS's scratch memory per GPU, in MiB (FAISS's default: up to 1.5 GiB)."""
-    precision: Literal["float16", "float32"] = "float16"
-    """Dtype on the GPUs. float16 halves the memory; hits are rescored from the stored vectors."""
-    spare: int = Field(default=64, ge=0)
-    """Extra candidates beyond k, because float16 (relative error 2**-11) may misplace the k-th."""
-
-
-class TorchFlatSettings(FileBase):
-    """Exact scan of all vectors with torch, on GPUs or the CPU. Needs no FAISS, except to read `file`."""
-
-    SEARCH_TIME: ClassVar[frozenset[str]] = frozenset({"precision", "spare"})
-    PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file", "devices", "temp_mb"})
-
-    type: Literal["torch_flat"] = "torch_flat"
-    devices: tuple[int, ...] = ()
-    """CUDA ordinals of the GPUs that share the vectors, in this order. Empty: all visible ones, or the CPU if there are
-    none."""
-    temp_mb: float = Field(default=512.0, gt=0)
-    """Scratch memory per device, in MiB."""
+    """CUDA ordinals of the GPUs that share the vectors, in this order. Empty: all visible ones; for `torch_flat` the
+    CPU if there are none."""
     precision: Literal["float16", "float32"] = "float16"
     """Dtype on the devices. Hits are exact with both, because candidates are rescored from the stored vectors. float16
     halves the memory; on a CPU it is several times slower than float32."""
-    spare: int = Field(default=128, ge=0)
-    """Extra candidates beyond k. If the last one is within the error bound of the k-th, more are searched."""
+
+
+class FaissGpuSettings(DeviceFlatBase):
+    """Exact scan of all vectors on GPUs with FAISS. Needs a FAISS wheel with GPU support."""
+
+    type: Literal["faiss_gpu"] = "faiss_gpu"
+
+
+class TorchFlatSettings(DeviceFlatBase):
+    """Exact scan of all vectors with torch, on GPUs or the CPU. Needs no FAISS, except to read `file`."""
+
+    type: Literal["torch_flat"] = "torch_flat"
 
 
 class FaissHnswSettings(ApproximateBase):
@@ -114,20 +110,15 @@ class IvfBase(ApproximateBase):
     """Inverted lists around centroids: the `nprobe` of `nlist` lists nearest to the query are scanned."""
 
     SEARCH_TIME: ClassVar[frozenset[str]] = frozenset({"nprobe"})
-    PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file", "devices", "temp_mb"})
+    PLACEMENT: ClassVar[frozenset[str]] = frozenset({"file", "devices"})
+    RETIRED: ClassVar[Mapping[str, Any]] = {"train_size": 0, "seed": 0}
 
     nlist: int = Field(default=0, ge=0)
     """Number of lists. 0: the power of two nearest to 4 * sqrt(passages), with at least 39 passages per list."""
     nprobe: int = Field(default=64, ge=1)
     """Lists scanned per query."""
-    train_size: int = Field(default=0, ge=0)
-    """Passages to train the centroids on, drawn by `seed`. 0: 64 per list."""
-    seed: int = 0
-    """Seed of the draw and of k-means."""
     devices: tuple[int, ...] = ()
     """CUDA ordinals of the GPUs that share the lists. Empty: the CPU."""
-    temp_mb: float = Field(default=512.0, gt=0)
-    """FAISS's scratch memory per GPU, in MiB."""
 
 
 class FaissIvfSettings(IvfBase):

@@ -20,13 +20,15 @@ from retriever.encoder import build_encoder
 from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Rows, Scores
-from retriever.index.config import FaissGpuSettings, IvfSettings
+from retriever.index.config import TEMP_BYTES, FaissGpuSettings, IvfSettings
 from retriever.index.dense import ApproximateVectors, DenseIndex, StoredVectors
 from retriever.index.devices import ON_CPU, GpuShard, choose_devices, plan_shards
 from retriever.index.faiss_flat import FaissFlatIndex, open_flat_file
 
 NORM_BYTES = 4
 """FAISS stores a float32 norm with every vector."""
+SPARE = 64
+"""Extra candidates beyond k, because float16 (relative error 2**-11) may misplace the k-th."""
 _PIECE_BYTES = 2 << 30
 """float16 vectors widened on the host at a time."""
 _MAX_HITS = 2048
@@ -53,11 +55,11 @@ def open_gpu(settings: FaissGpuSettings, directory: Path) -> ApproximateVectors:
         *vectors.shape,
         row_bytes=vectors.shape[1] * (2 if settings.precision == "float16" else 4) + NORM_BYTES,
         devices=devices,
-        temp_bytes=int(settings.temp_mb * 2**20),
+        temp_bytes=TEMP_BYTES,
         free_bytes=known,
     )
     flat = GpuFlat(settings, vectors, shards)
-    return ApproximateVectors(flat.search, len(vectors), vectors, lambda k: max(k, min(k + settings.spare, _MAX_HITS)))
+    return ApproximateVectors(flat.search, len(vectors), vectors, lambda k: max(k, min(k + SPARE, _MAX_HITS)))
 
 
 class GpuFlat:
@@ -73,7 +75,7 @@ class GpuFlat:
         self._kept: list[Any] = []  # FAISS's shards do not own their parts
         self._shards = _Shards(dim, True, True)  # threaded; ids continue from shard to shard
         for share in shards:
-            memory = resources(settings.temp_mb)
+            memory = resources()
             pieces = _Shards(dim, False, True)
             self._kept += [memory, pieces]
             config = faiss.GpuIndexFlatConfig()
@@ -97,7 +99,7 @@ class GpuInvertedLists:
     def __init__(self, index: Any, settings: IvfSettings) -> None:
         """`index` is the opened file; its lists are copied."""
         devices = visible_devices(settings.devices)
-        self._kept = [resources(settings.temp_mb) for _ in devices]
+        self._kept = [resources() for _ in devices]
         options = faiss.GpuMultipleClonerOptions()
         options.shard = len(devices) > 1
         copy = faiss.index_cpu_to_gpu_multiple_py
@@ -140,10 +142,10 @@ def free_bytes(device: int) -> int | None:
     return None if failed else free.value
 
 
-def resources(temp_mb: float) -> Any:
+def resources() -> Any:
     """Return FAISS's resources for one device; its default scratch memory would be up to 1.5 GiB."""
     made = faiss.StandardGpuResources()
-    made.setTempMemory(int(temp_mb * 2**20))
+    made.setTempMemory(TEMP_BYTES)
     return made
 
 
@@ -163,5 +165,5 @@ def _on_gpu(device: int, call: Any, *args: Any) -> Any:
         raise UserError(
             f"FAISS could not use GPU {device}",
             why=str(error).strip().rpartition("\n")[2][:300],
-            todo="free its memory, use other GPUs in index.devices, or lower index.temp_mb",
+            todo="free its memory, or use other GPUs in index.devices",
         ) from None

@@ -29,6 +29,8 @@ from retriever.index.faiss_flat import FaissFlatVectors, check_fits, check_reada
 from retriever.index.faiss_gpu import GpuInvertedLists
 
 log = logging.getLogger(__name__)
+SEED = 0
+"""Seed of the passages that the centroids are trained on, and of k-means."""
 FILE = "index.faiss"
 KINDS = (faiss.IndexIVF, faiss.IndexPreTransform)
 SPARE = 8
@@ -143,7 +145,7 @@ def train(
             rotation = _rotation(settings, drawn, parts)
             drawn = rotation.apply(drawn)
         index = faiss.IndexIVFPQ(quantizer, dim, nlist, parts, settings.pq_bits, faiss.METRIC_INNER_PRODUCT)
-        index.pq.cp.seed, index.pq.cp.min_points_per_centroid = settings.seed, 1
+        index.pq.cp.seed, index.pq.cp.min_points_per_centroid = SEED, 1
     elif vectors.dtype == np.float16:
         half = faiss.ScalarQuantizer.QT_fp16
         index = faiss.IndexIVFScalarQuantizer(quantizer, dim, nlist, half, faiss.METRIC_INNER_PRODUCT, False)
@@ -151,7 +153,7 @@ def train(
         index = faiss.IndexIVFFlat(quantizer, dim, nlist, faiss.METRIC_INNER_PRODUCT)
     quantizer.this.disown()  # the index frees it
     index.own_fields = True
-    index.cp.seed, index.cp.min_points_per_centroid, index.cp.max_points_per_centroid = settings.seed, 1, len(drawn)
+    index.cp.seed, index.cp.min_points_per_centroid, index.cp.max_points_per_centroid = SEED, 1, len(drawn)
     index.train(drawn)
     return index, rotation
 
@@ -159,7 +161,7 @@ def train(
 def _rotation(settings: FaissIvfPqSettings, drawn: Vectors, parts: int) -> faiss.LinearTransform:
     dim = drawn.shape[1]
     quantizer = faiss.ProductQuantizer(dim, parts, settings.pq_bits)
-    quantizer.cp.seed, quantizer.cp.min_points_per_centroid = settings.seed, 1
+    quantizer.cp.seed, quantizer.cp.min_points_per_centroid = SEED, 1
     rotation = faiss.OPQMatrix(dim, parts)
     rotation.pq, rotation.niter = quantizer, _OPQ_ROUNDS
     rotation.train(drawn)
@@ -170,8 +172,8 @@ def _rotation(settings: FaissIvfPqSettings, drawn: Vectors, parts: int) -> faiss
 def _draw(settings: IvfSettings, vectors: StoredVectors, nlist: int) -> Vectors:
     """Return float32 [n, dim]: distinct passages in the order of the corpus."""
     least = max(nlist, 64 * 2**settings.pq_bits if isinstance(settings, FaissIvfPqSettings) else 0)
-    count = min(len(vectors), max(settings.train_size or 64 * nlist, least))
-    rows = np.random.default_rng(settings.seed).choice(len(vectors), count, replace=False)
+    count = min(len(vectors), max(64 * nlist, least))
+    rows = np.random.default_rng(SEED).choice(len(vectors), count, replace=False)
     return vectors[np.sort(rows)].astype(np.float32)
 
 

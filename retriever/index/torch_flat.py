@@ -17,10 +17,12 @@ from retriever.encoder import build_encoder
 from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Hits, PassageSource, Rows, Scores
-from retriever.index.config import TorchFlatSettings
+from retriever.index.config import TEMP_BYTES, TorchFlatSettings
 from retriever.index.dense import DenseIndex, StoredVectors, longest, search_candidates, tolerance
 from retriever.index.devices import GpuShard, choose_devices, plan_shards
 
+SPARE = 128
+"""Extra candidates beyond k. If the last one is within the error bound of the k-th, more are searched."""
 _HALF_ERROR = 3 * 2.0**-11
 """Bound on the error of a product of vectors whose lengths multiply to at most 1: each of query, vector and result is
 rounded to float16, with a relative error of at most 2**-11."""
@@ -55,18 +57,17 @@ class TorchFlatVectors:
     """Vectors [ntotal, dim], distributed over devices by rows."""
 
     def __init__(self, settings: TorchFlatSettings, vectors: StoredVectors) -> None:
-        self._vectors, self._spare = vectors, settings.spare
+        self._vectors = vectors
         ntotal, dim = vectors.shape
         self._dtype = torch.float16 if settings.precision == "float16" else torch.float32
         # twice the bound, because two scores are compared
         self._margin = tolerance(dim) if self._dtype == torch.float32 else 2 * _HALF_ERROR
         # the float16 accumulators that cuBLAS may use otherwise would exceed the bound
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        temp_bytes = int(settings.temp_mb * 2**20)
-        self._scores_per_block = temp_bytes // 8  # the scores of a block, and what topk needs to sort them
+        self._scores_per_block = TEMP_BYTES // 8  # the scores of a block, and what topk needs to sort them
         self._shards = [
             (share.start, _copy(vectors, share, self._dtype, device))
-            for device, share in _place(settings.devices, ntotal, dim * self._dtype.itemsize, temp_bytes, dim)
+            for device, share in _place(settings.devices, ntotal, dim * self._dtype.itemsize, TEMP_BYTES, dim)
         ]
 
     @property
@@ -80,7 +81,7 @@ class TorchFlatVectors:
 
     def search(self, queries: Vectors, k: int) -> Hits:
         """See `base.VectorIndex`."""
-        return search_candidates(self._rough, self._vectors, queries, k, self._spare, margin=self._margin)
+        return search_candidates(self._rough, self._vectors, queries, k, SPARE, margin=self._margin)
 
     @torch.inference_mode()
     def _rough(self, queries: Vectors, count: int) -> tuple[Scores, Rows]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from retriever.index.config import IndexSettings
+from retriever.index.config import TEMP_BYTES, IndexSettings
 
 COLUMN_BYTES = 24
 """Bytes of offsets and ids per passage (`corpus.SCAN_FILES`)."""
@@ -91,7 +91,7 @@ def _gpu(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
     vectors = _vectors(settings, facts.passages, dim)
     held = facts.passages * dim * (2 if settings.precision == "float16" else 4)
     # serving reads only the candidates' stored vectors
-    return ResourceEstimate(disk=vectors, gpu=held + max(1, len(settings.devices)) * settings.temp_mb * 2**20)
+    return ResourceEstimate(disk=vectors, gpu=held + max(1, len(settings.devices)) * TEMP_BYTES)
 
 
 def _hnsw(settings: Any, facts: CorpusStats, dim: int) -> ResourceEstimate:
@@ -121,7 +121,7 @@ def _lists(settings: Any, n: int) -> int:
 def _ivf_of(settings: Any, facts: CorpusStats, dim: int, code: float, training: int) -> ResourceEstimate:
     n, nlist = facts.passages, _lists(settings, facts.passages)
     vectors = _vectors(settings, n, dim)
-    drawn = min(n, max(settings.train_size or 64 * nlist, training))
+    drawn = min(n, max(64 * nlist, training))
     file = n * (code + 8) + nlist * (4 * dim + 8)
     block = min(n * dim * 4, 512 << 20)
     macs = dim * nlist * (10.0 * drawn + n)  # ten rounds of k-means, then assigning every passage to a list
@@ -129,7 +129,7 @@ def _ivf_of(settings: Any, facts: CorpusStats, dim: int, code: float, training: 
         disk=vectors + file,
         build=drawn * dim * 8 + 12 * n + 2 * block + nlist * dim * 4,
         serve=file + vectors,
-        gpu=file + len(settings.devices) * settings.temp_mb * 2**20 if settings.devices else 0,
+        gpu=file + len(settings.devices) * TEMP_BYTES if settings.devices else 0,
         seconds={"index": macs / BLAS_MACS},
     )
 

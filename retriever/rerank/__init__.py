@@ -28,4 +28,4 @@ def reranker_identity(settings: RerankSettings) -> dict[str, Any]:
     from retriever.encoder.folder import fingerprint
 
     deciding = settings.model_dump(mode="json", exclude=set(settings.PLACEMENT))
-    return deciding | {"model": fingerprint(settings.model)}
+    return deciding | {"max_tokens": 512, "model": fingerprint(settings.model)}

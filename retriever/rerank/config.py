@@ -22,8 +22,6 @@ class CrossEncoderSettings(ComputeSettings):
     candidates: int = Field(default=50, ge=1)
     """Hits to rerank, best first; the others follow in their order. The index returns this many, or `topk` if that is
     larger."""
-    max_tokens: int = Field(default=512, ge=8)
-    """Maximum tokens of query and document together, including special tokens; the longer one is cut first."""
 
 
 RerankSettings = CrossEncoderSettings

@@ -16,10 +16,12 @@ import torch
 from protocol.errors import UserError
 from retriever.encoder.base import HALF, check_finite
 from retriever.encoder.folder import read_folder
-from retriever.encoder.transformer import forward, load_model, load_tokenizer
+from retriever.encoder.transformer import BATCH_TOKENS, forward, load_model, load_tokenizer
 from retriever.rerank.base import Scores
 from retriever.rerank.config import CrossEncoderSettings
 
+MAX_TOKENS = 512
+"""Maximum tokens of query and document together, including special tokens; the longer one is cut first."""
 _CHUNK = 4096
 """Pairs tokenised at a time: the ids of a whole burst with 50 candidates per query would take gigabytes."""
 
@@ -28,14 +30,8 @@ class CrossEncoder:
     """See the module's docstring. Created and used by one thread."""
 
     def __init__(self, settings: CrossEncoderSettings) -> None:
-        positions = read_folder(settings.model).positions
-        if positions and settings.max_tokens > positions:
-            raise UserError(
-                f"rerank.max_tokens = {settings.max_tokens} exceeds the positions of {settings.model}",
-                why=f"its config.json allows {positions} tokens",
-                todo=f"set rerank.max_tokens to {positions} or less",
-            )
-        self._limit, self._budget, self._name = settings.max_tokens, settings.batch_tokens, settings.model.name
+        self._limit = min(MAX_TOKENS, read_folder(settings.model).positions or MAX_TOKENS)
+        self._name = settings.model.name
         self._tokenizer = load_tokenizer(settings.model)
         self._model = load_model(settings.model, settings, kind="AutoModelForSequenceClassification")
         if self._model.config.num_labels not in (1, 2):
@@ -60,7 +56,7 @@ class CrossEncoder:
         tokens = self._tokenizer(queries, texts, truncation="longest_first", max_length=self._limit)
         with torch.inference_mode():
             for rows, output, _ in forward(
-                self._model, tokens, self._tokenizer.pad_token_id, self._limit, self._budget
+                self._model, tokens, self._tokenizer.pad_token_id, self._limit, BATCH_TOKENS
             ):
                 logits = output.logits.float()
                 one = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]

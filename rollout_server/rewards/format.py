@@ -73,7 +73,14 @@ class FormatReward:
         return symbols.structure + (symbols.retrieval if found else 0.0)
 
 
-class FormatSettings(RewardSettingsBase):
+class ThoughtSettings(RewardSettingsBase):
+    """Settings of rewards for well-formed turns."""
+
+    think: Think = "required"
+    """Whether a well-formed turn begins with a thought."""
+
+
+class FormatSettings(ThoughtSettings):
     """Exact match and protocol in one number (Search-R1 v0.3)."""
 
     type: Literal["format"] = "format"
@@ -85,8 +92,6 @@ class FormatSettings(RewardSettingsBase):
     """Score of a wrong answer in an ill-formed trajectory."""
     retrieval: float = Field(default=0.0, ge=0)
     """Added to a wrong answer in a well-formed trajectory, if an observation contained a gold answer."""
-    think: Think = "required"
-    """Whether a well-formed turn begins with a thought."""
 
     @property
     def reads_passages(self) -> bool:
@@ -120,7 +125,7 @@ class TurnFormat:
         return any(turn_shape(action, _TURN_TAGS, self._settings.think).match(turn.policy) for action in actions)
 
 
-class TurnFormatSettings(RewardSettingsBase):
+class TurnFormatSettings(ThoughtSettings):
     """Penalises ill-formed turns."""
 
     type: Literal["turn_format"] = "turn_format"
@@ -128,5 +133,3 @@ class TurnFormatSettings(RewardSettingsBase):
     """Score of a well-formed turn. A value above 0 rewards more turns."""
     ill: float = -1.0
     """Score of any other turn."""
-    think: Think = "required"
-    """Whether a well-formed turn begins with a thought."""

@@ -87,19 +87,24 @@ class RetrievalHit:
         return len(hits) / len(wanted) if self._share else float(bool(hits))
 
 
-class RetrievalHitSettings(RewardSettingsBase):
-    """1 if the gold answer or a supporting passage was in an observation, else 0."""
+class EvidenceSettings(RewardSettingsBase):
+    """Settings of rewards for evidence in the observations."""
 
-    type: Literal["retrieval_hit"] = "retrieval_hit"
     by: By = "either"
     """Targets: `answer` (gold answer in the text), `passage` (ids or titles in the question's `supporting_ids`), or
     `either`."""
-    share: bool = False
-    """Score the share of targets that were shown, instead of 1 for any."""
 
     @property
     def reads_passages(self) -> bool:
         return True
+
+
+class RetrievalHitSettings(EvidenceSettings):
+    """1 if the gold answer or a supporting passage was in an observation, else 0."""
+
+    type: Literal["retrieval_hit"] = "retrieval_hit"
+    share: bool = False
+    """Score the share of targets that were shown, instead of 1 for any."""
 
 
 class TurnRetrieval:
@@ -124,13 +129,7 @@ class TurnRetrieval:
         return earned
 
 
-class TurnRetrievalSettings(RewardSettingsBase):
+class TurnRetrievalSettings(EvidenceSettings):
     """Each turn scores the share of targets (gold answer, supporting passages) that it is the first to show."""
 
     type: Literal["turn_retrieval"] = "turn_retrieval"
-    by: By = "either"
-    """Targets: `answer`, `passage` (the question's `supporting_ids`) or `either`."""
-
-    @property
-    def reads_passages(self) -> bool:
-        return True

@@ -84,7 +84,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Enc
                 )
             ),
             "openai": OpenAIEncoderSettings(
-                url=f"http://127.0.0.1:{server.server_port}/v1", dim=64, batch=3, retries=0, query_prefix="query: "
+                url=f"http://127.0.0.1:{server.server_port}/v1", dim=64, retries=0, query_prefix="query: "
             ),
         }
     finally:
@@ -94,7 +94,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Enc
 
 
 def _model(folder: Path, **fields: Any) -> TransformerEncoderSettings:
-    return TransformerEncoderSettings(model=folder, threads=1, device="cpu", batch_tokens=128, **fields)
+    return TransformerEncoderSettings(model=folder, device="cpu", **fields)
 
 
 @pytest.fixture(scope="module")

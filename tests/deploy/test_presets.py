@@ -27,7 +27,7 @@ DECIDED = (
     *(f"learner.algorithm.{name}" for name in ("old_logprobs", "aggregation", "entropy_coefficient", "whiten")),
     *(f"learner.algorithm.{name}" for name in ("correction.mode", "rejection.level", "kl.type", "kl.place")),
     *("learner.algorithm.kl.coefficient", "learner.algorithm.kl.importance", "learner.reference.kind"),
-    *(f"learner.optim.{name}" for name in ("lr", "warmup_fraction", "schedule", "beta1", "beta2", "eps")),
+    *(f"learner.optim.{name}" for name in ("lr", "warmup_fraction", "schedule", "beta2", "eps")),
     *("learner.optim.weight_decay", "learner.optim.clip_norm"),
 )
 """What the table must say of every preset, whether its file says it or leaves it to a default."""

@@ -62,7 +62,6 @@ async def retriever(scratch: Path) -> AsyncIterator[Running]:
     lines = [json.dumps({"id": f"d{i}", "contents": f'"Page {i}"\nnumber{i} and the number{i + 1}'}) for i in range(40)]
     corpus.write_text("\n".join([*lines, json.dumps({"id": "a/b c?d", "contents": '"Odd"\ntext'})]) + "\n")
     given = {"corpus": corpus, "port": 0, "index": {"type": "memory"}, "threads": 1, "window_ms": 0.5, "cache_mb": 1}
-    given |= {"max_body_mb": 1, "max_hits": 2000, "embed_batch": 16}
     yield serve(RetrieverSettings.model_validate(given), port_file=port), lambda: int(port.read_text())
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms import build_algorithm
+from learner.algorithms import build_algorithm, grpo
 from learner.config.algorithm import GrpoSettings, PpoSettings
 from learner.config.learner import BatchSettings
 from learner.data.batch import Batch, MicroBatch, build_batch
@@ -27,18 +27,24 @@ FIRST_START = (PolicyVersion(1, 0),)
 
 
 def build(
-    groups, *, now_step=0, lineage=FIRST_START, max_lag=2, row_tokens=0, budget=4096, share=False, ranks=1, **algorithm
-):
-    return build_batch(
-        groups,
-        build_algorithm(GrpoSettings(**algorithm)),
-        now_step=now_step,
-        lineage=lineage,
-        max_lag=max_lag,
-        settings=BatchSettings(micro_batch_tokens=budget, row_tokens=row_tokens, share_prompts=share),
-        temperature=1.0,
-        ranks=ranks,
-    )
+    groups, *, now_step=0, lineage=FIRST_START, max_lag=2, row_tokens=0, budget=4096, share=False, ranks=1,
+    exact=False, **algorithm,
+):  # fmt: skip
+    """exact: deviations divide by n, with nothing added."""
+    with pytest.MonkeyPatch.context() as patch:
+        if exact:
+            patch.setattr(grpo, "STD_DDOF", 0)
+            patch.setattr(grpo, "EPSILON", 0.0)
+        return build_batch(
+            groups,
+            build_algorithm(GrpoSettings(**algorithm)),
+            now_step=now_step,
+            lineage=lineage,
+            max_lag=max_lag,
+            settings=BatchSettings(micro_batch_tokens=budget, row_tokens=row_tokens, share_prompts=share),
+            temperature=1.0,
+            ranks=ranks,
+        )
 
 
 def group_of(*trajectories: Trajectory, seq: int = 1) -> TrajectoryGroup:
@@ -58,7 +64,7 @@ def test_a_trajectory_becomes_inputs_and_the_tokens_that_they_predict():
     first, last = policy_segment([4, 5], [-0.1, -0.2]), policy_segment([9, 10], [-0.3, -0.4])
     segments = (prompt_segment([1, 2, 3]), first, observation_segment([6, 7, 8]), last)
     good = Trajectory(status=Status.ANSWERED, segments=segments, reward=1.0)
-    batch = build([group_of(good, make_trajectory(0.0))], std_ddof=0, epsilon=0.0)
+    batch = build([group_of(good, make_trajectory(0.0))], exact=True)
     (m,) = batch.micro_batches
     assert m.ids[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9], "the last token is only predicted"
     assert m.positions[0].tolist() == list(range(9))
@@ -215,7 +221,7 @@ def test_tokens_of_an_abandoned_branch_are_masked_and_counted():
 
 def test_an_invalid_trajectory_is_masked_and_counts_in_no_baseline():
     failed = make_trajectory(1.0, status=Status.FAILED)
-    batch = build([group_of(make_trajectory(1.0), make_trajectory(0.0), failed)], std_ddof=0, epsilon=0.0)
+    batch = build([group_of(make_trajectory(1.0), make_trajectory(0.0), failed)], exact=True)
     assert batch.num_tokens == 8
     assert batch.stats["tokens_invalid"] == 4
     assert sorted(set(np.concatenate([m.advantages for m in batch.micro_batches]).tolist())) == [-1.0, 1.0]
@@ -322,11 +328,11 @@ def test_turns_can_have_advantages_of_their_own():
         return Trajectory(status=Status.ANSWERED, segments=segments, reward=early + late)
 
     group = group_of(two_turns(1.0, 0.0), two_turns(0.0, 2.0))
-    (m,) = build([group], turns="turn", std_ddof=0, epsilon=0.0).micro_batches
+    (m,) = build([group], turns="turn", exact=True).micro_batches
     found = {int(n): m.advantages[m.trajectory == n].tolist() for n in (0, 1)}
     # turn 0: +1 and -1, turn 1: -1 and +1, each turn counting what follows it
     assert found == {0: [0.0, 0.0, -1.0], 1: [0.0, 0.0, 1.0]}
-    (m,) = build([group], turns="turn", turn_gamma=0.5, std_ddof=0, epsilon=0.0).micro_batches
+    (m,) = build([group], turns="turn", turn_gamma=0.5, exact=True).micro_batches
     assert {int(n): m.advantages[m.trajectory == n].tolist() for n in (0, 1)} == {
         0: [0.5, 0.5, -1.0],
         1: [-0.5, -0.5, 1.0],

@@ -158,7 +158,7 @@ def test_only_failures_in_a_row_count_and_their_reasons_are_named(run: RunSettin
     from learner.delivery.state import DeliveryState
     from protocol.ledger import Outcome
 
-    guard, delivery = recovery.SignalGuard(3, run.dir, max_dead=5), DeliveryState()
+    guard, delivery = recovery.SignalGuard(run.dir, max_dead=5), DeliveryState()
     for first in range(1, 41, 4):  # three fail, one arrives
         delivery.settle(range(first, first + 3), Outcome.DEAD, "engine")
         delivery.settle([first + 3], Outcome.TRAINED)

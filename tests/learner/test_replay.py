@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from learner import cli
 from learner.checkpoint.checkpoint import Checkpoints
 from learner.checkpoint.journal import BatchConditions, GroupJournal, read_journal
-from learner.checkpoint.replay import replay
-from learner.config.learner import FilterSettings, LearnerSettings, ReplaySettings
+from learner.checkpoint.replay import ReplayOptions, replay
+from learner.config.learner import FilterSettings, LearnerSettings
 from learner.config.trackers import TensorBoardSettings
 from protocol.errors import UserError
 from protocol.header import seal
@@ -35,10 +35,12 @@ def again(tmp_path: Path) -> Callable[..., RunSettings]:
     """Replays `source` into a new directory; further keyword arguments are the engine's."""
 
     def call(
-        run: RunSettings, settings: LearnerSettings, source: Path, *, into: str = "replay", code: int = 0, **engine: Any
-    ) -> RunSettings:
+        run: RunSettings, settings: LearnerSettings, source: Path, *, into: str = "replay", code: int = 0,
+        how: ReplayOptions | None = None, **engine: Any,
+    ) -> RunSettings:  # fmt: skip
         mine = run.model_copy(update={"dir": tmp_path / into, "redis_url": "", "id": "another"})
-        assert replay(mine, settings, source, make_engine=lambda r, s: tiny_learner.TinyEngine(r, s, **engine)) == code
+        made = lambda r, s: tiny_learner.TinyEngine(r, s, **engine)  # noqa: E731
+        assert replay(mine, settings, source, how=how or ReplayOptions(), make_engine=made) == code
         return mine
 
     return call
@@ -78,8 +80,7 @@ def test_a_run_with_crashes_is_replayed_to_the_same_weights(
             with pytest.raises(tiny_learner.Crash):
                 serve(run, settings, before=die, pace_s=0.05)
         serve(run, settings)
-    exporting = settings.model_copy(update={"replay": ReplaySettings(export=True)})
-    mine = again(run, exporting, run.dir)
+    mine = again(run, settings, run.dir, how=ReplayOptions(export=True))
     assert weights(mine) == weights(run)
     batches = [line["seqs"] for line in tiny_learner.step_lines(mine.dir)]
     assert batches == list(tiny_learner.surviving(run.dir).values())
@@ -91,9 +92,9 @@ def test_a_replay_that_was_broken_off_goes_on_where_it_was(
     run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
 ) -> None:
     write_journal(tmp_path / "old", 7)
-    twice = settings.model_copy(update={"replay": ReplaySettings(passes=2)})
+    twice = ReplayOptions(passes=2)
     run = run.model_copy(update={"steps": 100})
-    whole = again(run, twice, tmp_path / "old", into="whole")
+    whole = again(run, settings, how=twice, source=tmp_path / "old", into="whole")
     assert weights(whole)[0] == 14
 
     def die(updates: int) -> None:
@@ -101,14 +102,14 @@ def test_a_replay_that_was_broken_off_goes_on_where_it_was(
             raise tiny_learner.Crash
 
     with pytest.raises(tiny_learner.Crash):
-        again(run, twice, tmp_path / "old", before=die)
-    mine = again(run, twice, tmp_path / "old")
+        again(run, settings, how=twice, source=tmp_path / "old", before=die)
+    mine = again(run, settings, how=twice, source=tmp_path / "old")
     assert weights(mine) == weights(whole)
     assert list(tiny_learner.surviving(mine.dir)) == list(range(1, 15))
-    assert again(run, twice, tmp_path / "old") == mine, "started once more, there is nothing to do"
+    assert again(run, settings, how=twice, source=tmp_path / "old") == mine, "started once more, there is nothing to do"
     with pytest.raises(UserError, match="another journal"):
         write_journal(tmp_path / "other", 8)
-        again(run, twice, tmp_path / "other")
+        again(run, settings, how=twice, source=tmp_path / "other")
 
 
 @pytest.mark.fault(39)
@@ -167,15 +168,15 @@ def test_batches_can_be_regrouped_with_filtering(
     run: RunSettings, settings: LearnerSettings, again: Any, tmp_path: Path
 ) -> None:
     write_journal(tmp_path / "old", 7, rewards=lambda seq: (1.0, float(seq % 5 == 0)))
-    fresh = settings.model_copy(update={"replay": ReplaySettings(passes=2)})
     run = run.model_copy(update={"groups_per_step": 9, "max_lag": 0})
-    mine = again(run, fresh, tmp_path / "old", rebatch=True)
+    mine = again(run, settings, tmp_path / "old", how=ReplayOptions(passes=2, rebatch=True))
     lines = tiny_learner.step_lines(mine.dir)
     want = [list(range(1, 10)), list(range(10, 19)), list(range(19, 28))]
     assert [line["seqs"] for line in lines] == want * 2, "27 of 28 groups, twice"
     assert all(line["tokens_stale"] == 0 for line in lines) and lines[0]["lag_max"] == 2
-    filtered = fresh.model_copy(update={"filter": FilterSettings(metric="em")})
-    mine = again(run, filtered, tmp_path / "old", into="filtered")
+    filtered = settings.model_copy(update={"filter": FilterSettings(metric="em")})
+    how = ReplayOptions(passes=2, rebatch=True)
+    mine = again(run, filtered, tmp_path / "old", into="filtered", how=how)
     teaching = [seq for seq in range(1, 29) if seq % 5]
     assert [line["seqs"] for line in tiny_learner.step_lines(mine.dir)] == [teaching[:9], teaching[9:18]] * 2
 

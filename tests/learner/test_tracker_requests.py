@@ -214,7 +214,7 @@ def test_wandb_continues_the_run_of_this_id_and_keeps_steps_as_a_metric(recorded
     assert recorded.finished == 1
     resumed = build_tracker(WandbSettings(project="p"))
     resumed.open(facts)
-    assert (recorded.given["id"], recorded.given["resume"], recorded.given["mode"]) == ("run-7", "allow", "online")
+    assert (recorded.given["id"], recorded.given["resume"]) == ("run-7", "allow")
 
 
 def test_trackio_continues_the_record_of_this_name(recorded: Recorded, tmp_path: Path) -> None:

@@ -586,9 +586,9 @@ MUTANTS = (
     ),
     Mutant(
         "deviation of the population",
-        "learner/config/policy.py",
-        "std_ddof: Literal[0, 1] = 1",
-        "std_ddof: Literal[0, 1] = 0",
+        "learner/algorithms/grpo.py",
+        "STD_DDOF = 1",
+        "STD_DDOF = 0",
         ("learner/test_grpo.py", "learner/test_advantages_family.py", "contracts/test_algorithm.py"),
     ),
     Mutant(

@@ -17,6 +17,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from protocol.search import SearchRequest, SearchResponse
+from retriever.api import base
 from retriever.api.app import create_app
 from retriever.api.base import RetrieverState
 from retriever.api.flashrag import ManyQueries
@@ -123,7 +124,7 @@ async def test_a_blank_query_gives_an_empty_list_beside_the_others(settings: Set
         (b'{"queries": ["a"], "topk": -1}', "topk: Input should be greater than or equal to 0"),
         (b'{"queries": ["a"], "return_scores": "perhaps"}', "return_scores: Input should be a valid boolean"),
         (b"[" * 100_000, "Invalid JSON"),
-        (json.dumps({"queries": ["a"] * 66_667}).encode(), "exceed retriever.max_hits = 200000"),
+        (json.dumps({"queries": ["a"] * 66_667}).encode(), "exceed the limit of 200000 hits"),
     ],
     ids=range(11),
 )
@@ -134,8 +135,11 @@ async def test_a_bad_body_is_answered_400_with_the_reason(settings: Settings, ra
     assert complaint in answer["error"]
 
 
-async def test_a_huge_body_is_refused_and_other_paths_and_methods_too(settings: Settings) -> None:
-    async with running(settings(max_body_mb=0.01)) as port:
+async def test_a_huge_body_is_refused_and_other_paths_and_methods_too(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "MAX_BODY_BYTES", 10_000)
+    async with running(settings()) as port:
         status, answer, _ = await apost(port, {"queries": ["x" * 100] * 200})
         assert (status, list(answer)) == (413, ["error"])
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
@@ -285,20 +289,26 @@ async def test_with_overload_wait_a_full_queue_answers_503(bench: StartBench) ->
 @pytest.mark.parametrize(
     ("path", "name"), [("/retrieve", "queries"), ("/retrieve", "query"), ("/batch_search", "query")]
 )
-async def test_a_list_of_a_million_items_costs_no_look_at_each(settings: Settings, path: str, name: str) -> None:
+async def test_a_list_of_a_million_items_costs_no_look_at_each(
+    settings: Settings, path: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "MAX_HITS", 1000)
     model = SearchRequest if path == "/retrieve" else ManyQueries
     with pytest.raises(ValidationError) as raised:
         model.model_validate({name: ["a", *[0] * 1000]})
     assert raised.value.error_count() == 1  # each is a record of several hundred bytes
-    async with running(settings(max_hits=1000)) as port:
+    async with running(settings()) as port:
         for item in (0, ""):
             body = {name: [item] * 1001}
             status, answer, _ = await asyncio.to_thread(post, f"http://127.0.0.1:{port}{path}", body)
-            assert status == 400 and answer["error"] == f"{name}: 1001 items exceed retriever.max_hits = 1000"
+            assert status == 400 and answer["error"] == f"{name}: 1001 items exceed the limit of 1000 hits"
 
 
-async def test_a_request_that_waits_keeps_the_memory_of_its_body_counted(bench: StartBench) -> None:
-    fields = {"window_ms": 0, "queue_limit": 1, "overload": "wait", "overload_wait_s": 60, "max_body_mb": 0.1}
+async def test_a_request_that_waits_keeps_the_memory_of_its_body_counted(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "MAX_BODY_BYTES", 105_000)
+    fields = {"window_ms": 0, "queue_limit": 1, "overload": "wait", "overload_wait_s": 60}
     async with bench(**fields) as b, aiohttp.ClientSession(b.url) as session:
         b.watched.gate.clear()
         first = asyncio.create_task(session.post("/retrieve", json={"queries": ["number0"]}))

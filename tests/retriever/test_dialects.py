@@ -17,6 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from protocol.errors import UserError
 from protocol.search import Passage, SearchResponse
+from retriever.api import base
 from retriever.api.app import create_app
 from retriever.api.base import RetrieverState
 from retriever.backends.base import QueryFailure, QueryResult
@@ -303,13 +304,15 @@ def test_hits_that_are_none_are_left_out(corpus: Path, monkeypatch: pytest.Monke
     assert (len(first.documents), first.scores, second) == (1, (2.0,), QueryResult((), ()))
 
 
-async def test_memory_for_bodies_and_answers_is_bounded(settings: Settings) -> None:
+async def test_memory_for_bodies_and_answers_is_bounded(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "MAX_BODY_BYTES", 105_000)
+    monkeypatch.setattr(base, "MAX_HITS", 1000)
     async with (
-        running(settings(max_body_mb=0.1, max_hits=1000)) as port,
+        running(settings()) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
     ):
         status, answer = await post(session, "/retrieve", {"queries": ["a", "b"], "topk": 501})
-        assert status == 400 and "exceed retriever.max_hits = 1000" in answer["error"]
+        assert status == 400 and "exceed the limit of 1000 hits" in answer["error"]
         kind = b"Content-Type: application/json\r\n"
         head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\n" + kind + b"Content-Length: 100000\r\n\r\n"
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]

@@ -15,6 +15,7 @@ import pytest
 
 from protocol.errors import UserError
 from protocol.messages import Question, Status
+from retriever import server
 from retriever.config import RetrieverSettings
 from retriever.encoder import build_encoder
 from retriever.encoder.config import HashedEncoderSettings
@@ -118,8 +119,11 @@ async def test_an_index_without_encoder_reports_that(settings: Settings) -> None
             assert answer["error"]["code"] == "model_not_found" and "encoder" in answer["error"]["message"]
 
 
-async def test_requests_share_calls_of_the_encoder_which_stay_small(bench: StartBench) -> None:
-    async with bench(**DENSE | {"window_ms": 30}, embed_batch=8) as b, aiohttp.ClientSession(b.url) as session:
+async def test_requests_share_calls_of_the_encoder_which_stay_small(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "EMBED_BATCH", 8)
+    async with bench(**DENSE | {"window_ms": 30}) as b, aiohttp.ClientSession(b.url) as session:
         calls: list[int] = []
         embed = b.watched.searcher.embed
         b.watched.searcher.embed = lambda texts, kind: (calls.append(len(texts)), embed(texts, kind))[1]

@@ -16,7 +16,7 @@ import pytest
 from protocol.errors import UserError
 from retriever.backends.base import QueryFailure, QueryResult
 from retriever.backends.index import IndexBackend
-from retriever.encoder import build_encoder, encoder_identity
+from retriever.encoder import build_encoder, encoder_identity, openai
 from retriever.encoder.base import Encoder, EncoderUnavailable, NotFinite
 from retriever.encoder.config import OpenAIEncoderSettings
 
@@ -81,18 +81,22 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> Callable[..., Encoder]:
+def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Encoder]:
+    monkeypatch.setattr(openai, "BACKOFF_S", 0.001)
+
     def make(**fields: Any) -> Encoder:
-        chosen = {"url": server.url, "dim": DIM, "retries": 2, "backoff_s": 0.001, "timeout_s": 5.0, **fields}
+        chosen = {"url": server.url, "dim": DIM, "retries": 2, "timeout_s": 5.0, **fields}
         return build_encoder(OpenAIEncoderSettings.model_validate(chosen))
 
     return make
 
 
 def test_texts_go_with_their_prefix_in_batches_over_one_connection(
-    server: Server, client: Callable[..., Encoder]
+    server: Server, client: Callable[..., Encoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = client(query_prefix="q: ", passage_prefix="p: ", batch=2, normalize=False, model="m", max_chars=16)
+    monkeypatch.setattr(openai, "BATCH", 2)
+    monkeypatch.setattr(openai, "MAX_CHARS", 16)
+    encoder = client(query_prefix="q: ", passage_prefix="p: ", normalize=False, model="m")
     texts = ["a", "bb", "c" * 40, "dddd", "e"]
     assert encoder.encode_queries(texts)[:, 0].tolist() == [4, 5, 16, 7, 4]
     assert [asked["input"] for asked in server.asked] == [["q: a", "q: bb"], ["q: " + "c" * 13, "q: dddd"], ["q: e"]]
@@ -237,7 +241,7 @@ async def test_a_services_failure_is_a_named_fault_of_every_query_and_is_not_mul
 
 def test_identity_is_what_decides_vectors() -> None:
     base = OpenAIEncoderSettings()
-    same = OpenAIEncoderSettings(url="https://elsewhere/v1", retries=0, api_key_variable="KEY", batch=3)
+    same = OpenAIEncoderSettings(url="https://elsewhere/v1", retries=0, api_key_variable="KEY")
     assert encoder_identity(same) == encoder_identity(base)
     for other in ({"model": "m"}, {"dim": 3}, {"query_prefix": "q"}, {"passage_prefix": "p"}, {"normalize": False}):
         assert encoder_identity(OpenAIEncoderSettings.model_validate(other)) != encoder_identity(base)

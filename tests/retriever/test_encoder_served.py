@@ -27,7 +27,7 @@ def searcher(corpus: Path, model: Path, tmp_path: Path) -> Any:
     """Open the index in `tmp_path / "index"`, which the first call builds; keyword arguments are the encoder's."""
 
     def make(rerank: dict[str, Any] | None = None, **encoder: Any) -> Searcher:
-        chosen = {"type": "transformer", "model": model, "device": "cpu", "threads": 1, **encoder}
+        chosen = {"type": "transformer", "model": model, "device": "cpu", **encoder}
         settings = {"corpus": corpus, "index_dir": tmp_path / "index", "rerank": rerank}
         return open_searcher(
             RetrieverSettings.model_validate({**settings, "index": {"type": "faiss_flat", "encoder": chosen}})
@@ -45,7 +45,7 @@ def test_an_index_is_served_by_the_model_that_built_it_wherever_it_lies(
 ) -> None:
     built = searcher()
     moved = Path(shutil.copytree(model, tmp_path / "elsewhere" / "renamed"))
-    again = searcher(model=moved, family="e5", dtype="float32", batch_tokens=64)
+    again = searcher(model=moved, family="e5", dtype="float32")
     assert ids(again) == ids(built)
     assert again.fingerprint == built.fingerprint
 

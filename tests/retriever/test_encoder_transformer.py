@@ -62,7 +62,7 @@ def unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def build(folder: Path, **fields: Any) -> TransformerEncoder:
-    chosen = {"model": folder, "device": "cpu", "threads": 1, **fields}
+    chosen = {"model": folder, "device": "cpu", **fields}
     return TransformerEncoder(TransformerEncoderSettings.model_validate(chosen))
 
 

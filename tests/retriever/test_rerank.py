@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from protocol.errors import UserError
-from retriever.rerank import build_reranker, reranker_identity
+from retriever.rerank import build_reranker, cross_encoder, reranker_identity
 from retriever.rerank.base import Reranker, order
 from retriever.rerank.config import CrossEncoderSettings
 from tests.support.encoders import tiny_model
@@ -30,8 +30,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return tiny_model(root / "reranker", "BertForSequenceClassification", seed=3, num_labels=request.param)
 
 
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_encoder, "MAX_TOKENS", 48)
+    monkeypatch.setattr(cross_encoder, "BATCH_TOKENS", 100)
+
+
 def build(folder: Path, **fields: Any) -> Reranker:
-    chosen = {"model": folder, "max_tokens": 48, "batch_tokens": 100, "device": "cpu", "threads": 1, **fields}
+    chosen = {"model": folder, "device": "cpu", **fields}
     return build_reranker(CrossEncoderSettings.model_validate(chosen))
 
 
@@ -81,9 +87,9 @@ def test_identity_is_the_model_and_its_settings(folder: Path, tmp_path: Path) ->
     def identity(**fields: Any) -> dict[str, Any]:
         return reranker_identity(CrossEncoderSettings.model_validate({"model": folder, **fields}))
 
-    assert identity(device="cpu", batch_tokens=3) == identity()
+    assert identity(device="cpu") == identity()
     other = tiny_model(tmp_path / "reranker", "BertForSequenceClassification", seed=4)
-    for changed in ({"candidates": 7}, {"max_tokens": 32}, {"model": other}):
+    for changed in ({"candidates": 7}, {"model": other}):
         assert identity(**changed) != identity()
 
 
@@ -93,7 +99,5 @@ def test_what_is_no_reranker_is_refused_in_words(tmp_path: Path) -> None:
         build(three)
     with pytest.raises(UserError, match="do not belong to a BertForSequenceClassification"):
         build(tiny_model(tmp_path / "encoder"))
-    with pytest.raises(UserError, match="exceeds the positions of"):
-        build(three, max_tokens=65)
     with pytest.raises(UserError, match="no model found"):
         build(tmp_path / "nowhere")

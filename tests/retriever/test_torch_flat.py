@@ -33,16 +33,20 @@ def assert_same(found: Hits, wanted: Hits) -> None:
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_hits_are_exact_where_float16_cannot_tell_neighbours_apart(precision: str, dtype: str) -> None:
+def test_hits_are_exact_where_float16_cannot_tell_neighbours_apart(
+    precision: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_flat, "SPARE", 4)
     vectors, queries = crowded(1500, 32).astype(dtype), crowded(12, 32)
-    index = torch_flat.TorchFlatVectors(TorchFlatSettings(precision=precision, spare=4), vectors)
+    index = torch_flat.TorchFlatVectors(TorchFlatSettings(precision=precision), vectors)
     assert_same(index.search(queries, 7), exact_search(vectors, queries, 7))
 
 
-def test_candidates_alone_would_be_wrong() -> None:
+def test_candidates_alone_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is of value: without the margin hits differ."""
     vectors, queries = crowded(1500, 32), crowded(12, 32)
-    index = torch_flat.TorchFlatVectors(TorchFlatSettings(spare=0), vectors)
+    monkeypatch.setattr(torch_flat, "SPARE", 0)
+    index = torch_flat.TorchFlatVectors(TorchFlatSettings(), vectors)
     index._margin = -1.0
     assert index.search(queries, 7).rows.tolist() != exact_search(vectors, queries, 7).rows.tolist()
 
@@ -60,8 +64,9 @@ def test_shards_and_blocks_give_the_same_hits(monkeypatch: pytest.MonkeyPatch) -
     shards = [(cpu, GpuShard(i, *bounds[i : i + 2], 0)) for i in range(4)]
     monkeypatch.setattr(torch_flat, "_place", lambda *_: shards)
     monkeypatch.setattr(torch_flat, "_COPY_BYTES", 4 * 32 * 100)
+    monkeypatch.setattr(torch_flat, "TEMP_BYTES", 10_000)
     vectors, queries = crowded(1500, 32), crowded(12, 32)
-    index = torch_flat.TorchFlatVectors(TorchFlatSettings(temp_mb=0.01), vectors)
+    index = torch_flat.TorchFlatVectors(TorchFlatSettings(), vectors)
     for k in (1, 7, 400, 1500):
         assert_same(index.search(queries, k), exact_search(vectors, queries, k))
 

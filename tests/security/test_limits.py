@@ -18,6 +18,7 @@ from protocol.errors import UserError
 from protocol.runtime.config import read_tree, section
 from protocol.runtime.http.auth import Access
 from protocol.settings import RunSettings
+from retriever.api import base
 from retriever.api import base as app_base
 from retriever.config import RetrieverSettings
 from retriever.server import running
@@ -33,10 +34,11 @@ POSTS = ("/retrieve", "/search", "/batch_search", "/v1/embeddings")
 
 @pytest.fixture
 async def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    monkeypatch.setattr(base, "MAX_BODY_BYTES", 1 << 20)
     for role in ("VIEWER", "NODE", "OPERATOR"):
         monkeypatch.delenv(f"FORAY_{role}_TOKEN", raising=False)
     (tmp_path / "c.jsonl").write_text('{"id": "1", "contents": "one fact"}\n')
-    async with running(RetrieverSettings(corpus=tmp_path / "c.jsonl", port=0, max_body_mb=1.0)) as port:
+    async with running(RetrieverSettings(corpus=tmp_path / "c.jsonl", port=0)) as port:
         yield f"http://127.0.0.1:{port}"
 
 
