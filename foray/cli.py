@@ -51,7 +51,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "demo": Verb("train a tiny model to search, on this machine, in minutes", "foray.demo.command"),
     "demo-lm": Verb("train a pretrained model on real questions (needs a checkout)", "benchmarks.demo_lm.command"),
-    "init": Verb("write a configuration file with every setting explained", "foray.commands.init"),
+    "init": Verb("write a configuration file with the settings that matter explained", "foray.commands.init"),
     "sft": Verb("train a model on demonstrations: the warm start of a run", "foray.commands.sft"),
     "up": Verb("start all processes of a run on this machine and monitor them", "foray.commands.up"),
     "submit": Verb("submit a run to Slurm, or change its number of engines", "foray.commands.submit"),

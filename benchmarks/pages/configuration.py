@@ -30,7 +30,7 @@ foray up run.yaml run.steps=20 learner.optim.lr=1e-5
 foray up run.yaml 'engine.kind={type: sglang, args: ["--tp-size", "2"]}'
 ```
 
-* `foray init run.yaml` writes every setting with its default, commented out, and its meaning.
+* `foray init run.yaml` writes the twenty settings that matter, with defaults commented out and their meaning.
 * `foray up run.yaml --dry-run` prints the resolved settings and starts nothing.
 * An unknown key is an error that names the nearest known key.
 * To change the `type` of a group, give the whole group, as in the second line above: fields of the old type are unknown

@@ -23,6 +23,8 @@ from protocol.settings import PATTERNS
 
 REMOVED = Path(__file__).with_name("removed_settings.yaml")
 """Former dotted name -> its default and what to do now."""
+ANY = "any"
+"""Default of a setting whose value another one implied."""
 _MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 300
@@ -78,7 +80,7 @@ def without_removed(value: Any, error: ValidationError, name: str) -> Any:
     kept = copy.deepcopy(value)
     for item in error.errors():
         row, place = _removed(name, item["loc"]), _place(kept, item["loc"])
-        if item["type"] == "extra_forbidden" and row and place and place[0][place[1]] == row.get("was", place):
+        if item["type"] == "extra_forbidden" and row and place and row.get("was") in (ANY, place[0][place[1]]):
             del place[0][place[1]]
     return kept
 

@@ -86,6 +86,15 @@ class ToolSettingsBase(Settings):
         return self.sentence
 
 
+class RemoteToolSettings(ToolSettingsBase):
+    """A tool that asks a server."""
+
+    max_chars: int = Field(default=20_000, ge=1)
+    """Maximum characters of a result; the rest is dropped. `max_obs_tokens` then limits the observation."""
+    deadline_s: float = Field(default=30.0, gt=0)
+    """Timeout of a call in seconds, with retries and the wait for a connection."""
+
+
 class InflightCalls:
     """Calls of one tool: timed, cancelled with their caller, and ended with error `closed` when the tool is closed."""
 

@@ -23,7 +23,7 @@ from protocol.runtime.timing import LoopClock, backoff_s, loop_timeout
 from protocol.search import Passage
 from rollout_server.search.base import NO_FILES, NOT_JSON, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
 from rollout_server.search.transport import HttpConnections
-from rollout_server.tools.base import CONNECTIONS, InflightCalls, ToolResult, ToolSettingsBase
+from rollout_server.tools.base import CONNECTIONS, InflightCalls, RemoteToolSettings, ToolResult
 
 MAX_ID_CHARS = 1024
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
@@ -33,7 +33,7 @@ RETRIED = frozenset({UNREACHABLE, NO_FILES, TIMEOUT, OVERLOADED, "http_408", "ht
 UNKNOWN = ToolResult("There is no document with this id.", mistake="unknown_id")
 
 
-class FetchSettings(ToolSettingsBase):
+class FetchSettings(RemoteToolSettings):
     """A whole document by its id."""
 
     sentence: ClassVar[str] = (
@@ -46,10 +46,6 @@ class FetchSettings(ToolSettingsBase):
     type: Literal["fetch"] = "fetch"
     urls: tuple[str, ...] = ()
     """Base URLs of the retrievers (`/passages/{id}` is appended), used in turn. Empty: those of the search."""
-    max_chars: int = Field(default=20_000, ge=1)
-    """Maximum characters of a document; the rest is dropped. `max_obs_tokens` then limits the observation."""
-    deadline_s: float = Field(default=30.0, gt=0)
-    """Timeout in seconds for one document while a retriever is reachable, including retries and back-off."""
     outage_wait_s: float = Field(default=300.0, ge=0)
     """Timeout in seconds while no retriever is reachable, if longer than `deadline_s`. A restart of the retriever then
     costs time, not rewards, as in `rollout.search`."""

@@ -21,7 +21,7 @@ from protocol.runtime.http.body import parse_json
 from protocol.runtime.timing import loop_timeout
 from rollout_server.search.base import BAD_SHAPE, NOT_JSON, TIMEOUT, SearchError
 from rollout_server.search.transport import HttpConnections
-from rollout_server.tools.base import CONNECTIONS, InflightCalls, ToolResult, ToolSettingsBase
+from rollout_server.tools.base import CONNECTIONS, InflightCalls, RemoteToolSettings, ToolResult
 
 VERSION = "2025-06-18"
 """Version of the protocol that is asked for. A server may answer with an older one, in which these calls are equal."""
@@ -30,7 +30,7 @@ _VERSION = re.compile(r"[\w.-]{1,64}")
 CLIENT = {"name": "foray", "version": "1"}
 
 
-class McpSettings(ToolSettingsBase):
+class McpSettings(RemoteToolSettings):
     """Tools of an MCP server."""
 
     sentence: ClassVar[str] = (
@@ -44,10 +44,6 @@ class McpSettings(ToolSettingsBase):
     """Address of the server, e.g. `http://127.0.0.1:8000/mcp` (streamable HTTP)."""
     allow: dict[str, str] = Field(min_length=1)
     """Tools that the policy may call -> what the prompt says about each, with its arguments."""
-    max_chars: int = Field(default=20_000, ge=1)
-    """Maximum characters of a result; the rest is dropped. `max_obs_tokens` then limits the observation."""
-    deadline_s: float = Field(default=30.0, gt=0)
-    """Timeout of a call in seconds, with the wait for a connection."""
 
     @property
     def told(self) -> str:

@@ -194,7 +194,8 @@ def test_an_mlflow_without_what_its_files_need_is_found_before_the_start(
         monkeypatch.setitem(sys.modules, absent, None)
     found = findings(run_files, "learner.trackers=[mlflow]")["learner.trackers"]
     assert (found.verdict, found.why) == ("fail", "not installed: sqlalchemy, alembic")
-    remote = findings(run_files, "learner.trackers=[{type: mlflow, tracking_uri: 'http://127.0.0.1:1'}]")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    remote = findings(run_files, "learner.trackers=[mlflow]")
     assert remote["learner.trackers"].verdict == "ok", "a server keeps them"
 
 

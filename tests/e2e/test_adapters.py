@@ -21,7 +21,7 @@ SMALL = ("run.steps=4", "run.groups_per_step=2", "run.group_size=4", "learner.ch
 ADAPTERS = (
     f"rollout.episode.rewards=[{{type: custom, target: '{__name__}:by_chance', name: chance}}]",
     "learner.model.lora={rank: 4, alpha: 8}",
-    "learner.publish={type: adapter, alpha: 8}",
+    "learner.publish={type: adapter}",
     "learner.optim.lr=0.05",
 )
 FAMILIES = {
