@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ["protocol", "rollout_server", "learner", "retriever", "deploy", "foray"]
 DATA = {
     "protocol/functions.lua",
+    "protocol/runtime/removed_settings.yaml",
     "deploy/launch/slurm.sh",
     "foray/demo/demo.yaml",
     "foray/demo/algorithms.yaml",

@@ -10,6 +10,7 @@ import torch
 
 from learner.algorithms import build_algorithm
 from learner.algorithms.base import TokenInputs, TokenScores
+from learner.algorithms.grpo import EPSILON
 from learner.config.algorithm import GrpoSettings
 from learner.config.learner import BatchSettings
 from learner.data.batch import build_batch
@@ -321,7 +322,7 @@ def test_the_loss_of_a_batch_is_that_of_a_slow_loop_over_groups(aggregation):
             number += 1
             if not t.status.is_valid:
                 continue
-            a = (t.reward - mean) / (std + s.epsilon)
+            a = (t.reward - mean) / (std + EPSILON)
             tokens = []
             for at in np.flatnonzero(t.mask).tolist():
                 ratio = math.exp(math.sin(7.0 * number + 3.0 * (at - 1)) / 2)
