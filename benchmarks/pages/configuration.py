@@ -32,7 +32,7 @@ foray up run.yaml 'engine.kind={type: sglang, args: ["--tp-size", "2"]}'
 
 * `foray init run.yaml` writes the twenty settings that matter, with defaults commented out and their meaning.
 * `foray up run.yaml --dry-run` prints the resolved settings and starts nothing.
-* An unknown key is an error that names the nearest known key.
+* An unknown key is an error that names the nearest known key, or what to do instead of a removed one.
 * To change the `type` of a group, give the whole group, as in the second line above: fields of the old type are unknown
   keys of the new one.
 * A path may begin with `${NAME}/`, an environment variable.

@@ -52,11 +52,18 @@ def test_an_old_name_is_answered_with_what_to_do(override: str, advice: str) -> 
 def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     """At the former default a removed setting changes nothing; another value is reported."""
     path = tmp_path / "resolved.yaml"
-    for value, expected in ((20.0, True), (3.0, False)):
-        tree = {"run": {"dir": str(tmp_path)}, "launch": {"shutdown_s": value, "engines": 2}}
-        path.write_text(yaml.safe_dump(tree))
-        if expected:
-            assert from_tree(read_configuration(path, tmp_path)).launch.engines == 2
-        else:
-            with pytest.raises(UserError, match=r"launch\.shutdown_s"):
-                from_tree(read_configuration(path, tmp_path))
+
+    def recorded(shutdown_s: float) -> RunConfig:
+        learner = {"publish": {"type": "adapter", "alpha": 8.0}, "model": {"lora": {"rank": 4, "alpha": 8.0}}}
+        learner |= {
+            "replay": {"passes": 1, "rebatch": False, "export": False},
+            "algorithm": {"type": "grpo", "std_ddof": 1},
+        }
+        launch = {"shutdown_s": shutdown_s, "engines": 2}
+        path.write_text(yaml.safe_dump({"run": {"dir": str(tmp_path)}, "learner": learner, "launch": launch}))
+        return from_tree(read_configuration(path, tmp_path))
+
+    found = recorded(20.0)
+    assert found.launch.engines == 2 and found.learner.model.lora.alpha == 8.0
+    with pytest.raises(UserError, match=r"launch\.shutdown_s"):
+        recorded(3.0)

@@ -13,7 +13,8 @@ from protocol.runtime.progress import Progress
 from retriever.backends.index import open_searcher
 from retriever.config import RetrieverSettings
 from retriever.corpus.manifest import MANIFEST, corpus_of, read_manifest, settings_of
-from retriever.index.config import Bm25Settings, MemoryIndexSettings
+from retriever.index import index_identity
+from retriever.index.config import Bm25Settings, FaissIvfSettings, MemoryIndexSettings
 from retriever.indexing import build
 from retriever.indexing.build import build_index
 from retriever.indexing.verify import verify_index
@@ -172,3 +173,22 @@ def test_every_file_has_its_checksum(converted: Path) -> None:
     assert manifest.checksums.keys() == manifest.files.keys()
     assert manifest.checksums["corpus.jsonl"] == manifest.corpus_sha256
     assert json.loads((converted / MANIFEST).read_text())["source"]["spec"] == "synthetic:30:0"
+
+
+def test_an_index_of_a_version_with_more_settings_still_matches(converted: Path) -> None:
+    """Removed settings at their former default are left out, and what an index depends on stays in its identity."""
+    manifest = json.loads((converted / MANIFEST).read_text())
+    encoder = {"type": "openai", "dim": 16, "max_chars": 8192, "batch": 64, "backoff_s": 0.5}
+    former = {"type": "faiss_ivf", "nlist": 4, "train_size": 0, "seed": 0, "temp_mb": 512.0, "encoder": encoder}
+
+    def opened(**changed: Any) -> Any:
+        (converted / MANIFEST).write_text(json.dumps(manifest | {"settings": former | changed}))
+        return settings_of(converted)
+
+    identity = index_identity(opened())
+    assert (identity["seed"], identity["train_size"], identity["encoder"]["max_chars"]) == (0, 0, 8192)
+    assert identity == index_identity(
+        FaissIvfSettings.model_validate({"nlist": 4, "encoder": {"type": "openai", "dim": 16}})
+    )
+    with pytest.raises(UserError, match=r"seed: Extra inputs"):
+        opened(seed=7)
