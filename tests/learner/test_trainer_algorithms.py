@@ -17,6 +17,7 @@ from learner.algorithms import build_algorithm
 from learner.config.algorithm import AlgorithmSettings
 from learner.config.learner import TrainerSettings
 from learner.data.batch import Batch, build_batch
+from learner.model import policy as policy_model
 from learner.observability.metric_table import STEP
 from learner.trainer.trainer import Trainer
 from protocol.errors import UserError
@@ -302,7 +303,8 @@ def test_a_critic_that_warms_up_leaves_the_policy_alone(start: Start) -> None:
     assert any(not torch.equal(value, before[name]) for name, value in weights(trainer).items())
 
 
-def test_a_value_head_on_the_policy_learns_and_is_not_published(start: Start) -> None:
+def test_a_value_head_on_the_policy_learns_and_is_not_published(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_model, "HEAD_LR_SCALE", 5.0)
     critic = {"backbone": "policy"}
     # a return with the critic's own value in it would move with the critic
     trainer = start(algorithm={"type": "ppo", "bootstrap_truncated": False}, critic=critic, optim={"lr": 1e-2})

@@ -68,7 +68,7 @@ def test_another_model_prefix_or_pooling_is_refused_and_named(searcher: Any, tmp
 
 def test_a_reranker_puts_its_candidates_in_its_own_order(searcher: Any, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "reranker", "BertForSequenceClassification")
-    rerank = {"type": "cross_encoder", "model": folder, "candidates": 8, "max_tokens": 60, "device": "cpu"}
+    rerank = {"type": "cross_encoder", "model": folder, "candidates": 8, "device": "cpu"}
     plain = searcher()
     reranked = searcher(rerank=rerank)
     before, after = ids(plain, 12), ids(reranked, 12)
