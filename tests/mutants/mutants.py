@@ -616,7 +616,7 @@ MUTANTS = (
             ),
             ("mean over tokens", "losses/off_policy.py", '    if level != "token":\n', "    if False:\n", FORMULAS),
             ("parts unweighted", "grpo.py", "weight * self._compared", "self._compared", FORMULAS),
-            ("alpha of one kind", "gpg.py", "nonzero=self._settings.alpha", 'nonzero="rewards"', FORMULAS),
+            ("alpha of all", "advantages/group.py", "/ max(counted, 1)", "/ max(len(outcomes.valid), 1)", FORMULAS),
             ("a student without bounds", "distill.py", "mask & ~(below | above)", "mask", FORMULAS),
             (
                 "drift of what is kept",

@@ -23,9 +23,7 @@ async def test_hits_come_in_the_rerankers_order_with_its_scores(
         "type": "cross_encoder",
         "model": model,
         "candidates": 10,
-        "max_tokens": 48,
         "device": "cpu",
-        "threads": 1,
     }
     queries = ["number7 letter", "Curie"]
     body = {"queries": queries, "topk": 10, "return_scores": True}
