@@ -21,7 +21,7 @@ RENAMED = {"allow_unisolated": "sandbox"}
 REMOVED = {
     "retriever.memory": "remove it; retriever.cache_mb keeps the answers of repeated searches",
     "rollout.search.http.run": "remove it; retrievers answer all runs alike",
-    "retriever.online.type=bing": "Microsoft's API ended on 11 August 2025; use `serper`, or `serpapi` with engine=bing",
+    "retriever.online.type=bing": "its API ended on 11 August 2025; use `serper`, or `serpapi` with engine=bing",
 }
 """Former setting, or its former value -> what to do instead."""
 _MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
