@@ -1,4 +1,4 @@
-"""Every view of a run shows the same numbers: status, top, report, replay and dashboard of one run, as their users see them."""
+"""Every view of a run shows the same numbers: status, top, report, replay and dashboard of one run."""
 
 from __future__ import annotations
 
