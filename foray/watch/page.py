@@ -77,7 +77,8 @@ class Chart:
             f"{(step - min(values)) / across * CHART_WIDTH:.1f},{(high - value) / up * CHART_HEIGHT:.1f}"
             for step, value in values.items()
         )
-        return cls(title, " ".join(points), f"{low:.4g}", f"{high:.4g}", str(steps[0]), str(steps[-1]))
+        least = f"{low:.4g}" if low < high else ""  # a flat curve has one value
+        return cls(title, " ".join(points), least, f"{high:.4g}", str(steps[0]), str(steps[-1]))
 
 
 @dataclass(frozen=True)
