@@ -51,11 +51,11 @@ def _lines(snapshot: RunSnapshot, max_lag: int, *, trend: bool) -> Iterator[tupl
         yield "learning", f"{now.word}: {now.sign}"
     if "publish_bytes" in (values := snapshot.figures):
         yield "weights", _weights_text(values)
-    if "checkpoint_step" in values:
-        yield "checkpoint", f"of step {values['checkpoint_step']:.0f}"
-    elif last := snapshot.totals:
+    if last := snapshot.totals:
         verdict = "consistent" if last.closes else "INCONSISTENT"
         yield "checkpoint", f"of step {last.step}, epoch {last.epoch}: {last.settled} settled, {verdict}"
+    elif "checkpoint_step" in values:
+        yield "checkpoint", f"of step {values['checkpoint_step']:.0f}"
     yield from ((line[:10].strip(), line[10:]) for line in snapshot.evaluation_lines())
     for p in snapshot.of("rollout"):
         v = p.values

@@ -73,9 +73,13 @@ class Shown:
         """Return the trajectory."""
         return self.group.trajectories[self.index]
 
+    def lag(self, span: VersionSpan) -> int:
+        """Return the steps between the version that sampled the span and the one trained (n - 1 in step n)."""
+        return lag(self.step - 1, span.version)
+
     def spans(self, segment: Segment) -> list[SampledSpan]:
-        """Return the spans of a segment. Step n trained the policy of step n - 1."""
-        return [self._sampled(span, lag(self.step - 1, span.version)) for span in segment.spans]
+        """Return the spans of a segment."""
+        return [self._sampled(span, self.lag(span)) for span in segment.spans]
 
     def _sampled(self, span: VersionSpan, behind: int) -> SampledSpan:
         why = ""
