@@ -49,6 +49,8 @@ def explain(error: ValidationError, name: str, kind: type[BaseModel]) -> Iterato
         elif item["type"] == "union_tag_not_found":
             known = ", ".join(_legal_tags(kind, [str(part) for part in item["loc"]]))
             yield f"{where} has no type: set {where}.type to one of {known}"
+        elif (former := f"{where}.type={(item.get('ctx') or {}).get('tag')}") in removed():
+            yield f"{former} is no longer supported: {removed()[former]['now']}"
         else:
             # with nested aliases, a few lines of YAML can expand to gigabytes
             yield f"{where} = {_SHORT.repr(_shown(where, item['input']))}: {_in_words(item, kind)}"
