@@ -43,7 +43,7 @@ def test_every_shipped_configuration_can_be_read() -> None:
     ],
 )
 def test_a_removed_setting_is_answered_with_what_to_do(given: str, advice: str) -> None:
-    with pytest.raises(UserError, match="it was removed|no longer") as refused:
+    with pytest.raises(UserError, match=r"it was removed|no longer") as refused:
         load_config(None, [given])
     assert advice in refused.value.what
 
