@@ -48,6 +48,8 @@ class LearnerLease:
         Raises UserError if the holder is alive (it renews the lease), or if the run in Redis has another lineage.
         """
         already_logged, deadline, ended = False, 0.0, ""
+        # An epoch below the newest may be free, if its learner died or found a full disk before it claimed it.
+        floor = max(floor, max(self._epochs(), default=0))
         while True:
             answer = self._store.acquire(
                 self.token, floor, self._ttl_ms, takeover=takeover, lineage_id=self.lineage_id, ended=ended
@@ -151,12 +153,16 @@ class LearnerLease:
 
     def _successor(self) -> LeaseHolder | None:
         """Return the newest epoch on disk and its holder, if it is higher than ours."""
-        epochs = {int(p.name[1:]): p for p in entries(self.epochs_dir, "e*") if p.name[1:].isdigit()}
+        epochs = self._epochs()
         newest = max(epochs, default=0)
         if newest <= self.epoch:
             return None
         path = epochs[newest]
         return LeaseHolder(newest, path.read_text().strip(), 0.0, since=path.stat().st_mtime)
+
+    def _epochs(self) -> dict[int, Path]:
+        """Return the epochs on disk and their files."""
+        return {int(p.name[1:]): p for p in entries(self.epochs_dir, "e*") if p.name[1:].isdigit()}
 
     def release(self) -> None:
         """Free the lease, so that a successor does not wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -51,6 +53,21 @@ def test_an_epoch_is_never_used_twice_though_redis_rolled_back(make: Make, db: r
     assert make().acquire(0) == 1
     db.flushall()
     assert make().acquire(0) == 2, "a file on disk remembers epoch 1"
+
+
+def test_an_epoch_that_was_skipped_is_not_used_later(
+    make: Make, db: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(lease_module, "create_once", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(OSError, match="no space"):
+            make(ttl_s=0.05).acquire(3)
+    time.sleep(0.1)
+    assert make(ttl_s=0.05).acquire(3) == 5
+    db.flushall()
+    later = make()
+    assert later.acquire(3) == 6, "epoch 4 is free on disk, but 5 was there"
+    later.confirm()
 
 
 def test_a_redis_that_has_lost_its_functions_does_not_spoil_an_orderly_end(make: Make, db: redis.Redis) -> None:
