@@ -46,7 +46,6 @@ def render(facts: Mapping[str, Any]) -> Iterator[str]:
         for shown in one["trajectories"]:
             gold = " | ".join(map(visible, shown["gold"]))
             yield f"  see    {shown['replay']}"
-            yield (
-                f"         trajectory {shown['index'] + 1}, reward {shown['reward']:g}, {shown['searches']} searches: "
-                + (f"{visible(shown['question'])} -> {visible(shown['answer'])[:200] or '(no answer)'} (gold: {gold})")
-            )
+            yield f"         trajectory {shown['index'] + 1}: reward {shown['reward']:g}, {shown['searches']} searches"
+            said = visible(shown["answer"])[:200] or "(no answer)"
+            yield f"         {visible(shown['question'])} -> {said} (gold: {gold})"

@@ -81,6 +81,7 @@ class Evidence:
     dead     seq -> reason, of questions that failed
     settled  outcome -> number of questions
     ask      None: the run's corpus cannot be asked
+    searches whether the policy can search
     """
 
     steps: Sequence[Mapping[str, Any]] = ()
@@ -88,6 +89,7 @@ class Evidence:
     dead: Mapping[int, str] | None = None
     settled: Mapping[str, int] | None = None
     ask: AskCorpus | None = None
+    searches: bool = True
 
     @cached_property
     def answered(self) -> list[Play]:
@@ -112,12 +114,14 @@ def read_evidence(found: Located) -> Evidence:
     except UserError:
         tokens = None
     ledger = read_ledger(found.directory)
+    config = read_config(found.directory)
     entries = choose(reversed(recent_groups(found.directory)), every=True, max_lag=found.run.max_lag)
     return Evidence(
         steps=tuple(read_steps(found.directory / "metrics.jsonl").values()),
         plays=tuple(Play(s, tuple(_turns(s, tokens))) for s in entries if s.trajectory.status.is_valid),
         dead=Fates(ledger).dead,
         settled={str(outcome): number for outcome, number in ledger.counts.items()} if ledger else None,
+        searches=config is None or config.rollout.search.type != "none",
     )
 
 
@@ -143,5 +147,5 @@ def _turns(shown: Shown, tokens: Decoder | None) -> Iterator[TurnText]:
 def _title_of(template: PromptTemplate) -> re.Pattern[str]:
     """Return a pattern whose group is the title of a passage, as the template writes it."""
     before, name, after = re.split(r"\{(heading|title|contents)\}", template.passage, maxsplit=1)
-    ended = r"\s*$" if name == "contents" else re.escape(after.partition("{")[0].strip() or "\n")
+    ended = r"\s*$" if name == "contents" else re.escape(after.partition("{")[0])
     return re.compile(re.escape(before).replace(r"\{i\}", r"\d+") + r"\s*(.{1,200}?)\s*" + ended, re.MULTILINE)

@@ -19,7 +19,7 @@ _READ = "read the trajectories below: what earns a reward is what is learned"
 def answers_without_search(run: Evidence) -> Found | None:
     """Find answers that were given without a search."""
     without = [play for play in run.answered if not play.trajectory.searches]
-    if (share := _share(without, run.answered)) < WITHOUT_SEARCH:
+    if not run.searches or (share := _share(without, run.answered)) < WITHOUT_SEARCH:
         return None
     others = [play for play in run.answered if play.trajectory.searches]
     with_search = f", with a search {_reward(others):.2f}" if others else ""

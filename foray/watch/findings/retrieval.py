@@ -65,10 +65,8 @@ def _ask(config: RunConfig, plays: Sequence[Play]) -> tuple[str, ...]:
     there, first = facts[kind]["in_corpus"] or 0.0, facts[kind]["found"][str(DEPTHS[0])] or 0.0
     same = sum(len(ours & theirs) >= len(theirs) / 2 for ours, theirs in pairs) / len(pairs)
     said = (
-        f"of {len(some)} such questions {there:.0%} are covered by the corpus of {facts['passages']:,} passages, and "
-    )
-    said += (
-        f"{first:.0%} find it within {DEPTHS[0]} results; the index answers {same:.0%} of the recorded queries alike"
+        f"of {len(some)} such questions {there:.0%} are covered by the corpus of {facts['passages']:,} passages, "
+        f"{first:.0%} find that within {DEPTHS[0]} results; the index answers {same:.0%} of the recorded queries alike"
     )
     if same < SAME_RESULTS:
         return (said, "the retriever of the run is at fault: another index, another corpus, or a broken encoder")

@@ -15,6 +15,7 @@ NO_ADVANTAGE, FILTERED = 0.95, 0.9
 CUT = 0.3
 GAP, LATER_KL = 0.01, 0.05
 REMEDIES = {
+    "reward_mean": "a lower learner.optim.lr or run.max_lag; learner.algorithm.preserve: {coefficient: 0.2}",
     "logprob_right": "right answers become less likely: learner.algorithm.preserve: {coefficient: 0.2}",
     "logprob_change": "each step makes right answers less likely: a lower learner.optim.lr, preserve",
     "fell_turns": "each step makes right answers less likely: a lower learner.optim.lr, preserve",
@@ -34,7 +35,7 @@ def collapse(run: Evidence) -> Found | None:
     seen = next((h for h in (history, whole) if learning_state(h).word == "collapsing"), None)
     if seen is None:
         return None
-    todo = (REMEDIES[sign.metric] for sign in active_signs(history) if sign.metric in REMEDIES)
+    todo = (REMEDIES[sign.metric] for sign in active_signs(seen) if sign.metric in REMEDIES)
     worst = sorted(run.plays, key=lambda play: play.trajectory.reward)
     return Found(
         f"the run is collapsing: {learning_state(seen).sign}",
