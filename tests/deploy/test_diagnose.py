@@ -17,8 +17,7 @@ from protocol.messages import Question, Status, Trajectory, TrajectoryGroup
 from protocol.versions import PolicyVersion
 from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.rewards.base import TurnText
-from tests.support.dashboard_run import group as journal_group
-from tests.support.dashboard_run import write_journal, write_run
+from tests.support.dashboard_run import write_run, write_stuffed
 from tests.support.messages import make_trajectory
 
 WELL = {"reward_mean": 0.5, "reward_std": 0.4, "zero_advantage_share": 0.4, "lag_mean": 0.9, "lag_max": 1.0}
@@ -30,9 +29,11 @@ CITY = TurnText("", 'Doc 1(Title: "York") a city in England', "york", ("p7",), (
 def steps(count: int = 40, **changed: Any) -> tuple[dict[str, Any], ...]:
     """The first step trains what its own version sampled, as in every run."""
     first = {"step": 1, **WELL, "lag_mean": 0.0, "lag_max": 0.0, "logprob_gap": 1e-6}
-    return (first | {k: v for k, v in changed.items() if k == "logprob_gap"},) + tuple(
+    first |= {k: v for k, v in changed.items() if k == "logprob_gap"}
+    later = (
         {"step": n, **WELL, **{k: v(n) if callable(v) else v for k, v in changed.items()}} for n in range(2, count + 1)
     )
+    return (first, *later)
 
 
 def plays(
@@ -144,7 +145,7 @@ def test_the_corpus_says_whether_retriever_corpus_or_queries_are_at_fault(tmp_pa
     [
         ("search_r1", '\n<information>Doc 1(Title: "Emma") a b\nDoc 2(Title: York (city)) c\n</information>',
          ['"Emma"', "York (city)"]),
-        ("demo", " <information> ( kona vesta ) kona vesta elected x . ( mira ) y </information> ", ["kona vesta", "mira"]),
+        ("demo", " <information> ( kona vesta ) kona elected x . ( mira ) y </information> ", ["kona vesta", "mira"]),
     ],
 )  # fmt: skip
 def test_titles_are_read_as_the_template_writes_them(template: str, text: str, titles: list[str]) -> None:
@@ -153,13 +154,7 @@ def test_titles_are_read_as_the_template_writes_them(template: str, text: str, t
 
 def test_the_command_names_the_trajectories_and_exits_with_1(tmp_path: Path, capsys: Any) -> None:
     directory = write_run(tmp_path / "run")
-    write_journal(
-        directory,
-        (
-            (n, journal_group(n, n, text="who \x1b[2J?", answer="who wrote emma novel maybe brontë"))
-            for n in range(13, 33)
-        ),
-    )
+    write_stuffed(directory)
     assert main(["diagnose", str(directory)]) == 1
     out = capsys.readouterr().out
     assert "no-search" not in out and "\x1b" not in out
