@@ -244,12 +244,7 @@ def table(result: Mapping[str, Any]) -> str:
     for row in result["differences"]:
         change = f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] p {row['p_value']:.4f}"
         lines.append(f"  {row['data_set']:9} {row['metric']:3} {row['from']} -> {row['to']}: {change}")
-    if result.get("kinds"):
-        lines += ["", "by source and hops, warm start -> GRPO: paired differences, 95 % intervals"]
-    for row in result.get("kinds", []):
-        change = f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]"
-        where = f"  {row['data_set']:9} {row['metric']:9} {row['kind']:14}{row['n']:5}"
-        lines.append(f"{where}  {row['before']:.3f} -> {row['after']:.3f}: {change}")
+    lines += rows_of_kinds(result.get("kinds", []))
     for title, points in (("validation", result["curve"]), ("control", result["control_curve"])):
         if points:
             shown = "  ".join(f"{point['step']:g}: {point['f1']:.3f}" for point in points)
@@ -264,6 +259,16 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append(f"expected: {result['sizes']['expected']}")
     lines.append(f"{'all':24}{result['hours'] * 60:8.1f} min{result['cpu_hours'] * 60:8.1f} CPU min")
     return "\n".join(lines)
+
+
+def rows_of_kinds(kinds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of `by_kind`."""
+    lines = ["", "by source and hops, warm start -> GRPO: paired differences, 95 % intervals"] if kinds else []
+    for row in kinds:
+        change = f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]"
+        where = f"  {row['data_set']:10} {row['metric']:9} {row['kind']:14}{row['n']:5}"
+        lines.append(f"{where}  {row['before']:.3f} -> {row['after']:.3f}: {change}")
+    return lines
 
 
 def _cell(column: str, value: Mapping[str, float] | None) -> str:
