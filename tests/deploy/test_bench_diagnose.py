@@ -14,7 +14,7 @@ from benchmarks.diagnose import CHOSEN, KINDS, Planned, planned
 from deploy.config import from_tree
 from foray.demo.run import DemoOptions, demo_tree
 from foray.watch.findings import REGISTRY
-from protocol.messages import Question
+from protocol.messages import Question, Status
 from rollout_server.rewards.base import RewardInput, TurnText
 
 
@@ -35,7 +35,8 @@ def test_a_breakage_that_judges_differs_from_that_of_the_thresholds_in_settings_
 
 def answered(text: str, *queries: str) -> RewardInput:
     question = Question(id="q", text="?", answers=("kona vesta",))
-    return RewardInput(question, text, tuple(TurnText("", query=query) for query in queries))
+    turns = tuple(TurnText("", query=query) for query in queries)
+    return RewardInput(question, Status.ANSWERED, text, turns, len(turns))
 
 
 def test_the_rewards_pay_for_what_their_names_say() -> None:

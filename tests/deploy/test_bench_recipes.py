@@ -61,17 +61,16 @@ def test_questions_that_the_warm_start_answers_sometimes_are_chosen(
 ) -> None:
     write_questions(tmp_path / "base" / "questions" / "train.jsonl", [question(n, 2) for n in range(3)])
     monkeypatch.setattr(recipes, "run_phases", lambda *_: None)
-    episodes = [
-        row(f"q{n}", f1, data_set="train") for n, scores in enumerate([(0, 0), (0, 1), (1, 1)]) for f1 in scores
-    ]
+    scores = {"q0": (0, 0), "q1": (0, 1), "q2": (1, 1)}
+    episodes = [row(asked, f1, n, data_set="train") for asked, found in scores.items() for n, f1 in enumerate(found)]
     write_result(tmp_path / "base" / "eval" / "sampled", episodes)
     recipes._questions(Arm((), answered=(0.05, 0.8)), tmp_path / "base", tmp_path / "arm", print)
     assert [q.id for q in load_questions(tmp_path / "arm" / "questions" / "answered.jsonl").questions] == ["q1"]
 
 
-def row(asked: str, f1: float, *, data_set: str = "dev", searches: int = 1) -> dict[str, Any]:
+def row(asked: str, f1: float, index: int = 0, *, data_set: str = "dev", searches: int = 1) -> dict[str, Any]:
     return {
-        "method": "policy", "data_set": data_set, "question_id": asked, "index": 0, "question": "?", "answers": ["a"],
+        "method": "policy", "data_set": data_set, "question_id": asked, "index": index, "question": "?", "answers": ["a"],
         "status": "answered", "metrics": {"em": f1, "f1": f1}, "searches": searches, "evidence": None,
         "tokens_generated": 1, "tokens_read": 1, "segments": [],
     }  # fmt: skip
@@ -107,7 +106,5 @@ def test_the_page_is_what_the_results_and_the_template_make(tmp_path: Path, monk
         for m in ("f1", "searches")
     ]  # fmt: skip
     result = {"name": "evidence", "seed": 0, "kinds": kinds, "curves": {"reward_mean": [0.1, 0.2]}, "minutes": 20.2}
-    assert recipes.rows_of_arms([result])[-1] == (
-        "| evidence | 0 | 0.200 -> 0.300 | +0.100 (+0.000 to +0.200) | 0.200 -> 0.300 | +0.100 (+0.000 to +0.200) | 0.150 "
-        "| 20 |"
-    )
+    change = "0.200 -> 0.300 | +0.100 (+0.000 to +0.200)"
+    assert recipes.rows_of_arms([result])[-1] == f"| evidence | 0 | {change} | {change} | 0.150 | 20 |"
