@@ -70,8 +70,8 @@ def test_questions_that_the_warm_start_answers_sometimes_are_chosen(
 
 def row(asked: str, f1: float, index: int = 0, *, data_set: str = "dev", searches: int = 1) -> dict[str, Any]:
     return {
-        "method": "policy", "data_set": data_set, "question_id": asked, "index": index, "question": "?", "answers": ["a"],
-        "status": "answered", "metrics": {"em": f1, "f1": f1}, "searches": searches, "evidence": None,
+        "method": "policy", "data_set": data_set, "question_id": asked, "index": index, "question": "?",
+        "answers": ["a"], "status": "answered", "metrics": {"em": f1, "f1": f1}, "searches": searches, "evidence": None,
         "tokens_generated": 1, "tokens_read": 1, "segments": [],
     }  # fmt: skip
 
