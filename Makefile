@@ -113,8 +113,8 @@ test-ui: setup $(UI_STAMP)
 	@command -v "$${FORAY_CHROMIUM:-chromium}" >/dev/null || { echo "test-ui needs Chromium: apt-get install chromium"; exit 2; }
 	$(BIN)/python -m pytest tests/ui $(ARGS)
 
-# A run as jobs of Slurm, and on a Ray cluster of four nodes, on this machine: minutes. Installs Slurm as root by apt, and Ray by pip in a separate
-# environment (FORAY_RAY_PYTHON).
+# A run as jobs of Slurm and one on a Ray cluster of four nodes, all on this machine: half an hour. Installs Slurm as
+# root by apt, and Ray by pip in a separate environment (FORAY_RAY_PYTHON).
 test-ops: setup $(OPS_STAMP)
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || \
 	  { apt-get update --quiet && apt-get install --quiet --yes slurm-wlm munge; }

@@ -103,6 +103,7 @@ class Launcher:
         self._error, self._failure = "", ""
         self._steps = StepTail(config.run.dir / "metrics.jsonl")
         self._told: set[str] = set()
+        self._stepped = 0.0
         self._validations = StepTail(config.run.dir / "validation.jsonl")
 
     def __enter__(self) -> Launcher:
@@ -251,6 +252,7 @@ class Launcher:
             left = self._training.left() if self._training else ""
             self._say("  ".join(filter(None, (step_line(record, steps=self.config.run.steps), left))))
         if self._steps.last is not newest:
+            self._stepped = time.monotonic()
             self._say_problems()
         for line in self._losses.read():
             self._say(for_terminal(line))
@@ -279,7 +281,9 @@ class Launcher:
         while not ("learner" in self.supervisor.children and self.supervisor.ended("learner")):
             self.check()
             if learner := self.supervisor.children.get("learner"):
-                self._say.beat(lambda: learner.waiting_line("to finish its next step"), every_s=STEP_S)
+                self._say.beat(
+                    lambda: learner.waiting_line("to finish its next step", since=self._stepped), every_s=STEP_S
+                )
             if self._training is not None and self._training.drawn:
                 self._training.tick()
             time.sleep(POLL_S * 2)

@@ -129,7 +129,7 @@ class Child(Protocol):
 
     def waiting_line(self, until: str = "", *, since: float = 0.0) -> str:
         """Return a line such as `waiting for engine-1 (registered in Redis as ready), 12 s; its log: ...`."""
-        seconds = time.monotonic() - (since or self.spawned)
+        seconds = time.monotonic() - max(since, self.spawned)
         last = next((line for line in reversed(self.tail().splitlines()) if line.strip()), "")
         log = f"; its log: {escape_untrusted(_STAMP.sub('', last.strip()), 100)}" if last else ""
         return f"waiting for {self.spec.name} {until or f'({self.spec.ready})'}, {seconds:.0f} s{log}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, variance
 
-from deploy.run.history import RunHistory
+from deploy.run.history import RECENT, RunHistory
 
 ENOUGH = 10
 """Steps before a run is judged: the first ones say little."""
@@ -131,14 +131,15 @@ def _found(history: RunHistory) -> Iterator[tuple[str, str]]:
     if dead >= FEW and dead > MOST_DEAD * settled:
         what = f"{dead:.0f} of {settled:.0f} questions ({dead / settled:.1%}) failed and are not trained"
         yield what, "`foray dlq list` names the causes; for prompt_too_long raise rollout.episode.max_context"
-    reward, count = history.mean("reward_mean"), len(history.recent)
+    steps = replace(history, recent=history.past[-RECENT:])  # a restart begins an epoch, but the policy is the same
+    reward, count = steps.mean("reward_mean"), len(steps.recent)
     if count < ENOUGH or (reward or 0.0) >= SOLVED:
         return
-    means = {name: history.mean(name) for name in ("reward_std", "searches_mean", "status/truncated", "entropy")}
+    means = {name: steps.mean(name) for name in ("reward_std", "searches_mean", "status/truncated", "entropy")}
     if reward is not None and means["reward_std"] == 0:
         what = f"nothing is learned: all rewards of the last {count} steps are equal ({reward:.3f})"
         yield what, f'read trajectories (`foray replay --show 3`), then {PAGE}, "The reward stays 0"'
-    elif (share := history.mean("zero_advantage_share")) is not None and share > 0.95:
+    elif (share := steps.mean("zero_advantage_share")) is not None and share > 0.95:
         what = (
             f"{share:.0%} of the trajectories of the last {count} steps have no advantage: rewards in a group are equal"
         )

@@ -92,10 +92,10 @@ def require_resumable(
     now, then = defining_settings(run, settings), facts.get("defining", {})
     if changed := [name for name in now if now[name] != "auto" and then.get(name, now[name]) != now[name]]:
         raise UserError(
-            f"the run in {run.dir} was started with another {', '.join(changed)}: "
-            + ", ".join(f"{str(then[name])[:12]}, not {str(now[name])[:12]}" for name in changed),
+            f"the run in {run.dir} was started with other settings: "
+            + "; ".join(f"{name} {str(then[name])[:12]}, not {str(now[name])[:12]}" for name in changed),
             why="its later steps would not be comparable with the earlier ones (a model is named by its digest)",
-            todo=f"restore it, or {new}, from these weights with `foray export {run.dir} OUT` and run.model=OUT",
+            todo=f"restore them, or {new}, from these weights with `foray export {run.dir} OUT` and run.model=OUT",
         )
     if facts["step"] > run.steps:
         todo = "raise run.steps"

@@ -23,7 +23,7 @@ WELL |= {"zero_advantage_share": 0.5, "settled": 500.0, "dead": 2.0}
 
 def history(steps: int = 20, **changed: float) -> RunHistory:
     recent = tuple({"step": n + 1, "epoch": 1, **WELL, **changed} for n in range(steps))
-    return RunHistory(dict(recent[-1]), recent)
+    return RunHistory(dict(recent[-1]), recent, recent)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,14 @@ def test_the_fields_are_those_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     (problem,) = learning_problems(read_history(tmp_path / "metrics.jsonl"))
     assert problem.what == "no trajectory of the last 11 steps has searched"
+
+
+def test_a_restart_does_not_make_a_run_healthy_that_learns_nothing(tmp_path: Path) -> None:
+    equal = WELL | {"reward_mean": 0.0, "reward_std": 0.0}
+    lines = [json.dumps({"step": n, "epoch": 1 + n // 10} | equal) + "\n" for n in range(1, 13)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    (problem,) = learning_problems(read_history(tmp_path / "metrics.jsonl"))
+    assert problem.what == "nothing is learned: all rewards of the last 12 steps are equal (0.000)"
 
 
 def test_up_says_each_problem_once(tmp_path: Path) -> None:

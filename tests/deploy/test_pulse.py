@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,13 @@ def test_start_and_stop_say_what_they_wait_for(tmp_path: Path, children: list[Ma
         line.startswith("waiting for learner (GET /ready returns 200), ") and r"its log: 3 of 9 passages\x1b[2J" in line
         for line in said
     ), said
+    child = supervisor.children["learner"]
+    child.spawned -= 100
+    step, before = time.monotonic() - 5, child.spawned - 50
+    assert [child.waiting_line("x", since=t).split(" s;")[0] for t in (step, before)] == [
+        "waiting for learner x, 5",
+        f"waiting for learner x, {time.monotonic() - child.spawned:.0f}",
+    ]
     said.clear()
     assert supervisor.stop() == []
     assert said[0] == "stopping learner, which writes a checkpoint"

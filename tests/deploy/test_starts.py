@@ -62,13 +62,13 @@ def test_the_same_settings_and_more_steps_resume_without_a_word(stopped: Path) -
         ("run.steps=8", "run.steps is 8, but the checkpoint is at step 9"),
         ("run.seed=77", "the questions or run.seed differ"),
         ("run.id=other", "belongs to run 'run'"),
-        ("run.group_size=3", "another run.group_size: 8, not 3"),
-        ("run.groups_per_step=3", "another run.groups_per_step"),
-        ("learner.algorithm.type=ppo", "another learner.algorithm.type: grpo, not ppo"),
-        ("learner.model.lora.rank=8", "another learner.model.lora.rank: 0, not 8"),
+        ("run.group_size=3", "run.group_size 8, not 3"),
+        ("run.groups_per_step=3", "run.groups_per_step"),
+        ("learner.algorithm.type=ppo", "learner.algorithm.type grpo, not ppo"),
+        ("learner.model.lora.rank=8", "learner.model.lora.rank 0, not 8"),
         (
             "learner.model.dtype=bfloat16 learner.engine.zero_stage=1",
-            "another learner.model.dtype: float32, not bfloat",
+            "learner.model.dtype float32, not bfloat",
         ),
     ],
 )
@@ -90,7 +90,7 @@ def test_another_model_is_refused_but_a_moved_one_is_not(stopped: Path) -> None:
     other = stopped / "other"
     other.mkdir()
     (other / weights.name).write_bytes(weights.read_bytes()[:-1] + b"?")
-    assert "another run.model" in found(stopped, f"run.model={other}")[0].detail
+    assert "run.model " in found(stopped, f"run.model={other}")[0].detail
 
 
 def test_other_settings_that_changed_are_told(stopped: Path) -> None:
