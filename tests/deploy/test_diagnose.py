@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from foray.api.run import Run
 from foray.cli import main
 from foray.watch.findings import REGISTRY, corpus_of, findings
 from foray.watch.findings.base import Evidence, Found, Play, _title_of
@@ -161,5 +162,6 @@ def test_the_command_names_the_trajectories_and_exits_with_1(tmp_path: Path, cap
     assert f"foray replay {directory} --seq 32 --all" in out
     assert main(["diagnose", str(directory), "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
+    assert Run(directory).diagnose() == facts
     assert facts["trajectories"] == 64 and facts["checked"] == list(REGISTRY)
     assert all(one["trajectories"][0]["dashboard"].startswith("#/group/") for one in facts["findings"])
