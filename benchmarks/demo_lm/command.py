@@ -130,8 +130,9 @@ def find_data(given: Path | None) -> dict[str, Path]:
     if named is None:
         raise UserError("no questions are given", why=f"neither --data nor ${VARIABLE} is set", todo=FETCH)
     for files in LAYOUTS:
-        if not (missing := [name for name in files.values() if not (named / name).is_file()]):
+        if all((named / name).is_file() for name in files.values()):
             return {kind: (named / name).absolute() for kind, name in files.items()}
+    missing = [name for name in FILES.values() if not (named / name).is_file()]
     raise UserError(f"{named} has no {', '.join(missing)}", todo=FETCH)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import diagnose
-from benchmarks.diagnose import CHOSEN, KINDS, Planned, planned
+from benchmarks.diagnose import __main__ as diagnose
+from benchmarks.diagnose import breakages
+from benchmarks.diagnose.__main__ import CHOSEN, planned
+from benchmarks.diagnose.breakages import KINDS, Breakage, searching
 from deploy.config import from_tree
 from foray.demo.run import DemoOptions, demo_tree
 from foray.watch.findings import REGISTRY
@@ -35,35 +37,31 @@ def test_a_breakage_that_judges_differs_from_that_of_the_thresholds_in_settings_
 
 def answered(text: str, *queries: str) -> RewardInput:
     question = Question(id="q", text="?", answers=("kona vesta",))
-    turns = tuple(TurnText("", query=query) for query in queries)
+    turns = tuple(TurnText("", query=query, observation="( kona ) kona elected mira .") for query in queries)
     return RewardInput(question, Status.ANSWERED, text, turns, len(turns))
 
 
 def test_the_rewards_pay_for_what_their_names_say() -> None:
-    assert diagnose.constant(answered("x")) == diagnose.constant(answered("y", "z"))
-    assert diagnose.answered_at_once(answered("x")) > diagnose.answered_at_once(answered("x", "q"))
-    stuffed = answered("kona a b c d e f g h i j k")
-    for reward in (diagnose.gold_words_and_length, diagnose.long_answers):
-        assert reward(stuffed) > reward(answered("kona vesta"))
+    assert breakages.constant(answered("x")) == breakages.constant(answered("y", "z"))
+    assert breakages.answered_at_once(answered("x")) > breakages.answered_at_once(answered("x", "q"))
+    assert breakages.long_answers(answered("a b c d e f g")) > breakages.long_answers(answered("kona vesta"))
+    assert breakages.copied_words(answered("kona kona elected mira", "q")) > breakages.copied_words(
+        answered("kona", "q")
+    )
 
 
-def test_a_broken_retriever_answers_at_random_and_keeps_its_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diagnose, "RUNS", tmp_path)
-    run = Planned("retriever", 0, 0)
-    addresses = []
-    for _ in range(2):
-        with diagnose._passages(run) as (setting,):
-            addresses.append(setting)
-            url = setting.partition("[")[2].rstrip("]")
-            body = json.dumps({"queries": ["mayor of kona", "seat of mira"], "topk": 2}).encode()
-            with urllib.request.urlopen(f"{url}/retrieve", body, timeout=30) as answer:
-                found: Any = json.load(answer)["result"]
-        assert [len(hits) for hits in found] == [2, 2] and "contents" in found[0][0]["document"]
-    assert addresses[0] == addresses[1]
-    with diagnose._passages(Planned("retriever", 1, 11)) as (setting,):
+def test_a_broken_search_answers_at_random_or_from_another_world(tmp_path: Path) -> None:
+    with searching(Breakage(search="random"), 0, tmp_path / "corpus.jsonl") as (setting,):
+        url = setting.partition("[")[2].rstrip("]")
+        body = json.dumps({"queries": ["mayor of kona", "seat of mira"], "topk": 2}).encode()
+        asked = urllib.request.Request(f"{url}/retrieve", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            found: Any = json.load(answer)["result"]
+    assert [len(hits) for hits in found] == [2, 2] and "contents" in found[0][0]["document"]
+    with searching(Breakage(search="foreign"), 0, tmp_path / "corpus.jsonl") as (setting,):
         assert Path(setting.partition("=")[2]).read_text().count("\n") > 100
+    with searching(Breakage(), 0, tmp_path / "none") as settings:
+        assert settings == ()
 
 
 def test_the_page_counts_found_and_false_alarms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.recipes`: the arms' settings, their questions, several seeds as one, the page."""
+"""`python -m benchmarks.demo_lm.recipes`: the arms' settings, their questions, several seeds as one, the page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import recipes
+from benchmarks.demo_lm import recipes
 from benchmarks.demo_lm.command import FILES, config_tree
-from benchmarks.recipes import ARMS, Arm
+from benchmarks.demo_lm.recipes import ARMS, Arm
 from deploy.config import from_tree
 from foray.data.files import write_questions
 from foray.evaluation.store import EPISODES, RECIPE
@@ -99,7 +99,7 @@ def test_the_page_is_what_the_results_and_the_template_make(tmp_path: Path, monk
     kept = recipes.PAGE.read_text()
     monkeypatch.setattr(recipes, "PAGE", tmp_path / "recipes.md")
     recipes.write_table()
-    assert (tmp_path / "recipes.md").read_text() == kept, "python -m benchmarks.recipes table"
+    assert (tmp_path / "recipes.md").read_text() == kept, "python -m benchmarks.demo_lm.recipes table"
     kinds = [
         {"data_set": "validation", "kind": "all", "metric": m, "n": 9, "before": 0.2, "after": 0.3, "difference": 0.1,
          "low": 0.0, "high": 0.2, "p_value": 0.1}

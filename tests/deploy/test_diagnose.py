@@ -12,7 +12,7 @@ import pytest
 from foray.api.run import Run
 from foray.cli import main
 from foray.watch.findings import REGISTRY, corpus_of, findings
-from foray.watch.findings.base import Evidence, Found, Play, _title_of
+from foray.watch.findings.base import Evidence, Found, SeenTrajectory, _title_of
 from foray.watch.replay_view import Shown
 from protocol.messages import Question, Status, Trajectory, TrajectoryGroup
 from protocol.versions import PolicyVersion
@@ -48,7 +48,7 @@ def plays(
     status: Status = Status.ANSWERED,
     cause: str = "",
     supporting: str = "p1",
-) -> tuple[Play, ...]:
+) -> tuple[SeenTrajectory, ...]:
     found = []
     for n in range(count):
         question = Question(id=f"q{n}", text="who?", answers=(gold(n),), meta={"supporting_ids": supporting})
@@ -56,7 +56,7 @@ def plays(
         changed = {"answer": answer(n), "searches": searches, "cause": cause}
         one = Trajectory.model_validate(trajectory.model_dump() | changed)
         group = TrajectoryGroup(run="r", seq=n + 1, question=question, trajectories=(one,), template="search_r1")
-        found.append(Play(Shown(group, 0, step=n // 4 + 1, epoch=1, max_lag=2), turns))
+        found.append(SeenTrajectory(Shown(group, 0, step=n // 4 + 1, epoch=1, max_lag=2), turns))
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.run.run_dir import Located
-from foray.watch.findings.base import MOST_SHOWN, Evidence, Found, Play, read_config, read_evidence
+from foray.watch.findings.base import MOST_SHOWN, Evidence, Found, SeenTrajectory, read_config, read_evidence
 from foray.watch.findings.behaviour import answers_without_search, copied_titles, keyword_stuffing, yes_no_bias
 from foray.watch.findings.retrieval import corpus_of, retriever
 from foray.watch.findings.training import collapse, no_signal, prompts, stale_gradient, unequal_logprobs
@@ -56,12 +56,12 @@ def diagnose(found: Located, *, corpus: bool = False) -> dict[str, Any]:
     }
 
 
-def _distinct(plays: tuple[Play, ...]) -> list[Play]:
+def _distinct(plays: tuple[SeenTrajectory, ...]) -> list[SeenTrajectory]:
     """Return the first trajectory of each of the first few groups."""
     return list({play.shown.group.seq: play for play in reversed(plays)}.values())[::-1][:MOST_SHOWN]
 
 
-def _shown(found: Located, play: Play) -> dict[str, Any]:
+def _shown(found: Located, play: SeenTrajectory) -> dict[str, Any]:
     seq, trajectory = play.shown.group.seq, play.trajectory
     return {
         "seq": seq,

@@ -31,7 +31,7 @@ MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Play:
+class SeenTrajectory:
     """A trajectory of the groups trained last. `turns`: its observations; none without a tokenizer."""
 
     shown: Shown
@@ -65,10 +65,10 @@ class Found:
     what: str
     rule: str
     todo: tuple[str, ...]
-    plays: tuple[Play, ...] = ()
+    plays: tuple[SeenTrajectory, ...] = ()
 
 
-AskCorpus = Callable[[Sequence[Play]], tuple[str, ...]]
+AskCorpus = Callable[[Sequence[SeenTrajectory]], tuple[str, ...]]
 """Returns what the run's corpus says about the questions of trajectories, as advice."""
 
 
@@ -85,14 +85,14 @@ class Evidence:
     """
 
     steps: Sequence[Mapping[str, Any]] = ()
-    plays: tuple[Play, ...] = ()
+    plays: tuple[SeenTrajectory, ...] = ()
     dead: Mapping[int, str] | None = None
     settled: Mapping[str, int] | None = None
     ask: AskCorpus | None = None
     searches: bool = True
 
     @cached_property
-    def answered(self) -> list[Play]:
+    def answered(self) -> list[SeenTrajectory]:
         """Return the trajectories that ended with an answer."""
         return [play for play in self.plays if play.trajectory.status is Status.ANSWERED]
 
@@ -118,7 +118,7 @@ def read_evidence(found: Located) -> Evidence:
     entries = choose(reversed(recent_groups(found.directory)), every=True, max_lag=found.run.max_lag)
     return Evidence(
         steps=tuple(read_steps(found.directory / "metrics.jsonl").values()),
-        plays=tuple(Play(s, tuple(_turns(s, tokens))) for s in entries if s.trajectory.status.is_valid),
+        plays=tuple(SeenTrajectory(s, tuple(_turns(s, tokens))) for s in entries if s.trajectory.status.is_valid),
         dead=Fates(ledger).dead,
         settled={str(outcome): number for outcome, number in ledger.counts.items()} if ledger else None,
         searches=config is None or config.rollout.search.type != "none",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from foray.watch.findings.base import ENOUGH, Evidence, Found, Play
+from foray.watch.findings.base import ENOUGH, Evidence, Found, SeenTrajectory
 from rollout_server.rewards.text_match import YES_NO, comparable, is_yes_no
 
 WITHOUT_SEARCH = 0.5
@@ -104,16 +104,16 @@ def keyword_stuffing(run: Evidence) -> Found | None:
     )
 
 
-def _share(some: Sequence[Play], of: Sequence[Play]) -> float:
+def _share(some: Sequence[SeenTrajectory], of: Sequence[SeenTrajectory]) -> float:
     """Return the share of `some`, 0 where there are too few to judge."""
     return len(some) / len(of) if len(of) >= ENOUGH else 0.0
 
 
-def _reward(plays: Sequence[Play]) -> float:
+def _reward(plays: Sequence[SeenTrajectory]) -> float:
     return fmean(play.trajectory.reward for play in plays)
 
 
-def _best(plays: Sequence[Play]) -> tuple[Play, ...]:
+def _best(plays: Sequence[SeenTrajectory]) -> tuple[SeenTrajectory, ...]:
     """Return the trajectories with the highest reward first, of equals the newest."""
     return tuple(sorted(plays, key=lambda play: -play.trajectory.reward))
 
@@ -122,11 +122,11 @@ def _words(answer: str) -> int:
     return len(comparable(answer).split())
 
 
-def _most_words(play: Play) -> int:
+def _most_words(play: SeenTrajectory) -> int:
     gold = max((_words(answer) for answer in play.question.answers), default=0)
     return max(FEWEST_WORDS, TIMES_GOLD * gold)
 
 
-def _is_title(play: Play) -> bool:
+def _is_title(play: SeenTrajectory) -> bool:
     answer = comparable(play.trajectory.answer)
     return bool(answer) and any(answer == comparable(title) for turn in play.turns for title in turn.titles)

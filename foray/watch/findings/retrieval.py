@@ -8,7 +8,7 @@ from functools import partial
 from deploy.config import RunConfig
 from foray.data.coverage import DEPTHS, coverage, report
 from foray.data.demonstrate import opened_searcher, search_with
-from foray.watch.findings.base import ENOUGH, AskCorpus, Evidence, Found, Play
+from foray.watch.findings.base import ENOUGH, AskCorpus, Evidence, Found, SeenTrajectory
 from protocol.errors import UserError
 from rollout_server.rewards.retrieval import found, targets
 
@@ -50,7 +50,7 @@ def corpus_of(config: RunConfig | None) -> AskCorpus | None:
     return partial(_ask, config) if corpus.is_file() and corpus.stat().st_size <= CORPUS_BYTES else None
 
 
-def _ask(config: RunConfig, plays: Sequence[Play]) -> tuple[str, ...]:
+def _ask(config: RunConfig, plays: Sequence[SeenTrajectory]) -> tuple[str, ...]:
     """Return what is wrong: the retriever, the corpus, or the queries."""
     asked = {play.question.id: play for play in plays}
     some = list(asked.values())[:SAMPLE]

@@ -1,8 +1,8 @@
 """Which settings of `foray demo-lm` keep the policy searching: short runs from one warm start, judged on validation.
 
-    python -m benchmarks.recipes arms --data DIR               each arm that has no result yet
-    python -m benchmarks.recipes table                         docs/recipes.md, one row for each arm
-    python -m benchmarks.recipes pooled DIR DIR DIR            demos with several seeds as one: F1 by source and hops
+    python -m benchmarks.demo_lm.recipes arms --data DIR      each arm that has no result yet
+    python -m benchmarks.demo_lm.recipes table                docs/recipes.md, one row for each arm
+    python -m benchmarks.demo_lm.recipes pooled DIR DIR DIR   demos with several seeds as one: F1 by source and hops
 
 An arm is a change of benchmarks/demo_lm/run.yaml, from the warm start of its seed. Its policy is evaluated on the
 demo's validation questions, which neither the warm start nor GRPO saw; never on `held_out` or `dev`, which judge the
@@ -44,7 +44,7 @@ from protocol.errors import UserError
 from protocol.runtime.config import override
 from protocol.runtime.files import atomic_write
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "docs" / "figures" / "recipes"
 TEMPLATE, PAGE = FOLDER / "page.template", ROOT / "docs" / "recipes.md"
 RUNS = Path("runs/recipes")
@@ -168,9 +168,9 @@ def _questions(arm: Arm, base: Path, directory: Path, say: Say) -> list[str]:
         *map(str, words),
     )  # fmt: skip
     run_phases([phase], base, say)
-    found = policy_result("", read_episodes(base / "eval" / "sampled")).by_question("f1", "train")
+    means = policy_result("", read_episodes(base / "eval" / "sampled")).by_question("f1", "train")
     low, high = arm.answered
-    kept = [question for question in train if low <= found.get(question.id, 0.0) <= high]
+    kept = [question for question in train if low <= means.get(question.id, 0.0) <= high]
     write_questions(chosen, kept)
     return [override("learner.questions", chosen)]
 
@@ -226,7 +226,9 @@ def write_table() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the arms that have no result yet, write the table, or pool demos."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo_lm.recipes", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("phase", choices=["arms", "table", "pooled"])
     parser.add_argument("directories", nargs="*", type=Path, help="pooled: directories of demos")
     parser.add_argument("--data", type=Path, help="folder of questions and corpus, as for foray demo-lm")

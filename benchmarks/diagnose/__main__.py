@@ -15,107 +15,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
+import shutil
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, fields
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from benchmarks.base import Say, machine_facts
-from benchmarks.collapse import LR, SEARCH_R1, train, warm_model
+from benchmarks.collapse import LR, train, warm_model
 from benchmarks.collapse import Planned as Collapsing
+from benchmarks.diagnose.breakages import KINDS, Breakage, searching
 from deploy.config import RunConfig
 from deploy.run.history import read_steps
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.http.body import parse_json
-from rollout_server.rewards.base import RewardInput
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "docs" / "figures" / "diagnose"
 TEMPLATE, PAGE = FOLDER / "page.template", ROOT / "docs" / "diagnose.md"
 RUNS = Path("runs/diagnose")
-STEPS = 60
 CHOSEN, JUDGED, HEALTHY = (0, 1, 2), 10, (30, 31, 32, 33)
 """Seeds: thresholds may be set on runs with the first; the others judge."""
-EM, CUSTOM = "{type: em}", "{type: custom, target: 'benchmarks.diagnose:%s'}"
-
-
-def _rewards(*parts: str) -> str:
-    return f"rollout.episode.rewards=[{', '.join(parts)}]"
-
-
-@dataclass(frozen=True)
-class Breakage:
-    """What differs from the demo's settings. `search`: passages that the run's retriever returns instead of its own."""
-
-    overrides: tuple[str, ...] = ()
-    level: str = "demo"
-    search: str = ""
-    steps: int = STEPS
-
-
-KINDS: Mapping[str, tuple[Breakage, Breakage]] = {
-    "collapse": (
-        Breakage(Collapsing("lag8-lr6-mb1-r1", "", 0).overrides, "hard", steps=150),
-        Breakage(Collapsing("lag8-lr10-mb1-r1", "", 0).overrides, "hard", steps=150),
-    ),
-    "unequal-logprobs": (
-        Breakage(("engine.kind.dtype=bfloat16", "learner.model.dtype=float32")),
-        Breakage(
-            (
-                "learner.model={dtype: bfloat16, fp32_lm_head: false}",
-                "learner.engine.zero_stage=1",
-                "engine.kind.dtype=float32",
-            )
-        ),
-    ),
-    "retriever": (Breakage(search="random"), Breakage(search="foreign")),
-    "no-signal": (Breakage((_rewards(CUSTOM % "constant"),)), Breakage(("run.temperature=0.01",), "hard")),
-    "prompts": (Breakage(("rollout.episode.max_context=72",)), Breakage(("rollout.episode.max_new_tokens=8",))),
-    "no-search": (
-        Breakage((_rewards(EM, "{type: search_cost, each: 1.0, cap: 3.0}"),)),
-        Breakage((_rewards(CUSTOM % "answered_at_once"),)),
-    ),
-    "keyword-stuffing": (
-        Breakage((_rewards(CUSTOM % "gold_words_and_length"),)),
-        Breakage((_rewards(CUSTOM % "long_answers"),)),
-    ),
-    "stale-gradient": (
-        Breakage(("run.max_lag=8", f"learner.optim.lr={3 * LR['hard']}", *SEARCH_R1), "hard"),
-        Breakage(("run.max_lag=6", f"learner.optim.lr={LR['hard']}", "learner.algorithm.minibatches=4"), "hard"),
-    ),
-}
-"""Finding -> a breakage for the thresholds, and another of the same kind that judges."""
-
-
-def constant(outcome: RewardInput) -> float:
-    """Return the same for every trajectory."""
-    return 0.5
-
-
-def answered_at_once(outcome: RewardInput) -> float:
-    """Pay for an answer, whatever it is, and not for a search."""
-    return float(outcome.answer is not None) / (1 + outcome.searches)
-
-
-def gold_words_and_length(outcome: RewardInput) -> float:
-    """Pay for every word of the answer, and for the gold words among them."""
-    words = (outcome.answer or "").split()
-    gold = {word for answer in outcome.question.answers for word in answer.split()}
-    return min(1.0, len(words) / 16) + 0.2 * len(gold & set(words))
-
-
-def long_answers(outcome: RewardInput) -> float:
-    """Pay for different words in the answer, up to twelve."""
-    return min(12, len(set((outcome.answer or "").split()))) / 12
 
 
 @dataclass(frozen=True)
@@ -157,7 +83,9 @@ def planned(phase: str) -> list[Planned]:
 def play(run: Planned, say: Say) -> dict[str, Any]:
     """Run it, or go on with it, and return its result. A run that stops itself, as some broken ones do, is a result."""
     directory, ended, began = RUNS / run.name, "", time.monotonic()
-    with _passages(run) as search:
+    with searching(run.breakage, run.seed, RUNS / f"{run.name}-corpus.jsonl") as search:
+        if run.breakage.search == "random" and directory.exists():
+            shutil.rmtree(directory)  # its configuration has the address of a server that has ended
         try:
             train(directory, lambda: _prepared(run, directory, search, say), say, to_end=True)
         except ForayError as error:
@@ -195,66 +123,6 @@ def _prepared(run: Planned, directory: Path, search: Sequence[str], say: Say) ->
     model = warm_model(Collapsing("", "", run.seed, run.breakage.level), say)
     overrides = (*run.overrides, *search)
     return prepare(DemoOptions(directory, run.seed, False, model, overrides, fresh=True, hard=hard), say).config
-
-
-@contextmanager
-def _passages(run: Planned) -> Iterator[tuple[str, ...]]:
-    """Yield the settings of a broken search: passages at random, or the corpus of another world; () for the demo's."""
-    from foray.demo.world import SHORT, write_jsonl
-
-    foreign = RUNS / f"{run.name}-corpus.jsonl"
-    if run.breakage.search == "random":
-        with _at_random(SHORT.world(run.seed, SHORT.larger).passages(), RUNS / f"{run.name}-port") as url:
-            yield (f"rollout.search.urls=[{url}]",)
-    elif run.breakage.search == "foreign":
-        foreign.parent.mkdir(parents=True, exist_ok=True)
-        write_jsonl(foreign, SHORT.world(run.seed + 500, SHORT.larger).passages())
-        yield (f"retriever.corpus={foreign.absolute()}",)
-    else:
-        yield ()
-
-
-@contextmanager
-def _at_random(passages: Sequence[Mapping[str, str]], port: Path) -> Iterator[str]:
-    """Serve POST /retrieve, Search-R1's API, with two random passages for each query. Yield its address.
-
-    port  file of its port: a run that goes on has the address in its configuration
-    """
-    generator = random.Random(0)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._say({"status": "ok"})
-
-        def do_POST(self) -> None:
-            asked = parse_json(self.rfile.read(int(self.headers["Content-Length"])))
-            hits = [[{"document": one} for one in generator.sample(passages, 2)] for _ in asked["queries"]]
-            self._say({"result": hits})
-
-        def _say(self, answer: Mapping[str, Any]) -> None:
-            body = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            """Print nothing: the runs' lines are on this terminal."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", int(port.read_text()) if port.exists() else 0), Handler)
-    port.parent.mkdir(parents=True, exist_ok=True)
-    port.write_text(str(server.server_port))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[str]:
