@@ -113,7 +113,7 @@ def play(name: str, args: argparse.Namespace, say: Say) -> dict[str, Any]:
     questions = _questions(arm, base, directory, say)
     changed = [
         *("run.id=" + f"recipe-{name}", override("run.dir", directory / "grpo"), f"run.steps={args.steps}"),
-        *("learner.eval.every=1000000", *arm.overrides, *questions),
+        *("learner.eval.suites=[]", *arm.overrides, *questions),
     ]
     grpo = Phase.foray("grpo", f"{name}: GRPO", "up", base / CONFIG_COPY, *changed)
     run_phases([grpo, _evaluation(base, "grpo", directory / "grpo", directory)], directory, say)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.demo_lm import recipes
-from benchmarks.demo_lm.command import FILES, config_tree
+from benchmarks.demo_lm.command import FILES, LARGER, config_tree
 from benchmarks.demo_lm.recipes import ARMS, Arm
 from deploy.config import from_tree
 from foray.data.files import write_questions
@@ -19,6 +19,8 @@ from learner.config.questions import question_sources
 from learner.data.questions import load_questions
 from protocol.errors import UserError
 from protocol.messages import Question
+from tests.deploy.test_demo_lm import SMALL
+from tests.support.sft_model import tiny_chat_model
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -48,6 +50,20 @@ def test_hop_balanced_batches_draw_equally_many_questions_of_each_number(tmp_pat
     found = load_questions(question_sources([recipes_source(one) for one in given]))
     assert [count for count, _ in found.shares] == [70, 10] and len({weight for _, weight in found.shares}) == 1
     assert recipes._questions(Arm(()), tmp_path / "base", tmp_path / "arm", print) == []
+
+
+def multi_hop(folder: Path) -> Path:
+    """60 questions of two and three hops with their passages, in the layout of the larger data."""
+    (folder / "multihop").mkdir(parents=True)
+    asked = [
+        {"id": f"q{n}", "question": f"Where is Town{n} ?", "answers": [f"river{n}"], "supporting": [f"p{n}"],
+         "source": "musique", "hops": 2 + n % 2}
+        for n in range(70)
+    ]  # fmt: skip
+    passages = [{"id": f"p{n}", "title": f"Town{n}", "text": f"Town{n} lies on river{n}."} for n in range(70)]
+    for kind, records in (("train", asked[10:]), ("dev", asked[:10]), ("corpus", passages)):
+        (folder / "multihop" / LARGER[kind]).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
 
 
 def recipes_source(given: dict[str, Any]) -> Any:
@@ -108,3 +124,21 @@ def test_the_page_is_what_the_results_and_the_template_make(tmp_path: Path, monk
     result = {"name": "evidence", "seed": 0, "kinds": kinds, "curves": {"reward_mean": [0.1, 0.2]}, "minutes": 20.2}
     change = "0.200 -> 0.300 | +0.100 (+0.000 to +0.200)"
     assert recipes.rows_of_arms([result])[-1] == f"| evidence | 0 | {change} | {change} | 0.150 | 20 |"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_arm_is_run_from_its_warm_start_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, folder in {"RUNS": tmp_path / "runs", "FOLDER": tmp_path / "results"}.items():
+        monkeypatch.setattr(recipes, name, folder)
+    monkeypatch.setattr(recipes, "ARMS", {"evidence": Arm((recipes.HALF,), warm=SMALL, by_hops=True)})
+    data = multi_hop(tmp_path / "data")
+    model = tiny_chat_model(tmp_path / "model")
+    words = ["arms", "--data", str(data), "--model", str(model), "--steps", "2", "--arm", "evidence"]
+    assert recipes.main(words) == 0
+    result = json.loads((tmp_path / "results" / "evidence-seed0.json").read_text())
+    assert result["steps"] == 2 and len(result["curves"]["reward_mean"]) == 2
+    assert {row["kind"] for row in result["kinds"]} == {"all", "musique 2", "musique 3"}
+    assert {row["n"] for row in result["kinds"] if row["kind"] == "all"} == {6}
+    monkeypatch.setattr(recipes, "play", None)
+    assert recipes.main(words) == 0, "it has a result"

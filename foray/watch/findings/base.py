@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ ENOUGH = 32
 """Trajectories that a share needs: fewer are chance."""
 WINDOW = 20
 """Steps whose mean is judged."""
-MOST_SHOWN = 3
+MOST_SHOWN, MOST_READ = 3, 1024
+"""Trajectories that a finding names, and the newest ones that are read."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,11 @@ def read_evidence(found: Located) -> Evidence:
     entries = choose(reversed(recent_groups(found.directory)), every=True, max_lag=found.run.max_lag)
     return Evidence(
         steps=tuple(read_steps(found.directory / "metrics.jsonl").values()),
-        plays=tuple(SeenTrajectory(s, tuple(_turns(s, tokens))) for s in entries if s.trajectory.status.is_valid),
+        plays=tuple(
+            SeenTrajectory(s, tuple(_turns(s, tokens)))
+            for s in islice(entries, MOST_READ)
+            if s.trajectory.status.is_valid
+        ),
         dead=Fates(ledger).dead,
         settled={str(outcome): number for outcome, number in ledger.counts.items()} if ledger else None,
         searches=config is None or config.rollout.search.type != "none",
