@@ -87,6 +87,7 @@ ARMS: Mapping[str, Arm] = {
     "evidence-calibrated": Arm((HALF, "learner.algorithm.turns=calibrated")),
     "evidence-preserve": Arm((HALF, "learner.algorithm.preserve={coefficient: 0.2, answer_weight: searches}")),
     "evidence-warm": Arm((HALF,), warm=("sft.max_steps=144", "sft.epochs=2")),
+    "evidence-obs": Arm((HALF,), warm=("rollout.episode.max_obs_tokens=256", "rollout.episode.max_context=1280")),
     "evidence-t07": Arm((HALF, "run.temperature=0.7")),
     "evidence-group16": Arm((HALF, "run.group_size=16", "run.groups_per_step=2")),
     "evidence-kl": Arm((HALF, "learner.algorithm.kl={coefficient: 0.02, type: k2}")),
@@ -103,7 +104,7 @@ SAMPLED, SAMPLES = 300, 4
 def play(name: str, args: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Run an arm, or go on with it, and return its result. Raises PhaseFailed or PhaseStopped."""
     arm = ARMS[name]
-    base = (RUNS / ("-".join(["base", *(["warm"] if arm.warm else []), str(args.seed)]))).absolute()
+    base = (RUNS / "-".join(["base", *([name] if arm.warm else []), str(args.seed)])).absolute()
     given = {"model": args.model, "seed": args.seed, "engine": args.engine, "limit": None, "control": "none"}
     demo = argparse.Namespace(**given, fresh=False, overrides=list(arm.warm))
     facts = prepare(demo, base, find_data(args.data))
