@@ -29,10 +29,10 @@ from typing import Any
 from benchmarks.base import Say, machine_facts
 from benchmarks.collapse import LR, train, warm_model
 from benchmarks.collapse import Planned as Collapsing
-from benchmarks.diagnose.breakages import KINDS, Breakage, searching
+from benchmarks.diagnose.breakages import KINDS, Breakage, engine, searching
 from deploy.config import RunConfig
+from deploy.launch.process import ProcessFailed
 from deploy.run.history import read_steps
-from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.http.body import parse_json
 
@@ -83,12 +83,14 @@ def planned(phase: str) -> list[Planned]:
 def play(run: Planned, say: Say) -> dict[str, Any]:
     """Run it, or go on with it, and return its result. A run that stops itself, as some broken ones do, is a result."""
     directory, ended, began = RUNS / run.name, "", time.monotonic()
-    with searching(run.breakage, run.seed, RUNS / f"{run.name}-corpus.jsonl") as search:
-        if run.breakage.search == "random" and directory.exists():
+    broken, model = run.breakage, warm_model(Collapsing("", "", run.seed, run.breakage.level), say)
+    corpus = RUNS / f"{run.name}-corpus.jsonl"
+    with searching(broken, run.seed, corpus) as search, engine(broken, model) as attached:
+        if (broken.search == "random" or attached) and directory.exists():
             shutil.rmtree(directory)  # its configuration has the address of a server that has ended
         try:
-            train(directory, lambda: _prepared(run, directory, search, say), say, to_end=True)
-        except ForayError as error:
+            train(directory, lambda: _prepared(run, directory, model, (*search, *attached), say), say, to_end=True)
+        except ProcessFailed as error:
             if not run.kind:
                 raise
             ended = str(error)
@@ -116,12 +118,11 @@ def judged(directory: Path) -> dict[str, Any]:
     }
 
 
-def _prepared(run: Planned, directory: Path, search: Sequence[str], say: Say) -> RunConfig:
+def _prepared(run: Planned, directory: Path, model: Path, more: Sequence[str], say: Say) -> RunConfig:
     from foray.demo.run import DemoOptions, prepare
 
     hard = run.breakage.level == "hard"
-    model = warm_model(Collapsing("", "", run.seed, run.breakage.level), say)
-    overrides = (*run.overrides, *search)
+    overrides = (*run.overrides, *more)
     return prepare(DemoOptions(directory, run.seed, False, model, overrides, fresh=True, hard=hard), say).config
 
 

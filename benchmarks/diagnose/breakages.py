@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,12 +56,14 @@ class Breakage:
     """What differs from the demo's settings.
 
     search  passages that searches return: "random" ones, those of a "foreign" world; "": those that they find
+    temperature  by which the engine divides its logits, beside what it is asked for
     """
 
     overrides: tuple[str, ...] = ()
     level: str = "demo"
     search: str = ""
     steps: int = STEPS
+    temperature: float = 1.0
 
 
 KINDS: Mapping[str, tuple[Breakage, Breakage]] = {
@@ -66,15 +71,7 @@ KINDS: Mapping[str, tuple[Breakage, Breakage]] = {
         Breakage(Collapsing("lag8-lr6-mb1-r1", "", 0).overrides, "hard", steps=150),
         Breakage(Collapsing("lag8-lr10-mb1-r1", "", 0).overrides, "hard", steps=150),
     ),
-    "unequal-logprobs": (
-        Breakage(("engine.kind.dtype=bfloat16", "learner.model.dtype=float32")),
-        Breakage(
-            (
-                *("learner.model={dtype: bfloat16, fp32_lm_head: false}", "learner.engine.zero_stage=1"),
-                "engine.kind.dtype=float32",
-            )
-        ),
-    ),
+    "unequal-logprobs": (Breakage(temperature=0.7), Breakage(level="hard", temperature=1.3)),
     "retriever": (Breakage(search="random"), Breakage(search="foreign")),
     "no-signal": (Breakage((_rewards(constant),)), Breakage(("run.temperature=0.01",), "hard")),
     "prompts": (Breakage(("rollout.episode.max_context=72",)), Breakage(("rollout.episode.max_new_tokens=8",))),
@@ -103,6 +100,23 @@ class AtRandom:
     def search(self, _: str) -> Sequence[Mapping[str, str]]:
         """Return two passages."""
         return self._random.sample(self._passages, 2)
+
+
+@contextmanager
+def engine(breakage: Breakage, model: Path) -> Iterator[tuple[str, ...]]:
+    """Yield the settings of a run that attaches to a broken engine, which serves `model`; () for the demo's."""
+    if breakage.temperature == 1:
+        yield ()
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--model-path", model, "--port", port, "--max-running", 256, "--max-total-tokens", 131072)
+    words = (sys.executable, "-m", "benchmarks.diagnose.engine", breakage.temperature, *flags, "--dtype", "float32")
+    with subprocess.Popen([*map(str, words)]) as process:
+        try:
+            yield (f"engine.kind={{type: attach, url: 'http://127.0.0.1:{port}', wait_s: 300}}",)
+        finally:
+            process.terminate()
 
 
 @contextmanager

@@ -50,6 +50,21 @@ def test_the_rewards_pay_for_what_their_names_say() -> None:
     )
 
 
+def test_a_broken_engine_reports_log_probs_of_another_temperature() -> None:
+    import numpy as np
+    import torch
+
+    from benchmarks.diagnose.engine import at_another_temperature
+    from rollout_server.cpu_engine.model.sampler import SamplingBatch, sample
+
+    one = np.ones(1, np.float32)
+    rules = SamplingBatch(one, np.ones(1, np.int64), one, 0 * one, np.ones(1, np.uint64), np.ones(1, np.int64))
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    found = at_another_temperature(sample, 0.5)(logits.clone(), rules).all_logprobs
+    assert torch.allclose(found, torch.log_softmax(logits / 0.5, -1))
+    assert not torch.allclose(found, sample(logits.clone(), rules).all_logprobs)
+
+
 def test_a_broken_search_answers_at_random_or_from_another_world(tmp_path: Path) -> None:
     with searching(Breakage(search="random"), 0, tmp_path / "corpus.jsonl") as (setting,):
         url = setting.partition("[")[2].rstrip("]")

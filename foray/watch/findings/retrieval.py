@@ -63,7 +63,7 @@ def _ask(config: RunConfig, plays: Sequence[SeenTrajectory]) -> tuple[str, ...]:
         return (f"the run's corpus cannot be asked: {error.what}",)
     kind = "supporting" if facts["supporting"]["questions"] else "answer"
     there, first = facts[kind]["in_corpus"] or 0.0, facts[kind]["found"][str(DEPTHS[0])] or 0.0
-    same = sum(len(ours & theirs) >= len(theirs) / 2 for ours, theirs in pairs) / len(pairs)
+    same = sum(ours == theirs or len(ours & theirs) * 2 >= len(theirs) > 0 for ours, theirs in pairs) / len(pairs)
     said = (
         f"of {len(some)} such questions {there:.0%} are covered by the corpus of {facts['passages']:,} passages, "
         f"{first:.0%} find that within {DEPTHS[0]} results; the index answers {same:.0%} of the recorded queries alike"
