@@ -107,6 +107,7 @@ HEALTHY = {
     "right answers that are titles": Evidence(steps(), plays(answer=lambda n: "Emma", gold=lambda n: "emma")),
     "old tokens, equal ratios": Evidence(steps(lag_mean=3.0, lag_max=8.0)),
     "no search by its settings": Evidence(steps(), plays(searches=0, turns=()), searches=False),
+    "several updates a step": Evidence(steps(logprob_gap=0.05), updates=4),
     "nothing yet": Evidence(),
 }
 

@@ -84,6 +84,7 @@ class Evidence:
     settled  outcome -> number of questions
     ask      None: the run's corpus cannot be asked
     searches whether the policy can search
+    updates  optimiser updates of a step: after the first, log-probs differ from the engines' by training
     """
 
     steps: Sequence[Mapping[str, Any]] = ()
@@ -92,6 +93,7 @@ class Evidence:
     settled: Mapping[str, int] | None = None
     ask: AskCorpus | None = None
     searches: bool = True
+    updates: int = 1
 
     @cached_property
     def answered(self) -> list[SeenTrajectory]:
@@ -128,6 +130,7 @@ def read_evidence(found: Located) -> Evidence:
         dead=Fates(ledger).dead,
         settled={str(outcome): number for outcome, number in ledger.counts.items()} if ledger else None,
         searches=config is None or config.rollout.search.type != "none",
+        updates=config.learner.algorithm.minibatches * config.learner.algorithm.epochs if config else 1,
     )
 
 

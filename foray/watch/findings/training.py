@@ -131,7 +131,7 @@ def _limit(cause: str) -> str:
 
 def unequal_logprobs(run: Evidence) -> Found | None:
     """Find log-probs of the engines that differ from the learner's for the same weights."""
-    same = [step for step in run.steps if step.get("lag_max") == 0]
+    same = [step for step in run.steps if step.get("lag_max") == 0 and run.updates == 1]
     gap, todo = RunHistory(recent=tuple(same)).mean("logprob_gap"), list(_UNEQUAL)
     if gap is not None and gap >= GAP:
         at = ", ".join(str(step.get("step")) for step in same[:3])
@@ -146,7 +146,8 @@ def unequal_logprobs(run: Evidence) -> Found | None:
         todo.insert(0, "`foray status`: which version has each engine; a node's log says what it loaded")
     return Found(
         what,
-        f"logprob_gap {GAP} or more where lag_max is 0, or kl_behaviour {LATER_KL} or more at a lag of one step",
+        f"logprob_gap {GAP} or more where lag_max is 0 and a step is one update, or kl_behaviour {LATER_KL} or more at "
+        "a lag of one step",
         tuple(todo),
         run.plays,
     )
