@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import BENCHMARKS
 from benchmarks.report import Circumstances
 from deploy.launch.process import ProcessFailed
+from deploy.terminal import aligned
 from protocol.runtime.config import descriptions, section
 
 
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         "settings": settings.model_dump(mode="json"),
     }
     report |= circumstances.facts(report, kind.targets)
-    print(json.dumps(rounded(report)) if args.json else "\n".join(table(rounded(report))))
+    print(json.dumps(rounded(report)) if args.json else "\n".join(report_lines(rounded(report))))
     return 0
 
 
@@ -92,16 +93,14 @@ def rounded(value: Any) -> Any:
             return value
 
 
-def table(report: dict[str, Any], indent: str = "") -> list[str]:
+def report_lines(report: dict[str, Any], indent: str = "") -> list[str]:
     """Return the report as text, one figure per line; a list of records becomes a table."""
     lines = []
     for name, value in report.items():
         if isinstance(value, dict):
-            lines += [f"{indent}{name}", *table(value, indent + "  ")]
+            lines += [f"{indent}{name}", *report_lines(value, indent + "  ")]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            cells = [list(value[0]), *([str(item) for item in row.values()] for row in value)]
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            rows = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in cells)
+            rows = aligned(list(value[0]), ([str(item) for item in row.values()] for row in value), numbers_from=0)
             lines += [f"{indent}{name}", *(f"{indent}  {row}" for row in rows)]
         else:
             lines.append(f"{indent}{name:<20} {value}")

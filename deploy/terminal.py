@@ -1,4 +1,4 @@
-"""Text for a terminal: untrusted text and bytes escaped, lines wrapped, sparklines. Pure.
+"""Text for a terminal: untrusted text and bytes escaped, lines wrapped, tables, sparklines. Pure.
 
 A dead letter may come from any client. So only printable characters are output (`protocol.redaction.printable`), and
 escapes of untrusted text are unambiguous.
@@ -7,8 +7,9 @@ escapes of untrusted text are unambiguous.
 from __future__ import annotations
 
 import argparse
+import io
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from protocol.redaction import printable
 
@@ -50,6 +51,43 @@ def wrapped(line: str, width: int, indent: int) -> list[str]:
     width = max(width, 20)
     margin = " " * min(indent, width // 3)
     return textwrap.wrap(line, width, subsequent_indent=margin, replace_whitespace=False)
+
+
+def aligned(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers_from: int | None = None,
+    width: int = 0,
+    less: Sequence[str] = (),
+) -> list[str]:
+    """Return a table as printable lines: the header, then one line per row.
+
+    numbers_from  the first of the columns that are aligned right; None: all are aligned left
+    width         columns of the terminal: those of the table in `less` go, in this order, until it fits; 0: no limit
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    given, out = [tuple(row) for row in rows], io.StringIO()
+    console = Console(file=out, width=1 << 16, color_system=None, legacy_windows=False)
+
+    def made(names: Sequence[str]) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        kept = [header.index(name) for name in names] if len(names) < len(header) else range(len(header))
+        for place in kept:
+            side = "right" if numbers_from is not None and place >= numbers_from else "left"
+            table.add_column(Text(printable(header[place], keep="")), justify=side, no_wrap=True)  # type: ignore[arg-type]
+        for row in given:
+            table.add_row(*(Text(printable(row[place], keep="")) for place in kept))
+        return table
+
+    names, going = list(header), [name for name in less if name in header]
+    while width and going and console.measure(made(names)).maximum > width:
+        names.remove(going.pop(0))
+    console.print(made(names))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -59,8 +59,6 @@ class SearchRequest(_Body):
     partial: bool = False
     """Answer the other queries when one fails (`SearchResponse.errors`). Otherwise one failure fails the request, so
     that a client that ignores `errors` does not take a failure for an empty result."""
-    run: str = Field(default="", max_length=128)
-    """Namespace of the search memory, if the server has one."""
     results: bool = False
     """Also return `results`: the hits of the first query in rLLM's form. Implied by `top_k`, which rLLM sends."""
 

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from protocol.search import MAX_TOPK
 from protocol.settings import Settings
-from retriever.backends.memory.config import SearchMemorySettings
 from retriever.backends.web.config import WebSettings
 from retriever.index.config import Bm25Settings, IndexSettings
 from retriever.rerank.config import RerankSettings
@@ -38,8 +37,6 @@ class RetrieverSettings(Settings):
     """Fields to return besides `id` and `contents` (`url`, `source`, ..). null: all fields of the corpus."""
     online: WebSettings | None = None
     """Web search engine instead of an index; then no corpus or index is opened."""
-    memory: SearchMemorySettings | None = None
-    """Memory of a run's earlier searches, for requests that name a run. null: off."""
     topk: int = Field(default=3, ge=1)
     """Hits per query if the request sets no `topk`, or 0."""
     max_topk: int = Field(default=MAX_TOPK, ge=1)

@@ -147,7 +147,6 @@ def attach(service: RetrieverState, opened: OpenBackend) -> dict[str, Coroutine[
     service.backend, service.num_passages = opened.backend, opened.num_passages
     searches = service.searches = QueryService(
         opened.backend,
-        per_run=opened.per_run,
         window_s=settings.window_ms / 1000,
         max_batch=opened.max_batch,
         max_concurrent_batches=opened.max_concurrent_batches,

@@ -90,7 +90,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 when all phases are finished, the exit code of a phase that failed, 130 after Ctrl-C."""
-    from benchmarks.demo_lm.results import summary, table, write
+    from benchmarks.demo_lm.results import results_text, summary, write
 
     out = sys.stderr if args.json else sys.stdout
     began = time.monotonic()
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result))
     else:
-        print(table(result))
+        print(results_text(result))
         print(f"\n{path}; reports: {directory}/eval/*/report.html")
         print(f"ask it questions: {shlex.join(['foray', 'chat', str(directory / 'grpo')])}")
     return 0

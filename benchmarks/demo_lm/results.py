@@ -230,7 +230,7 @@ def _plain(value: Estimate) -> dict[str, float] | None:
     return None if not value.n else {key: round(number, 4) for key, number in vars(value).items()}
 
 
-def table(result: Mapping[str, Any]) -> str:
+def results_text(result: Mapping[str, Any]) -> str:
     """Return the results as text."""
     lines = []
     for data_set in next(iter(result["policies"].values()), {}):

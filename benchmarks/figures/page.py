@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from benchmarks.demo_lm.results import of_control, table
+from benchmarks.demo_lm.results import of_control, results_text
 from benchmarks.figures.table import FOLDER, NEEDS_DATA, figures, read
 from benchmarks.figures.table import stale as is_stale
 from benchmarks.report import ROOT
@@ -115,7 +115,7 @@ class _Page:
         lines += [*(f"Target: {verdict(target)}." for target in kept["targets"]), ""]
         lines += [f"Left out: {which}, {why}." for which, why in (kept.get("absent") or {}).items()]
         if name in NEEDS_DATA:
-            details = [indent(table(kept if name == "lm" else of_control(kept)), "    ")]
+            details = [indent(results_text(kept if name == "lm" else of_control(kept)), "    ")]
         else:
             details = tables(kept)
         return "\n".join([*lines, *details]).rstrip()

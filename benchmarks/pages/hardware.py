@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import load_config
-from deploy.hardware.assign import Assignment, table
+from deploy.hardware.assign import Assignment, placement_lines
 from deploy.hardware.inventory import HARDWARE, gib
 from deploy.hardware.memory import ENGINE_OVERHEAD, USABLE
 from deploy.hardware.profiles import PROFILES, Resolved, choices, resolve
@@ -249,7 +249,7 @@ def _row(preset: str, model: str, profile: str, folder: Path) -> str:
 
 def _by_host(found: Resolved) -> Iterator[str]:
     """Yield the placement, with the engines of a host in one line."""
-    header, *lines = table(found.placement, {})
+    header, *lines = placement_lines(found.placement, {})
     yield header
     engines: dict[str, list[str]] = {}
     for line in lines:

@@ -16,6 +16,7 @@ from deploy.config import RunConfig
 from deploy.hardware.inventory import VISIBLE, Gpu, Host, gib
 from deploy.hardware.memory import USABLE, EngineNeed, MemoryEstimate, estimate_memory
 from deploy.hardware.shape import read_shape
+from deploy.terminal import aligned
 from protocol.errors import UserError
 from retriever.encoder.config import ComputeSettings
 from retriever.index.config import IndexSettings
@@ -304,9 +305,9 @@ class _Pool:
             )
 
 
-def table(placement: Placement, ports: Mapping[str, str]) -> list[str]:
+def placement_lines(placement: Placement, ports: Mapping[str, str]) -> list[str]:
     """Return the placement as lines: process, host, GPUs, memory per GPU, port."""
-    rows = [("process", "CUDA_VISIBLE_DEVICES", "memory per GPU", "port")]
+    rows = []
     hosts = len({a.host for a in placement.assignments}) > 1
     for a in placement.assignments:
         least = min(gpu.memory for gpu in a.gpus)
@@ -315,5 +316,4 @@ def table(placement: Placement, ports: Mapping[str, str]) -> list[str]:
         rows.append((a.need.name, where + ",".join(gpu.id for gpu in a.gpus), memory, ports.get(a.need.name, "")))
     named = {a.need.name for a in placement.assignments}
     rows += [(name, "none", "", port) for name, port in ports.items() if name not in named]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return aligned(("process", "CUDA_VISIBLE_DEVICES", "memory per GPU", "port"), rows)

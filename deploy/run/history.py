@@ -1,15 +1,18 @@
-"""Step lines for the launcher's console, from the records that the learner appends to `metrics.jsonl`."""
+"""The reader of what the learner writes of its steps: `metrics.jsonl` and `validation.jsonl`.
+
+The launcher's console and every view of a run read these files here, so that all show the same steps and values.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from learner.validation.results import ValidationFiles
-from protocol.errors import UserError
 
 RECENT, PAST = 20, 100
 """Number of steps for rates and the remaining time, and for the comparison of a run with its own best steps."""
@@ -53,24 +56,45 @@ class StepTail:
                 yield record
 
 
-Kept = TypeVar("Kept")
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a record by name: `seconds/wait` for {"seconds": {"wait": ...}}."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: part for key, part in parts.items() if isinstance(part, int | float) and math.isfinite(part)}
+    return found
 
 
-def keep_step(steps: dict[int, Kept], step: int, record: Kept) -> None:
-    """Add a step to `steps`, in the order of the file, without those that it shows to be rolled back."""
-    while steps and next(reversed(steps)) >= step:
-        # a learner that resumed from an earlier checkpoint trains the later steps again
-        steps.popitem()
-    steps[step] = record
+class StepRecords:
+    """The records of a `metrics.jsonl` by step, ascending, without rolled-back steps and half lines.
+
+    shape  applied to each record before it is kept
+    """
+
+    def __init__(self, path: Path, *, last_bytes: int = WHOLE, shape: Callable[[dict[str, Any]], Any] = dict) -> None:
+        self._path, self._last_bytes, self._shape = path, last_bytes, shape
+        self._tail, self._size = StepTail(path, start=last_bytes), 0
+        self.by_step: dict[int, Any] = {}
+
+    def update(self) -> None:
+        """Read what was appended since the last call."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._size:  # the file of another run has taken its place
+            self._tail, self.by_step = StepTail(self._path, start=self._last_bytes), {}
+        self._size = size
+        for record in self._tail.read():
+            if isinstance(step := record.get("step"), int):
+                while self.by_step and next(reversed(self.by_step)) >= step:
+                    # a learner that resumed from an earlier checkpoint trains the later steps again
+                    self.by_step.popitem()
+                self.by_step[step] = self._shape(record)
 
 
 def read_steps(path: str | Path, last_bytes: int = WHOLE) -> dict[int, dict[str, Any]]:
     """Return step -> record of a `metrics.jsonl`, ascending, without rolled-back steps and half lines; {}: no file."""
-    steps: dict[int, dict[str, Any]] = {}
-    for record in StepTail(Path(path), start=last_bytes).read():
-        if isinstance(step := record.get("step"), int):
-            keep_step(steps, step, record)
-    return steps
+    steps = StepRecords(Path(path), last_bytes=last_bytes)
+    steps.update()
+    return steps.by_step
 
 
 @dataclass(frozen=True)
@@ -113,8 +137,9 @@ def read_history(path: Path) -> RunHistory:
     if not past:
         return RunHistory()
     records = past[-RECENT:]
-    last = {name: float(value) for name, value in records[-1].items() if isinstance(value, int | float)}
-    return RunHistory(last, tuple(r for r in records if r.get("epoch") == records[-1].get("epoch")), tuple(past))
+    return RunHistory(
+        numbers(records[-1]), tuple(r for r in records if r.get("epoch") == records[-1].get("epoch")), tuple(past)
+    )
 
 
 def read_validations(directory: Path) -> dict[str, dict[int, float]]:
@@ -127,14 +152,10 @@ def read_validations(directory: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def read_records(directory: Path) -> list[dict[str, Any]]:
-    """Return the steps of a run without those that were rolled back. Raises UserError if there is no run."""
-    path = directory / "metrics.jsonl"
-    if not path.exists():
-        raise UserError(f"no run found in {directory}", why=f"{path} does not exist")
-    return list(read_steps(path).values())
-
-
-def fields_of(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the names of the numeric fields."""
-    return sorted({name for record in records for name, value in record.items() if isinstance(value, int | float)})
+def read_curves(directory: Path) -> dict[str, dict[int, float]]:
+    """Return field -> step -> value of a run: the numbers of its steps, and its validations."""
+    found: dict[str, dict[int, float]] = {}
+    for step, record in read_steps(directory / "metrics.jsonl").items():
+        for name, value in numbers(record).items():
+            found.setdefault(name, {})[step] = value
+    return found | read_validations(directory)

@@ -5,7 +5,6 @@ The lock is a `flock`, so the kernel releases it if the launcher is killed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -27,7 +26,7 @@ from learner.config.model import ModelSettings
 from protocol.errors import UserError
 from protocol.run_meta import LINEAGE_FILE
 from protocol.runtime.config import SettingsTree, read_tree, section, with_overrides
-from protocol.runtime.files import atomic_write, lineage_of
+from protocol.runtime.files import atomic_write, lineage_of, try_lock
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.lifecycle import has_ended, pid_here, process_token
 from protocol.runtime.redis.url import parse_redis_url, place_of
@@ -50,12 +49,17 @@ def hold(directory: Path) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            free = try_lock(lock.fileno())
+        except OSError as error:
+            raise UserError(
+                f"{directory} cannot be locked: {error}",
+                todo="use a directory on a file system with locks: run.dir=...",
+            ) from None
+        if not free:
             raise UserError(
                 f"a run is already active in {directory} (launcher process {launcher_pid(directory) or 'unknown'})",
                 todo=f"stop it with `foray down {directory}`, or use another directory: run.dir=...",
-            ) from None
+            )
         lock.truncate(0)
         lock.write(process_token())
         lock.flush()
@@ -94,10 +98,9 @@ def is_held(directory: Path) -> bool:
         return False
     with path.open("rb") as lock:  # works on a file system that is read-only
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return not try_lock(lock.fileno(), shared=True)
         except OSError:
             return True
-    return False
 
 
 def runs_elsewhere(directory: Path) -> bool:

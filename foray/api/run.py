@@ -82,9 +82,9 @@ class Run:
 
     def groups(self) -> Iterator[JournalEntry]:
         """Yield the trained groups in order, from the journal: token ids, log-probs, versions, rewards."""
-        from learner.checkpoint.journal import read_journal
+        from foray.watch.records import trained_groups
 
-        return read_journal(self.directory / "journal")
+        return trained_groups(self.directory)
 
     def table(self) -> pyarrow.Table:
         """Return the trajectories of the journal, a row each: `to_pandas()`, or `datasets.Dataset(table)`.
@@ -105,11 +105,10 @@ class Run:
 
         Raises KeyError if the group was not trained, IndexError for another index.
         """
-        from foray.watch.replay_view import find_tokenizer, read_settings
-        from learner.checkpoint.journal import read_journal
+        from foray.watch.records import find_tokenizer, read_settings, trained_groups
         from learner.data.token_values import read_token_values
 
-        entry = next(iter(read_journal(self.directory / "journal", seq=seq, last=1)), None)
+        entry = next(trained_groups(self.directory, seq=seq, last=1), None)
         if entry is None:
             raise KeyError(f"no group {seq} is in the journal of {self.directory}")
         trajectory = entry.group.trajectories[index]

@@ -260,10 +260,8 @@ class ChatSession:
 
 
 def _console(*, stderr: bool = False) -> Console:
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise UserError("`foray ask` and `foray chat` need the package rich", todo="pip install rich") from None
+    from rich.console import Console
+
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.terminal import at_least
+from deploy.terminal import aligned, at_least
 from protocol.errors import UserError
 from protocol.runtime.config import override
 from protocol.runtime.progress import Progress
@@ -138,10 +138,8 @@ def _list(args: argparse.Namespace) -> int:
         ]
         print(json.dumps(rows if args.json else rows if len(rows) > 1 else rows[0], indent=1, ensure_ascii=False))
         return 0
-    width = max(len(e.name) for e in chosen)
-    for e in chosen:
-        here = "present" if e.present(args.to) else "-"
-        print(f"{e.name:<{width}}  {e.kind:<9}  {here:<7}  {e.about}")
+    listed = ((e.name, e.kind, "present" if e.present(args.to) else "-", e.about) for e in chosen)
+    print("\n".join(aligned(("name", "kind", "here", "about"), listed)))
     print(f"\nin {args.to.absolute()}; `foray data list NAME` shows its source, `foray data get NAME` downloads it")
     return 0
 

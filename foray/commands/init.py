@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence[str]) -> int:
     """Write the preset with the settings of a hardware profile. Return 0. Raises UserError if it does not fit."""
     from deploy.config import from_tree
-    from deploy.hardware.assign import table
+    from deploy.hardware.assign import placement_lines
     from deploy.hardware.profiles import choices, document, resolve
     from deploy.hardware.run import built_index
     from protocol.runtime.config import read_tree
@@ -103,7 +103,7 @@ def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence
     title = f"preset {args.preset} for {args.hardware} (docs/presets.md, docs/hardware.md)"
     atomic_write(args.file, document(found, title), durable=False)
     if found.placement.gpus:
-        print("\n".join(table(found.placement, {})))
+        print("\n".join(placement_lines(found.placement, {})))
         print(", ".join(f"{name} {value}" for name, value in choices(found, facts).items()))
     print(f"wrote {args.file}; next: foray doctor {args.file}, then foray up {args.file} --dry-run")
     return 0

@@ -118,7 +118,7 @@ def up(
 def print_plan(config: RunConfig, *, as_json: bool) -> None:
     """Print the processes and settings of a run, and what would stop it. Starts and requires nothing."""
     from deploy.doctor.run import preflight
-    from deploy.hardware.assign import NO_GPUS, table
+    from deploy.hardware.assign import NO_GPUS, placement_lines
     from deploy.hardware.run import cores, planned
     from deploy.hardware.speed import with_dtypes
     from deploy.launch.plan import plan
@@ -156,7 +156,7 @@ def print_plan(config: RunConfig, *, as_json: bool) -> None:
     if placement.gpus:
         print(f"# GPUs {note}".rstrip() + ":")
         ports = {spec.name: spec.url.rpartition(":")[2] for spec in specs if spec.kind != "redis" and not spec.rank}
-        for line in table(placement, ports):
+        for line in placement_lines(placement, ports):
             print(f"#   {line}")
     print("# ports shown as 0 and a Redis shown as `redis-server` are chosen when the run starts")
     for finding in found:

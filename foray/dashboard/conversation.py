@@ -1,11 +1,10 @@
-"""One group or trajectory as JSON values: who wrote what, passages, tokens, and the life of its question. Pure.
+"""One group or trajectory as JSON values: the group, its trajectories, tokens, and the life of its question. Pure.
 
 Texts are passed on unchanged: JSON escapes them, the page and the export show them as text.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,29 +13,9 @@ from typing import Any
 
 import numpy.typing as npt
 
-from foray.watch.replay_view import Decoder, Shown, to_json
-from protocol.messages import Owner, Segment, TrajectoryGroup
-from protocol.search import unquoted
+from foray.watch.transcript import Decoder, Shown, to_json, transcript
+from protocol.messages import Owner, TrajectoryGroup
 from protocol.versions import PolicyVersion, is_orphan
-from rollout_server.environment.actions import RESERVED_TAGS
-
-_TAGGED = re.compile(rf"<({'|'.join(RESERVED_TAGS)}|python|fetch)>(.*?)(</\1>|\Z)", re.DOTALL)
-_KINDS = {
-    "result": "information",
-    "tool_response": "information",
-    "tool_call": "tool",
-    "python": "tool",
-    "fetch": "tool",
-}
-_PASSAGES = (
-    re.compile(
-        r"Doc \d+\s*\((?:Id: \S+ )?Title: (?P<title>.*?)\)\s(?P<text>.*?)(?=Doc \d+\s*\((?:Id|Title): |\Z)", re.DOTALL
-    ),
-    re.compile(r"\( (?P<title>[^()\n]{1,200}?) \) (?P<text>.*?)(?=\( [^()\n]{1,200}? \) |\Z)", re.DOTALL),
-)
-"""The formats of passages: Search-R1's and the demo's. Others are shown as one text."""
-_NOT_TRAINED = {"stale": "older than max_lag", "orphan": "of a step that a crash rolled back", "invalid": "not valid"}
-"""Why a sampled token is not trained on -> in words."""
 
 
 @dataclass(frozen=True)
@@ -71,28 +50,15 @@ class GroupView:
             "trajectories": [self.trajectory(place) for place in range(len(group.trajectories))],
         }
 
+    def shown(self, place: int) -> Shown:
+        """Return one trajectory of the group."""
+        return Shown(self.group, place, self.step, self.epoch, self.max_lag, self.lineage)
+
     def trajectory(self, place: int) -> dict[str, Any]:
-        """Return one trajectory: facts as in `foray replay --json`, and its segments cut into parts."""
-        found = self.group.trajectories[place]
-        shown = Shown(self.group, place, self.step, self.epoch, self.max_lag)
-        valid = [t.reward for t in self.group.trajectories if t.status.is_valid]
-        plain = to_json(shown, self.text or _Ids())
-        for segment, part in zip(found.segments, plain["segments"], strict=True):
-            part |= {
-                "parts": _parts(segment, part["text"]),
-                "finish_reason": segment.finish_reason,
-                "engine": segment.engine,
-                "reward": segment.reward,
-                "not_trained": self._not_trained(place, segment),
-            }
-        return plain | {
-            "seconds": found.seconds,
-            "sampled": found.num_sampled,
-            "tokens": len(found.ids),
-            "valid": found.status.is_valid,
-            "reward_minus_mean": found.reward - sum(valid) / len(valid) if valid and found.status.is_valid else None,
-            "decoded": self.text is not None,
-        }
+        """Return one trajectory as in `foray replay --json`, with the pieces of each part."""
+        shown, tokens = self.shown(place), self.text or _Ids()
+        segments = [part.to_json() | {"parts": part.pieces()} for part in transcript(shown, tokens)]
+        return to_json(shown, tokens) | {"segments": segments, "decoded": self.text is not None}
 
     def tokens(self, place: int, values: Mapping[str, npt.NDArray[Any]] = MappingProxyType({})) -> list[dict[str, Any]]:
         """Return the tokens of each segment: ids, texts, and for sampled ones log-probs, versions and lags.
@@ -100,9 +66,9 @@ class GroupView:
         values  what the learner computed, of `read_token_values`: for each column a list with None where a token was
                 not trained
         """
-        shown = Shown(self.group, place, self.step, self.epoch, self.max_lag)
-        trajectory = self.group.trajectories[place]
-        starts = accumulate((len(segment.ids) for segment in trajectory.segments), initial=0)
+        shown = self.shown(place)
+        segments = shown.trajectory.segments
+        starts = accumulate((len(segment.ids) for segment in segments), initial=0)
         return [
             {
                 "owner": str(segment.owner),
@@ -115,31 +81,14 @@ class GroupView:
                         "start": span.start,
                         "end": span.end,
                         "version": span.version.label,
-                        "lag": shown.lag(span),
-                        "not_trained": _NOT_TRAINED.get(self._cause(place, span.version, shown.lag(span)), ""),
+                        "lag": behind,
+                        "not_trained": why,
                     }
-                    for span in segment.spans
+                    for span, behind, why in shown.spans(segment)
                 ],
             }
-            for start, segment in zip(starts, trajectory.segments, strict=False)
+            for start, segment in zip(starts, segments, strict=False)
         ]
-
-    def _not_trained(self, place: int, segment: Segment) -> dict[str, int]:
-        """Return the number of sampled tokens that are not trained on, by reason."""
-        shown = Shown(self.group, place, self.step, self.epoch, self.max_lag)
-        found: dict[str, int] = {}
-        for span in segment.spans:
-            if cause := self._cause(place, span.version, shown.lag(span)):
-                words = _NOT_TRAINED[cause]
-                found[words] = found.get(words, 0) + span.end - span.start
-        return found
-
-    def _cause(self, place: int, version: PolicyVersion, behind: int) -> str:
-        if not self.group.trajectories[place].status.is_valid:
-            return "invalid"
-        if is_orphan(version, self.lineage):
-            return "orphan"
-        return "stale" if self.max_lag is not None and behind > self.max_lag else ""
 
     def life(self) -> list[dict[str, Any]]:
         """Return what the journal knows of the question's way from issue to training, in order."""
@@ -188,36 +137,3 @@ class _Ids:
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
-
-
-def _parts(segment: Segment, text: str) -> list[dict[str, Any]]:
-    if segment.owner is Owner.PROMPT:
-        return [{"kind": "prompt", "text": text}]
-    found: list[dict[str, Any]] = []
-    end = 0
-    for tag in _TAGGED.finditer(text):
-        if text[end : tag.start()].strip():
-            found.append({"kind": "text", "text": text[end : tag.start()]})
-        kind = _KINDS.get(tag[1], tag[1])
-        if segment.owner is Owner.ENVIRONMENT:
-            found.append({"kind": "information", "tag": tag[1]} | _passages(tag[2], segment.passage_ids))
-        else:  # what the policy writes between the environment's tags is text of the policy
-            found.append({"kind": "text" if kind == "information" else kind, "tag": tag[1], "text": tag[2]})
-        end = tag.end()
-    if text[end:].strip():
-        found.append({"kind": "text", "text": text[end:]})
-    if segment.owner is Owner.ENVIRONMENT:
-        return [part if part["kind"] == "information" else part | {"kind": "environment"} for part in found]
-    return found
-
-
-def _passages(text: str, ids: Sequence[str]) -> dict[str, Any]:
-    """Return the passages with their titles and ids if the text has a known format, else the text."""
-    for form in _PASSAGES:
-        found = [(unquoted(match["title"].strip()), match["text"].strip()) for match in form.finditer(text)]
-        if found and len(found) == len(ids) and form.match(text.lstrip()):
-            return {
-                "text": "",
-                "passages": [{"id": i, "title": t, "text": body} for i, (t, body) in zip(ids, found, strict=True)],
-            }
-    return {"text": text, "passages": []}

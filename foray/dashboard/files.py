@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from deploy.config import RunConfig, from_tree
-from deploy.run.history import WHOLE, StepTail, keep_step
+from deploy.run.history import StepRecords, numbers
 from deploy.run.run_dir import configuration_of, read_configuration
 from foray.watch.logs import LogFile, processes_of
-from foray.watch.report import flat
-from learner.validation.results import ValidationFiles
+from foray.watch.records import leaves
 from protocol.errors import UserError
 from protocol.redaction import redact
 from protocol.runtime.files import lineage_of
@@ -28,50 +26,28 @@ LOG_BYTES, LOG_ENTRIES = 256 * 1024, 1000
 RESULTS = ("result.json", "protocol.json")
 
 
-class StepFile:
-    """The records of `metrics.jsonl`, one per step: a step of a later epoch replaces that of an earlier one."""
+class StepFile(StepRecords):
+    """The numbers of the steps, as columns for the charts."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
-        self._tail = StepTail(path, start=WHOLE)
-        self._steps: dict[int, dict[str, float]] = {}
-
-    def update(self) -> None:
-        """Read what was appended. Records are kept flat: `seconds/wait` for {"seconds": {"wait": ...}}."""
-        size = self._path.stat().st_size if self._path.exists() else 0
-        if size < self._read:  # the file of another run has taken its place
-            self._tail, self._steps = StepTail(self._path, start=WHOLE), {}
-        self._read = size
-        for record in self._tail.read():
-            if isinstance(step := record.get("step"), int):
-                keep_step(self._steps, step, _flat(record))
+        super().__init__(path, shape=numbers)
 
     @property
     def last(self) -> dict[str, float]:
         """Return the newest step, {} before the first."""
-        return self._steps[next(reversed(self._steps))] if self._steps else {}
+        return dict(next(reversed(self.by_step.values()), {}))
 
     def names(self) -> list[str]:
         """Return the fields of the newest steps."""
-        return sorted({name for step in list(self._steps.values())[-50:] for name in step})
+        return sorted({name for step in list(self.by_step.values())[-50:] for name in step})
 
     def curves(self, names: Sequence[str]) -> dict[str, Any]:
         """Return `step` and the columns `names`, None where a step has no value, in at most MOST_POINTS points."""
-        records = list(self._steps.values())
+        records = list(self.by_step.values())
         width = max(1, -(-len(records) // MOST_POINTS))
         bins = [records[i : i + width] for i in range(0, len(records), width)]
         columns = {name: [_mean(name, part) for part in bins] for name in names}
         return {"step": [part[-1]["step"] for part in bins], "columns": columns, "width": width}
-
-
-def _flat(record: Mapping[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, value in record.items():
-        parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-        for key, part in parts.items():
-            if isinstance(part, int | float) and math.isfinite(part):
-                found[key] = part
-    return found
 
 
 def _mean(name: str, records: Sequence[Mapping[str, float]]) -> float | None:
@@ -130,7 +106,7 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
         found = list(_settings(from_tree(tree), RunConfig()))
     except UserError as error:
         note = f"the defaults are unknown: {error.what}"
-        found = [(name, value, None) for name, value in flat(tree)]
+        found = [(name, _text(value), None) for name, value in leaves(tree)]
     rows = [{"name": name, "value": redact(value), "default": default} for name, value, default in found]
     return {"file": path.name, "note": note, "settings": rows}
 
@@ -150,8 +126,3 @@ def _settings(settings: BaseModel, usual: Any, where: str = "") -> Iterator[tupl
 def _text(value: Any) -> str:
     plain = to_jsonable_python(value)
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
-
-
-def read_validations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the finished validations of a run, in order."""
-    return ValidationFiles(run_dir).records()

@@ -12,18 +12,20 @@ from typing import Any
 
 from deploy.run.redis_server import connect
 from deploy.run.run_dir import Located, read_record
-from deploy.run.snapshot import RunSnapshot, read_ledger, read_ledger_totals
+from deploy.run.snapshot import RunSnapshot, read_ledger
 from foray.dashboard.conversation import GroupView
-from foray.dashboard.files import StepFile, read_evaluations, read_validations
+from foray.dashboard.files import StepFile, read_evaluations
 from foray.dashboard.filters import parse_filter, read_ages, read_facets, read_page
 from foray.dashboard.index import TrajectoryIndex
 from foray.watch.dead_letter_pages import as_json
 from foray.watch.dead_letters import Fates, read_letters
 from foray.watch.findings import diagnose
-from foray.watch.replay_view import Decoder, find_tokenizer
+from foray.watch.records import find_tokenizer, read_lineage
 from foray.watch.status import look, problems, seq_balance, to_json
 from foray.watch.top import Looks, waits_in_words
+from foray.watch.transcript import Decoder
 from learner.data.token_values import read_token_values
+from learner.validation.results import ValidationFiles
 from protocol import events
 from protocol.codec import number_of
 from protocol.errors import ForayError, UserError
@@ -135,11 +137,10 @@ class RunData:
     def lineage(self) -> tuple[PolicyVersion, ...]:
         """Return the first version of each learner start, from the last checkpoint."""
         try:
-            totals = read_ledger_totals(self.directory)
+            return read_lineage(self.directory)
         except ForayError as error:
             log.warning("%s", error)
             return ()
-        return totals.lineage if totals is not None else ()
 
     def group(self, seq: int, epoch: int | None = None) -> GroupView:
         """Read a group as it was trained last, or by the learner of `epoch`. Raises UserError if it is not there."""
@@ -241,4 +242,4 @@ class RunData:
 
     def evaluations(self) -> dict[str, Any]:
         """Return validations during training and results of `foray eval` for this run."""
-        return {"validations": read_validations(self.directory), "results": read_evaluations(self.directory)}
+        return {"validations": ValidationFiles(self.directory).records(), "results": read_evaluations(self.directory)}

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         print(failure.render(), file=sys.stderr, flush=True)
         return failure.exit_code
     (directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print(table(summary), file=out, flush=True)
+    print(summary_text(summary), file=out, flush=True)
     print(f"\nmore examples: foray replay {directory} --show 3", file=out, flush=True)
     print(f"ask it questions, such as the one above: {shlex.join(['foray', 'chat', str(directory)])}", file=out)
     if args.json:
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def table(summary: Mapping[str, Any]) -> str:
-    """Return the summary as a table."""
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """Return the summary as text, with a table of exact match."""
     from foray.demo.run import HOP_NAMES
 
     s = summary

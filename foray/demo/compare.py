@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deploy.terminal import aligned
 from protocol.errors import UserError
 from protocol.runtime.config import NOT_YAML, not_an_override, parse_yaml
 from protocol.runtime.service_cli import split_overrides
@@ -139,12 +140,6 @@ def row(summary: Mapping[str, Any]) -> dict[str, Any]:
 def render(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table as text."""
     columns = ("reached", "em_last", "em_best", "held_out_after", "held_out_greedy", "without_search", "seconds")
-    width = max(len(name) for name in rows) + 2
-    lines = [" " * width + "".join(f"{column:>17}" for column in columns)]
-    for name, values in rows.items():
-        cells = ("never" if values[c] is None else str(values[c]) for c in columns)
-        lines.append(f"{name:<{width}}" + "".join(f"{cell:>17}" for cell in cells))
-    lines.append(
-        f"reached: first step at which exact match in training, averaged over {WINDOW} steps, is at least {GOAL}"
-    )
-    return "\n".join(lines)
+    cells = ((name, *("never" if of[c] is None else str(of[c]) for c in columns)) for name, of in rows.items())
+    note = f"reached: first step at which exact match in training, averaged over {WINDOW} steps, is at least {GOAL}"
+    return "\n".join([*aligned(("", *columns), cells, numbers_from=1), note])

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foray.evaluation.suites import DataSet
+from foray.watch.records import leaves
 from rollout_server.environment.config import EnvironmentSettings
 from rollout_server.environment.prompts import TEMPLATES
 
@@ -76,17 +77,11 @@ def differences(first: EvalRecipe, second: EvalRecipe) -> list[str]:
         if name in ("methods", "data") and isinstance(one, Mapping) and isinstance(two, Mapping):
             common = one.keys() & two.keys()
             one, two = ({key: side[key] for key in common} for side in (one, two))
-        left, right = dict(_leaves(one, name)), dict(_leaves(two, name))
+        left, right = dict(leaves(one, name)), dict(leaves(two, name))
         for key in sorted(left.keys() | right.keys()):
             if left.get(key) != right.get(key):
                 lines.append(f"{key}: {_shown(left.get(key))} and {_shown(right.get(key))}")
     return lines
-
-
-def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [leaf for key in value for leaf in _leaves(value[key], f"{path}.{key}")]
-    return [(path, value)]
 
 
 def _shown(value: Any) -> str:

@@ -15,6 +15,7 @@ from foray.evaluation.statistics import LEVEL, RESAMPLES, Estimate, PairedTest
 from foray.evaluation.store import Row
 from foray.evaluation.summary import METRICS, REFERENCE, Cell, Comparison, Summary, compare
 from foray.watch.page import Example, Measured, Report, ReportTable, Section
+from foray.watch.records import leaves
 from protocol.runtime.episodes import is_failed
 
 EXAMPLES = 5
@@ -43,6 +44,7 @@ def document_of(
     name: str, recipe: EvalRecipe, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
 ) -> Report:
     """Return the report of a result, with comparisons to other results."""
+    settings = tuple((name, "-" if value is None else str(value)) for name, value in leaves(recipe))
     sections = [
         *_warnings(summary),
         Section("Scores", (INTERVALS,), _scores(summary)),
@@ -53,7 +55,7 @@ def document_of(
         ),
         Section("Cost per question", (), _costs(summary.cells)),
         *_published(summary),
-        Section("Recipe", (), ReportTable(("setting", "value"), tuple(_flat(recipe)))),
+        Section("Recipe", (), ReportTable(("setting", "value"), settings)),
         *_examples(rows),
     ]
     subject = recipe["subject"]
@@ -231,12 +233,6 @@ def _published(summary: Summary) -> list[Section]:
 
 def _percent(value: Estimate | None) -> str:
     return "-" if value is None or math.isnan(value.mean) else f"{value.mean * 100:.1f}"
-
-
-def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        return [leaf for key in value for leaf in _flat(value[key], f"{path}.{key}" if path else str(key))]
-    return [(path, "-" if value is None else str(value))]
 
 
 def _examples(rows: Sequence[Row]) -> list[Section]:

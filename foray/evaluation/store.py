@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from foray.evaluation.recipe import FORMAT, EvalRecipe, differences
 from protocol.errors import UserError
-from protocol.runtime.files import atomic_write, folder_lock
+from protocol.runtime.files import atomic_write, sole_user
 
 RECIPE, EPISODES = "protocol.json", "episodes.jsonl"
 POLICY = ("run", "lineage_id", "model")
@@ -131,16 +131,12 @@ class ResultStore:
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory of results, created if necessary. Raises UserError while another process does."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
-        try:
-            held.enter_context(folder_lock(directory, wait_s=0.0))
-        except TimeoutError:
-            raise UserError(
-                f"another process evaluates into {directory}",
-                why="the episodes of one would be lost",
-                todo="wait for it and continue with --resume, or give another --out",
-            ) from None
+    refused = UserError(
+        f"another process evaluates into {directory}",
+        why="the episodes of one would be lost",
+        todo="wait for it and continue with --resume, or give another --out",
+    )
+    with sole_user(directory, refused):
         yield
 
 

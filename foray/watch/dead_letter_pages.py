@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.terminal import escape_untrusted, hexdump
+from deploy.terminal import aligned, escape_untrusted, hexdump
 from foray.watch.dead_letters import DeadLetter, Fates
-from foray.watch.top import TableRow, table
 from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.header import check_body, read_header
@@ -24,21 +23,19 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
     if not letters and not silent:
         return ["no dead letters and no failed seqs"]
     rows = [
-        TableRow(
+        (
             str(letter.seq or "-"),
-            (
-                fates.of(letter.seq),
-                escape_untrusted(letter.reason, 32),
-                escape_untrusted(letter.source, 32),
-                _when(letter.at),
-                escape_untrusted(letter.id, 40),
-                escape_untrusted(letter.detail, 60),
-            ),
+            fates.of(letter.seq),
+            escape_untrusted(letter.reason, 32),
+            escape_untrusted(letter.source, 32),
+            _when(letter.at),
+            escape_untrusted(letter.id, 40),
+            escape_untrusted(letter.detail, 60),
         )
         for letter in letters
     ]
     rows += [
-        TableRow(str(seq), (fates.of(seq), escape_untrusted(why, 32), "ledger", "-", "-", "failed; no dead letter"))
+        (str(seq), fates.of(seq), escape_untrusted(why, 32), "ledger", "-", "-", "failed; no dead letter")
         for seq, why in silent.items()
     ]
     reasons = Counter(letter.reason for letter in letters)
@@ -46,7 +43,7 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
     dead = Counter(fates.dead.values())
     recorded = ", ".join(f"{number} {escape_untrusted(why, 32)}" for why, number in dead.most_common()) or "none"
     return [
-        *(line.rstrip() for line in table(COLUMNS, rows)),
+        *aligned(COLUMNS, rows),
         f"{len(letters)} dead letters: {counted}",
         f"{sum(dead.values())} seqs recorded as dead: {recorded}",
     ]

@@ -6,12 +6,13 @@ come from models, passages and file names. Template: `templates/page.html`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from foray.watch.replay_view import visible
+from deploy.terminal import aligned
+from foray.watch.transcript import visible
 from protocol.errors import UserError
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -76,7 +77,8 @@ class Chart:
             f"{(step - min(values)) / across * CHART_WIDTH:.1f},{(high - value) / up * CHART_HEIGHT:.1f}"
             for step, value in values.items()
         )
-        return cls(title, " ".join(points), f"{low:.4g}", f"{high:.4g}", str(steps[0]), str(steps[-1]))
+        least = f"{low:.4g}" if low < high else ""  # a flat curve has one value
+        return cls(title, " ".join(points), least, f"{high:.4g}", str(steps[0]), str(steps[-1]))
 
 
 @dataclass(frozen=True)
@@ -151,18 +153,9 @@ def to_text(document: Report) -> str:
             continue
         lines += ["", visible(section.title), *(f"  {visible(text)}" for text in section.paragraphs)]
         if section.table is not None:
-            lines += _columns(section.table)
+            rows = (tuple(visible(text_of(cell)) for cell in row) for row in section.table.rows)
+            lines += [f"  {line}" for line in aligned(section.table.header, rows, numbers_from=1)]
     return "\n".join(lines)
-
-
-def _columns(table: ReportTable) -> list[str]:
-    rows = [tuple(visible(text_of(cell)) for cell in row) for row in (table.header, *table.rows)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(table.header))]
-    aligned: list[Callable[[str, int], str]] = [str.ljust, *([str.rjust] * (len(widths) - 1))]
-    return [
-        "  " + "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _markdown_table(table: ReportTable) -> list[str]:

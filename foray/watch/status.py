@@ -173,6 +173,25 @@ def _of_spools(snapshot: RunSnapshot) -> list[Problem]:
 
 
 @dataclass(frozen=True)
+class Throughput:
+    """Tokens per second, None if unknown. `steps`: the number of past steps of which they are means; 0: at present."""
+
+    generated: float | None
+    trained: float | None
+    steps: int = 0
+
+
+def throughput(snapshot: RunSnapshot) -> Throughput:
+    """Return the present throughput, or for a run without processes its mean over the last steps."""
+    rollouts, history = snapshot.of("rollout"), snapshot.history
+    if not rollouts and snapshot.learner is None:
+        return Throughput(history.mean("tokens_generated_per_s"), history.trained_per_s, len(history.recent))
+    generated = sum(p.values.get("tokens_generated_per_s", 0.0) for p in rollouts) if rollouts else None
+    trained = snapshot.learner.values.get("tokens_trained_per_s", 0.0) if snapshot.learner else None
+    return Throughput(generated, trained)
+
+
+@dataclass(frozen=True)
 class SeqBalance:
     """Accounting by seq: issued = settled (by outcome) + in flight. `closes`: whether it adds up.
 
@@ -378,6 +397,7 @@ def to_json(snapshot: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
         "evaluations": snapshot.evaluations,
         "figures": dict(snapshot.figures),
         "step_s": snapshot.history.step_s or None,
+        "tokens_per_s": asdict(throughput(snapshot)),
         "eta_s": snapshot.eta_s,
         "problems": [asdict(p) for p in wrong],
         "redis": {

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from deploy.run.learning import learning_state
 from deploy.run.snapshot import RunSnapshot
 from deploy.terminal import escape_untrusted, sparkline, wrapped
-from foray.watch.status import letters_line, problems, seq_balance, state, step_line, token_balance
+from foray.watch.facts import facts, trends
+from foray.watch.status import problems, state
 
-LABEL = 10
-"""Columns of the first word of a line."""
+LABEL = 14
+"""Columns of the name of a line."""
 BOLD, RED, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 
 
@@ -25,8 +26,8 @@ def render(snapshot: RunSnapshot, *, max_lag: int, width: int = 0, colour: bool 
     wrong = problems(snapshot, max_lag=max_lag)
     pages = [[f"run {snapshot.run}: {state(snapshot)}, {'healthy' if not wrong else 'NOT healthy'}"], [], []]
     for problem in wrong:
-        pages[1] += [f"problem:  {problem.what}", f"   do:    {problem.todo}"]
-    pages[2] = list(_lines(snapshot, trend=width > 0))
+        pages[1] += [f"{'problem:':<{LABEL}}{problem.what}", f"{'   do:':<{LABEL}}{problem.todo}"]
+    pages[2] = [f"{name:<{LABEL}}{text}" for name, text in _lines(snapshot, max_lag, trend=width > 0)]
     marks = (BOLD, BOLD + RED, "") if colour else ("", "", "")
     return "\n".join(
         f"{mark}{piece}{PLAIN if mark else ''}"
@@ -36,61 +37,43 @@ def render(snapshot: RunSnapshot, *, max_lag: int, width: int = 0, colour: bool 
     )
 
 
-def _lines(snapshot: RunSnapshot, *, trend: bool) -> Iterator[str]:
-    """Yield a line for each part of the run."""
-    yield f"redis     {snapshot.redis_url}"
+def _lines(snapshot: RunSnapshot, max_lag: int, *, trend: bool) -> Iterator[tuple[str, str]]:
+    """Yield name and text of a line for each figure, then for each part of the run."""
+    yield "redis", snapshot.redis_url
     if snapshot.target:
-        yield f"target    {snapshot.target.version.label} ({snapshot.target_state}), epoch {snapshot.learner_epoch}"
-    yield from _learner_lines(snapshot, trend=trend)
-    yield from snapshot.evaluation_lines()
+        yield "target", f"{snapshot.target.version.label} ({snapshot.target_state}), epoch {snapshot.learner_epoch}"
+    recent = trends(snapshot) if trend else {}
+    for name, text in facts(snapshot, max_lag=max_lag).items():
+        past = recent.get(name, []) if name == "reward" else []
+        line = f"  {sparkline(past, len(past))} last {len(past)} steps" if len(past) > 1 else ""
+        yield name, f"{text}{line}"
+    if (now := learning_state(snapshot.history)).word:
+        yield "learning", f"{now.word}: {now.sign}"
+    if "publish_bytes" in (values := snapshot.figures):
+        yield "weights", _weights_text(values)
+    if last := snapshot.totals:
+        verdict = "consistent" if last.closes else "INCONSISTENT"
+        yield "checkpoint", f"of step {last.step}, epoch {last.epoch}: {last.settled} settled, {verdict}"
+    elif "checkpoint_step" in values:
+        yield "checkpoint", f"of step {values['checkpoint_step']:.0f}"
+    yield from ((line[:10].strip(), line[10:]) for line in snapshot.evaluation_lines())
     for p in snapshot.of("rollout"):
         v = p.values
         yield (
-            f"rollout   {p.id}: {v.get('groups_in_flight', 0):.0f} groups in flight, "
-            f"{v.get('groups_published', 0):.0f} published, {v.get('groups_failed', 0):.0f} failed"
+            "rollout",
+            f"{p.id}: {v.get('groups_in_flight', 0):.0f} groups in flight, "
+            f"{v.get('groups_published', 0):.0f} published, {v.get('groups_failed', 0):.0f} failed",
         )
     for e in snapshot.engines:
         yield (
-            f"engine    {e.id}: {e.state}, {'role eval, ' if e.role == 'eval' else ''}version {e.version.label}, "
+            "engine",
+            f"{e.id}: {e.state}, {'role eval, ' if e.role == 'eval' else ''}version {e.version.label}, "
             f"{e.running} running, {e.waiting} waiting, "
-            f"{e.tokens_per_s:.0f} tok/s, paused {e.pause_s:.2f} s at the last update, {e.url}"
+            f"{e.tokens_per_s:.0f} tok/s, paused {e.pause_s:.2f} s at the last update, {e.url}",
         )
-    yield (
-        f"streams   tasks {snapshot.tasks.waiting} waiting, {snapshot.tasks.held} leased; "
-        f"trajectory groups {snapshot.traj.waiting} ready, {snapshot.traj.held} unacknowledged; "
-        f"dead letters {letters_line(snapshot)}"
-    )
-    yield from _accounts(snapshot)
-    yield from (f"event     {line}" for line in event_lines(snapshot))
+    yield from (("event", line) for line in event_lines(snapshot))
     if snapshot.stopped:
-        yield f"next      resume from the checkpoint with {snapshot.again or 'the command that started the run'}"
-
-
-def _learner_lines(snapshot: RunSnapshot, *, trend: bool) -> Iterator[str]:
-    v = snapshot.figures
-    if "step" in v:
-        lag = f", lag {v['lag_mean']:.2f} (max {v.get('lag_max', 0):.0f})" if "lag_mean" in v else ""
-        checkpoint = f", checkpoint at step {v['checkpoint_step']:.0f}" if "checkpoint_step" in v else ""
-        yield f"learner   {step_line(snapshot)}{lag}{checkpoint}"
-    if "reward_mean" in v:
-        rewards = snapshot.history.values("reward_mean") if trend else []
-        line = f"  {sparkline(rewards, len(rewards))} last {len(rewards)} steps" if len(rewards) > 1 else ""
-        yield f"reward    {v['reward_mean']:.3f}{line}"
-    if (now := learning_state(snapshot.history)).word:
-        yield f"learning  {now.word}: {now.sign}"
-    if "publish_bytes" in v:
-        yield _weights_line(v)
-
-
-def _accounts(snapshot: RunSnapshot) -> Iterator[str]:
-    totals = seq_balance(snapshot)
-    if totals.source:
-        yield f"ledger    {totals.line()} ({totals.source})"
-    if balance := token_balance(snapshot):
-        yield f"tokens    {balance.line()}"
-    if last := snapshot.totals:
-        verdict = "consistent" if last.closes else "INCONSISTENT"
-        yield f"checkpoint step {last.step}, epoch {last.epoch}: {last.settled} settled, {verdict}"
+        yield "next", f"resume from the checkpoint with {snapshot.again or 'the command that started the run'}"
 
 
 def event_lines(snapshot: RunSnapshot) -> list[str]:
@@ -103,12 +86,12 @@ def event_lines(snapshot: RunSnapshot) -> list[str]:
     ]
 
 
-def _weights_line(v: Mapping[str, float]) -> str:
+def _weights_text(v: Mapping[str, float]) -> str:
     """Return the phases of the last weight transfer, and the transfers since the learner's start."""
     phases = ("gather", "prepare", "transfer", "verify", "commit", "disk")
     seconds = {phase: v.get(f"publish_{phase}_s", 0.0) for phase in phases}
     listed = ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items() if s) or "nothing yet"
-    line = f"weights   {v['publish_bytes'] / 1e6:.1f} MB, last version in {sum(seconds.values()):.2f} s ({listed})"
+    line = f"{v['publish_bytes'] / 1e6:.1f} MB, last version in {sum(seconds.values()):.2f} s ({listed})"
     if "publish_distributed" in v:
         sent, files, fallbacks = (v.get(f"publish_{name}", 0.0) for name in ("distributed", "disk", "fallbacks"))
         line += f"; {sent:.0f} versions sent, {files:.0f} by files ({fallbacks:.0f} after a failed transfer)"

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 
 from deploy.run.snapshot import RunSnapshot
-from deploy.terminal import sparkline, wrapped
-from foray.watch.status import letters_line, problems, seq_balance, state, step_line, token_balance
+from deploy.terminal import aligned, sparkline, wrapped
+from foray.watch.facts import facts, trends
+from foray.watch.status import problems, state
 from learner.delivery.autoscale import wait_shares
-from protocol.messages import MetricsSnapshot
-from protocol.redaction import printable
 from protocol.runtime.http.client import ask
 
 IN_WORDS = {
@@ -37,25 +36,10 @@ IN_WORDS = {
     ("rollout", "redis"): "rollout servers wait for Redis",
     ("node", "eval"): "engines delay new weights until an evaluation ends",
 }
-TRENDS = {
-    "tokens/s": "tokens_generated_per_s",
-    "reward": "reward_mean",
-    "exact match": "reward/em",
-    "lag": "lag_mean",
-}
-"""Fact -> the field of `metrics.jsonl` whose recent values are drawn after it."""
 WORKING = ("training", "waiting", "evaluating", "serving")
 """States in which wait times are shown: in others, processes are idle or wait for the learner to start."""
 WINDOW_S = 10.0
 _METRIC = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)")
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """One line of a table: a name and its cells as printed."""
-
-    name: str
-    cells: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -64,7 +48,7 @@ class Frame:
 
     title: str
     facts: tuple[tuple[str, str], ...]
-    engines: tuple[TableRow, ...]
+    engines: tuple[tuple[str, ...], ...]
     waits: tuple[str, ...]
     problems: tuple[str, ...]
     trends: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -83,7 +67,7 @@ class Frame:
             "problems": ([f"  problem: {text}" for text in self.problems], 4),
             "figures": (facts, names + 4),
             "waits": (["  time spent waiting", *(f"    {line}" for line in self.waits)] if self.waits else [], 10),
-            "engines": (table(ENGINE_COLUMNS, self.engines, width) if self.engines else [], 4),
+            "engines": (self._engines(width), 4),
         }
         rows = [("", piece) for piece in wrapped(self.title, width, 2)]
         for part, (lines, indent) in parts.items():
@@ -97,6 +81,11 @@ class Frame:
         trend = self.trends.get(name, ())
         room = min(width - start, len(trend))
         return f"{line:<{start}}{sparkline(trend, room)}" if room >= SHORTEST else line
+
+    def _engines(self, width: int) -> list[str]:
+        if not self.engines:
+            return []
+        return [f"  {line}" for line in aligned(ENGINE_COLUMNS, self.engines, width=max(0, width - 2), less=LESS)]
 
     def plain(self) -> str:
         """Return the frame without colours, control codes and sparklines."""
@@ -123,61 +112,19 @@ ALIGNED = 56
 """Sparklines begin in one column, but for those of longer lines."""
 
 
-def table(columns: tuple[str, ...], rows: Iterable[TableRow], width: int = 0) -> list[str]:
-    """Return aligned lines: the header, then one line per row. With `width` columns in LESS go until it fits."""
-    cells = [columns, *(tuple(printable(cell, keep="") for cell in (row.name, *row.cells)) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    kept = list(range(len(columns)))
-    for name in LESS:
-        if width and 2 * len(kept) + sum(widths[i] for i in kept) > width and name in columns:
-            kept.remove(columns.index(name))
-    return ["  " + "  ".join(line[i].ljust(widths[i]) for i in kept) for line in cells]
-
-
 def frame(snapshot: RunSnapshot, before: RunSnapshot | None, searches: Mapping[str, float], *, max_lag: int) -> Frame:
     """Return the frame of `snapshot`; `before` is an earlier snapshot, for rates and shares."""
-    rollouts, values = snapshot.of("rollout"), snapshot.figures
-    facts = [
-        ("step", f"{step_line(snapshot).removeprefix('step ')}, weights {_weights(snapshot)}"),
-        ("tokens/s", _tokens_line(snapshot)),
-        ("reward", f"{_of(values, 'reward_mean')} trained, {_mean(rollouts, 'reward_mean')} generated"),
-    ]
-    if "reward/em" in values or any("reward/em" in p.values for p in rollouts):
-        facts.append(("exact match", f"{_of(values, 'reward/em')} trained, {_mean(rollouts, 'reward/em')} generated"))
-    if "lag_mean" in values:
-        facts.append(
-            ("lag", f"mean {values['lag_mean']:.2f}, max {values.get('lag_max', 0.0):.0f} (bound {max_lag})"),
-        )
-    if snapshot.evaluations:
-        still = " (new weights wait for it)" if snapshot.learner and snapshot.pinned_evaluations else ""
-        facts.append(("evaluation", f"{snapshot.evaluations} running{still}"))
-    if rollouts:
-        in_flight = sum(p.values.get("groups_in_flight", 0.0) for p in rollouts)
-        flying = sum(p.values.get("trajectories_in_flight", 0.0) for p in rollouts)
-        facts.append(("in flight", f"{in_flight:.0f} groups, {flying:.0f} trajectories"))
-    if snapshot.now:
-        tasks, groups = snapshot.tasks, snapshot.traj
-        text = f"tasks {tasks.waiting} waiting, {tasks.held} leased; "
-        facts.append(("streams", f"{text}groups {groups.waiting} ready, {groups.held} until the next checkpoint"))
-    facts.append(("ledger", seq_balance(snapshot).line()))
-    if balance := token_balance(snapshot):
-        facts.append(("tokens", balance.line()))
-    facts.append(("dead letters", letters_line(snapshot)))
-    if rollouts:
-        facts.append(("search", _search_line(rollouts, searches)))
     engines = tuple(
-        TableRow(
+        (
             e.id,
-            (
-                str(e.state),
-                e.version.label,
-                str(e.running),
-                str(e.waiting),
-                f"{e.tokens_per_s:,.0f}",
-                str(e.updates),
-                f"{e.token_usage:.0%}",
-                e.role,
-            ),
+            str(e.state),
+            e.version.label,
+            str(e.running),
+            str(e.waiting),
+            f"{e.tokens_per_s:,.0f}",
+            str(e.updates),
+            f"{e.token_usage:.0%}",
+            e.role,
         )
         for e in snapshot.engines
     )
@@ -185,8 +132,8 @@ def frame(snapshot: RunSnapshot, before: RunSnapshot | None, searches: Mapping[s
     waits: list[str] = []
     if snapshot.processes and state(snapshot) in WORKING:
         waits = waits_in_words(snapshot, before) or ["no wait of 5 % or more"]
-    trends = {name: snapshot.history.values(metric) for name, metric in TRENDS.items()}
-    return Frame(f"run {snapshot.run}: {state(snapshot)}", tuple(facts), engines, tuple(waits), wrong, trends)
+    said = tuple(facts(snapshot, max_lag=max_lag, searches=searches).items())
+    return Frame(f"run {snapshot.run}: {state(snapshot)}", said, engines, tuple(waits), wrong, trends(snapshot))
 
 
 def waits_in_words(snapshot: RunSnapshot, before: RunSnapshot | None) -> list[str]:
@@ -226,43 +173,3 @@ class Looks:
         while len(self._looks) > 1 and self._looks[1].now <= snapshot.now - WINDOW_S:
             self._looks.popleft()
         return self._looks[0] if self._looks and self._looks[0] is not snapshot else None
-
-
-def _weights(snapshot: RunSnapshot) -> str:
-    if snapshot.target:
-        return snapshot.target.version.label
-    return f"{snapshot.totals.epoch}.{snapshot.totals.step} (checkpoint)" if snapshot.totals else "none yet"
-
-
-def _tokens_line(snapshot: RunSnapshot) -> str:
-    """Return the present throughput, or for a run without processes its mean over the last steps."""
-    rollouts, history = snapshot.of("rollout"), snapshot.history
-    generated = sum(p.values.get("tokens_generated_per_s", 0.0) for p in rollouts) if rollouts else None
-    trained = snapshot.learner.values.get("tokens_trained_per_s", 0.0) if snapshot.learner else None
-    if generated is not None or trained is not None:
-        return f"{_number(generated)} generated, {_number(trained)} trained"
-    past = f" (mean of the last {len(history.recent)} steps)" if history.recent else ""
-    return (
-        f"{_number(history.mean('tokens_generated_per_s'))} generated, {_number(history.trained_per_s)} trained{past}"
-    )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
-
-
-def _search_line(rollouts: tuple[MetricsSnapshot, ...], searches: Mapping[str, float]) -> str:
-    asked = sum(p.values.get("searches", 0.0) for p in rollouts)
-    errors = sum(p.values.get("search_errors", 0.0) for p in rollouts)
-    line = f"{asked:,.0f} searches, {errors:,.0f} failed"
-    queries = searches.get("foray_retriever_queries_total")
-    return f"{line}; retrievers answered {queries:,.0f} queries" if queries is not None else line
-
-
-def _of(values: Mapping[str, float], name: str) -> str:
-    return f"{values[name]:.3f}" if name in values else "-"
-
-
-def _mean(found: tuple[MetricsSnapshot, ...], name: str) -> str:
-    values = [p.values[name] for p in found if name in p.values]
-    return f"{sum(values) / len(values):.3f}" if values else "-"

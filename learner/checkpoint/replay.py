@@ -10,12 +10,10 @@ writes checkpoints to another run directory, and waits for no other process.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from learner.batching import batch_for_step
@@ -33,7 +31,7 @@ from learner.recovery import SignalGuard
 from learner.weights import build_publisher
 from protocol.errors import UserError
 from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
-from protocol.runtime.files import durable_mkdir
+from protocol.runtime.files import sole_user
 from protocol.runtime.lifecycle import deferred_shutdown
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
@@ -98,7 +96,8 @@ def replay(
             why="a replay writes its own checkpoints and metrics",
             todo="set another run.dir=DIR",
         )
-    with deferred_shutdown() as stop, _alone(run.dir):
+    refused = UserError(f"another replay is running in {run.dir}", todo="wait for it, or set another run.dir")
+    with deferred_shutdown() as stop, sole_user(run.dir, refused):
         key = run_key(run.dir, os.environ)
         checkpoints = Checkpoints(run.checkpoint_dir, settings.keep_checkpoints, key=key, trust=trust_checkpoint)
         loop = ReplayLoop(run, settings, Recording(folder), checkpoints, make_engine, stop.is_set)
@@ -263,17 +262,3 @@ class ReplayLoop:
         self.delivery.restore(facts)
         self.batches.position = int(replayed["position"])
         log.info("resuming from %s", checkpoint.path)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock in the folder. Raises UserError if another replay holds it."""
-    durable_mkdir(folder)
-    with (folder / "replay.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another replay is running in {folder}", todo="wait for it, or set another run.dir"
-            ) from None
-        yield

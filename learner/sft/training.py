@@ -6,13 +6,11 @@ has the same weights, bit for bit on a CPU. Update `n` depends only on the state
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,7 +24,7 @@ from learner.model.loading import load_policy, refuse_rounding
 from learner.sft.batches import SftExample, SftMicroBatch, examples_of_update, micro_batches
 from learner.sft.record import RECORD, SftPlan, SftProgress
 from protocol.errors import ForayError, UserError
-from protocol.runtime.files import durable_mkdir, fsync_path
+from protocol.runtime.files import fsync_path, sole_user
 from protocol.runtime.number_format import resolve
 
 log = logging.getLogger(__name__)
@@ -47,7 +45,8 @@ def train(plan: SftPlan, report: Callable[[SftProgress], None], should_stop: Cal
     should_stop  asked after every update; if true, a checkpoint is written, and the result has fewer steps than `steps`
     Raises UserError for a model that cannot be trained, and SftFailed.
     """
-    with _alone(plan.folder):
+    refused = UserError(f"another process trains in {plan.folder}", todo="wait for it, or choose another --out")
+    with sole_user(plan.folder, refused):
         trainer = _SftTrainer(plan)
         progress = trainer.run(report, should_stop)
         if progress.step == progress.steps:
@@ -217,17 +216,3 @@ class _SftTrainer:
                 tensor.copy_(tensors[name])
         self._progress = SftProgress(**found.facts["progress"] | {"dtype": self._progress.dtype})
         self._publish()
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock in the folder. Raises UserError if another process trains there."""
-    durable_mkdir(folder)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process trains in {folder}", todo="wait for it, or choose another --out"
-            ) from None
-        yield

@@ -16,11 +16,12 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from io import BufferedReader
 from pathlib import Path
 
+from protocol.errors import UserError
 from protocol.run_meta import LINEAGE_FILE, lineage_id_in
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,18 @@ LOCK_TIMEOUT_S = 20.0
 FREE_SPACE = "free disk space and run the same command again"
 LOCK_POLL_S = 0.05
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def try_lock(handle: int, *, shared: bool = False) -> bool:
+    """Lock an open file or folder until it is closed or its process ends. Return False if another one holds the lock.
+
+    Raises OSError on a file system without locks.
+    """
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager
@@ -42,22 +55,30 @@ def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
     try:
         wait_s = LOCK_TIMEOUT_S if wait_s is None else wait_s
         deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+        try:
+            while not try_lock(handle):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has held {folder} for {wait_s:.0f} s") from None
+                    raise TimeoutError(f"another process has held {folder} for {wait_s:.0f} s")
                 time.sleep(LOCK_POLL_S)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                log.warning("%s cannot be locked: %s", folder, error)
-                break
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("%s cannot be locked: %s", folder, error)
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def sole_user(folder: Path, refused: UserError) -> Iterator[None]:
+    """Create `folder` and hold its lock. Raises `refused` while another process holds it."""
+    durable_mkdir(folder)
+    with ExitStack() as held:
+        try:
+            held.enter_context(folder_lock(folder, wait_s=0.0))
+        except TimeoutError:
+            raise refused from None
+        yield
 
 
 def is_full(error: OSError) -> bool:

@@ -4,7 +4,7 @@
     with progress.task("vectors", total=n, unit="passages") as task:
         task(done)
 
-Bars need the package rich; without it there are lines. Rate and time left are of the last WINDOW_S seconds: work that
+Rate and time left are of the last WINDOW_S seconds: work that
 was done before an interruption, or at another speed, does not count.
 """
 
@@ -254,14 +254,12 @@ class TaskProgress:
         return f"{rate:,.0f} {self.unit}/s" if rate >= 1 or rate <= 0 else f"{duration(1 / rate)} each"
 
 
-def _start_bars(terminal: TextIO) -> Bars | None:
-    """Start drawing bars on `terminal`. None without rich."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bars
-    except ImportError:
-        return None
+def _start_bars(terminal: TextIO) -> Bars:
+    """Start drawing bars on `terminal`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bars
+
     # without markup: names of files may have brackets
     name, text = (TextColumn(part, markup=False) for part in ("{task.description}", "{task.fields[text]}"))
     columns = name, BarColumn(bar_width=24), text

@@ -18,6 +18,12 @@ from protocol.settings import PATTERNS
 
 RENAMED = {"allow_unisolated": "sandbox"}
 """Former name of a settings key -> its present name."""
+REMOVED = {
+    "retriever.memory": "remove it; retriever.cache_mb keeps the answers of repeated searches",
+    "rollout.search.http.run": "remove it; retrievers answer all runs alike",
+    "retriever.online.type=bing": "its API ended on 11 August 2025; use `serper`, or `serpapi` with engine=bing",
+}
+"""Former setting, or its former value -> what to do instead."""
 _MAY_BE_SECRET = re.compile(r"(key|token|password|secret)(_env|_variable)?$", re.IGNORECASE)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 300
@@ -38,11 +44,16 @@ def explain(error: ValidationError, name: str, kind: type[BaseModel]) -> Iterato
     for item in error.errors():
         where = ".".join([name, *(str(part) for part in item["loc"])])
         if item["type"] == "extra_forbidden":
+            if where in REMOVED:
+                yield f"{where} is no longer a setting: {REMOVED[where]}"
+                continue
             legal = _legal_keys(kind, [str(part) for part in item["loc"][:-1]])
             yield f"unknown key {where!r}: {suggest(str(item['loc'][-1]), legal)}"
         elif item["type"] == "union_tag_not_found":
             known = ", ".join(_legal_tags(kind, [str(part) for part in item["loc"]]))
             yield f"{where} has no type: set {where}.type to one of {known}"
+        elif (former := f"{where}.type={(item.get('ctx') or {}).get('tag')}") in REMOVED:
+            yield f"{former} is no longer supported: {REMOVED[former]}"
         else:
             # with nested aliases, a few lines of YAML can expand to gigabytes
             yield f"{where} = {_SHORT.repr(_shown(where, item['input']))}: {_in_words(item, kind)}"

@@ -169,9 +169,7 @@ def _hits(service: RetrieverState, requested: int) -> int:
     raise ApiError(400, f"{requested} hits per query exceed retriever.max_topk = {most}")
 
 
-async def search_outcomes(
-    service: RetrieverState, queries: Sequence[str], k: int, run: str = ""
-) -> list[QueryResult | QueryFailure]:
+async def search_outcomes(service: RetrieverState, queries: Sequence[str], k: int) -> list[QueryResult | QueryFailure]:
     """Return one outcome per query. Raises ApiError 400, 429 and 503."""
     if service.searches is None or service.draining:
         raise ApiError(503, NOT_OPEN, retry_after_s=1)
@@ -182,7 +180,7 @@ async def search_outcomes(
         )
     start = time.perf_counter()
     try:
-        return await service.searches.search(queries, k, run)
+        return await service.searches.search(queries, k)
     except Overloaded as error:
         raise overloaded(service, error) from None
     except ServiceStopped as error:
@@ -191,10 +189,10 @@ async def search_outcomes(
         service.metrics.request_seconds.observe(time.perf_counter() - start)
 
 
-async def search_results(service: RetrieverState, queries: Sequence[str], k: int, run: str = "") -> list[QueryResult]:
+async def search_results(service: RetrieverState, queries: Sequence[str], k: int) -> list[QueryResult]:
     """Return one result per query. Raises ApiError for the first failure: clients of this form cannot distinguish a
     failed query from one without hits."""
-    outcomes = await search_outcomes(service, queries, k, run)
+    outcomes = await search_outcomes(service, queries, k)
     results = [outcome for outcome in outcomes if not isinstance(outcome, QueryFailure)]
     if len(results) < len(outcomes):
         raise api_error(next(outcome for outcome in outcomes if isinstance(outcome, QueryFailure)))

@@ -1,7 +1,7 @@
 """Search-R1's dialect: `POST /retrieve {"queries", "topk", "return_scores"}`, see `protocol.search`.
 
 Search-R1's server handles `return_scores: false` wrongly (its loop unpacks a list of documents as if it were a
-pair); here all three forms work. `partial` and `run` are extensions of Foray. SkyRL's and rLLM's
+pair); here all three forms work. `partial` is an extension of Foray. SkyRL's and rLLM's
 clients send other field names, and rLLM's reads `results`: [{"id", "content", "score"}, ..].
 """
 
@@ -26,9 +26,9 @@ async def retrieve(request: web.Request) -> web.Response:
     async with request_body(SearchRequest, request) as body:
         k = body.topk or service.settings.topk
         if not body.partial:
-            answers = await search_results(service, body.queries, k, body.run)
+            answers = await search_results(service, body.queries, k)
             return json_response(render(answers, scores=body.return_scores, results=body.results))
-        outcomes = await search_outcomes(service, body.queries, k, body.run)
+        outcomes = await search_outcomes(service, body.queries, k)
     answers = [_NO_HITS if isinstance(outcome, QueryFailure) else outcome for outcome in outcomes]
     errors = [outcome.cause if isinstance(outcome, QueryFailure) else None for outcome in outcomes]
     some_failed = errors if any(errors) else None

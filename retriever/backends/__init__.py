@@ -1,1 +1,1 @@
-"""Backends that answer queries: an index over a corpus, a web search engine, a memory of earlier searches."""
+"""Backends that answer queries: an index over a corpus, a web search engine."""

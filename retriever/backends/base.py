@@ -1,4 +1,4 @@
-"""The backend interface: an index over a corpus, a web search engine, or a memory of earlier searches before either.
+"""The backend interface: an index over a corpus, or a web search engine.
 
     handlers --> QueryService (cache, joining, queue, batches) --> Backend.search --> one outcome per query
 
@@ -45,12 +45,10 @@ class Backend(Protocol):
     def fingerprint(self) -> str:
         """Return a hash of everything that determines a result: part of every cache key."""
 
-    async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
+    async def search(self, queries: Sequence[str], k: int) -> list[QueryResult | QueryFailure]:
         """Return one outcome per query, in order, with at most k documents each.
 
         Queries are normalised, distinct and not blank.
-
-        run  run whose memory is searched and extended; "" for none. Only `memory` uses it.
         """
 
     async def find(self, passage_id: str) -> Passage | None:

@@ -1,12 +1,11 @@
-"""Open the backend of the settings: an index or a web search engine, optionally behind a memory."""
+"""Open the backend of the settings: an index or a web search engine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from retriever.backends.base import Backend, Embedder
 from retriever.backends.index import open_index_backend
-from retriever.backends.memory.backend import open_memory
 from retriever.backends.web.backend import open_web
 from retriever.config import RetrieverSettings
 from retriever.metrics import Metrics
@@ -19,7 +18,6 @@ class OpenBackend:
     embedder                its encoder, for `/v1/embeddings`, if it has one
     max_concurrent_batches  concurrent calls of `search`
     max_batch               maximum queries per call
-    per_run                 whether a result depends on the requesting run
     num_passages            size of the corpus; None: unknown (a web search engine)
     """
 
@@ -27,35 +25,18 @@ class OpenBackend:
     embedder: Embedder | None
     max_concurrent_batches: int
     max_batch: int
-    per_run: bool
     num_passages: int | None = None
 
 
 async def open_backend(settings: RetrieverSettings, metrics: Metrics) -> OpenBackend:
     """Open the backend of these settings. Raises UserError if a setting, the corpus or the index is invalid."""
-    opened = await _open_source(settings, metrics)
-    if settings.memory is None:
-        return opened
-    try:
-        memory = await open_memory(opened.backend, settings.memory, metrics)
-    except BaseException:
-        await opened.backend.close()
-        raise
-    return replace(opened, backend=memory, per_run=True)
-
-
-async def _open_source(settings: RetrieverSettings, metrics: Metrics) -> OpenBackend:
     if settings.online is not None:
         online = open_web(settings.online)
         metrics.add_provider(settings.online.type, online.counters)
         # twice the concurrency: some queries wait for pages or for the rate limit
-        return OpenBackend(
-            online, None, max_concurrent_batches=2 * settings.online.concurrency, max_batch=1, per_run=False
-        )
+        return OpenBackend(online, None, max_concurrent_batches=2 * settings.online.concurrency, max_batch=1)
     index = await open_index_backend(settings)
     passages = index.searcher.num_passages
     metrics.passages.set(passages)
     embedder = index if index.searcher.has_encoder else None
-    return OpenBackend(
-        index, embedder, max_concurrent_batches=1, max_batch=settings.max_batch, per_run=False, num_passages=passages
-    )
+    return OpenBackend(index, embedder, max_concurrent_batches=1, max_batch=settings.max_batch, num_passages=passages)

@@ -60,7 +60,7 @@ class IndexBackend:
         """See `Embedder`."""
         return self.searcher.model
 
-    async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
+    async def search(self, queries: Sequence[str], k: int) -> list[QueryResult | QueryFailure]:
         """See `Backend`. One call of the index; if it fails, one call per query, so that only the bad ones fail."""
         return await self._one_by_one(lambda some: self.searcher.search(some, k), queries)
 

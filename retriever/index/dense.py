@@ -190,6 +190,22 @@ class QueryRescaler:
         return Hits(hits.rows, hits.scores * scales)
 
 
+class OverStoredVectors:
+    """The part of a vector index that searches stored vectors [ntotal, dim] itself."""
+
+    def __init__(self, vectors: StoredVectors) -> None:
+        self._vectors = vectors
+
+    @property
+    def ntotal(self) -> int:
+        """Return the number of vectors."""
+        return len(self._vectors)
+
+    def longest(self) -> float:
+        """See `UnitLengthIndex`."""
+        return longest(self._vectors)
+
+
 def longest(vectors: npt.NDArray[Any]) -> float:
     """Return the length of the longest row of vectors [ntotal, dim], read block by block."""
     return max(

@@ -9,7 +9,7 @@ from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Hits, PassageSource
 from retriever.index.config import MemoryIndexSettings
-from retriever.index.dense import DenseIndex, StoredVectors, exact_search, longest
+from retriever.index.dense import DenseIndex, OverStoredVectors, exact_search
 
 
 class ExactIndex(DenseIndex):
@@ -25,20 +25,11 @@ class ExactIndex(DenseIndex):
         source.vectors(settings.encoder, settings.dtype, directory)
 
 
-class ExactVectors:
+class ExactVectors(OverStoredVectors):
     """The vectors of one directory, memory-mapped."""
 
     def __init__(self, directory: Path) -> None:
-        self._vectors: StoredVectors = store.open_vectors(directory)
-
-    @property
-    def ntotal(self) -> int:
-        """Return the number of vectors."""
-        return len(self._vectors)
-
-    def longest(self) -> float:
-        """See `dense.UnitLengthIndex`."""
-        return longest(self._vectors)
+        super().__init__(store.open_vectors(directory))
 
     def search(self, queries: Vectors, k: int) -> Hits:
         """See `base.VectorIndex`."""

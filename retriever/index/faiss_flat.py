@@ -20,7 +20,7 @@ from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Hits, PassageSource, Rows, Scores
 from retriever.index.config import DenseBase, FileBase
-from retriever.index.dense import DenseIndex, StoredVectors, longest, search_candidates
+from retriever.index.dense import DenseIndex, OverStoredVectors, StoredVectors, search_candidates
 
 SPARE = 8
 """Extra candidates beyond k requested from FAISS."""
@@ -60,22 +60,13 @@ class FaissFlatIndex(DenseIndex):
         check_fits(settings.file, open_flat_file(settings.file).shape, settings, source)
 
 
-class FaissFlatVectors:
+class FaissFlatVectors(OverStoredVectors):
     """Flat search over vectors [ntotal, dim], C order. The thread count applies to the opening thread."""
 
     def __init__(self, vectors: StoredVectors, *, threads: int) -> None:
         faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM
         use_threads(threads)
-        self._vectors = vectors
-
-    @property
-    def ntotal(self) -> int:
-        """Return the number of vectors."""
-        return len(self._vectors)
-
-    def longest(self) -> float:
-        """See `dense.UnitLengthIndex`."""
-        return longest(self._vectors)
+        super().__init__(vectors)
 
     def search(self, queries: Vectors, k: int) -> Hits:
         """See `base.VectorIndex`."""

@@ -18,7 +18,7 @@ from retriever.encoder.base import Vectors
 from retriever.index import store
 from retriever.index.base import Hits, PassageSource, Rows, Scores
 from retriever.index.config import TorchFlatSettings
-from retriever.index.dense import DenseIndex, StoredVectors, longest, search_candidates, tolerance
+from retriever.index.dense import DenseIndex, OverStoredVectors, StoredVectors, search_candidates, tolerance
 from retriever.index.devices import GpuShard, choose_devices, plan_shards
 
 _HALF_ERROR = 3 * 2.0**-11
@@ -51,11 +51,12 @@ class TorchFlatIndex(DenseIndex):
         FaissFlatIndex.build(settings, source, directory)
 
 
-class TorchFlatVectors:
+class TorchFlatVectors(OverStoredVectors):
     """Vectors [ntotal, dim], distributed over devices by rows."""
 
     def __init__(self, settings: TorchFlatSettings, vectors: StoredVectors) -> None:
-        self._vectors, self._spare = vectors, settings.spare
+        super().__init__(vectors)
+        self._spare = settings.spare
         ntotal, dim = vectors.shape
         self._dtype = torch.float16 if settings.precision == "float16" else torch.float32
         # twice the bound, because two scores are compared
@@ -68,15 +69,6 @@ class TorchFlatVectors:
             (share.start, _copy(vectors, share, self._dtype, device))
             for device, share in _place(settings.devices, ntotal, dim * self._dtype.itemsize, temp_bytes, dim)
         ]
-
-    @property
-    def ntotal(self) -> int:
-        """Return the number of vectors."""
-        return len(self._vectors)
-
-    def longest(self) -> float:
-        """See `dense.UnitLengthIndex`."""
-        return longest(self._vectors)
 
     def search(self, queries: Vectors, k: int) -> Hits:
         """See `base.VectorIndex`."""

@@ -5,7 +5,6 @@ The lock is a kernel lock (`flock`), which is released when its process ends.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from protocol.errors import UserError
-from protocol.runtime.files import atomic_write, below, fsync_path, fsync_tree
+from protocol.runtime.files import atomic_write, below, fsync_path, fsync_tree, try_lock
 from retriever.corpus.corpus import CorpusScan
 
 _LOCK = "lock"
@@ -58,11 +57,11 @@ class BuildDirectory:
         except FileNotFoundError:
             return False  # it has just been published
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # the locked directory may have become the finished index
-            if os.fstat(lock).st_ino != (self.directory / _LOCK).stat().st_ino:
-                raise BlockingIOError
-        except (BlockingIOError, FileNotFoundError):
+            ours = try_lock(lock) and os.fstat(lock).st_ino == (self.directory / _LOCK).stat().st_ino
+        except FileNotFoundError:
+            ours = False
+        if not ours:
             os.close(lock)
             return False
         os.ftruncate(lock, 0)

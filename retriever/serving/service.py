@@ -36,7 +36,6 @@ class QueryService:
         self,
         backend: Backend,
         *,
-        per_run: bool,
         window_s: float,
         max_batch: int,
         max_concurrent_batches: int,
@@ -44,13 +43,12 @@ class QueryService:
         queue_limit: QueueLimit,
         metrics: Metrics,
     ) -> None:
-        """`per_run`: results depend on the requesting run; otherwise all runs share them."""
-        self._backend, self._per_run, self.queue_limit = backend, per_run, queue_limit
+        self._backend, self.queue_limit = backend, queue_limit
         self._fingerprint = backend.fingerprint
         self._cache, self._metrics = cache, metrics
         self._batcher: DynamicBatcher[CacheKey, QueryResult] = DynamicBatcher(
             self._call,
-            group=lambda key: (key.k, key.run),
+            group=lambda key: key.k,
             window_s=window_s,
             max_batch=max_batch,
             max_concurrent_batches=max_concurrent_batches,
@@ -59,10 +57,9 @@ class QueryService:
             on_result=self._store,
         )
 
-    async def search(self, queries: Sequence[str], k: int, run: str = "") -> list[QueryResult | QueryFailure]:
+    async def search(self, queries: Sequence[str], k: int) -> list[QueryResult | QueryFailure]:
         """Return one outcome per query, in order; a blank query has no hits. Raises Overloaded or ServiceStopped."""
-        run = run if self._per_run else ""
-        keys = [CacheKey(normalise(query), k, self._fingerprint, run) for query in queries]
+        keys = [CacheKey(normalise(query), k, self._fingerprint) for query in queries]
         known: dict[CacheKey, QueryResult | QueryFailure] = {}
         unknown: list[CacheKey] = []
         blank = 0
@@ -91,7 +88,7 @@ class QueryService:
     async def _call(self, keys: Sequence[CacheKey]) -> Sequence[QueryResult | QueryFailure]:
         # a single search for the largest k suffices only for exact indexes; approximate ones lack the prefix property
         start = time.perf_counter()
-        outcomes = await self._backend.search([key.query for key in keys], keys[0].k, keys[0].run)
+        outcomes = await self._backend.search([key.query for key in keys], keys[0].k)
         self._metrics.calls.inc()
         self._metrics.batch_size.observe(len(keys))
         self._metrics.search_seconds.observe(time.perf_counter() - start)
@@ -104,13 +101,11 @@ class QueryService:
 
 
 class CacheKey(NamedTuple):
-    """What determines a result: the normalised query, the number of hits, the backend's fingerprint, and the run if it
-    has a memory ("" otherwise)."""
+    """What determines a result: the normalised query, the number of hits, the backend's fingerprint."""
 
     query: str
     k: int
     fingerprint: str
-    run: str = ""
 
 
 class ResultCache:

@@ -41,8 +41,6 @@ class HttpSearchSettings(Settings):
     """HTTP API: `search_r1` (POST /retrieve), or `flashrag` (POST /batch_search, as in ReSearch and ReCall)."""
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
     """Passages per query."""
-    run: str = Field(default="", max_length=128)
-    """Namespace of the retriever's search memory, if it keeps one: a run id. Empty: disabled."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Timeout of one query in seconds while a retriever is healthy: queueing, attempts and back-off."""
     attempt_s: float | None = Field(default=None, gt=0)
@@ -95,9 +93,7 @@ class HttpSearch:
 
     def __init__(self, settings: HttpSearchSettings) -> None:
         attempt_s = settings.attempt_s or settings.deadline_s / 3
-        self._transport = SearchTransport(
-            settings.dialect, topk=settings.topk, run=settings.run, max_bytes=settings.max_bytes
-        )
+        self._transport = SearchTransport(settings.dialect, topk=settings.topk, max_bytes=settings.max_bytes)
         self.balancer = ReplicaBalancer(
             self._transport,
             settings.urls,

@@ -61,15 +61,14 @@ class _Document(BaseModel):
     contents: str
 
 
-def request_body(dialect: Dialect, query: str, topk: int, run: str) -> bytes:
-    """Return the request body for one query. `run`: namespace of the search memory, "" for none (search_r1 only)."""
+def request_body(dialect: Dialect, query: str, topk: int) -> bytes:
+    """Return the request body for one query."""
     body: dict[str, Any]
     if dialect == "flashrag":
         body = {"query": [query], "top_n": topk, "return_score": False}
     else:
         # `partial`: a named failure of the query is more informative than a 500. Other servers ignore it.
         body = {"queries": [query], "topk": topk, "return_scores": True, "partial": True}
-        body |= {"run": run} if run else {}
     return json.dumps(body).encode()
 
 
@@ -171,9 +170,9 @@ class HttpConnections:
 class SearchTransport(HttpConnections):
     """Connections to retrievers, in their dialect. `GradientLimit` limits the requests in flight."""
 
-    def __init__(self, dialect: Dialect, *, topk: int, run: str, max_bytes: int) -> None:
+    def __init__(self, dialect: Dialect, *, topk: int, max_bytes: int) -> None:
         super().__init__(max_bytes=max_bytes, headers=read_access(os.environ).headers("node", "operator"))
-        self._dialect, self._topk, self._run = dialect, topk, run
+        self._dialect, self._topk = dialect, topk
 
     @property
     def path(self) -> str:
@@ -182,7 +181,7 @@ class SearchTransport(HttpConnections):
 
     async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:
         """Return the passages for one query, best first. Raises SearchError."""
-        body = request_body(self._dialect, query, self._topk, self._run)
+        body = request_body(self._dialect, query, self._topk)
         raw = await self.request("POST", url + self.path, timeout_s, body)
         return read_answer(self._dialect, raw, self._topk)
 

@@ -81,7 +81,7 @@ async def test_at_most_k_documents_come_in_the_providers_order(
 ) -> None:
     fake.found = BOXES + PAGES
     async with opened(member, fake, answers=False) as backend:
-        (answer,) = await backend.search(["q"], k, "")
+        (answer,) = await backend.search(["q"], k)
     assert titles(answer) == [f'"Page {i}"' for i in range(k)]
     assert isinstance(answer, QueryResult) and answer.scores == tuple(1 / rank for rank in range(1, k + 1))
 
@@ -90,14 +90,14 @@ async def test_more_than_a_request_can_bring_is_not_asked_for_and_not_an_error(
     member: type[WebBase], fake: FakeProvider
 ) -> None:
     async with opened(member, fake) as backend:
-        (answer,) = await backend.search(["q"], 1000, "")
+        (answer,) = await backend.search(["q"], 1000)
     assert len(documents(answer)) == min(member.MAX_HITS, len(PAGES))
 
 
 async def test_boxes_come_first_and_count_among_the_k(member: type[WebBase], fake: FakeProvider) -> None:
     fake.found = PAGES + BOXES
     async with opened(member, fake, answers=True) as backend:
-        (answer,) = await backend.search(["q"], 4, "")
+        (answer,) = await backend.search(["q"], 4)
     found = documents(answer)
     boxes = [document for document in found if document["id"].startswith("box:")]
     assert len(found) == 4 and found[: len(boxes)] == boxes
@@ -111,8 +111,8 @@ async def test_contents_are_a_title_in_quotes_and_a_text_and_ids_hide_the_addres
 ) -> None:
     fake.found = ODD
     async with opened(member, fake) as backend:
-        (answer,) = await backend.search(["q"], 3, "")
-        (again,) = await backend.search(["another"], 3, "")
+        (answer,) = await backend.search(["q"], 3)
+        (again,) = await backend.search(["another"], 3)
         (document,) = documents(answer)
         title, _, text = document["contents"].partition("\n")
         assert title == "\"A 'quoted' title\""
@@ -127,7 +127,7 @@ async def test_contents_are_a_title_in_quotes_and_a_text_and_ids_hide_the_addres
 @pytest.mark.parametrize("query", ["東京 \U0001f600", "a&b=c#d?e", "half \ud800 pair", "x" * 3000, "\x00"])
 async def test_any_query_is_asked_as_it_is(member: type[WebBase], fake: FakeProvider, query: str) -> None:
     async with opened(member, fake) as backend:
-        (answer,) = await backend.search([query], 3, "")
+        (answer,) = await backend.search([query], 3)
     assert len(documents(answer)) == 3
     asked = fake.seen[0].query
     wanted = query if fake.seen[0].path_qs == "/search" else query.encode("utf-8", "replace").decode()
@@ -137,13 +137,13 @@ async def test_any_query_is_asked_as_it_is(member: type[WebBase], fake: FakeProv
 async def test_no_results_are_an_empty_answer(member: type[WebBase], fake: FakeProvider) -> None:
     fake.script.append("empty")
     async with opened(member, fake) as backend:
-        assert await backend.search(["q"], 3, "") == [QueryResult((), ())]
+        assert await backend.search(["q"], 3) == [QueryResult((), ())]
 
 
 async def test_each_query_has_its_own_outcome(member: type[WebBase], fake: FakeProvider) -> None:
     fake.script.extend([404, None, None])
     async with opened(member, fake, concurrency=1) as backend:
-        outcomes = await backend.search(["a", "b", "c"], 2, "")
+        outcomes = await backend.search(["a", "b", "c"], 2)
     assert [type(outcome) for outcome in outcomes] == [QueryFailure, QueryResult, QueryResult]
 
 
@@ -175,7 +175,7 @@ async def test_each_fault_has_its_name_and_never_the_key(
     caplog.set_level(logging.DEBUG)
     timeout_s = 0.1 if step == "hang" else 5
     async with opened(member, fake, attempts=2, timeout_s=timeout_s) as backend:
-        (fault,) = await backend.search(["q"], 3, "")
+        (fault,) = await backend.search(["q"], 3)
         shown = f"{fault!r} {backend.info()!r} {backend!r} {caplog.text}"
     assert isinstance(fault, QueryFailure) and fault.cause == name.partition(" ")[0]
     assert len(fake.seen) == attempts
@@ -190,21 +190,21 @@ def leaked(text: str) -> bool:
 
 async def test_a_provider_that_is_not_there_is_unreachable(member: type[WebBase], fake: FakeProvider) -> None:
     async with opened(member, fake, base_url="http://127.0.0.1:9/search", attempts=1) as backend:
-        (fault,) = await backend.search(["q"], 3, "")
+        (fault,) = await backend.search(["q"], 3)
     assert isinstance(fault, QueryFailure) and fault.cause == "unreachable" and not leaked(repr(fault))
 
 
 async def test_a_retry_fixes_a_passing_fault(member: type[WebBase], fake: FakeProvider) -> None:
     fake.script.extend([503, "drop"])
     async with opened(member, fake, attempts=3) as backend:
-        (answer,) = await backend.search(["q"], 3, "")
+        (answer,) = await backend.search(["q"], 3)
         assert len(documents(answer)) == 3
         assert backend.counters()["retries"] == 2 and backend.counters()["requests"] == 3
 
 
 async def test_a_used_up_budget_sends_nothing(member: type[WebBase], fake: FakeProvider) -> None:
     async with opened(member, fake, cost_per_request=0.5, max_cost=1.4, concurrency=1) as backend:
-        outcomes = await backend.search(["a", "b", "c", "d"], 3, "")
+        outcomes = await backend.search(["a", "b", "c", "d"], 3)
         assert [isinstance(outcome, QueryResult) for outcome in outcomes] == [True, True, False, False]
         assert all(outcome.cause == "quota" for outcome in outcomes if isinstance(outcome, QueryFailure))
         assert len(fake.seen) == 2 and backend.counters()["cost"] == 1.0 and backend.info()["requests_left"] == 0
@@ -213,7 +213,7 @@ async def test_a_used_up_budget_sends_nothing(member: type[WebBase], fake: FakeP
 async def test_no_more_are_under_way_than_allowed(member: type[WebBase], fake: FakeProvider) -> None:
     fake.pause_s = 0.01
     async with opened(member, fake, concurrency=2) as backend:
-        outcomes = await backend.search([f"q{i}" for i in range(12)], 1, "")
+        outcomes = await backend.search([f"q{i}" for i in range(12)], 1)
     assert all(isinstance(outcome, QueryResult) for outcome in outcomes)
     assert fake.most_under_way == 2
 
@@ -233,14 +233,14 @@ async def test_a_recording_answers_again_without_network_or_key(
 ) -> None:
     fake.found = BOXES + ODD + PAGES
     async with opened(member, fake, **recorded("record")) as backend:
-        before = await backend.search(["a", "b"], 5, "")
+        before = await backend.search(["a", "b"], 5)
     for path in (tmp_path / "recordings").iterdir():
         assert not leaked(path.read_text()) and path.suffix == ".json"
     monkeypatch.delenv("FORAY_TEST_KEY")
     sent = len(fake.seen)
     async with opened(member, fake, **recorded("replay")) as backend:
-        assert await backend.search(["b", "a"], 5, "") == before[::-1]
-        (fault,) = await backend.search(["c"], 5, "")
+        assert await backend.search(["b", "a"], 5) == before[::-1]
+        (fault,) = await backend.search(["c"], 5)
         assert isinstance(fault, QueryFailure) and fault.cause == "not_recorded"
         assert backend.counters()["replayed"] == 2 and backend.counters()["requests"] == 0
         first = documents(before[0])[0]
@@ -254,9 +254,9 @@ async def test_auto_asks_once_and_a_failure_is_not_recorded(
 ) -> None:
     fake.script.append("odd")
     async with opened(member, fake, attempts=1, **recorded("auto")) as backend:
-        assert [o.cause for o in await backend.search(["q"], 3, "") if isinstance(o, QueryFailure)] == ["garbage"]
-        first = await backend.search(["q"], 3, "")
-        assert await backend.search(["q"], 3, "") == first
+        assert [o.cause for o in await backend.search(["q"], 3) if isinstance(o, QueryFailure)] == ["garbage"]
+        first = await backend.search(["q"], 3)
+        assert await backend.search(["q"], 3) == first
     assert len(fake.seen) == 2 and len(list((tmp_path / "recordings").iterdir())) == 1
 
 
@@ -286,9 +286,9 @@ async def test_closing_twice_is_safe_and_a_search_after_it_is_a_fault(
     member: type[WebBase], fake: FakeProvider
 ) -> None:
     async with opened(member, fake, attempts=1) as backend:
-        await backend.search(["q"], 1, "")
+        await backend.search(["q"], 1)
         await backend.close()
-        (fault,) = await backend.search(["q"], 1, "")
+        (fault,) = await backend.search(["q"], 1)
         assert isinstance(fault, QueryFailure) and fault.cause == "unreachable"
 
 
@@ -296,6 +296,6 @@ async def test_the_key_is_never_sent_along_a_redirect(member: type[WebBase], fak
     async with fake_provider(fake.kind, PAGES) as thief:
         fake.script.append(web.Response(status=307, headers={"Location": thief.url}))
         async with opened(member, fake) as backend:
-            (fault,) = await backend.search(["q"], 1, "")
+            (fault,) = await backend.search(["q"], 1)
         assert isinstance(fault, QueryFailure) and fault.cause == "http_307"
         assert not thief.seen

@@ -34,6 +34,20 @@ def test_every_shipped_configuration_can_be_read() -> None:
         load_config(path, environ={"FORAY_DATA": "/data"})
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("retriever.memory={reuse_above: 0.9}", "retriever.cache_mb"),
+        ("rollout.search={type: http, run: r}", "answer all runs alike"),
+        ("retriever.online={type: bing, base_url: 'http://b.example'}", "ended on 11 August 2025; use `serper`"),
+    ],
+)
+def test_a_removed_setting_is_answered_with_what_to_do(given: str, advice: str) -> None:
+    with pytest.raises(UserError, match="no longer") as refused:
+        load_config(None, [given])
+    assert advice in refused.value.what
+
+
 def test_a_path_from_the_environment_is_expanded_only_at_the_beginning() -> None:
     tree = {"a": "${DATA}/x", "b": ["${DATA}"], "c": "costs ${DATA}/x", "d": {"e": 3}, "f": "${DATA}x"}
     expanded = expand(tree, {"DATA": "/data"})

@@ -251,7 +251,7 @@ def test_the_table_counts_what_its_columns_say(tmp_path: Path) -> None:
     gain = next(r for r in result["differences"] if (r["from"], r["metric"]) == ("warm start", "em"))
     assert gain["difference"] == 0.5 and gain["n"] == 2
     assert result["examples"][0]["question"] == "q1" and "<search>" in result["examples"][0]["text"]["GRPO"]
-    shown = results.table(result)
+    shown = results.results_text(result)
     assert "dev        f1        all               2  0.500 -> 1.000: +0.500" in shown
     assert "dev        f1        musique 3         1  0.000 -> 1.000: +1.000" in shown
     assert "dev        searches  hotpotqa 2        1  1.000 -> 1.000" in shown

@@ -13,7 +13,7 @@ from foray.api.run import Run
 from foray.cli import main
 from foray.watch.findings import REGISTRY, corpus_of, findings
 from foray.watch.findings.base import Evidence, Found, SeenTrajectory, _title_of
-from foray.watch.replay_view import Shown
+from foray.watch.transcript import Shown
 from protocol.messages import Question, Status, Trajectory, TrajectoryGroup
 from protocol.versions import PolicyVersion
 from rollout_server.environment.prompts import TEMPLATES

@@ -15,7 +15,7 @@ from deploy.run.addresses import Addresses, anchored, settle
 from deploy.run.run_dir import read_configuration
 from foray.cli import main
 from foray.commands import export
-from foray.watch.replay_view import read_settings
+from foray.watch.records import read_settings
 
 
 def test_the_resolved_configuration_holds_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from foray.commands.watch import replay as command
-from foray.watch.replay_view import Shown, choose, render, to_json, visible
+from foray.watch.transcript import Shown, choose, render, to_json, visible
 from learner.checkpoint import journal
 from learner.checkpoint.journal import GroupJournal, JournalEntry, read_journal
 from protocol.errors import UserError
@@ -103,7 +103,7 @@ def test_masks_versions_and_lags_are_visible_without_colour(run_dir: Path, token
     assert [line for line in lines if line.startswith("│env│")] == [
         "│env│ austen \N{REPLACEMENT CHARACTER}[2J wrote emma"
     ]
-    assert "version 1.3 (lag 3, too old: 1 tokens not trained on), 1.5 (lag 1)" in text
+    assert "version 1.3 (lag 3), 1.5 (lag 1) · 1 tokens not trained on: older than max_lag" in text
     assert "version 1.6 (lag 0)" in text, "step 7 trains version 6"
     assert "searched for 'emma'" in text and "passages p7" in text
     assert "reward    1 (em 1); rewards of the group: 0 1" in text and "\x1b" not in text

@@ -12,8 +12,8 @@ import pytest
 
 from deploy.run.run_dir import write_record
 from foray.commands.watch import report as command
-from foray.watch import report
 from foray.watch.page import Chart
+from foray.watch.records import trained_groups
 from learner.checkpoint import journal as journal_module
 from learner.checkpoint.journal import BatchConditions, GroupJournal
 from learner.validation.results import ValidationFiles
@@ -83,7 +83,15 @@ def test_the_page_has_every_part_and_its_texts_are_only_text(run_dir: Path, caps
     text = written(run_dir)
     page = Page(text)
     shown = "\n".join(part for part in page.texts if part.strip())
-    for title in ("Accounting", "Summary of the steps", "Curves", "Validation", "Staleness", "Trajectories"):
+    for title in (
+        "ledger",
+        "dead letters",
+        "Summary of the steps",
+        "Curves",
+        "Validation",
+        "Staleness",
+        "Trajectories",
+    ):
         assert title in shown
     assert not {"script", "img", "link", "iframe", "a"} & set(page.tags)
     assert not [name for name in page.attributes if name.startswith("on") or name in ("src", "href")]
@@ -132,6 +140,5 @@ def test_a_report_decodes_its_last_groups_and_not_the_whole_journal(
     decoded: list[object] = []
     decode = journal_module.decode_as
     monkeypatch.setattr(journal_module, "decode_as", lambda *given: decoded.append(given) or decode(*given))
-    monkeypatch.setattr(report, "RECENT_GROUPS", 3)
-    assert [entry.step for entry in report.recent_groups(run_dir)] == [6, 7, 8]
+    assert [entry.step for entry in trained_groups(run_dir, last=3)] == [6, 7, 8]
     assert len(decoded) == 3

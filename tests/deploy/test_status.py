@@ -99,7 +99,7 @@ def test_a_run_that_goes_well_is_healthy_and_its_parts_are_counted(look: Callabl
     assert [p.id for p in seen.of("rollout")] == ["rollout-1"], "a process whose time has run out is not listed"
     assert (seen.tasks.waiting, seen.tasks.held) == (2, 1) and (seen.traj.waiting, seen.traj.held) == (1, 1)
     page = render(seen, max_lag=2)
-    assert "healthy" in page and "step 12 of 100" in page and "engine-1: ready, version 1.12" in page
+    assert "healthy" in page and "step          12 of 100" in page and "engine-1: ready, version 1.12" in page
     assert "issued 20 = trained 15 + filtered 1 + stale 0 + dead 1 + in flight 3 (learner)" in page
 
 
@@ -311,11 +311,11 @@ def test_token_balance_dead_letters_and_events_are_shown(client: redis.Redis, lo
     assert problems(seen, max_lag=2) == [], "two letters are no flood"
     page = render(seen, max_lag=2)
     assert (
-        "tokens    generated 100 = trained 60 + masked 5 + filtered 10 + stale 4 + failed 3 + duplicate 8 "
+        "tokens        generated 100 = trained 60 + masked 5 + filtered 10 + stale 4 + failed 3 + duplicate 8 "
         "+ in flight 10 (consistent); 12 more in retried attempts; "
         "7 received but no longer counted by Redis, since Redis lost state\n" in page
     )
-    assert r"dead letters 2 (1 \x1b[2J, 1 corrupt)" in page and "\x1b" not in page
+    assert r"dead letters  2 (1 \x1b[2J, 1 corrupt)" in page and "\x1b" not in page
     lines = [line for line in page.splitlines() if line.startswith("event ")]
     assert len(lines) == 5 and lines[-1].endswith(r"rollout r1  left: number 6 \x1b[2J")
     page_json = json.loads(json.dumps(to_json(seen, max_lag=2)))
@@ -441,7 +441,7 @@ def test_values_that_are_none_and_ids_that_no_clock_makes_are_survived(
         client.xadd(stream, {"kind": "x", "reason": "y"}, id=f"{2**64 - 1}-1")
     seen = look()
     assert not seen.error and seen.issued == 0
-    assert "event     00:00:00" in render(seen, max_lag=2)
+    assert "event         00:00:00" in render(seen, max_lag=2)
 
 
 def test_the_command_to_go_on_with_shows_no_password() -> None:

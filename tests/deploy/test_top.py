@@ -165,7 +165,8 @@ def test_a_finished_run_is_shown_from_its_files(found: Located) -> None:
     assert "30 of 30, 2.0 s per step, weights 1.30 (checkpoint)" in text and "to go" not in text
     assert f"260 generated, 250 trained (mean of the last {RECENT} steps)" in text
     assert "0.300 trained, - generated" in text and "mean 0.50" in text and "exact match" not in text
-    assert "learner   step 30 of 30, 2.0 s per step, lag 0.50" in render(seen, max_lag=2)
+    page = render(seen, max_lag=2)
+    assert "step          30 of 30, 2.0 s per step" in page and "lag           mean 0.50" in page
     assert to_json(seen, max_lag=2)["figures"]["reward_mean"] == 0.3
 
 
@@ -364,7 +365,7 @@ def test_sparklines_are_for_terminals_and_as_long_as_there_is_room() -> None:
     assert narrow[-1] == "█" and 4 <= sum(c in BLOCKS for c in narrow) < 20
     assert not set("".join(text for _, text in shown.rows(50) if text.startswith("  reward"))) & set(BLOCKS)
     assert sparkline([1.0, 1.0], 5) == "▁▁" and sparkline([], 5) == "" and sparkline([0.0, 7.0], 5) == "▁█"
-    assert "reward    0.400  ▁" in render(BUSY, max_lag=2, width=80)
+    assert "reward        0.400 trained, 0.500 generated  ▁" in render(BUSY, max_lag=2, width=80)
     assert not set(render(BUSY, max_lag=2)) & set(BLOCKS)
 
 
@@ -383,7 +384,7 @@ def test_the_time_to_go_is_that_of_the_steps_that_are_left() -> None:
     seen = replace(TRAINING, history=history)
     assert seen.eta_s == 48 * 3.0
     assert step_line(seen) == "step 12 of 60, 3.0 s per step, about 2 min to go"
-    assert f"learner   {step_line(seen)}" in render(seen, max_lag=2), "status says the same"
+    assert f"step          {step_line(seen)[5:]}" in render(seen, max_lag=2), "status says the same"
     assert to_json(seen, max_lag=2)["eta_s"] == 144.0
     assert replace(seen, target_state="done").eta_s is None and TRAINING.eta_s is None
     long = replace(seen, history=RunHistory({}, ({"step_s": 300.0},)))

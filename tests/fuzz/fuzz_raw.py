@@ -26,7 +26,7 @@ FINE = {("engine", b"/health_generate", 503), ("engine", b"/ready", 503), ("roll
 """(service, path, status) of 500 and more that are no bug: a paused engine is not ready, and says so."""
 
 EXAMPLES: dict[str, Any] = {
-    "/retrieve": {"queries": ["number3"], "topk": 3, "return_scores": True, "partial": True, "run": "r"},
+    "/retrieve": {"queries": ["number3"], "topk": 3, "return_scores": True, "partial": True},
     "/search": {"query": "number3", "top_n": 3, "return_score": True},
     "/batch_search": {"query": ["number3", "number4"], "top_n": 3},
     "/v1/embeddings": {"input": ["a", "b"], "model": "m", "encoding_format": "base64", "input_type": "query"},

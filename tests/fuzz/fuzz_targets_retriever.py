@@ -16,10 +16,6 @@ from pydantic import TypeAdapter
 from protocol.errors import UserError
 from retriever.api.flashrag import ManyQueries
 from retriever.api.openai import EmbeddingRequest
-from retriever.backends.base import QueryResult
-from retriever.backends.memory.config import SearchMemorySettings
-from retriever.backends.memory.journal import MemoryEntry, MemoryJournal
-from retriever.backends.memory.store import SearchMemory
 from retriever.backends.web.backend import hits_of
 from retriever.backends.web.client import _parse, _retry_after_s
 from retriever.backends.web.config import WebSettings
@@ -36,7 +32,6 @@ from retriever.index import index_identity
 from retriever.index.config import Bm25Settings
 from retriever.indexing.input import documents, read_input
 from retriever.indexing.workdir import JOURNAL, BuildJournal
-from retriever.metrics import Metrics
 from tests.support.web_search import SHAPES, FakeProvider
 
 CHARSETS = (
@@ -161,25 +156,6 @@ def _build_journal(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
     return (folder / JOURNAL).read_bytes(), read
 
 
-def _memory(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
-    journal = MemoryJournal(folder / "memory", "f", 3)
-    vector = np.asarray([1, 0, 0], np.float32)
-    document = b'{"id":"d1","contents":"\\"T\\"\\ntext"}'
-    entries = [MemoryEntry(f"query {i}", 3, vector, QueryResult((document,), (0.5,))) for i in range(3)]
-    journal.append("run", entries)
-    (path,) = journal.directory.glob("*.jsonl")
-
-    def read(raw: bytes) -> object:
-        for left in journal.directory.glob("*.jsonl"):
-            left.unlink()
-        path.write_bytes(raw)
-        found = SearchMemory(SearchMemorySettings(), 3, Metrics(), journal)
-        passage = found.find("d1")
-        return found.num_bytes, passage, found.recall("run", vector[None], 3)
-
-    return path.read_bytes(), read
-
-
 def _recording(folder: Path) -> tuple[bytes, Callable[[bytes], object]]:
     recordings, ask = Recordings(folder / "recordings", "pages", writing=True), ProviderRequest("https://example.org/")
     recordings.save(ask, {"title": "T", "text": "text"})
@@ -196,7 +172,6 @@ def decoders() -> tuple[Decoder, ...]:
     folder = scratch()
     manifest, read_manifest_of = _manifest(folder)
     journal, read_journal = _build_journal(folder)
-    memory, read_memory = _memory(folder)
     recording, read_recording = _recording(folder)
     kinds = [get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(WebSettings)[0])]
     page = (
@@ -247,13 +222,4 @@ def decoders() -> tuple[Decoder, ...]:
         Decoder("corpus.tsv", _corpus_file(folder, "d.tsv"), user, (table,), "text", share=0.5),
         Decoder("index.manifest", read_manifest_of, user, (manifest,), "json", share=0.5),
         Decoder("index.build_journal", read_journal, user, (journal,), "json", share=0.5),
-        Decoder("memory.journal", read_memory, (), (memory,), "text", share=0.4),
-        Decoder(
-            "memory.entry",
-            read_memory,
-            (),
-            (memory.splitlines()[0] + b"\n" + memory.splitlines()[1] + b"\n",),
-            "text",
-            share=0.4,
-        ),
     )

@@ -111,13 +111,6 @@ FOUND: list[tuple[str, str, bytes]] = [
     ("retriever", "index.build_journal", b"{"),
     ("retriever", "index.build_journal", b"1.5"),
     ("retriever", "index.build_journal", b'{"input": {}}'),
-    (
-        "retriever",
-        "memory.journal",
-        b'{"run": "r", "format": 1}\n{"query": "q", "k": 3, "vector": "AACAPwAAAAAAAAAA", '
-        b'"documents": ["no JSON"], "scores": [0.5]}\n',
-    ),
-    ("retriever", "memory.journal", DEEP + b"\n"),
 ]
 
 

@@ -15,12 +15,12 @@ from retriever.api.base import RetrieverState
 from retriever.config import RetrieverSettings
 from rollout_server.api import openapi as rollout_openapi
 from rollout_server.api.app import build_app
-from rollout_server.cpu_engine.server import openapi as engine_openapi
 from rollout_server.cpu_engine.server.admin import AdminRoutes
 from rollout_server.cpu_engine.server.lora import LoraRoutes
 from rollout_server.cpu_engine.server.openai_routes import OpenAIRoutes
 from rollout_server.cpu_engine.server.validation import _KNOWN
 from rollout_server.cpu_engine.server.weights import WeightRoutes
+from tests.support import engine_openapi
 
 Routes = set[tuple[str, str]]
 
@@ -43,9 +43,8 @@ def engine_app() -> web.Application:
     updates = WeightRoutes.__new__(WeightRoutes)
     routes = AdminRoutes(nothing, nothing, {}, {}).routes() + updates.routes() + LoraRoutes(nothing).routes()
     routes += OpenAIRoutes(nothing, nothing, nothing, nothing, Path("model")).routes()
-    app.add_routes(
-        [web.post("/generate", engine_openapi.openapi), web.put("/generate", engine_openapi.openapi), *routes]
-    )
+    handler = routes[0].handler
+    app.add_routes([web.post("/generate", handler), web.put("/generate", handler), *routes])
     return app
 
 

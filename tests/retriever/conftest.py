@@ -116,7 +116,7 @@ def bench(settings: Callable[..., RetrieverSettings]) -> Callable[..., AbstractA
             watched.gate.set()
             index = IndexBackend(cast(Searcher, watched), owner)
             embedder = index if watched.searcher.has_encoder else None
-            opened = OpenBackend(index, embedder, max_concurrent_batches=1, max_batch=chosen.max_batch, per_run=False)
+            opened = OpenBackend(index, embedder, max_concurrent_batches=1, max_batch=chosen.max_batch)
             loops = attach(service, opened)
             assert service.searches is not None
             runner = web.AppRunner(create_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1)

@@ -1,4 +1,4 @@
-"""Dialects beyond their formats: causes per query, runs, service without a corpus, concurrency."""
+"""Dialects beyond their formats: causes per query, service without a corpus, concurrency."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Scripted:
 
     def __init__(self, script: dict[str, QueryFailure | asyncio.Event | Exception]) -> None:
         self.script = script
-        self.asked: list[tuple[list[str], str]] = []
+        self.asked: list[list[str]] = []
 
-    async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
-        self.asked.append((list(queries), run))
+    async def search(self, queries: Sequence[str], k: int) -> list[QueryResult | QueryFailure]:
+        self.asked.append(list(queries))
         return [await self._one(query) for query in queries]
 
     async def _one(self, query: str) -> QueryResult | QueryFailure:
@@ -72,9 +72,7 @@ async def serving(
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, RetrieverState]]:
     """A service over a scripted backend, and a session to it."""
     service = RetrieverState(RetrieverSettings.model_validate({"window_ms": 0, **fields}))
-    opened = OpenBackend(
-        backend, None, max_concurrent_batches=max_concurrent_batches, max_batch=max_batch, per_run=True
-    )
+    opened = OpenBackend(backend, None, max_concurrent_batches=max_concurrent_batches, max_batch=max_batch)
     async with asyncio.TaskGroup() as tasks:
         loops = [tasks.create_task(loop) for loop in attach(service, opened).values()]
         runner = web.AppRunner(create_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1)
@@ -111,7 +109,7 @@ async def test_a_partial_answer_names_the_cause_of_each_failed_query(scores: boo
         backend.script.clear()
         _, again = await post(session, "/retrieve", body)
         assert "errors" not in again
-        assert backend.asked[1:] == [(["bad", "worse"], "")]
+        assert backend.asked[1:] == [["bad", "worse"]]
 
 
 async def test_without_partial_one_failure_fails_the_request_in_every_form() -> None:
@@ -164,14 +162,6 @@ async def test_no_more_calls_are_made_at_once_than_there_are_lanes() -> None:
         assert len(backend.asked) == 10
 
 
-async def test_answers_of_different_runs_are_kept_apart() -> None:
-    backend = Scripted({})
-    async with serving(backend) as (session, _):
-        for run in ("a", "b", "", "a"):
-            await post(session, "/retrieve", {"queries": ["same"], "run": run})
-        assert backend.asked == [(["same"], "a"), (["same"], "b"), (["same"], "")]
-
-
 async def test_a_refused_client_gets_the_time_until_the_queue_is_done() -> None:
     slow = asyncio.Event()
     backend = Scripted({"held": slow})
@@ -191,25 +181,6 @@ async def test_a_refused_client_gets_the_time_until_the_queue_is_done() -> None:
         assert waits[0] == 1 and 8 <= waits[1] <= 9 and waits[2] == 30
         slow.set()
         assert (await held)[0] == 200
-
-
-async def test_memory_is_by_run_and_its_passages_are_found(settings: Settings, tmp_path: Path) -> None:
-    memory = {"reuse_above": 0.7, "directory": str(tmp_path / "memory")}
-    for expected in (1, 0):
-        async with (
-            running(settings(memory=memory)) as port,
-            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
-        ):
-            for query in ("number7 letter", "number7 letters"):
-                _, answer = await post(session, "/retrieve", {"queries": [query], "run": "r", "topk": 2})
-                assert answer["result"][0][0]["id"] == "d7"
-            async with session.get("/info") as response:
-                info = await response.json()
-            async with session.get("/metrics") as response:
-                text = await response.text()
-        assert info["memory"]["entries"] == 1 and info["passages"] == 40
-        assert f"foray_retriever_memory_entries_added_total {expected}.0" in text
-        assert f"foray_retriever_memory_reuses_total {2 - expected}.0" in text
 
 
 async def test_a_service_of_an_online_engine_opens_no_corpus(tmp_path: Path) -> None:

@@ -226,12 +226,12 @@ async def test_a_services_failure_is_a_named_fault_of_every_query_and_is_not_mul
     with ThreadPoolExecutor(1) as owner:
         backend = IndexBackend(Searching(), owner)  # type: ignore[arg-type]
         server.script = [(503, b"down", {})] * 2
-        outcomes = await backend.search(["a", "b", "c"], 3, "")
+        outcomes = await backend.search(["a", "b", "c"], 3)
         assert [outcome.cause for outcome in outcomes if isinstance(outcome, QueryFailure)] == ["http_503"] * 3
         assert len(server.asked) == 2
         # refused as a batch: possibly because of one text, so each is sent alone
         server.script = [(413, b"too long", {}), (200, None, {}), (413, b"too long", {})]
-        outcomes = await backend.search(["a", "b", "c"], 3, "")
+        outcomes = await backend.search(["a", "b", "c"], 3)
         assert [isinstance(outcome, QueryFailure) for outcome in outcomes] == [False, True, False]
 
 

@@ -93,7 +93,7 @@ SNIPPETS = ['"Answer"\n42', '"A"\nsnippet a', '"Gone"\nsnippet gone', '"Evil"\ns
 
 async def test_a_found_page_is_fetched_by_its_id_and_only_then(opened: Open, world: Web) -> None:
     async with opened() as backend:
-        (answer,) = await backend.search(["q"], 9, "")
+        (answer,) = await backend.search(["q"], 9)
         assert contents(answer) == SNIPPETS and not world.visits
         box, a, gone, evil = ids(answer)
         page = await backend.find(a)
@@ -114,7 +114,7 @@ async def test_a_found_page_is_fetched_by_its_id_and_only_then(opened: Open, wor
 
 async def test_hits_can_carry_their_pages_and_keep_the_snippet_where_there_is_none(opened: Open, world: Web) -> None:
     async with opened(pages={"in_results": True}) as backend:
-        (answer,) = await backend.search(["q"], 9, "")
+        (answer,) = await backend.search(["q"], 9)
         assert contents(answer) == [SNIPPETS[0], '"Title of /a"\nWhole text of /a', *SNIPPETS[2:]]
         assert backend.info()["causes"] == {"http_410": 1, "refused": 1}
     assert sorted(world.visits) == ["/a", "/gone"]
@@ -122,10 +122,10 @@ async def test_hits_can_carry_their_pages_and_keep_the_snippet_where_there_is_no
 
 async def test_pages_are_recorded_and_replayed_too(opened: Open, world: Web, tmp_path: Path) -> None:
     async with opened(pages={"in_results": True}, record="record", recordings=tmp_path) as backend:
-        before = await backend.search(["q"], 2, "")
+        before = await backend.search(["q"], 2)
     world.visits.clear()
     async with opened(pages={"in_results": True}, record="replay", recordings=tmp_path) as backend:
-        assert await backend.search(["q"], 2, "") == before
+        assert await backend.search(["q"], 2) == before
         page = await backend.find(ids(before[0])[1])
         assert page is not None and page.contents == contents(before[0])[1]
     assert not world.visits and len(world.fake.seen) == 1
@@ -133,7 +133,7 @@ async def test_pages_are_recorded_and_replayed_too(opened: Open, world: Web, tmp
 
 async def test_the_oldest_hits_are_forgotten(opened: Open, world: Web) -> None:
     async with opened(fetch_pages=False, remembered=2) as backend:
-        (answer,) = await backend.search(["q"], 3, "")
+        (answer,) = await backend.search(["q"], 3)
         first, second, third = ids(answer)
         assert await backend.find(first) is None
         for known in (second, third):
@@ -190,7 +190,7 @@ async def test_a_disk_that_takes_nothing_costs_the_recording_not_the_answer(
     directory = tmp_path / "recordings"
     async with opened(pages={"in_results": True}, record="record", recordings=directory) as backend:
         directory.rmdir()
-        (answer,) = await backend.search(["q"], 2, "")
+        (answer,) = await backend.search(["q"], 2)
         assert contents(answer)[1] == '"Title of /a"\nWhole text of /a'
         assert backend.counters()["unrecorded"] == 2 and backend.counters()["recorded"] == 0
     assert "could not record a reply" in caplog.text
@@ -218,7 +218,6 @@ def test_a_secret_shows_in_no_form() -> None:
         ({"type": "serper", "pages": {"in_results": True}}, "fetch_pages"),
         ({"type": "serper", "pages": {"allow_hosts": ["https://wikipedia.org"]}}, "without scheme"),
         ({"type": "serper", "api_key": "abc"}, "Extra inputs"),
-        ({"type": "bing"}, "base_url"),
         ({"type": "google_cse"}, "cx"),
     ],
 )

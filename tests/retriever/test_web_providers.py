@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retriever.backends.web.config import (
-    BingSettings,
     BraveSettings,
     GoogleCseSettings,
     SearxngSettings,
@@ -18,7 +17,6 @@ from retriever.backends.web.config import (
     TavilySettings,
 )
 from retriever.backends.web.provider import Provider, ProviderHit, WebSearchError
-from retriever.backends.web.providers.bing import Bing
 from retriever.backends.web.providers.brave import Brave
 from retriever.backends.web.providers.google import GoogleCse, SerpApi, Serper
 from retriever.backends.web.providers.searxng import Searxng
@@ -30,7 +28,6 @@ PROVIDERS: dict[str, Provider] = {
     "google_cse": GoogleCse(GoogleCseSettings(cx="c")),
     "brave": Brave(BraveSettings(extra_snippets=True)),
     "tavily": Tavily(TavilySettings(answers=True)),
-    "bing": Bing(BingSettings(base_url="https://bing.example/v7.0/search")),
     "searxng": Searxng(SearxngSettings()),
 }
 
@@ -137,21 +134,6 @@ CASES: list[tuple[str, dict[str, Any], list[ProviderHit]]] = [
         [ProviderHit("Answer", "A footballer.", box=True), ProviderHit("M", "Born 1987.", "https://m.example/")],
     ),
     (
-        "bing",
-        {
-            "_type": "SearchResponse",
-            "computation": {"id": "c", "expression": "6 * 7", "value": "42"},
-            "entities": {"value": [{"name": "Space Needle", "description": "A tower.", "url": "https://s.example/"}]},
-            "webPages": {"value": [{"name": "N", "url": "https://n.example/", "snippet": "S"}]},
-        },
-        [
-            ProviderHit("Answer", "6 * 7 = 42", box=True),
-            ProviderHit("Space Needle", "A tower.", "https://s.example/", box=True),
-            ProviderHit("N", "S", "https://n.example/"),
-        ],
-    ),
-    ("bing", {"_type": "SearchResponse", "queryContext": {"originalQuery": "x"}}, []),
-    (
         "searxng",
         {
             "query": "x",
@@ -181,7 +163,6 @@ def test_a_documented_reply_is_read(name: str, reply: dict[str, Any], found: lis
     [
         ("serpapi", {"search_metadata": {"status": "Error"}, "error": "Please try again later."}),
         ("serpapi", OK | {"organic_results": {"title": "T"}}),
-        ("bing", {"_type": "ErrorResponse", "errors": []}),
         ("searxng", {"results": "none"}),
         ("tavily", {"detail": {"error": "x"}}),
         ("brave", {"type": "search", "web": 3}),
@@ -217,8 +198,3 @@ def test_no_reply_raises_anything_but_garbage(name: str, reply: dict[str, Any]) 
 def test_a_long_query_is_cut_where_brave_would_refuse_it() -> None:
     asked = Brave(BraveSettings()).request("word " * 60, 3).params["q"]
     assert len(asked.split()) == 50 and len(Brave(BraveSettings()).request("x" * 900, 3).params["q"]) == 400
-
-
-def test_a_bing_compatible_service_may_want_a_bearer_token() -> None:
-    given = {"base_url": "https://b.example/v7.0/search", "key_header": "Authorization"}
-    assert Bing(BingSettings.model_validate(given)).key_location == ("header", "Authorization", "Bearer ")

@@ -1,4 +1,4 @@
-"""Bodies for the CPU engine: defaults and limits, and that its OpenAPI document states the same limits."""
+"""Bodies for the CPU engine: defaults and limits, and that the OpenAPI document of the tests states the same limits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from rollout_server.cpu_engine.server import openai_bodies, openapi, validation
+from rollout_server.cpu_engine.server import openai_bodies, validation
 from rollout_server.cpu_engine.server.openai_bodies import CompletionCall
 from rollout_server.cpu_engine.server.validation import BadRequest, Limits, Parsed
+from tests.support import engine_openapi
 
 LIMITS = Limits(vocab=300, context=64, cache=48)
 IDS = list(range(10))
@@ -55,14 +56,14 @@ def bounded(schema: dict[str, Any]) -> list[tuple[str, str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "bound", "value"), bounded(openapi.SAMPLING))
+@pytest.mark.parametrize(("name", "bound", "value"), bounded(engine_openapi.SAMPLING))
 def test_the_documented_limits_of_sampling_are_those_that_are_checked(name: str, bound: str, value: int) -> None:
     generate(sampling_params={name: value})
     with pytest.raises(BadRequest, match=name):
         generate(sampling_params={name: value + (1 if bound == "maximum" else -1)})
 
 
-@pytest.mark.parametrize(("name", "bound", "value"), bounded(openapi.GENERATE))
+@pytest.mark.parametrize(("name", "bound", "value"), bounded(engine_openapi.GENERATE))
 def test_the_documented_limits_of_generate_are_those_that_are_checked(name: str, bound: str, value: int) -> None:
     assert bound == "minimum"
     generate(**{name: value})
@@ -79,7 +80,7 @@ def shortest(schema: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", ["input_ids", "text"])
 def test_the_documented_least_numbers_of_prompts_and_tokens_are_those_that_are_checked(name: str) -> None:
-    parts = openapi.GENERATE["properties"][name]["anyOf"]
+    parts = engine_openapi.GENERATE["properties"][name]["anyOf"]
     for value in map(shortest, parts):
         body = {"input_ids": None, name: value}
         generate(**body)
@@ -89,7 +90,7 @@ def test_the_documented_least_numbers_of_prompts_and_tokens_are_those_that_are_c
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_the_documented_limits_of_openais_bodies_are_those_that_are_checked(kind: str) -> None:
-    schema, parse = (openapi.COMPLETION, completion) if kind == "completion" else (openapi.CHAT, chat)
+    schema, parse = (engine_openapi.COMPLETION, completion) if kind == "completion" else (engine_openapi.CHAT, chat)
     own = {"completion": {"logprobs"}, "chat": {"top_logprobs", "max_completion_tokens"}}[kind]
     limits = bounded(schema)
     assert own < {name for name, _, _ in limits}
@@ -100,14 +101,14 @@ def test_the_documented_limits_of_openais_bodies_are_those_that_are_checked(kind
 
 
 def test_the_document_states_the_limits_of_a_group() -> None:
-    fields = openapi.describe()["paths"]["/init_weights_update_group"]["post"]["requestBody"]["content"]
+    fields = engine_openapi.describe()["paths"]["/init_weights_update_group"]["post"]["requestBody"]["content"]
     found = bounded(fields["application/json"]["schema"])
     assert ("master_port", "minimum", 1) in found and ("master_port", "maximum", 65535) in found
     assert ("rank_offset", "minimum", 1) in found and ("world_size", "minimum", 2) in found
 
 
 def test_the_document_says_which_bodies_are_required_and_which_keys_open_a_route() -> None:
-    paths = openapi.describe()["paths"]
+    paths = engine_openapi.describe()["paths"]
     assert set(paths["/generate"]) == {"post", "put"} and set(paths["/v1/completions"]) == {"post"}
     required = {path for path, kinds in paths.items() if kinds.get("post", {}).get("requestBody", {}).get("required")}
     assert required == {
@@ -119,7 +120,7 @@ def test_the_document_says_which_bodies_are_required_and_which_keys_open_a_route
     assert paths["/pause_generation"]["post"]["security"] == [{}, {"admin": []}]
     assert paths["/health"]["get"]["security"] == []
     assert [p["name"] for p in paths["/v1/models/{model}"]["get"]["parameters"]] == ["model"]
-    answers = {path: paths[path]["post"]["responses"]["200"].get("content", {}) for path in openapi.BODIES}
+    answers = {path: paths[path]["post"]["responses"]["200"].get("content", {}) for path in engine_openapi.BODIES}
     assert set(answers["/generate"]) == {"application/json", "text/event-stream"}
     assert set(answers["/flush_cache"]) == {"text/plain"} and answers["/abort_request"] == {}
     assert paths["/health"]["get"]["responses"]["503"]["content"] == {}

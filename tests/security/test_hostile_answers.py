@@ -117,7 +117,7 @@ async def control(url: str) -> None:
 
 
 async def search(url: str) -> None:
-    transport = SearchTransport("search_r1", topk=3, run="", max_bytes=LIMIT)
+    transport = SearchTransport("search_r1", topk=3, max_bytes=LIMIT)
     try:
         with pytest.raises(SearchError):
             await transport.search(url, "q", 30.0)

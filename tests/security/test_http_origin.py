@@ -29,7 +29,7 @@ POSTS: dict[str, dict[str, Any]] = {
 GETS = {
     "retriever": ("/info", "/metrics", "/passages/d3", "/openapi.json"),
     "rollout": ("/status", "/metrics", "/v1/live", "/openapi.json"),
-    "engine": ("/server_info", "/get_model_info", "/metrics", "/health_generate", "/openapi.json"),
+    "engine": ("/server_info", "/get_model_info", "/metrics", "/health_generate"),
 }
 PAGES = [
     {"Host": "evil.example"},

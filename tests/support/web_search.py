@@ -178,13 +178,6 @@ def _tavily(fake: FakeProvider, query: str, count: int) -> dict[str, Any]:
     return {"query": query, "answer": answer, "results": fake.pages(("title", "content", "url"), count)}
 
 
-def _bing(fake: FakeProvider, query: str, count: int) -> dict[str, Any]:
-    pages = fake.pages(("name", "snippet", "url"), count)
-    reply: dict[str, Any] = {"_type": "SearchResponse"} | ({"webPages": {"value": pages}} if pages else {})
-    boxes = [dict(zip(("name", "description", "url"), box, strict=False)) for box in fake.boxes()]
-    return reply | ({"entities": {"value": boxes}} if boxes else {})
-
-
 def _searxng(fake: FakeProvider, query: str, count: int) -> dict[str, Any]:
     boxes = fake.boxes()
     infoboxes = [{"infobox": b.title, "content": b.text, "urls": [{"url": b.url}] if b.url else []} for b in boxes[1:]]
@@ -199,6 +192,5 @@ SHAPES: dict[str, Shape] = {
     "google_cse": _google_cse,
     "brave": _brave,
     "tavily": _tavily,
-    "bing": _bing,
     "searxng": _searxng,
 }

@@ -10,7 +10,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.run.history import RENAMED, fields_of, read_records, read_validations
+from deploy.run.history import RENAMED, read_curves
+from deploy.terminal import aligned
 from protocol.errors import UserError
 
 HEADLINE, EVERY, VALIDATION = "reward/em", 10, "validation/"
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     found: dict[str, dict[str, dict[int, float]]] = {label: {} for label in runs}
     for label, directory in runs.items():
         for metric in wanted or [None]:
-            found[label] |= read_curves(directory, metric)
+            found[label] |= chosen_curves(directory, metric)
     metrics = [m for m in wanted or OVERVIEW if any(m in curves for curves in found.values())]
     sparse = any(metric.startswith(VALIDATION) for metric in wanted)
     longest = max((max(curve, default=0) for curves in found.values() for curve in curves.values()), default=0)
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and len(wanted) > 1:
         raise UserError("--plot draws one metric", todo="give one --metric, or leave out --plot")
     if args.plot and shown not in steps:
-        fields = sorted({field for directory in args.runs for field in fields_of(read_records(directory))})
+        fields = sorted({field for directory in args.runs for field in read_curves(directory)})
         todo = f"give --metric one of {', '.join(fields)}" if fields else "wait for the first step"
         raise UserError(f"no step has {shown} yet, so there is nothing to plot", todo=todo)
     if args.plot:
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         label = next(iter(runs))
         print(f"{label}, means of {every} steps" if every > 1 else label)
-        print(table({metric: curves[label] for metric, curves in rows.items()}))
+        print(by_step({metric: curves[label] for metric, curves in rows.items()}))
     return 0
 
 
@@ -110,24 +111,18 @@ def baselines_of(given: Sequence[str]) -> dict[str, float]:
     return lines
 
 
-def read_curves(directory: Path, metric: str | None) -> dict[str, dict[int, float]]:
+def chosen_curves(directory: Path, metric: str | None) -> dict[str, dict[int, float]]:
     """Return metric -> step -> value, for `metric` or the overview.
 
     Raises UserError if there is no run or no such field.
     """
-    lines = read_records(directory)
-    known = fields_of(lines)
-    validated = read_validations(directory)
-    if metric in validated:
-        return {metric: validated[metric]}
-    known += sorted(validated)
-    if metric and lines and metric not in known:
-        path, todo = directory / "metrics.jsonl", f"choose one of {', '.join(known)}"
-        raise UserError(f"{path} has no field {metric!r}", todo=todo)
-    wanted = [metric] if metric else [name for name in OVERVIEW if name in known]
-    return {
-        name: {int(line["step"]): float(line[name]) for line in lines if line.get(name) is not None} for name in wanted
-    }
+    path = directory / "metrics.jsonl"
+    if not path.exists():
+        raise UserError(f"no run found in {directory}", why=f"{path} does not exist")
+    known = read_curves(directory)
+    if metric and known and metric not in known:
+        raise UserError(f"{path} has no field {metric!r}", todo=f"choose one of {', '.join(sorted(known))}")
+    return {name: known.get(name, {}) for name in ([metric] if metric else OVERVIEW) if metric or name in known}
 
 
 def windows(curve: dict[int, float], every: int) -> dict[int, float]:
@@ -160,7 +155,7 @@ def running_means(curve: dict[int, float], every: int) -> dict[int, float]:
 def render(curves: dict[str, dict[int, float]], metric: str, every: int) -> str:
     """Return a table; for several runs also the largest difference at equal steps and the one in the last row."""
     names = list(curves)
-    lines = [f"{metric}, means of {every} steps" if every > 1 else metric, table(curves)]
+    lines = [f"{metric}, means of {every} steps" if every > 1 else metric, by_step(curves)]
     if len(names) > 1 and (spread := spreads(list(curves.values()))):
         last = max(spread)
         widest = max(spread, key=lambda step: spread[step])
@@ -170,14 +165,12 @@ def render(curves: dict[str, dict[int, float]], metric: str, every: int) -> str:
     return "\n".join(lines)
 
 
-def table(columns: dict[str, dict[int, float]]) -> str:
+def by_step(columns: dict[str, dict[int, float]]) -> str:
     """Return a table of column -> step -> value, with one row per step."""
-    width = max(12, *(len(name) for name in columns)) + 2
-    lines = [f"{'step':>6}" + "".join(f"{name:>{width}}" for name in columns)]
-    for step in sorted({step for curve in columns.values() for step in curve}):
-        cells = [f"{curve[step]:.3f}" if step in curve else "" for curve in columns.values()]
-        lines.append(f"{step:>6}" + "".join(f"{cell:>{width}}" for cell in cells))
-    return "\n".join(lines)
+    steps = sorted({step for curve in columns.values() for step in curve})
+    cells = ([f"{curve[step]:.3f}" if step in curve else "" for curve in columns.values()] for step in steps)
+    rows = ((str(step), *row) for step, row in zip(steps, cells, strict=True))
+    return "\n".join(aligned(("step", *columns), rows, numbers_from=0))
 
 
 def spreads(curves: Sequence[dict[int, float]]) -> dict[int, float]:

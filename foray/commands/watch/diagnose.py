@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 def render(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the page."""
-    from foray.watch.replay_view import visible
+    from foray.watch.transcript import visible
 
     read = f"{facts['steps']} steps and the last {facts['trajectories']} trained trajectories"
     if not facts["findings"]:

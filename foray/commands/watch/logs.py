@@ -129,7 +129,7 @@ class _Printer:
         self._plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
 
     def show(self, entry: LogEntry) -> None:
-        from foray.watch.replay_view import visible
+        from foray.watch.transcript import visible
 
         name = f"{entry.process:<{self._width}} |"
         if not self._plain:

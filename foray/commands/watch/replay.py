@@ -30,20 +30,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0. Raises UserError if there is nothing to show."""
-    from deploy.run.snapshot import read_ledger_totals
-    from foray.watch.replay_view import choose, find_tokenizer, read_settings, render, to_json
-    from learner.checkpoint.journal import read_journal
+    from foray.watch.records import find_tokenizer, read_lineage, read_settings, trained_groups
+    from foray.watch.transcript import choose, render, to_json
 
     if args.show < 1:
         raise UserError("--show must be at least 1")
     directory = args.run_dir if args.run_dir and (args.run_dir / "journal").is_dir() else require(args.run_dir)
-    totals = read_ledger_totals(directory)
-    last = args.show if args.seq is None else None
-    lineage = totals.lineage if totals else ()
-    entries = read_journal(directory / "journal", lineage=lineage, seq=args.seq, last=last)
+    entries = trained_groups(directory, seq=args.seq, last=args.show if args.seq is None else None)
     run = read_settings(directory)
     best = 1 if args.seq is None else args.show
-    shown = choose(entries, best=best, every=args.all, max_lag=run.max_lag if run else None)
+    max_lag, lineage = run.max_lag if run else None, read_lineage(directory)
+    shown = choose(entries, best=best, every=args.all, max_lag=max_lag, lineage=lineage)
     first = next(shown, None)
     if first is None:
         where = f"no group of seq {args.seq}" if args.seq is not None else "no trained group"

@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 when the file is written. Raises UserError if it cannot be written."""
     from foray.watch.page import to_html
-    from foray.watch.replay_view import find_tokenizer
+    from foray.watch.records import find_tokenizer
     from foray.watch.report import build_report
     from foray.watch.status import look
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from deploy.run.run_dir import RECORD, configuration_of, is_held, read_configuration, read_record
 from deploy.run.snapshot import ENDS
+from deploy.terminal import aligned
 from protocol.errors import UserError
 
 
@@ -92,21 +93,18 @@ def _steps(directory: Path) -> int | None:
         return None
 
 
-def _table(found: list[FoundRun], now: float) -> Iterator[str]:
+def _table(found: list[FoundRun], now: float) -> list[str]:
     from foray.watch.status import span
-    from foray.watch.top import TableRow, table
 
     rows = (
-        TableRow(
+        (
             one.run,
-            (
-                one.state,
-                f"{one.step}/{one.steps}" if one.steps else str(one.step),
-                "-" if one.reward is None else f"{one.reward:.3f}",
-                span(max(0.0, now - one.started)) if one.started else "-",
-                one.directory,
-            ),
+            one.state,
+            f"{one.step}/{one.steps}" if one.steps else str(one.step),
+            "-" if one.reward is None else f"{one.reward:.3f}",
+            span(max(0.0, now - one.started)) if one.started else "-",
+            one.directory,
         )
         for one in found
     )
-    yield from (line.strip() for line in table(("run", "state", "step", "reward", "started ago", "directory"), rows))
+    return aligned(("run", "state", "step", "reward", "started ago", "directory"), rows)

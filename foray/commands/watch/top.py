@@ -87,16 +87,10 @@ def _line(found: Located, snapshot: RunSnapshot, before: RunSnapshot | None, sea
 
 def _live(frames: Iterator[Frame]) -> None:
     """Show the frames in place, cut to the size of the terminal; the last one stays."""
+    from rich.live import Live
+    from rich.text import Text
+
     last: Frame | None = None
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ImportError:
-        for last in frames:
-            rows = last.fitted(*shutil.get_terminal_size())
-            # cursor home, the frame, clear the rest: no flicker, no dependency
-            print("\x1b[H\x1b[J" + "\n".join(text for _, text in rows), flush=True)
-        return
     with Live(auto_refresh=False, screen=True) as live:
         for last in frames:
             rows = last.fitted(*live.console.size)

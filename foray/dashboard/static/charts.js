@@ -55,7 +55,7 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
       plot = null;
       frame.replaceChildren();
       if (!data.x.length || !data.series.length) {
-        frame.append(h("p", { class: "dim empty" }, "no data yet"));
+        frame.append(h("p", { class: "dim empty" }, "no data"));
         return;
       }
       plot = new uPlot(options(), columns(), frame);
@@ -89,7 +89,7 @@ export function chart(title, { height = 210, stacked = false, percent = false, n
       width: Math.max(200, frame.clientWidth),
       height,
       cursor: { drag: { x: true, y: false }, points: { size: 6 } },
-      scales: { x: { time: false }, y: stacked ? { range: (_, __, max) => [0, percent ? 1 : max * 1.05 || 1] } : { range } },
+      scales: { x: { time: false, range: (_, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) }, y: stacked ? { range: (_, __, max) => [0, percent ? 1 : max * 1.05 || 1] } : { range } },
       axes: [{ ...axis, incrs: STEPS }, { ...axis, size: width, values: (_, ticks, __, ___, by) => ticks.map((t) => text(t, by)) }],
       legend: { live: true },
       series: [

@@ -15,8 +15,8 @@ from deploy.run.history import RunHistory, read_steps
 from deploy.run.run_dir import Located, configuration_of, read_configuration
 from deploy.run.snapshot import read_ledger
 from foray.watch.dead_letters import Fates
-from foray.watch.replay_view import Decoder, Shown, choose, find_tokenizer
-from foray.watch.report import recent_groups
+from foray.watch.records import RECENT_GROUPS, find_tokenizer, trained_groups
+from foray.watch.transcript import Decoder, Shown, choose
 from protocol.errors import UserError
 from protocol.messages import Owner, Question, Status, Trajectory
 from rollout_server.environment.prompts import TEMPLATES
@@ -119,7 +119,9 @@ def read_evidence(found: Located) -> Evidence:
         tokens = None
     ledger = read_ledger(found.directory)
     config = read_config(found.directory)
-    entries = choose(reversed(recent_groups(found.directory)), every=True, max_lag=found.run.max_lag)
+    entries = choose(
+        reversed(list(trained_groups(found.directory, last=RECENT_GROUPS))), every=True, max_lag=found.run.max_lag
+    )
     return Evidence(
         steps=tuple(read_steps(found.directory / "metrics.jsonl").values()),
         plays=tuple(

@@ -50,7 +50,7 @@ class WebBackend:
         """See `Backend`. Covers the provider and the settings that determine an answer, not the web itself."""
         return self._fingerprint
 
-    async def search(self, queries: Sequence[str], k: int, run: str) -> list[QueryResult | QueryFailure]:
+    async def search(self, queries: Sequence[str], k: int) -> list[QueryResult | QueryFailure]:
         """See `Backend`. Runs all queries concurrently, within rate and concurrency limits."""
         return await asyncio.gather(*(self._search(query, k) for query in queries))
 

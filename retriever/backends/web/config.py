@@ -223,22 +223,6 @@ class TavilySettings(WebBase):
     reason in place of the policy."""
 
 
-class BingSettings(WebBase):
-    """Any service with the API of Bing Web Search v7: at most 50 hits per request.
-
-    Microsoft's service ended in August 2025, so there is no default address.
-    """
-
-    MAX_HITS = 50
-
-    type: Literal["bing"] = "bing"
-    key_env: str = "BING_API_KEY"
-    key_header: str = Field(default="Ocp-Apim-Subscription-Key", pattern=r"^[A-Za-z0-9-]+$")
-    """Header that carries the key; with `Authorization` it is sent as `Bearer KEY`."""
-    market: str = "en-US"
-    """Market of the results (`mkt`)."""
-
-
 class SearxngSettings(WebBase):
     """A self-hosted SearXNG. Its settings.yml must list `json` under `search.formats`."""
 
@@ -264,7 +248,6 @@ REGISTRY: dict[type[WebBase], str] = {
     GoogleCseSettings: "retriever.backends.web.providers.google:GoogleCse",
     BraveSettings: "retriever.backends.web.providers.brave:Brave",
     TavilySettings: "retriever.backends.web.providers.tavily:Tavily",
-    BingSettings: "retriever.backends.web.providers.bing:Bing",
     SearxngSettings: "retriever.backends.web.providers.searxng:Searxng",
 }
 """Settings class -> provider class, imported on demand."""

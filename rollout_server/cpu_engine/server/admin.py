@@ -14,7 +14,6 @@ from rollout_server.cpu_engine.scheduler.scheduler import by_prefix
 from rollout_server.cpu_engine.server.absent import ABSENT, refuse
 from rollout_server.cpu_engine.server.auth import problem
 from rollout_server.cpu_engine.server.generate import Generation
-from rollout_server.cpu_engine.server.openapi import openapi
 from rollout_server.cpu_engine.server.validation import BadRequest, optional, read_object
 
 PREFIX = "sglang:"
@@ -104,7 +103,6 @@ class AdminRoutes:
             ("/get_weight_version", self.weight_version),
             ("/weight_version", self.weight_version),
             ("/v1/loads", self.loads),
-            ("/openapi.json", openapi),
         ]
         posts = [
             ("/abort_request", self.abort_request),

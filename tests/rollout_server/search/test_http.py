@@ -43,14 +43,12 @@ async def test_a_query_brings_passages_best_first_and_no_more_than_asked_for(
     assert result.error == "" and 0 < result.latency_s < 2
 
 
-async def test_the_other_dialect_and_a_memory_are_settings(retriever: FakeRetriever) -> None:
+async def test_the_other_dialect_is_a_setting(retriever: FakeRetriever) -> None:
     settings = HttpSearchSettings(urls=(retriever.url,), dialect="flashrag", topk=2)
-    flashrag, remembering = HttpSearch(settings), HttpSearch(HttpSearchSettings(urls=(retriever.url,), run="r"))
+    flashrag = HttpSearch(settings)
     assert [p.id for p in (await flashrag("emma")).passages] == ["emma#0", "emma#1"]
     assert retriever.asked == [{"query": ["emma"], "top_n": 2, "return_score": False}]
-    assert (await remembering("emma")).error == "" and retriever.asked[1]["run"] == "r"
     await flashrag.close()
-    await remembering.close()
 
 
 @pytest.mark.parametrize("dialect", ["search_r1", "flashrag"])

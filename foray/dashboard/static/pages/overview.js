@@ -45,7 +45,8 @@ export async function show(box, _, context) {
   }
   function draw(steps, validations) {
     const seen = context.overview;
-    const last = seen.last;
+    const last = { ...seen.last, ...seen.figures }; // as status and top show
+    const rate = (value, what) => (value === null ? "" : `${number(value)} tokens/s ${what}`);
     fill(cards,
       card("step", `${number(last.step ?? 0)} / ${number(seen.figures.steps || seen.steps)}`, seen.eta_s === null ? seen.state : `${span(seen.eta_s)} left`),
       card("reward", short(last.reward_mean), trend(steps, "reward_mean")),
@@ -53,7 +54,7 @@ export async function show(box, _, context) {
       "reward/em" in last ? card("exact match", short(last["reward/em"]), trend(steps, "reward/em")) : null,
       card("searches", short(last.searches_mean), "per trajectory"),
       card("lag", short(last.lag_mean), `largest ${short(last.lag_max)}, bound ${seen.max_lag}`),
-      card("step time", span(last.step_s), `${number(last.tokens_trained / last.step_s)} tokens/s trained`));
+      card("step time", span(seen.step_s), rate(seen.tokens_per_s.trained, "trained")));
     const problems = seen.problems.map((p) => h("li", {}, h("strong", {}, p.what), h("div", {}, "→ ", p.todo)));
     if (seen.failure && seen.state === "failed") problems.push(h("li", {}, h("strong", {}, "What the launcher printed"), h("pre", { class: "scroll" }, seen.failure), h("p", {}, h("a", { href: "#/logs" }, "logs of its processes"))));
     fill(health, problems.length ? h("section", { class: "panel bad", role: "status" }, h("h2", {}, "Problems"), h("ul", {}, problems)) : null,

@@ -43,11 +43,11 @@ export async function show(box, _, context) {
     const sum = (values) => values.reduce((a, b) => a + (b || 0), 0);
     const recent = (name) => sum(col(name).slice(-20)) * steps.width;
     const seconds = recent("step_s");
-    const rollouts = context.overview.processes.filter((p) => p.process === "rollout");
-    const now = rollouts.length ? sum(rollouts.map((p) => p.values.tokens_generated_per_s)) : null;
-    fill(cards, card("generated", now === null ? "–" : `${number(now)}/s`, "tokens, now"),
-      card("trained", `${number(recent("tokens_trained") / seconds)}/s`, "tokens, recent steps"),
-      card("step time", span(seconds / Math.max(1, Math.min(20, x.length)) / steps.width), "recent mean"),
+    const { tokens_per_s: rates, step_s: mean } = context.overview; // as status and top show
+    const when = rates.steps ? `tokens, last ${number(rates.steps)} steps` : "tokens, now";
+    const rate = (value) => (value === null ? "–" : `${number(value)}/s`);
+    fill(cards, card("generated", rate(rates.generated), when), card("trained", rate(rates.trained), when),
+      card("step time", mean === null ? "–" : span(mean), "recent mean"),
       card("learner waits", percent(recent("seconds/wait") / seconds), "of recent time"),
       price ? card("cost so far", number((price * sum(spent) * steps.width) / 3600, 2), `at ${short(price)} per device hour`) : null,
       card("tokens trained", number(sum(col("tokens_trained")) * steps.width), "in all"));

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the CPU engine. Pure.
+"""The OpenAPI 3.1 document of the CPU engine, from which tests draw requests. The engine does not serve it.
 
 `validation.py` and `openai_bodies.py` validate bodies without a schema, so the schemas are here. Tests compare paths
 and methods with the application's routes, and sampling parameters with those in `validation.py`, and send generated
@@ -16,7 +16,6 @@ from protocol.runtime.http.openapi import (
     document,
     operation,
     parameter,
-    serve_document,
 )
 from rollout_server.cpu_engine.scheduler.engine import MEMORY
 from rollout_server.cpu_engine.server.absent import ABSENT
@@ -197,7 +196,6 @@ GETS: dict[str, str | None] = {
     **dict.fromkeys(("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/v1/loads"), JSON),
     **dict.fromkeys(("/get_weight_version", "/weight_version", "/v1/models", "/v1/models/{model}"), JSON),
     **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), JSON),
-    "/openapi.json": JSON,
 }
 """Path of a GET -> media type of the answer; None: empty."""
 
@@ -234,9 +232,6 @@ def describe() -> Object:
             required = bool(schema.get("required")) or streamed
             paths.setdefault(path, {})[method] = _operation(path, answer, schema, body_required=required)
     return document("Foray CPU engine", paths, tokens=("key", "admin"))
-
-
-openapi = serve_document(describe)
 
 
 def _kind_of(path: str) -> str | None:

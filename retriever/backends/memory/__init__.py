@@ -1,1 +1,0 @@
-"""Per-run memory of earlier searches."""
