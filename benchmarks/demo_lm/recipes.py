@@ -164,8 +164,8 @@ def _questions(arm: Arm, base: Path, directory: Path, say: Say) -> list[str]:
     write_questions(sampled, list(train[:SAMPLED]))
     words = ("--n", SAMPLES, "--temperature", "1", "--out", base / "eval" / "sampled", "--resume")
     config = ("--config", base / CONFIG_COPY)
-    asked = ("eval", base / "warm", *config, "--suite", f"train={sampled}", *map(str, words))
-    phase = Phase.foray("eval-sampled", "sample training questions", *asked)
+    asked = ("eval", base / "warm", *config, "--suite", f"train={sampled}", *words)
+    phase = Phase.foray("eval-sampled", "sample training questions", *map(str, asked))
     run_phases([phase], base, say)
     means = policy_result("", read_episodes(base / "eval" / "sampled")).by_question("f1", "train")
     low, high = arm.answered
