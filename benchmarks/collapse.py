@@ -21,7 +21,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
@@ -111,21 +111,8 @@ def planned(phase: str, setting: str) -> list[Planned]:
 
 def play(run: Planned, say: Say) -> dict[str, Any]:
     """Run it, or go on with it, and return its result: curves, cost, machine. Raises ProcessFailed or RunStopped."""
-    from deploy.launch.launcher import Launcher
-
     directory = RUNS / run.name
-    spent, before = directory / "cpu_s", _cpu_s()
-    config = load_config(directory / CONFIG_COPY) if spent.exists() else _prepared(run, directory, say)
-    earlier = float(spent.read_text()) if spent.exists() else 0.0
-    try:
-        with Launcher(config, say=say) as launcher:
-            launcher.start()
-            while not (launcher.supervisor.ended("learner") or is_dead(read_steps(directory / "metrics.jsonl"))):
-                launcher.check()
-                time.sleep(0.5)
-            launcher.check()
-    finally:
-        spent.write_text(str(earlier + _cpu_s() - before))
+    cpu_s = train(directory, lambda: _prepared(run, directory, say), say)
     records = read_steps(directory / "metrics.jsonl")
     if len(records) < STEPS and not is_dead(records):
         raise ForayError(f"{run.name} ended at step {len(records)} of {STEPS}")
@@ -133,9 +120,32 @@ def play(run: Planned, say: Say) -> dict[str, Any]:
         **asdict(run),
         "overrides": run.overrides,
         "curves": {m: [float(f"{r[m]:.4g}") if m in r else None for r in records.values()] for m in METRICS},
-        "cpu_s": round(float(spent.read_text()), 1),
+        "cpu_s": round(cpu_s, 1),
         "machine": machine_facts(),
     }
+
+
+def train(directory: Path, prepared: Callable[[], RunConfig], say: Say, *, to_end: bool = False) -> float:
+    """Run the ring until the learner ends, or is dead unless `to_end`. Return the CPU seconds of all starts.
+
+    An interrupted run goes on from its last checkpoint. Raises ProcessFailed or RunStopped.
+    """
+    from deploy.launch.launcher import Launcher
+
+    spent, before = directory / "cpu_s", _cpu_s()
+    config = load_config(directory / CONFIG_COPY) if spent.exists() else prepared()
+    earlier = float(spent.read_text()) if spent.exists() else 0.0
+    metrics = directory / "metrics.jsonl"
+    try:
+        with Launcher(config, say=say) as launcher:
+            launcher.start()
+            while not (launcher.supervisor.ended("learner") or (not to_end and is_dead(read_steps(metrics)))):
+                launcher.check()
+                time.sleep(0.5)
+            launcher.check()
+    finally:
+        spent.write_text(str(earlier + _cpu_s() - before))
+    return float(spent.read_text())
 
 
 def _cpu_s() -> float:

@@ -1,9 +1,10 @@
 """Train a pretrained language model to answer real questions by searching, on two cores.
 
 SmolLM2-135M-Instruct gets a supervised warm start on demonstrations in Search-R1's protocol, then GRPO through the
-whole ring, and is evaluated on questions that neither saw: untrained, with naive RAG, after the warm start, after
-GRPO. Each phase is a `foray` command; the same command continues after a stop. DATA has questions_train.jsonl (with
-supporting passages), questions_dev.jsonl and corpus_multihop.jsonl; the files may have any format of docs/data.md.
+whole ring, and is evaluated on questions that neither saw and that chose nothing, by source and hops: untrained, with
+naive RAG, after the warm start, after GRPO. Each phase is a `foray` command; the same command continues after a stop.
+DATA has questions_train.jsonl (with supporting passages), questions_dev.jsonl and corpus.jsonl, in a folder `multihop`
+if there is one, or corpus_multihop.jsonl; the files may have any format of docs/data.md.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import argparse
 import json
 import math
 import os
+import random
 import shlex
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,10 @@ from protocol.runtime.progress import duration
 CONFIG = Path(__file__).parent / "run.yaml"
 CONFIG_COPY, FACTS = "demo-lm.yaml", "demo-lm.json"
 VARIABLE = "FORAY_DATA"
-HELD_OUT = 200
+EVALUATED = ("held_out", "dev")
+HELD_OUT, VALIDATION, CHECKPOINT = 200, 200, 64
+"""Most training questions that are only evaluated, at most half; most that choose a recipe, at most a tenth, and those
+of them that choose the best checkpoint."""
 PARAMETERS = 135e6
 """Of SmolLM2-135M."""
 HOURS = 2
@@ -41,11 +47,14 @@ HOURS = 2
 COSTS = {"update": (0.0, 2000), "episode": (0.5, 95), "step": (80.0, 11000)}
 """Seconds of a core and GFLOP of an update of the warm start, an evaluated question, a step of GRPO with SmolLM2-135M:
 from CPU seconds with AVX512-BF16 (docs/figures/lm.json, 400 GFLOP/s a core) and with AVX2 (88)."""
-EPISODES = 8
-"""Evaluations of a question of `limit`: two sets, four policies."""
+POLICIES = 4
+"""Evaluations of each question: untrained, naive RAG, warm start, GRPO."""
 MOST_THREADS = 8
 """Threads of one process: more than these wait for each other at this size."""
 FILES = {"train": "questions_train.jsonl", "dev": "questions_dev.jsonl", "corpus": "corpus_multihop.jsonl"}
+LARGER = FILES | {"corpus": "corpus.jsonl"}
+LAYOUTS = ({kind: f"multihop/{name}" for kind, name in LARGER.items()}, LARGER, FILES)
+"""Files of a data folder; the first that is complete."""
 SGLANG = """engine.kind={type: sglang, python: .venv-sglang/bin/python, launcher: requirements/sglang_cpu_launch.py,
 max_running: 32, args: [--device, cpu, --attention-backend, torch_native, --dtype, bfloat16,
 --max-total-tokens, "32768", --skip-server-warmup]}"""
@@ -120,10 +129,11 @@ def find_data(given: Path | None) -> dict[str, Path]:
     named = given or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
     if named is None:
         raise UserError("no questions are given", why=f"neither --data nor ${VARIABLE} is set", todo=FETCH)
+    for files in LAYOUTS:
+        if all((named / name).is_file() for name in files.values()):
+            return {kind: (named / name).absolute() for kind, name in files.items()}
     missing = [name for name in FILES.values() if not (named / name).is_file()]
-    if missing:
-        raise UserError(f"{named} has no {', '.join(missing)}", todo=FETCH)
-    return {kind: (named / name).absolute() for kind, name in FILES.items()}
+    raise UserError(f"{named} has no {', '.join(missing)}", todo=FETCH)
 
 
 def prepare(args: argparse.Namespace, directory: Path, data: dict[str, Path]) -> dict[str, Any]:
@@ -154,11 +164,15 @@ def prepare(args: argparse.Namespace, directory: Path, data: dict[str, Path]) ->
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} exists and is not a demo", todo="choose another --dir")
     # what the warm start has seen is known by heart: it would be rewarded without a search
-    shown = max(1, (len(train) - HELD_OUT) // 2)
-    for name, questions in split(train.questions, [f"held_out={HELD_OUT}", f"shown={shown}", "train=rest"], 0).items():
+    validation, held_out = min(VALIDATION, len(train) // 10), min(HELD_OUT, len(train) // 2)
+    shown = (len(train) - validation - held_out) // 2
+    parts = [f"validation={validation}", f"held_out={held_out}", f"shown={shown}", "train=rest"]
+    asked = {**split(train.questions, parts, 0), "dev": list(dev.questions)}
+    random.Random(0).shuffle(asked["dev"])  # a limit must not leave out a source
+    for name, questions in asked.items():
         write_questions(directory / "questions" / f"{name}.jsonl", questions)
-    write_questions(directory / "questions" / "dev.jsonl", list(dev.questions))
-    sizes = chosen_sizes(stored_parameters(args.model) if args.model else PARAMETERS)
+    parameters = stored_parameters(args.model) if args.model else PARAMETERS
+    sizes = chosen_sizes(parameters, [len(asked[name]) for name in EVALUATED])
     tree = config_tree(args, directory, data, sizes)
     (directory / CONFIG_COPY).write_text(yaml.safe_dump(tree, sort_keys=False))
     facts = same | {"foray": foray_version(), "cores": cores(), "sizes": sizes}
@@ -166,23 +180,29 @@ def prepare(args: argparse.Namespace, directory: Path, data: dict[str, Path]) ->
     return facts
 
 
-def chosen_sizes(parameters: float) -> dict[str, Any]:
-    """Return steps, updates and questions (`limit`) that this CPU finishes in time, and a sentence about it."""
+def chosen_sizes(parameters: float, questions: Sequence[int]) -> dict[str, Any]:
+    """Return steps, updates and questions (`limit`) that this CPU finishes in time, and a sentence about it.
+
+    questions  of each set that is evaluated
+    """
     speed = cpu_speed()
     dtype = speed.best if speed and parameters >= SMALL else "float32"
     share, rate = parameters / PARAMETERS / cores(), getattr(speed, dtype) if speed else math.inf
     update, episode, step = ((fixed + gflop / rate) * share for fixed, gflop in COSTS.values())
     seconds = HOURS * 3600 * 0.8
-    updates, limit, steps = 72, HELD_OUT, 50
+    updates, limit, steps = 72, max(questions), 50
+
+    def evaluations() -> float:
+        return POLICIES * sum(min(limit, number) for number in questions) * episode
 
     def total() -> float:
-        return updates * update + limit * EPISODES * episode + steps * step
+        return updates * update + evaluations() + steps * step
 
     if total() > seconds:
         updates = min(updates, max(4, int(0.2 * seconds / update)))
-        limit = min(limit, max(10, int(0.35 * seconds / episode / EPISODES)))
-        steps = min(steps, max(2, int((seconds - updates * update - limit * EPISODES * episode) / step)))
-    numbers = f"{updates} updates of the warm start, {steps} steps, {limit} questions of each set"
+        limit = min(limit, max(10, int(0.35 * seconds / episode / POLICIES / len(questions))))
+        steps = min(steps, max(2, int((seconds - updates * update - evaluations()) / step)))
+    numbers = f"{updates} updates of the warm start, {steps} steps, at most {limit} questions of each set"
     expected = f"{cores()} cores: {speed or 'unknown speed'}\n{numbers}: about {duration(total())} in "
     expected += f"{dtype} without other work (load now {os.getloadavg()[0]:.1f})"
     return {"updates": updates, "limit": limit, "steps": steps, "dtype": dtype, "expected": expected}
@@ -193,7 +213,8 @@ def config_tree(
 ) -> dict[str, Any]:
     """Return the configuration of the run, with paths, seed, sizes and overrides."""
     questions = directory / "questions"
-    suite = {"path": str(questions / "held_out.jsonl"), "name": "held_out", "limit": min(64, sizes["limit"])}
+    suite: dict[str, Any] = {"path": str(questions / "validation.jsonl"), "name": "validation"}
+    suite["limit"] = min(CHECKPOINT, sizes["limit"])
     chosen = [
         f"run.steps={sizes['steps']}",
         f"sft.max_steps={sizes['updates']}",
@@ -213,7 +234,7 @@ def phases(args: argparse.Namespace, directory: Path, sizes: dict[str, Any]) -> 
     """Return the phases of the demo, in order."""
     config, demos, warm = directory / CONFIG_COPY, directory / "demonstrations.jsonl", directory / "warm"
     model = args.model.absolute() if args.model else directory / "model"
-    suites = [f"{name}={directory / 'questions' / name}.jsonl" for name in ("held_out", "dev")]
+    suites = [f"{name}={directory / 'questions' / name}.jsonl" for name in EVALUATED]
     limit = ["--limit", str(args.limit or sizes["limit"])]
     # during GRPO learner and engine share the cores; before and after, one of them has all
     threads = min(cores(), MOST_THREADS)

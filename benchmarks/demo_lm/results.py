@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.demo_lm.phases import read_phases
+from foray.data.coverage import kind_of
 from foray.evaluation.statistics import Estimate, interval, paired_test
 from foray.evaluation.store import Row, is_result, read_rows
 from foray.evaluation.summary import is_valid
+from learner.data.questions import load_questions
 from learner.validation.results import ValidationFiles
 from rollout_server.rewards.base import TurnText
 from rollout_server.rewards.format import well_formed
@@ -29,6 +32,7 @@ COLUMNS = {
     "em": "EM",
     "f1": "F1",
     "searched": "searched",
+    "searches": "searches",
     "well_formed": "well-formed",
     "evidence": "evidence",
     "tokens": "tokens",
@@ -67,12 +71,21 @@ def read_policies(directory: Path) -> list[PolicyResult]:
     """Return the policies that were evaluated so far, in the order of the table."""
     found = []
     for name, result, method in POLICIES:
-        where = directory / "eval" / result
-        if is_result(where):
-            rows = tuple(row for row in read_rows(where) if row["method"] == method and is_valid(row))
-            if rows:
-                found.append(PolicyResult(name, rows, _values(rows)))
+        if rows := read_episodes(directory / "eval" / result, method):
+            found.append(policy_result(name, rows))
     return found
+
+
+def read_episodes(where: Path, method: str = "policy") -> tuple[Row, ...]:
+    """Return the valid episodes of a method in a result of `foray eval`, () if there is none."""
+    rows = read_rows(where) if is_result(where) else ()
+    return tuple(row for row in rows if row["method"] == method and is_valid(row))
+
+
+def policy_result(name: str, rows: Iterable[Row]) -> PolicyResult:
+    """Return the episodes of one policy; those of several seeds are averaged by question."""
+    rows = tuple(rows)
+    return PolicyResult(name, rows, _values(rows))
 
 
 def _values(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:
@@ -82,6 +95,7 @@ def _values(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, list[float]]]]
             "em": row["metrics"]["em"],
             "f1": row["metrics"]["f1"],
             "searched": row["searches"] > 0,
+            "searches": row["searches"],
             "well_formed": is_well_formed(row) if row["method"] == "policy" else None,
             "evidence": row["evidence"],
             "tokens": row["tokens_generated"] + row["tokens_read"],
@@ -110,8 +124,34 @@ def differences(policies: Sequence[PolicyResult]) -> list[dict[str, Any]]:
     return found
 
 
+def by_kind(directory: Path, policies: Sequence[PolicyResult]) -> list[dict[str, Any]]:
+    """Return F1 and searches by data set, source and hops, before (warm start) and after (GRPO), with paired tests.
+
+    Each data set also has a row for all its questions.
+    """
+    named = {policy.name: policy for policy in policies}
+    if not {"warm start", "GRPO"} <= named.keys():
+        return []
+    before, after, found = named["warm start"], named["GRPO"], []
+    for data_set in after.values["f1"]:
+        path = directory / "questions" / f"{data_set}.jsonl"
+        asked = load_questions(path).questions if path.is_file() else ()
+        kinds = {question.id: kind_of(question) for question in asked}
+        for metric in ("f1", "searches"):
+            left, right = (policy.by_question(metric, data_set) for policy in (before, after))
+            common = sorted(left.keys() & right.keys())
+            for kind in ("all", *sorted({kinds[q] for q in common if q in kinds})):
+                chosen = [q for q in common if kind in ("all", kinds.get(q))]
+                pair = [left[q] for q in chosen], [right[q] for q in chosen]
+                test = paired_test({kind: pair[0]}, {kind: pair[1]})
+                means = {"before": fmean(pair[0]), "after": fmean(pair[1]), **vars(test)} if chosen else {}
+                row = {"data_set": data_set, "kind": kind, "metric": metric}
+                found.append(row | {key: round(value, 4) for key, value in means.items()})
+    return found
+
+
 def curve(run_dir: Path) -> list[dict[str, float]]:
-    """Return the validations of a run: step, EM and F1 on the held-out questions."""
+    """Return the validations of a run: step, EM and F1 on the validation questions."""
     return [
         {"step": record["step"], **{metric: round(means[metric], 4) for metric in ("em", "f1") if metric in means}}
         for record in ValidationFiles(run_dir).records()
@@ -168,6 +208,7 @@ def summary(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
             for policy in policies
         },
         "differences": compared,
+        "kinds": by_kind(directory, policies),
         "curve": curve(directory / "grpo"),
         "control_curve": curve(directory / "grpo-control"),
         "examples": examples(policies),
@@ -180,6 +221,7 @@ def of_control(result: Mapping[str, Any]) -> dict[str, Any]:
         **result,
         "policies": {name: result["policies"][name] for name in ("GRPO", CONTROL)},
         "differences": [row for row in result["differences"] if row["from"] == CONTROL],
+        "kinds": [],
         "examples": [],
     }
 
@@ -192,14 +234,17 @@ def results_text(result: Mapping[str, Any]) -> str:
     """Return the results as text."""
     lines = []
     for data_set in next(iter(result["policies"].values()), {}):
-        lines += [f"\n{data_set}", f"{'':24}" + "".join(f"{title:>18}" for title in COLUMNS.values())]
+        every = [sets.get(data_set, {}) for sets in result["policies"].values()]
+        columns = {name: title for name, title in COLUMNS.items() if any(name in found for found in every)}
+        lines += [f"\n{data_set}", f"{'':24}" + "".join(f"{title:>18}" for title in columns.values())]
         for name, sets in result["policies"].items():
-            cells = [_cell(column, sets.get(data_set, {}).get(column)) for column in COLUMNS]
+            cells = [_cell(column, sets.get(data_set, {}).get(column)) for column in columns]
             lines.append(f"{name:24}" + "".join(f"{cell:>18}" for cell in cells))
     lines += ["", "paired differences, 95 % intervals"]
     for row in result["differences"]:
         change = f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] p {row['p_value']:.4f}"
         lines.append(f"  {row['data_set']:9} {row['metric']:3} {row['from']} -> {row['to']}: {change}")
+    lines += rows_of_kinds(result.get("kinds", []))
     for title, points in (("validation", result["curve"]), ("control", result["control_curve"])):
         if points:
             shown = "  ".join(f"{point['step']:g}: {point['f1']:.3f}" for point in points)
@@ -214,6 +259,16 @@ def results_text(result: Mapping[str, Any]) -> str:
         lines.append(f"expected: {result['sizes']['expected']}")
     lines.append(f"{'all':24}{result['hours'] * 60:8.1f} min{result['cpu_hours'] * 60:8.1f} CPU min")
     return "\n".join(lines)
+
+
+def rows_of_kinds(kinds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of `by_kind`."""
+    lines = ["", "by source and hops, warm start -> GRPO: paired differences, 95 % intervals"] if kinds else []
+    for row in kinds:
+        change = f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]"
+        where = f"  {row['data_set']:10} {row['metric']:9} {row['kind']:14}{row['n']:5}"
+        lines.append(f"{where}  {row['before']:.3f} -> {row['after']:.3f}: {change}")
+    return lines
 
 
 def _cell(column: str, value: Mapping[str, float] | None) -> str:

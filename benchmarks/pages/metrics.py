@@ -41,6 +41,7 @@ as the label `name`.
 |---|---|
 | `foray top RUN_DIR` | the run live, problems first, with sparklines and wait times; plain in a pipe |
 | `foray status RUN_DIR` | one page: problems and remedies, processes, streams, ledger; exit code 1 on a problem |
+| `foray diagnose RUN_DIR` | what goes wrong, what to try, which trajectories show it; exit code 1 on a finding |
 | `foray logs RUN_DIR [PROCESS ..]` | logs of all processes by time; `-f` follows, `--since 10m`, `--level WARNING` |
 | `foray report RUN_DIR` | writes one HTML file: curves, validation, staleness, trajectories, configuration |
 | `foray runs [DIR]` | runs below a directory: state, step, last reward, age |

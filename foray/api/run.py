@@ -69,6 +69,13 @@ class Run:
         found = locate(Namespace(given=[str(self.directory)], config=None))
         return to_json(look(found), max_lag=found.run.max_lag)
 
+    def diagnose(self, *, corpus: bool = True) -> dict[str, Any]:
+        """Return what `foray diagnose --json` prints: findings, what to try, trajectories. Raises ForayError."""
+        from foray.watch.findings import diagnose
+
+        found = locate(Namespace(given=[str(self.directory)], config=None), without_redis=True)
+        return diagnose(found, corpus=corpus)
+
     def steps(self) -> list[dict[str, Any]]:
         """Return one mapping per trained step, of metrics.jsonl (docs/observability.md names its fields)."""
         return list(read_steps(self.directory / "metrics.jsonl").values())

@@ -296,7 +296,7 @@ def _demonstrate(args: argparse.Namespace) -> int:
 
 
 def _coverage(args: argparse.Namespace) -> int:
-    from foray.data.coverage import coverage, render, report
+    from foray.data.coverage import coverage, render, report, searched
     from foray.data.demonstrate import opened_searcher
     from foray.data.files import write_questions
 
@@ -307,6 +307,8 @@ def _coverage(args: argparse.Namespace) -> int:
         with Progress.on(sys.stderr).task("coverage", total, "passages and questions") as task:
             covered = coverage(found[: args.limit], searcher, task)
         facts = report(covered, searcher.num_passages)
+        topk = getattr(config.rollout.search, "topk", 2) if args.config else 2
+        facts["searches"] = searched(found[: args.limit], searcher, topk)
     if args.out is not None:
         write_questions(args.out, [one.question for one in covered if one.lacking])
     if args.json:

@@ -83,6 +83,7 @@ def build_app(data: RunData, access: Access, chat: ChatProxy | None = None) -> w
         "/openapi.json": serve_document(describe),
         "/events": _events,
         "/api/overview": _reads(lambda data, request: data.overview() | {"operator": _is_operator(request, access)}),
+        "/api/diagnosis": _reads(lambda data, request: data.diagnosis()),
         "/api/steps": _reads(lambda data, request: data.curves(_names(request))),
         "/api/staleness": _reads(lambda data, request: data.ages()),
         "/api/facets": _reads(lambda data, request: data.facets()),

@@ -49,6 +49,7 @@ ROUTES: Mapping[str, DashboardRoute] = {
     "/openapi.json": DashboardRoute("This document."),
     "/events": DashboardRoute("Server-sent events: hello, step, state, version, engines, problems, index.", EVENTS),
     "/api/overview": DashboardRoute("The run: state, problems, engines, processes, accounting, newest step."),
+    "/api/diagnosis": DashboardRoute("What `foray diagnose` finds in the run, and the trajectories that show it."),
     "/api/steps": DashboardRoute("Columns of metrics.jsonl, at most 1500 points.", query=("names",)),
     "/api/staleness": DashboardRoute("Lag of tokens and groups, in all and over the steps."),
     "/api/facets": DashboardRoute("Statuses, sources and ranges of the trajectories."),

@@ -19,6 +19,7 @@ from foray.dashboard.filters import parse_filter, read_ages, read_facets, read_p
 from foray.dashboard.index import TrajectoryIndex
 from foray.watch.dead_letter_pages import as_json
 from foray.watch.dead_letters import Fates, read_letters
+from foray.watch.findings import diagnose
 from foray.watch.records import find_tokenizer, read_lineage
 from foray.watch.status import look, problems, seq_balance, to_json
 from foray.watch.top import Looks, waits_in_words
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 FRESH_S = 1.0
 """A snapshot is shared by all requests for this long."""
+DIAGNOSED_S = 30.0
+"""A diagnosis, which decodes the newest groups, is shared for this long."""
 ANSWER_S = 2.0
 LETTERS = 500
 """Number of the newest dead letters to list."""
@@ -50,7 +53,8 @@ class RunData:
         self.steps = StepFile(found.directory / "metrics.jsonl")
         self._looks, self._looking = Looks(), threading.Lock()
         self._seen: tuple[float, RunSnapshot, list[str]] | None = None
-        self._reading = threading.Lock()
+        self._reading, self._diagnosing = threading.Lock(), threading.Lock()
+        self._diagnosed: tuple[float, dict[str, Any]] | None = None
 
     @property
     def found(self) -> Located:
@@ -100,6 +104,13 @@ class RunData:
         """Return the problems of the newest snapshot, the worst first."""
         found = problems(self.snapshot()[0], max_lag=self.found.run.max_lag)
         return [{"what": problem.what, "todo": problem.todo} for problem in found]
+
+    def diagnosis(self) -> dict[str, Any]:
+        """Return what `foray diagnose --no-corpus` finds, at most DIAGNOSED_S old."""
+        with self._diagnosing:
+            if self._diagnosed is None or time.monotonic() - self._diagnosed[0] > DIAGNOSED_S:
+                self._diagnosed = (time.monotonic(), diagnose(self.found))
+            return self._diagnosed[1]
 
     def curves(self, names: list[str]) -> dict[str, Any]:
         """Return columns of `metrics.jsonl`."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from foray.data.demonstrate import YES_NO
+from foray.data.demonstrate import YES_NO, NotDemonstrated, demonstrate, search_with
 from protocol.messages import Question
 from protocol.search import Passage
+from rollout_server.environment.prompts import TEMPLATES
 
 if TYPE_CHECKING:
     from retriever.backends.index import Searcher
@@ -81,6 +82,39 @@ def coverage(
     return found
 
 
+def searched(questions: Sequence[Question], searcher: Searcher, topk: int) -> dict[str, Any]:
+    """Return the shares of multi-hop questions whose supporting passages one search finds, and a second one.
+
+    The first query is that of `demonstrate`; the second, the title of a missing passage that the question or a result
+    spells. In all, and by source and hops.
+    """
+    search, template = search_with(searcher, topk), next(iter(TEMPLATES.values()))
+    ends: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for question in questions:
+        if len(question.supporting) > 1:
+            try:
+                made = demonstrate(question, search, searcher.find, template, 2)
+                end = ("", "first", "second")[sum("passages" in segment for segment in made["segments"])]
+            except NotDemonstrated as why:
+                end = str(why)
+            for kind in ("all", kind_of(question)):
+                ends[kind][end] += 1
+    return {
+        kind: {
+            "questions": (total := count.total()),
+            "first": count.pop("first", 0) / total,
+            "second": count.pop("second", 0) / total,
+            "not": {why: number / total for why, number in count.most_common()},
+        }
+        for kind, count in sorted(ends.items(), key=lambda item: (item[0] != "all", item[0]))
+    } | {"topk": topk}
+
+
+def kind_of(question: Question) -> str:
+    """Return the source and the number of hops of a question, as in `hotpotqa 2`."""
+    return f"{question.source or 'unknown'} {question.meta.get('hops', len(question.supporting) or '')}".strip()
+
+
 def answer_phrases(question: Question) -> set[str]:
     """Return the answers as words between spaces, without yes and no."""
     folded = {_folded(answer) for answer in question.answers}
@@ -129,6 +163,15 @@ def render(facts: Mapping[str, Any]) -> Iterator[str]:
     if told["recall"] is not None:
         precision, recall = (_percent(told[name]) for name in ("precision", "recall"))
         yield f"questions without a passage, told by answer text: precision {precision}, recall {recall}"
+    searches = dict(facts.get("searches", {}))
+    if topk := searches.pop("topk", 0):
+        label = f"all supporting passages within {topk} results"
+        yield f"{label:<44}{'questions':>10}{'1 search':>11}{'2 searches':>11}"
+    for kind, shares in searches.items():
+        both = (shares["first"], shares["first"] + shares["second"])
+        yield f"  {kind:<42}{shares['questions']:>10}" + "".join(f"{_percent(share):>11}" for share in both)
+    for why, share in searches.get("all", {}).get("not", {}).items():
+        yield f"  not in two searches: {_percent(share)}, {why}"
     without = facts["without"]
     yield f"without: {len(without)} questions" + (
         ", e.g. " + ", ".join(one["id"] for one in without[:5]) if without else ""

@@ -105,3 +105,42 @@ def test_doctor_and_up_say_how_many_questions_lack_passages(
     (found,) = passages(config)
     assert found.verdict == verdict and says in found.detail
     assert ("foray data coverage" in found.fix) == (verdict == "warn" or by_title)
+
+
+def test_how_often_a_second_search_finds_what_is_missing_by_source_and_hops(tmp_path: Path, capsys: Any) -> None:
+    """`a` names both passages; in `b` the second one is spelled in the first; in `c` nowhere."""
+    texts = {"Ada": "Ada wrote notes.", "Bee": "Bee lived in Cork.", "Cork": "A port of the south.", "Dun": "A fort."}
+    texts |= {"Ebb": "Where the town is, the sea is not.", "Fen": "Which fort is near?"}
+    rows = [{"id": f"p{name}", "title": name, "text": text} for name, text in texts.items()]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = [
+        ("a", "Who was older, Ada or Bee?", ["pAda", "pBee"], "2wiki"),
+        ("b", "Where is the town of Bee?", ["pBee", "pCork"], "2wiki"),
+        ("c", "Which fort is near Ada?", ["pAda", "pDun"], "musique"),
+        ("d", "Who wrote notes?", ["pAda"], "hotpotqa"),
+    ]
+    lines = [
+        {"id": i, "question": text, "answers": ["x"], "source": source, "hops": 2, "supporting": names}
+        for i, text, names, source in asked
+    ]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    searches = measured(tmp_path, capsys)["searches"]
+    assert searches["topk"] == 2 and searches["all"]["questions"] == 3, (
+        "a question of one passage needs no second search"
+    )
+    assert searches["2wiki 2"] == {"questions": 2, "first": 0.5, "second": 0.5, "not": {}}
+    assert searches["musique 2"]["not"] == {"the title of a missing passage is not in the question or the results": 1.0}
+    given = ["data", "coverage", str(tmp_path / "questions.jsonl"), "--corpus", str(tmp_path / "corpus.jsonl")]
+    assert main(given) == 0
+    assert "  2wiki 2                                            2      50.0%     100.0%" in capsys.readouterr().out
+
+
+def test_supporting_passages_have_two_names_and_a_list_of_something_else_is_none(tmp_path: Path) -> None:
+    from learner.data.questions import load_questions
+
+    asked = [
+        {"question": f"q{n}", "answers": ["x"], "supporting": value}
+        for n, value in enumerate((["p1"], [{"a": 1}], "p"))
+    ]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    assert [q.supporting for q in load_questions(tmp_path / "questions.jsonl").questions] == [("p1",), (), ()]

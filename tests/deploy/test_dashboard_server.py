@@ -32,7 +32,17 @@ from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
 from protocol.runtime.http.auth import ROLES, Access, Role
 from protocol.runtime.http.openapi import EVENTS
 from protocol.runtime.http.server import listening
-from tests.support.dashboard_run import EVIL, EVIL_IMAGE, dashboard, events, group, located, write_journal, write_run
+from tests.support.dashboard_run import (
+    EVIL,
+    EVIL_IMAGE,
+    dashboard,
+    events,
+    group,
+    located,
+    write_journal,
+    write_run,
+    write_stuffed,
+)
 
 TOKENS: dict[Role, str] = {role: secrets.token_urlsafe(32) for role in ROLES}
 READS = [
@@ -60,6 +70,17 @@ async def test_every_route_answers_for_a_finished_run(run_dir: Path) -> None:
             assert (await answer.json())["columns"] == {"reward_mean": [0.1, 0.2, 0.3, 0.4], "seconds/wait": [0.5] * 4}
         async with session.get("/api/evaluations") as answer:
             assert (await answer.json())["validations"][0]["suites"]["held_out"]["em"] == 0.5
+
+
+async def test_the_diagnosis_is_that_of_the_command(run_dir: Path) -> None:
+    write_stuffed(run_dir)
+    async with (
+        dashboard(run_dir) as url,
+        aiohttp.ClientSession(url) as session,
+        session.get("/api/diagnosis") as answer,
+    ):
+        (found,) = (await answer.json())["findings"]
+    assert found["name"] == "keyword-stuffing" and found["trajectories"][0]["seq"] == 32
 
 
 async def test_logs_are_shown_from_their_end_and_settings_beside_their_defaults(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.demo_lm import results
-from benchmarks.demo_lm.command import FILES, VARIABLE
+from benchmarks.demo_lm import command, results
+from benchmarks.demo_lm.command import FILES, LARGER, VARIABLE, find_data, prepare
 from benchmarks.demo_lm.phases import Phase, PhaseFailed, read_phases, run_phases
 from foray.cli import main
 from foray.evaluation.store import EPISODES, RECIPE
@@ -25,6 +26,7 @@ from tests.support.small_machine import AVX2
 from tests.support.waiting import wait_until
 
 TOWNS = 220
+PARTS = ("validation", "held_out", "shown", "train")
 
 
 def python(name: str, code: str) -> Phase:
@@ -99,6 +101,46 @@ def test_without_data_the_command_says_what_to_fetch(
     assert error.count("foray data get") == 2 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("inside", ["multihop", ""])
+def test_the_larger_data_is_taken_where_the_folder_has_it(tmp_path: Path, inside: str) -> None:
+    folder = data(tmp_path / "data")
+    assert find_data(folder)["corpus"] == folder / "corpus_multihop.jsonl"
+    larger = folder / inside
+    larger.mkdir(exist_ok=True)
+    for kind, name in LARGER.items():
+        (larger / name).write_bytes((folder / FILES[kind]).read_bytes())
+    assert find_data(folder) == {kind: larger / name for kind, name in LARGER.items()}
+
+
+def test_validation_has_its_own_questions_and_a_limit_leaves_out_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "cpu_speed", lambda: None)
+    folder, run = data(tmp_path / "data", 700), tmp_path / "run"
+    asked = [{"id": f"d{n}", "question": f"who {n}?", "answers": ["a"], "source": str(n // 50)} for n in range(150)]
+    (folder / FILES["dev"]).write_text("".join(json.dumps(q) + "\n" for q in asked))
+    args = argparse.Namespace(fresh=False, model=None, seed=0, engine="cpu", overrides=[])
+    facts = prepare(args, run, find_data(folder))
+    parts = {name: load_questions(run / "questions" / f"{name}.jsonl").questions for name in (*PARTS, "dev")}
+    assert [len(part) for part in parts.values()] == [69, 200, 210, 211, 150]
+    assert len({q.id for part in parts.values() for q in part}) == 840
+    assert {q.source for q in parts["dev"][:20]} == {"0", "1", "2"}
+    (suite,) = yaml.safe_load((run / "demo-lm.yaml").read_text())["learner"]["eval"]["suites"]
+    assert suite["path"] == str(run / "questions" / "validation.jsonl") and (suite["name"], suite["limit"]) == (
+        "validation",
+        64,
+    )
+    assert facts["sizes"]["limit"] <= 200
+
+
+def test_the_expected_time_is_that_of_the_questions_that_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "cpu_speed", lambda: None)  # only the fixed seconds count
+    monkeypatch.setattr(command, "cores", lambda: 2)
+    few, many = (command.chosen_sizes(command.PARAMETERS, asked) for asked in ([200, 100], [200, 500]))
+    # 50 steps of 80 CPU seconds, and half a CPU second for each of 4 policies and each question, on two cores
+    assert "about 38 min" in few["expected"] and "about 45 min" in many["expected"]
+
+
 SMALL = (
     *("run.steps=2", "run.group_size=2", "run.groups_per_step=2", "learner.filter.metric=''", "sft.max_steps=2"),
     *("learner.eval.every=100", "rollout.episode.max_new_tokens=40", "rollout.episode.max_context=2048"),
@@ -128,10 +170,10 @@ def test_all_phases_on_avx2_with_a_tiny_model_a_kill_and_the_control(
         "--json",
         *SMALL,
     ]
-    command = [sys.executable, "-m", "foray", *argv]
+    line = [sys.executable, "-m", "foray", *argv]
 
     def killed(when: Callable[[], bool], what: str) -> None:
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
             try:
                 wait_until(when, what, 180)
             finally:
@@ -139,12 +181,12 @@ def test_all_phases_on_avx2_with_a_tiny_model_a_kill_and_the_control(
             assert child.wait(60) == 1
 
     killed(lambda: (run / "eval" / "untrained" / EPISODES).exists(), "an evaluation is in progress")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert json.loads((run / "result.json").read_text()) == result
-    parts = [load_questions(run / "questions" / f"{name}.jsonl").questions for name in ("held_out", "shown", "train")]
-    assert [len(part) for part in parts] == [200, 5, 5]
+    parts = [load_questions(run / "questions" / f"{name}.jsonl").questions for name in PARTS]
+    assert [len(part) for part in parts] == [21, 105, 42, 42]
     assert len({q.text for part in parts for q in part}) == 210
     assert list(result["policies"]) == ["untrained", "naive RAG", "warm start", "GRPO"]
     assert {sets["dev"]["em"]["n"] for sets in result["policies"].values()} == {2}
@@ -154,9 +196,9 @@ def test_all_phases_on_avx2_with_a_tiny_model_a_kill_and_the_control(
     resolved = yaml.safe_load((run / "grpo" / "resolved.yaml").read_text())
     assert (resolved["learner"]["model"]["dtype"], resolved["engine"]["kind"]["dtype"]) == ("float32", "float32")
     assert result["phases"]["eval-untrained"]["starts"] == 2 and result["phases"]["grpo"]["starts"] == 1
-    again = subprocess.run([*command, "run.steps=3"], capture_output=True, text=True, timeout=60)
+    again = subprocess.run([*line, "run.steps=3"], capture_output=True, text=True, timeout=60)
     assert again.returncode == 2 and "holds a demo with another overrides" in again.stderr
-    control = subprocess.run([*command, "--control", "shuffled-reward"], capture_output=True, text=True, timeout=900)
+    control = subprocess.run([*line, "--control", "shuffled-reward"], capture_output=True, text=True, timeout=900)
     assert control.returncode == 0, control.stderr[-3000:]
     found = json.loads(control.stdout)
     assert list(found["policies"])[-1] == "GRPO, rewards shuffled" and len(found["control_curve"]) == 2
@@ -189,13 +231,19 @@ def test_the_table_counts_what_its_columns_say(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / RECIPE).write_text("{}")
         (folder / EPISODES).write_text("".join(json.dumps(r) + "\n" for r in episodes))
+    asked = [
+        {"id": "q1", "question": "?", "answers": ["a"], "source": "musique", "hops": 3},
+        {"id": "q2", "question": "??", "answers": ["a"], "source": "hotpotqa", "supporting": ["p1", "p2"]},
+    ]
+    (tmp_path / "questions").mkdir()
+    (tmp_path / "questions" / "dev.jsonl").write_text("".join(json.dumps(q) + "\n" for q in asked))
     result = results.summary(tmp_path, {})
     means = {
         name: {column: value and value["mean"] for column, value in sets["dev"].items()}
         for name, sets in result["policies"].items()
     }
     assert means["untrained"] == {
-        "em": 0.5, "f1": 0.5, "searched": 0, "well_formed": 0.5, "evidence": 0.5, "tokens": 100,
+        "em": 0.5, "f1": 0.5, "searched": 0, "searches": 0, "well_formed": 0.5, "evidence": 0.5, "tokens": 100,
     }  # fmt: skip
     assert means["warm start"]["well_formed"] == 0.5 and means["warm start"]["searched"] == 1
     assert means["warm start"]["evidence"] == 0, "the unknown one does not count"
@@ -204,4 +252,7 @@ def test_the_table_counts_what_its_columns_say(tmp_path: Path) -> None:
     assert gain["difference"] == 0.5 and gain["n"] == 2
     assert result["examples"][0]["question"] == "q1" and "<search>" in result["examples"][0]["text"]["GRPO"]
     shown = results.results_text(result)
+    assert "dev        f1        all               2  0.500 -> 1.000: +0.500" in shown
+    assert "dev        f1        musique 3         1  0.000 -> 1.000: +1.000" in shown
+    assert "dev        searches  hotpotqa 2        1  1.000 -> 1.000" in shown
     assert "naive RAG" in shown and "warm start -> GRPO: +0.500" in shown

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from foray.api.run import Run
 from foray.demo.warmstart import BAND
 from tests.support.small_machine import AVX2, small_machine
 
@@ -38,6 +39,24 @@ def test_the_demo_learns_to_search_through_the_whole_ring(warm_model: Path, tmp_
     # it answers from what it found, not from what it knows
     assert summary["em_after"] > summary["em_before"] + 0.2 and summary["em_after_without_search"] < 0.1
     assert json.loads((directory / "summary.json").read_text())["em_after"] == summary["em_after"]
+    found = Run(directory).diagnose()
+    assert found["findings"] == [] and (found["steps"], found["trajectories"]) == (STEPS, 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_demo_that_is_broken_on_purpose_is_diagnosed(warm_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "foray", "demo", "--dir", str(tmp_path / "demo"), "--model", str(warm_model)]
+    broken = ["run.steps=2", "rollout.episode.max_new_tokens=8"]
+    done = subprocess.run([*command, *broken], capture_output=True, text=True, timeout=400, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    command = [sys.executable, "-m", "foray", "diagnose", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "prompts: " in done.stdout and "try    raise rollout.episode.max_new_tokens" in done.stdout
+    replay = next(line for line in done.stdout.splitlines() if "foray replay" in line).split("foray ", 1)[1].split()
+    done = subprocess.run([sys.executable, "-m", "foray", *replay], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "truncated (turn)" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -151,6 +151,12 @@ def write_run(directory: Path, *, redis_url: str = "") -> Path:
     return directory
 
 
+def write_stuffed(directory: Path) -> None:
+    """Add groups to a run whose answers are stuffed with words, and whose texts contain scripts."""
+    answer = f"who wrote emma novel maybe {EVIL_IMAGE}"
+    write_journal(directory, ((n, group(n, n, text=f"who {EVIL}\x1b[2J ?", answer=answer)) for n in range(13, 33)))
+
+
 def write_large_run(directory: Path) -> Path:
     """Write a finished run of more than 100,000 trajectories."""
     write_run(directory)

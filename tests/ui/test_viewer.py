@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.dashboard_run import EVIL, EVIL_IMAGE, write_run
+from tests.support.dashboard_run import EVIL, EVIL_IMAGE, write_run, write_stuffed
 from tests.ui.browsing import Tab, dashboard
 
 NewTab = Callable[..., Tab]
@@ -60,6 +60,22 @@ def test_logs_and_settings_are_read_and_found(hostile: str, tab: NewTab) -> None
     assert rows.count() > 10 * changed and "run.max_lag differs\t0\t2" in rows.all_inner_texts()
     shown.page.get_by_label("find").fill("clip_low")
     assert 0 < rows.count() < 9 and all("clip_low" in text for text in rows.all_inner_texts())
+
+
+def test_the_first_page_shows_what_is_wrong_and_leads_to_the_trajectories(tab: NewTab, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    write_stuffed(run_dir)
+    with dashboard(run_dir) as url:
+        shown = tab()
+        shown.open(url)
+        found = shown.page.locator("#diagnosis")
+        found.wait_for()
+        assert "answers are stuffed: 6 words" in found.inner_text() and "length_penalty" in found.inner_text()
+        found.locator("summary").click()
+        assert EVIL in found.inner_text() and EVIL_IMAGE in found.inner_text()
+        inert(shown.page)
+        found.get_by_role("link", name="seq 32, trajectory 1").click()
+        shown.until(lambda: "#/group/32/0" in shown.page.url, "the trajectory")
 
 
 def test_markup_would_be_noticed(hostile: str, tab: NewTab) -> None:

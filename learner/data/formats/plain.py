@@ -20,7 +20,7 @@ def _read(record: Record) -> Asked:
     text = text_of(record)
     for name in ANSWER_FIELDS:
         if name in record:
-            supporting = record.get("supporting_ids") or ()
+            supporting = record.get("supporting_ids") or _listed_names(record.get("supporting"))
             names = supporting.split(",") if isinstance(supporting, str) else supporting
             return Asked(
                 id_of(record),
@@ -33,8 +33,15 @@ def _read(record: Record) -> Asked:
     raise ValueError(f"no answer: none of the fields {', '.join(ANSWER_FIELDS)}")
 
 
+def _listed_names(value: object) -> list[str]:
+    """Return a list of ids or titles; [] for what another format keeps in that field."""
+    return value if isinstance(value, list) and all(isinstance(item, str) for item in value) else []
+
+
 FORAY = QuestionFormat(
-    '{"question", "answers"}, optionally "id", "source", "supporting_ids": Foray', lambda r: "answers" in r, _read
+    '{"question", "answers"}, optionally "id", "source", "supporting_ids" or "supporting": Foray',
+    lambda r: "answers" in r,
+    _read,
 )
 FLASHRAG = QuestionFormat('{"id", "question", "golden_answers"}: FlashRAG', lambda r: "golden_answers" in r, _read)
 NQ_OPEN = QuestionFormat(

@@ -23,10 +23,13 @@ export async function show(box, _, context) {
   const other = chart("Chosen metric");
   const cards = h("div", { class: "cards" });
   const health = h("div", {});
+  const diagnosis = h("div", {});
   const side = h("div", { class: "two" });
-  fill(box, h("h1", { class: "hidden" }, "Overview"), cards, health,
+  fill(box, h("h1", { class: "hidden" }, "Overview"), cards, health, diagnosis,
     h("div", { class: "grid" }, Object.values(charts).map((c) => c.element)),
     h("p", {}, h("label", { for: "metric" }, "any field of metrics.jsonl: "), any), other.element, h("p", {}), side);
+
+  let diagnosed = "";
 
   async function refresh() {
     const { names } = context.overview;
@@ -34,6 +37,11 @@ export async function show(box, _, context) {
     if (any.length !== names.length) fill(any, names.map((name) => h("option", { value: name, selected: name === chosen }, name)));
     const [steps, found] = await Promise.all([get("/api/steps", { names: [...NAMES, any.value].filter(Boolean).join(",") }), get("/api/evaluations")]);
     draw(steps, found.validations);
+    get("/api/diagnosis").then((facts) => {
+      const text = JSON.stringify(facts);
+      if (text !== diagnosed) fill(diagnosis, findings(facts));  // an opened part stays open
+      diagnosed = text;
+    }, (error) => fill(diagnosis, h("p", { class: "dim" }, `diagnosis: ${error.message}`)));
   }
   function draw(steps, validations) {
     const seen = context.overview;
@@ -77,6 +85,17 @@ const IN_WORDS = {
   wait: "learner waits for trajectories", compute: "learner trains", publish: "publishes weights", checkpoint: "writes checkpoints",
   redis: "waits for Redis", validation: "validates",
 };
+
+// What `foray diagnose` finds: the rule that decided, what to try, and the trajectories that show it.
+function findings({ findings: found, trajectories }) {
+  if (!found.length) return null;
+  const one = (f) => h("li", {}, h("strong", {}, f.what), h("ul", { class: "plain" }, f.todo.map((todo) => h("li", {}, "→ ", todo))),
+    h("details", {}, h("summary", {}, "why, and trajectories that show it"), h("p", { class: "dim" }, `rule: ${f.rule}`),
+      h("ul", {}, f.trajectories.map((t) => h("li", {}, h("a", { href: t.dashboard }, `seq ${t.seq}, trajectory ${t.index + 1}`),
+        ` reward ${short(t.reward)}, ${number(t.searches)} searches: ${t.question} → ${t.answer || "(no answer)"} (gold: ${t.gold.join(" | ")})`)))));
+  return h("section", { class: "panel bad", role: "status", id: "diagnosis" }, h("h2", {}, "Diagnosis"),
+    h("p", { class: "dim" }, `from the steps and the last ${number(trajectories)} trained trajectories; foray diagnose says the same`), h("ul", {}, found.map(one)));
+}
 
 function same(a, b) {
   return a.some((v) => v !== null) && a.every((v, i) => v === b[i]);

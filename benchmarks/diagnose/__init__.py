@@ -1,0 +1,1 @@
+"""`python -m benchmarks.diagnose`: runs broken on purpose judge `foray diagnose`."""

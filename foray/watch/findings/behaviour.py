@@ -1,0 +1,132 @@
+"""Reward hacking: what the answers of the trained trajectories have in common, and what it earned them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from foray.watch.findings.base import ENOUGH, Evidence, Found, SeenTrajectory
+from rollout_server.rewards.text_match import YES_NO, comparable, is_yes_no
+
+WITHOUT_SEARCH = 0.5
+YES_NO_ENOUGH, YES_NO_BIAS, YES_NO_ELSEWHERE = 20, 0.3, 0.2
+TITLES = 0.5
+STUFFED, TIMES_GOLD, FEWEST_WORDS = 0.3, 3, 6
+_REWARD = "a reward that also pays for the evidence: {type: retrieval_hit, by: passage, share: true} with a weight"
+_READ = "read the trajectories below: what earns a reward is what is learned"
+
+
+def answers_without_search(run: Evidence) -> Found | None:
+    """Find answers that were given without a search."""
+    without = [play for play in run.answered if not play.trajectory.searches]
+    if not run.searches or (share := _share(without, run.answered)) < WITHOUT_SEARCH:
+        return None
+    others = [play for play in run.answered if play.trajectory.searches]
+    with_search = f", with a search {_reward(others):.2f}" if others else ""
+    return Found(
+        f"{share:.0%} of {len(run.answered)} answers came without a search; mean reward {_reward(without):.2f}"
+        f"{with_search}",
+        f"{WITHOUT_SEARCH:.0%} or more of the answers have no search before them",
+        (
+            "{type: missing_action} in rollout.episode.rewards, a penalty without a search; no search_cost meanwhile",
+            _REWARD,
+            "leave out questions that the model answers by heart: `foray eval --methods direct` finds them",
+        ),
+        _best(without),
+    )
+
+
+def yes_no_bias(run: Evidence) -> Found | None:
+    """Find yes and no as answers where they do not belong, or one of them nearly always."""
+    asked = [play for play in run.answered if is_yes_no(play.question.answers)]
+    others = [play for play in run.answered if not is_yes_no(play.question.answers)]
+    said = [play for play in others if comparable(play.trajectory.answer) in YES_NO]
+    rule = (
+        f"yes or no in {YES_NO_ELSEWHERE:.0%} or more of other answers, or {YES_NO_BIAS:.0%} more often yes (or no) "
+        "than the gold answers"
+    )
+    todo = (
+        "balance yes and no among the questions, or leave them out: `foray data inspect` counts the answers",
+        "the reward f1 or em gives a wrong yes or no nothing; a reward of your own may not",
+        _READ,
+    )
+    if (share := _share(said, others)) >= YES_NO_ELSEWHERE:
+        what = f"{share:.0%} of {len(others)} answers to questions that ask for something else are yes or no"
+        return Found(what, rule, todo, _best(said))
+    if len(asked) < YES_NO_ENOUGH:
+        return None
+    yes = [play for play in asked if comparable(play.trajectory.answer) == "yes"]
+    gold = fmean("yes" in map(comparable, play.question.answers) for play in asked)
+    if abs(len(yes) / len(asked) - gold) < YES_NO_BIAS:
+        return None
+    what = (
+        f"{len(yes) / len(asked):.0%} of {len(asked)} answers to yes-no questions are yes, of the gold ones {gold:.0%}"
+    )
+    return Found(what, rule, todo, tuple(play for play in asked if not play.is_right))
+
+
+def copied_titles(run: Evidence) -> Found | None:
+    """Find wrong answers that are the title of a passage that the policy was shown."""
+    copied = [play for play in run.answered if not play.is_right and _is_title(play)]
+    if (share := _share(copied, run.answered)) < TITLES:
+        return None
+    return Found(
+        f"{share:.0%} of {len(run.answered)} answers are the title of a passage, and wrong; mean reward "
+        f"{_reward(copied):.2f}",
+        f"{TITLES:.0%} or more of the answers are a shown passage's title and no gold answer",
+        (
+            "score the answer by em or f1 against the gold answers; lower the weight of rewards for passages",
+            "demonstrations whose answer is in the text of a passage: `foray data demonstrate`, then `foray sft`",
+            _READ,
+        ),
+        _best(copied),
+    )
+
+
+def keyword_stuffing(run: Evidence) -> Found | None:
+    """Find answers of many words that earn no less than short ones."""
+    stuffed = [play for play in run.answered if _words(play.trajectory.answer) >= _most_words(play)]
+    others = [play for play in run.answered if _words(play.trajectory.answer) < _most_words(play)]
+    if (share := _share(stuffed, run.answered)) < STUFFED or (others and _reward(stuffed) < _reward(others)):
+        return None
+    words = fmean(_words(play.trajectory.answer) for play in stuffed)
+    short = f", shorter ones {_reward(others):.2f}" if others else ""
+    return Found(
+        f"{share:.0%} of {len(run.answered)} answers are stuffed: {words:.0f} words on average; mean reward "
+        f"{_reward(stuffed):.2f}{short}",
+        f"{STUFFED:.0%} or more of the answers have {TIMES_GOLD} times the words of the gold answer, at least "
+        f"{FEWEST_WORDS}, and earn no less than the others",
+        (
+            "a reward that loses by extra words: {type: f1} or {type: em} instead of cover_em or one of your own",
+            "{type: length_penalty} in rollout.episode.rewards",
+        ),
+        _best(stuffed),
+    )
+
+
+def _share(some: Sequence[SeenTrajectory], of: Sequence[SeenTrajectory]) -> float:
+    """Return the share of `some`, 0 where there are too few to judge."""
+    return len(some) / len(of) if len(of) >= ENOUGH else 0.0
+
+
+def _reward(plays: Sequence[SeenTrajectory]) -> float:
+    return fmean(play.trajectory.reward for play in plays)
+
+
+def _best(plays: Sequence[SeenTrajectory]) -> tuple[SeenTrajectory, ...]:
+    """Return the trajectories with the highest reward first, of equals the newest."""
+    return tuple(sorted(plays, key=lambda play: -play.trajectory.reward))
+
+
+def _words(answer: str) -> int:
+    return len(comparable(answer).split())
+
+
+def _most_words(play: SeenTrajectory) -> int:
+    gold = max((_words(answer) for answer in play.question.answers), default=0)
+    return max(FEWEST_WORDS, TIMES_GOLD * gold)
+
+
+def _is_title(play: SeenTrajectory) -> bool:
+    answer = comparable(play.trajectory.answer)
+    return bool(answer) and any(answer == comparable(title) for turn in play.turns for title in turn.titles)
