@@ -31,7 +31,7 @@ PURE_IMPORTS = {
 }
 """What `protocol` may import: no sockets, files, clock, threads or environment."""
 
-MOST_CODE_LINES = 57_100
+MOST_CODE_LINES = 56_800
 """Of the wheel: 53,500, and what the issues on clusters, agents, Python and stability may add so far."""
 SLACK = 60
 """Lines that a folder may exceed its ceiling by, so that a repair needs no commit for it."""
