@@ -159,12 +159,12 @@ def test_doctor_shows_speed_and_time_and_warns_of_a_slow_dtype(tmp_path: Path, o
 
 def test_the_demo_ends_within_two_hours_on_old_cores_and_says_so(on: Any) -> None:
     on(NEW)
-    full = demo_lm.chosen_sizes(135e6)
+    full = demo_lm.chosen_sizes(135e6, [200, 100])
     on(OLD)
-    short = demo_lm.chosen_sizes(135e6)
+    short = demo_lm.chosen_sizes(135e6, [200, 100])
     assert (full["updates"], full["limit"], full["steps"]) == (72, demo_lm.HELD_OUT, 50)
     assert 2 <= short["steps"] < 50 and short["updates"] < 72 and "in float32" in short["expected"]
-    assert demo_lm.chosen_sizes(1e6)["steps"] == 50, "of a small model"
+    assert demo_lm.chosen_sizes(1e6, [200, 100])["steps"] == 50, "of a small model"
 
 
 @pytest.mark.slow

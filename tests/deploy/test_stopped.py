@@ -129,7 +129,7 @@ wait = (
 command.find_data = lambda given: {}
 command.prepare = lambda args, directory, data: directory.mkdir(exist_ok=True) or {"sizes": {"expected": "in a minute"}}
 command.phases = lambda args, directory, data: [Phase("long", "a long phase", ("-c", wait))]
-results.summary, results.write, results.table = lambda *_: {}, lambda *_: here, lambda _: "the table"
+results.summary, results.write, results.results_text = lambda *_: {}, lambda *_: here, lambda _: "the table"
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -143,9 +143,7 @@ async def engine(scratch: Path) -> AsyncIterator[Running]:
     save_file(
         {name: torch.randn(place.view.shape) for name, place in weights.places.items()}, model / "model.safetensors"
     )
-    settings = EngineSettings(
-        model_path=model, port=0, max_running=512, max_total_tokens=1 << 14, update_timeout_s=0.3, log_level="warning"
-    )
+    settings = EngineSettings(model_path=model, port=0, max_running=512, max_total_tokens=1 << 14, update_timeout_s=0.3)
     made, tokenizer, read = serve.build_engine(settings)
     settings = settings.model_copy(update={"port": free_port()})
     app = serve.build_app(made, tokenizer, read, settings, ("", ""))

@@ -502,8 +502,8 @@ MUTANTS = (
     Mutant(
         "the cache ignores the number of hits",
         "retriever/serving/service.py",
-        "Key(normalise(query), k, self._fingerprint, run)",
-        "Key(normalise(query), 0 * k, self._fingerprint, run)",
+        "Key(normalise(query), k, self._fingerprint)",
+        "Key(normalise(query), 0 * k, self._fingerprint)",
         ("retriever/test_app.py", "retriever/test_cache.py"),
     ),
     # mathematics
