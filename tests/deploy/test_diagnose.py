@@ -77,6 +77,7 @@ BROKEN: dict[str, tuple[str, Evidence]] = {
     ),
     "cut": ("prompts", Evidence(steps(), plays(status=Status.TRUNCATED, cause="context"))),
     "no search": ("no-search", Evidence(steps(), plays(searches=0, turns=()))),
+    "never searches": ("no-search", Evidence(steps(), plays(status=Status.OUT_OF_TURNS, searches=0, turns=()))),
     "stuffed": ("keyword-stuffing", Evidence(steps(), plays(answer=lambda n: STUFFED, reward=lambda n: 1.0))),
     "yes everywhere": ("yes-no-bias", Evidence(steps(), plays(answer=lambda n: "Yes."))),
     "always no": ("yes-no-bias", Evidence(steps(), plays(answer=lambda n: "no", **NO))),  # type: ignore[arg-type]

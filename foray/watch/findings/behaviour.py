@@ -17,7 +17,21 @@ _READ = "read the trajectories below: what earns a reward is what is learned"
 
 
 def answers_without_search(run: Evidence) -> Found | None:
-    """Find answers that were given without a search."""
+    """Find answers that were given without a search, or a policy that never searches."""
+    if (
+        run.searches
+        and len(run.answered) < ENOUGH <= len(run.plays)
+        and not any(p.trajectory.searches for p in run.plays)
+    ):
+        return Found(
+            f"none of the last {len(run.plays)} trajectories searched, and few answered",
+            f"no search in any of them, and less than {ENOUGH} answers",
+            (
+                "read why no search is recognised: rollout.episode.template, or a model that does not know it",
+                "a warm start on demonstrations: `foray data demonstrate`, then `foray sft`",
+            ),
+            run.plays,
+        )
     without = [play for play in run.answered if not play.trajectory.searches]
     if not run.searches or (share := _share(without, run.answered)) < WITHOUT_SEARCH:
         return None
