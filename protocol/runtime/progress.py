@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar, cast
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -33,6 +33,34 @@ BAR_EVERY_S, SAMPLE_EVERY_S, LOOK_S = 0.1, 0.5, 0.05
 
 class HungUp(OSError):
     """The terminal is gone. Its SIGHUP may come later than this error of a write."""
+
+
+class _Terminal:
+    """A terminal. When it is gone, one write raises HungUp and later ones do nothing: an orderly stop goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._gone = stream, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._do(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._stream.flush)
+
+    def _do(self, call: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            call()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self._gone = True
+            raise HungUp(*error.args) from error
 
 
 class Progress:
@@ -55,14 +83,14 @@ class Progress:
                     print(stamp() + line, file=stream, flush=True)
                 else:
                     made._bars.console.print(stamp() + line, markup=False, highlight=False, soft_wrap=True)
-            except OSError as error:
+            except OSError:
                 made._emit = lambda line: None  # what follows, such as an orderly stop, must not fail by its messages
-                if was_terminal and error.errno == errno.EIO:
-                    raise HungUp(*error.args) from error
                 raise
 
-        made, was_terminal = cls(emit, every_s=every_s), stream.isatty()
-        made._terminal = stream if was_terminal and os.environ.get("TERM") != "dumb" else None
+        made = cls(emit, every_s=every_s)
+        if stream.isatty():
+            stream = cast(TextIO, _Terminal(stream))
+            made._terminal = stream if os.environ.get("TERM") != "dumb" else None
         return made
 
     @classmethod

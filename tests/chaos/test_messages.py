@@ -63,9 +63,9 @@ def test_a_half_loaded_engine_is_named_in_the_status_with_the_reason(said: dict[
     in_order(
         said["half-loaded-engine"],
         r"^run demo: (starting|training), NOT healthy",
-        r"^problem:  engine gpu-0 is quarantined: 1\.\d+ is loaded in part: refused at gpu-0: CUDA out of memory",
-        r"^   do:    it gets no requests",
-        r"^engine    gpu-0: quarantined, version 0\.0",
+        r"^problem: +engine gpu-0 is quarantined: 1\.\d+ is loaded in part: refused at gpu-0: CUDA out of memory",
+        r"^   do: +it gets no requests",
+        r"^engine +gpu-0: quarantined, version 0\.0",
         r"^\[exit code 1\]",
     )
 
@@ -76,7 +76,7 @@ def test_a_group_that_crashes_the_learner_is_a_dead_letter_after_three_starts(sa
         said["poisoned-group"],
         r"ended with \[-11, -11, -11\]",
         r"\(seq 9\) is unusable: poison: the learner crashed 3 times while reading this entry; .*`foray dlq show 9`",
-        r"^ +9 .*poison",
+        r"^ *9 .*poison",
         r"^\[exit code 0\]",
     )
 
@@ -100,8 +100,8 @@ def test_a_full_redis_is_waited_for_and_named(said: dict[str, str]) -> None:
     in_order(
         said["redis-full"],
         r"issuing tasks is paused: Redis is full \(maxmemory reached\)",
-        r"^problem:  Redis uses",
-        r"^   do:    raise maxmemory",
+        r"^problem: +Redis uses",
+        r"^   do: +raise maxmemory",
         r"with room again it went on by itself",
     )
 
@@ -112,9 +112,9 @@ def test_a_full_disk_is_named_and_says_what_goes_on_and_what_does_not(said: dict
         said["disk-full"],
         r"checkpoint step_\d+\.e1 could not be written: .*(No space left|too large).*; the checkpoint of step \d+",
         r"3 checkpoints failed: issuing tasks is paused until one succeeds\. Free disk space in runs/demo",
-        r"^problem:  the last \d+ checkpoints could not be written; the newest is of step \d+: "
+        r"^problem: +the last \d+ checkpoints could not be written; the newest is of step \d+: "
         r".*(No space left|too large)",
-        r"^   do:    free space on the disk of run\.dir",
+        r"^   do: +free space on the disk of run\.dir",
         r"^error: cannot write the weights of version 1\.4",
         r"^  why: they were not announced: the engines keep the previous version",
         r"^   do: free disk space for runs/demo and start again",

@@ -107,8 +107,8 @@ def chain(run: RunSettings, questions: Path, model: Path, tmp_path: Path) -> Cal
 
 def replayed(run: RunSettings, tmp_path: Path) -> tuple[str, list[str]]:
     """The life of a process that trains from the run's journal, with no Redis to go to."""
-    nowhere = [f"run.dir={tmp_path / 'replay'}", "run.redis_url=redis://127.0.0.1:1/0", "learner.replay.export=true"]
-    return "", ["--replay", str(run.dir), *nowhere]
+    nowhere = [f"run.dir={tmp_path / 'replay'}", "run.redis_url=redis://127.0.0.1:1/0"]
+    return "", ["--replay", str(run.dir), "--export", *nowhere]
 
 
 def assert_same_parameters(run: RunSettings, tmp_path: Path, model: Path) -> None:

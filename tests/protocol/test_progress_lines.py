@@ -9,6 +9,7 @@ import pty
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -319,3 +320,21 @@ def test_a_terminal_that_is_gone_is_told_from_a_full_disk() -> None:
         with pytest.raises(OSError, match="No space") as failed:
             Progress.on(full)("one")
         assert not isinstance(failed.value, HungUp)
+
+
+def test_bars_end_as_lines_do_when_the_terminal_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    with io.TextIOWrapper(open(theirs, "wb", buffering=0), write_through=True) as terminal:
+        progress = Progress.on(terminal)
+        try:
+            with progress.task("work", 5) as task:
+                assert task.drawn
+                os.close(ours)
+                for done in range(20):
+                    task(done % 5)
+                    task._draw()
+                    time.sleep(0.02)
+        except OSError as error:  # unless rich's own thread was first
+            assert isinstance(error, HungUp), error
+        progress("silent")
