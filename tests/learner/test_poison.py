@@ -162,6 +162,7 @@ def test_a_batch_that_ends_the_learner_in_training_is_set_aside_by_the_fourth_st
     assert all("3 times while training a batch" in letter["detail"] and letter["b"] for letter in letters)
 
 
+@pytest.mark.slow
 def test_an_entry_that_is_read_again_beside_a_deadly_batch_is_no_dead_letter(
     run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
