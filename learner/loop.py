@@ -109,7 +109,7 @@ class TrainingLoop:
         conditions = self._conditions(groups, replayed)
         everything = [*groups, *(r.group for r in replayed)]
         crashed = any(ctx.crashes.of(entry.id) for entry in entries)
-        alone = ctx.consumer.replaying if crashed else nullcontext()
+        alone = ctx.consumer.redelivering if crashed else nullcontext()
         with ctx.meter.blocked_on("compute"), alone, ctx.crashes.training([e.id for e in entries]):
             batch = self._batch(conditions, everything).scaled(ctx.engine.algorithm)
             self._prepare_next(entries)

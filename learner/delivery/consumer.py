@@ -7,7 +7,7 @@ An entry that crashes the learner while it is read would crash every successor. 
 pending are read one at a time, each after Redis has counted the delivery. An entry that was delivered DELIVERIES times
 without being read successfully becomes a dead letter. So does one whose batch crashed a learner in DELIVERIES trainings
 in a row (`CrashRecord`): the whole batch, because nothing tells which group it was. These seqs are settled as dead.
-No pending entry is read while a batch trains that was in a crash before (`replaying`): otherwise the next crash would
+No pending entry is read while a batch trains that was in a crash before (`redelivering`): otherwise the next crash would
 count against the entry, too.
 
 The reader thread consumes stream entries and produces buffered groups. It waits for Redis (BLOCK_MS at a time) and
@@ -67,7 +67,7 @@ class StreamConsumer:
         self._backlog: deque[bytes] = deque()
         self._tries: Counter[bytes] = Counter()
         self._changed = threading.Condition(delivery.lock)
-        self.replaying = threading.Lock()
+        self.redelivering = threading.Lock()
         """Held while a pending entry is read again."""
         self.reclaim = threading.Event()
         """Set to read the pending entries again (start, lost replies, entries delivered to a predecessor)."""
@@ -87,7 +87,7 @@ class StreamConsumer:
                 self.reclaim.clear()
                 self._claim()
             if self._backlog:
-                self._replay(min(free, READ_COUNT))
+                self._redeliver(min(free, READ_COUNT))
                 return
             for id_, fields in self._store.read(min(free, READ_COUNT)):
                 self.ingest(id_, fields)
@@ -104,13 +104,13 @@ class StreamConsumer:
             log.info("took over %d pending entries", len(self._backlog))
             self._event_log.emit("took-over", f"{len(self._backlog)} entries that were read but not acknowledged")
 
-    def _replay(self, count: int) -> None:
+    def _redeliver(self, count: int) -> None:
         for _ in range(min(count, len(self._backlog))):
-            with self.replaying:
-                self._replay_one(self._backlog[0])
+            with self.redelivering:
+                self._redeliver_one(self._backlog[0])
             self._backlog.popleft()
 
-    def _replay_one(self, id_: bytes) -> None:
+    def _redeliver_one(self, id_: bytes) -> None:
         # Deliveries beyond our own attempts (a reply may get lost) are those that crashed a learner.
         self._tries[id_] += 1
         deliveries, fields = self._store.redeliver(id_)

@@ -4,8 +4,8 @@
     with progress.task("vectors", total=n, unit="passages") as task:
         task(done)
 
-Rate and time left are of the last WINDOW_S seconds: work that
-was done before an interruption, or at another speed, does not count.
+Rate and time left are of the last WINDOW_S seconds: work that was done before an interruption, or at another speed,
+does not count.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from foray.api.run import Run
 from foray.cli import main
 from foray.watch.findings import REGISTRY, corpus_of, findings
-from foray.watch.findings.base import Evidence, Found, SeenTrajectory, _title_of
+from foray.watch.findings.base import Evidence, Found, TrainedTrajectory, _title_of
 from foray.watch.transcript import Shown
 from protocol.messages import Question, Status, Trajectory, TrajectoryGroup
 from protocol.versions import PolicyVersion
@@ -37,7 +37,7 @@ def steps(count: int = 40, **changed: Any) -> tuple[dict[str, Any], ...]:
     return (first, *later)
 
 
-def plays(
+def trajectories(
     count: int = 40,
     answer: Callable[[int], str] = lambda n: "Jane Austen" if n % 2 else "York",
     *,
@@ -48,7 +48,7 @@ def plays(
     status: Status = Status.ANSWERED,
     cause: str = "",
     supporting: str = "p1",
-) -> tuple[SeenTrajectory, ...]:
+) -> tuple[TrainedTrajectory, ...]:
     found = []
     for n in range(count):
         question = Question(id=f"q{n}", text="who?", answers=(gold(n),), meta={"supporting_ids": supporting})
@@ -56,7 +56,7 @@ def plays(
         changed = {"answer": answer(n), "searches": searches, "cause": cause}
         one = Trajectory.model_validate(trajectory.model_dump() | changed)
         group = TrajectoryGroup(run="r", seq=n + 1, question=question, trajectories=(one,), template="search_r1")
-        found.append(SeenTrajectory(Shown(group, 0, step=n // 4 + 1, epoch=1, max_lag=2), turns))
+        found.append(TrainedTrajectory(Shown(group, 0, step=n // 4 + 1, epoch=1, max_lag=2), turns))
     return tuple(found)
 
 
@@ -67,7 +67,7 @@ BROKEN: dict[str, tuple[str, Evidence]] = {
     "the reward fell long ago": ("collapse", Evidence(steps(300, reward_mean=lambda n: 0.6 if n < 21 else 0.01))),
     "half-precision engine": ("unequal-logprobs", Evidence(steps(logprob_gap=0.05))),
     "an engine that drifts": ("unequal-logprobs", Evidence(steps(kl_behaviour=lambda n: 0.2 if n > 20 else 0.0))),
-    "random passages": ("retriever", Evidence(steps(), plays(answer=lambda n: "Bath", turns=(CITY,)))),
+    "random passages": ("retriever", Evidence(steps(), trajectories(answer=lambda n: "Bath", turns=(CITY,)))),
     "equal rewards": ("no-signal", Evidence(steps(reward_std=0.0, zero_advantage_share=1.0))),
     "no advantage": ("no-signal", Evidence(steps(zero_advantage_share=0.97))),
     "all filtered": ("no-signal", Evidence(settled={"trained": 2, "filtered": 98})),
@@ -75,13 +75,13 @@ BROKEN: dict[str, tuple[str, Evidence]] = {
         "prompts",
         Evidence(steps(), dead=dict.fromkeys(range(9), "prompt_too_long"), settled={"dead": 9}),
     ),
-    "cut": ("prompts", Evidence(steps(), plays(status=Status.TRUNCATED, cause="context"))),
-    "no search": ("no-search", Evidence(steps(), plays(searches=0, turns=()))),
-    "never searches": ("no-search", Evidence(steps(), plays(status=Status.OUT_OF_TURNS, searches=0, turns=()))),
-    "stuffed": ("keyword-stuffing", Evidence(steps(), plays(answer=lambda n: STUFFED, reward=lambda n: 1.0))),
-    "yes everywhere": ("yes-no-bias", Evidence(steps(), plays(answer=lambda n: "Yes."))),
-    "always no": ("yes-no-bias", Evidence(steps(), plays(answer=lambda n: "no", **NO))),  # type: ignore[arg-type]
-    "titles": ("copied-titles", Evidence(steps(), plays(answer=lambda n: "Emma"))),
+    "cut": ("prompts", Evidence(steps(), trajectories(status=Status.TRUNCATED, cause="context"))),
+    "no search": ("no-search", Evidence(steps(), trajectories(searches=0, turns=()))),
+    "never searches": ("no-search", Evidence(steps(), trajectories(status=Status.OUT_OF_TURNS, searches=0, turns=()))),
+    "stuffed": ("keyword-stuffing", Evidence(steps(), trajectories(answer=lambda n: STUFFED, reward=lambda n: 1.0))),
+    "yes everywhere": ("yes-no-bias", Evidence(steps(), trajectories(answer=lambda n: "Yes."))),
+    "always no": ("yes-no-bias", Evidence(steps(), trajectories(answer=lambda n: "no", **NO))),  # type: ignore[arg-type]
+    "titles": ("copied-titles", Evidence(steps(), trajectories(answer=lambda n: "Emma"))),
     "old tokens": ("stale-gradient", Evidence(steps(lag_mean=3.0, lag_max=8.0, ratio_low=0.03))),
     "few effective tokens": ("stale-gradient", Evidence(steps(lag_mean=3.0, lag_max=8.0, ess=0.5))),
 }
@@ -94,20 +94,22 @@ def test_a_broken_run_is_found_and_nothing_else(name: str) -> None:
     assert list(found) == [wanted]
     one = found[wanted]
     assert any(character.isdigit() for character in one.what) and one.rule and len(one.todo) >= 2
-    assert one.plays or not run.plays
+    assert one.trajectories or not run.trajectories
 
 
 HEALTHY = {
-    "learns": Evidence(steps(reward_mean=lambda n: 0.3 + 0.01 * n), plays()),
-    "solved": Evidence(steps(reward_mean=0.95, reward_std=0.0, zero_advantage_share=1.0), plays(reward=lambda n: 1.0)),
-    "few trajectories": Evidence(steps(3), plays(8, searches=0, turns=())),
-    "wordy answers that earn less": Evidence(
-        steps(), plays(answer=lambda n: STUFFED if n % 2 else "Jane", reward=lambda n: float(n % 2 == 0))
+    "learns": Evidence(steps(reward_mean=lambda n: 0.3 + 0.01 * n), trajectories()),
+    "solved": Evidence(
+        steps(reward_mean=0.95, reward_std=0.0, zero_advantage_share=1.0), trajectories(reward=lambda n: 1.0)
     ),
-    "yes and no, half each": Evidence(steps(), plays(answer=lambda n: "yes" if n % 4 < 2 else "no", **NO)),  # type: ignore[arg-type]
-    "right answers that are titles": Evidence(steps(), plays(answer=lambda n: "Emma", gold=lambda n: "emma")),
+    "few trajectories": Evidence(steps(3), trajectories(8, searches=0, turns=())),
+    "wordy answers that earn less": Evidence(
+        steps(), trajectories(answer=lambda n: STUFFED if n % 2 else "Jane", reward=lambda n: float(n % 2 == 0))
+    ),
+    "yes and no, half each": Evidence(steps(), trajectories(answer=lambda n: "yes" if n % 4 < 2 else "no", **NO)),  # type: ignore[arg-type]
+    "right answers that are titles": Evidence(steps(), trajectories(answer=lambda n: "Emma", gold=lambda n: "emma")),
     "old tokens, equal ratios": Evidence(steps(lag_mean=3.0, lag_max=8.0)),
-    "no search by its settings": Evidence(steps(), plays(searches=0, turns=()), searches=False),
+    "no search by its settings": Evidence(steps(), trajectories(searches=0, turns=()), searches=False),
     "several updates a step": Evidence(steps(logprob_gap=0.05), updates=4),
     "nothing yet": Evidence(),
 }
@@ -119,7 +121,7 @@ def test_a_healthy_run_has_no_finding(name: str) -> None:
 
 
 def test_the_advice_says_which_limit_cut_and_which_sign_collapsed() -> None:
-    cut = findings(Evidence(steps(), plays(status=Status.TRUNCATED, cause="turn")))["prompts"]
+    cut = findings(Evidence(steps(), trajectories(status=Status.TRUNCATED, cause="turn")))["prompts"]
     assert "max_new_tokens: it ended 40" in cut.todo[0]
     noisy = steps(60, entropy=lambda n: 0.4 if n < 31 else 2.0, grad_norm=lambda n: 0.3 if n < 31 else 5.0)
     assert "entropy_coefficient" in " ".join(findings(Evidence(noisy))["collapse"].todo)
@@ -133,7 +135,7 @@ def test_the_corpus_says_whether_retriever_corpus_or_queries_are_at_fault(tmp_pa
         lines = [{"id": "p1", "contents": contents}, *({"id": f"x{n}", "contents": f'"X"\nfog {n}'} for n in range(9))]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         config = load_config(None, [f"retriever.corpus={path}"])
-        found = REGISTRY["retriever"](Evidence(steps(), plays(turns=(turn,)), ask=corpus_of(config)))
+        found = REGISTRY["retriever"](Evidence(steps(), trajectories(turns=(turn,)), ask=corpus_of(config)))
         assert isinstance(found, Found)
         return found.todo[1]
 

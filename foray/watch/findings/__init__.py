@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.run.run_dir import Located
-from foray.watch.findings.base import MOST_SHOWN, Evidence, Found, SeenTrajectory, read_config, read_evidence
+from foray.watch.findings.base import MOST_SHOWN, Evidence, Found, TrainedTrajectory, read_config, read_evidence
 from foray.watch.findings.behaviour import answers_without_search, copied_titles, keyword_stuffing, yes_no_bias
 from foray.watch.findings.retrieval import corpus_of, retriever
 from foray.watch.findings.training import collapse, no_signal, prompts, stale_gradient, unequal_logprobs
@@ -41,7 +41,7 @@ def diagnose(found: Located, *, corpus: bool = False) -> dict[str, Any]:
     return {
         "run": found.run.id,
         "steps": len(run.steps),
-        "trajectories": len(run.plays),
+        "trajectories": len(run.trajectories),
         "checked": list(REGISTRY),
         "findings": [
             {
@@ -49,30 +49,30 @@ def diagnose(found: Located, *, corpus: bool = False) -> dict[str, Any]:
                 "what": one.what,
                 "rule": one.rule,
                 "todo": list(one.todo),
-                "trajectories": [_shown(found, play) for play in _distinct(one.plays)],
+                "trajectories": [_shown(found, sample) for sample in _distinct(one.trajectories)],
             }
             for name, one in findings(run).items()
         ],
     }
 
 
-def _distinct(plays: tuple[SeenTrajectory, ...]) -> list[SeenTrajectory]:
+def _distinct(trajectories: tuple[TrainedTrajectory, ...]) -> list[TrainedTrajectory]:
     """Return the first trajectory of each of the first few groups."""
-    return list({play.shown.group.seq: play for play in reversed(plays)}.values())[::-1][:MOST_SHOWN]
+    return list({sample.shown.group.seq: sample for sample in reversed(trajectories)}.values())[::-1][:MOST_SHOWN]
 
 
-def _shown(found: Located, play: SeenTrajectory) -> dict[str, Any]:
-    seq, trajectory = play.shown.group.seq, play.trajectory
+def _shown(found: Located, sample: TrainedTrajectory) -> dict[str, Any]:
+    seq, trajectory = sample.shown.group.seq, sample.trajectory
     return {
         "seq": seq,
-        "index": play.shown.index,
-        "step": play.shown.step,
-        "question": play.question.text,
-        "gold": list(play.question.answers),
+        "index": sample.shown.index,
+        "step": sample.shown.step,
+        "question": sample.question.text,
+        "gold": list(sample.question.answers),
         "answer": trajectory.answer,
         "reward": trajectory.reward,
         "searches": trajectory.searches,
         "status": str(trajectory.status),
         "replay": shlex.join(["foray", "replay", str(found.directory), "--seq", str(seq), "--all"]),
-        "dashboard": f"#/group/{seq}/{play.shown.index}?epoch={play.shown.epoch}",
+        "dashboard": f"#/group/{seq}/{sample.shown.index}?epoch={sample.shown.epoch}",
     }

@@ -33,7 +33,7 @@ MOST_SHOWN, MOST_READ = 3, 1024
 
 
 @dataclass(frozen=True)
-class SeenTrajectory:
+class TrainedTrajectory:
     """A trajectory of the groups trained last. `turns`: its observations; none without a tokenizer."""
 
     shown: Shown
@@ -67,10 +67,10 @@ class Found:
     what: str
     rule: str
     todo: tuple[str, ...]
-    plays: tuple[SeenTrajectory, ...] = ()
+    trajectories: tuple[TrainedTrajectory, ...] = ()
 
 
-AskCorpus = Callable[[Sequence[SeenTrajectory]], tuple[str, ...]]
+AskCorpus = Callable[[Sequence[TrainedTrajectory]], tuple[str, ...]]
 """Returns what the run's corpus says about the questions of trajectories, as advice."""
 
 
@@ -78,17 +78,17 @@ AskCorpus = Callable[[Sequence[SeenTrajectory]], tuple[str, ...]]
 class Evidence:
     """A run as the findings see it.
 
-    steps    records of `metrics.jsonl`, the newest last
-    plays    valid trajectories of the groups trained last, the newest first
-    dead     seq -> reason, of questions that failed
-    settled  outcome -> number of questions
-    ask      None: the run's corpus cannot be asked
-    searches whether the policy can search
-    updates  optimiser updates of a step: after the first, log-probs differ from the engines' by training
+    steps         records of `metrics.jsonl`, the newest last
+    trajectories  the valid ones of the groups trained last, the newest first
+    dead          seq -> reason, of questions that failed
+    settled       outcome -> number of questions
+    ask           None: the run's corpus cannot be asked
+    searches      whether the policy can search
+    updates       optimiser updates of a step: after the first, log-probs differ from the engines' by training
     """
 
     steps: Sequence[Mapping[str, Any]] = ()
-    plays: tuple[SeenTrajectory, ...] = ()
+    trajectories: tuple[TrainedTrajectory, ...] = ()
     dead: Mapping[int, str] | None = None
     settled: Mapping[str, int] | None = None
     ask: AskCorpus | None = None
@@ -96,9 +96,9 @@ class Evidence:
     updates: int = 1
 
     @cached_property
-    def answered(self) -> list[SeenTrajectory]:
+    def answered(self) -> list[TrainedTrajectory]:
         """Return the trajectories that ended with an answer."""
-        return [play for play in self.plays if play.trajectory.status is Status.ANSWERED]
+        return [sample for sample in self.trajectories if sample.trajectory.status is Status.ANSWERED]
 
     @property
     def recent(self) -> RunHistory:
@@ -124,8 +124,8 @@ def read_evidence(found: Located) -> Evidence:
     )
     return Evidence(
         steps=tuple(read_steps(found.directory / "metrics.jsonl").values()),
-        plays=tuple(
-            SeenTrajectory(s, tuple(_turns(s, tokens)))
+        trajectories=tuple(
+            TrainedTrajectory(s, tuple(_turns(s, tokens)))
             for s in islice(entries, MOST_READ)
             if s.trajectory.status.is_valid
         ),

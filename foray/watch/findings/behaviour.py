@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from foray.watch.findings.base import ENOUGH, Evidence, Found, SeenTrajectory
+from foray.watch.findings.base import ENOUGH, Evidence, Found, TrainedTrajectory
 from rollout_server.rewards.text_match import YES_NO, comparable, is_yes_no
 
 WITHOUT_SEARCH = 0.5
@@ -20,22 +20,22 @@ def answers_without_search(run: Evidence) -> Found | None:
     """Find answers that were given without a search, or a policy that never searches."""
     if (
         run.searches
-        and len(run.answered) < ENOUGH <= len(run.plays)
-        and not any(p.trajectory.searches for p in run.plays)
+        and len(run.answered) < ENOUGH <= len(run.trajectories)
+        and not any(p.trajectory.searches for p in run.trajectories)
     ):
         return Found(
-            f"none of the last {len(run.plays)} trajectories searched, and few answered",
+            f"none of the last {len(run.trajectories)} trajectories searched, and few answered",
             f"no search in any of them, and less than {ENOUGH} answers",
             (
                 "read why no search is recognised: rollout.episode.template, or a model that does not know it",
                 "a warm start on demonstrations: `foray data demonstrate`, then `foray sft`",
             ),
-            run.plays,
+            run.trajectories,
         )
-    without = [play for play in run.answered if not play.trajectory.searches]
+    without = [sample for sample in run.answered if not sample.trajectory.searches]
     if not run.searches or (share := _share(without, run.answered)) < WITHOUT_SEARCH:
         return None
-    others = [play for play in run.answered if play.trajectory.searches]
+    others = [sample for sample in run.answered if sample.trajectory.searches]
     with_search = f", with a search {_reward(others):.2f}" if others else ""
     return Found(
         f"{share:.0%} of {len(run.answered)} answers came without a search; mean reward {_reward(without):.2f}"
@@ -52,9 +52,9 @@ def answers_without_search(run: Evidence) -> Found | None:
 
 def yes_no_bias(run: Evidence) -> Found | None:
     """Find yes and no as answers where they do not belong, or one of them nearly always."""
-    asked = [play for play in run.answered if is_yes_no(play.question.answers)]
-    others = [play for play in run.answered if not is_yes_no(play.question.answers)]
-    said = [play for play in others if comparable(play.trajectory.answer) in YES_NO]
+    asked = [sample for sample in run.answered if is_yes_no(sample.question.answers)]
+    others = [sample for sample in run.answered if not is_yes_no(sample.question.answers)]
+    said = [sample for sample in others if comparable(sample.trajectory.answer) in YES_NO]
     rule = (
         f"yes or no in {YES_NO_ELSEWHERE:.0%} or more of other answers, or {YES_NO_BIAS:.0%} more often yes (or no) "
         "than the gold answers"
@@ -69,19 +69,19 @@ def yes_no_bias(run: Evidence) -> Found | None:
         return Found(what, rule, todo, _best(said))
     if len(asked) < YES_NO_ENOUGH:
         return None
-    yes = [play for play in asked if comparable(play.trajectory.answer) == "yes"]
-    gold = fmean("yes" in map(comparable, play.question.answers) for play in asked)
+    yes = [sample for sample in asked if comparable(sample.trajectory.answer) == "yes"]
+    gold = fmean("yes" in map(comparable, sample.question.answers) for sample in asked)
     if abs(len(yes) / len(asked) - gold) < YES_NO_BIAS:
         return None
     what = (
         f"{len(yes) / len(asked):.0%} of {len(asked)} answers to yes-no questions are yes, of the gold ones {gold:.0%}"
     )
-    return Found(what, rule, todo, tuple(play for play in asked if not play.is_right))
+    return Found(what, rule, todo, tuple(sample for sample in asked if not sample.is_right))
 
 
 def copied_titles(run: Evidence) -> Found | None:
     """Find wrong answers that are the title of a passage that the policy was shown."""
-    copied = [play for play in run.answered if not play.is_right and _is_title(play)]
+    copied = [sample for sample in run.answered if not sample.is_right and _is_title(sample)]
     if (share := _share(copied, run.answered)) < TITLES:
         return None
     return Found(
@@ -99,11 +99,11 @@ def copied_titles(run: Evidence) -> Found | None:
 
 def keyword_stuffing(run: Evidence) -> Found | None:
     """Find answers of many words that earn no less than short ones."""
-    stuffed = [play for play in run.answered if _words(play.trajectory.answer) >= _most_words(play)]
-    others = [play for play in run.answered if _words(play.trajectory.answer) < _most_words(play)]
+    stuffed = [sample for sample in run.answered if _words(sample.trajectory.answer) >= _most_words(sample)]
+    others = [sample for sample in run.answered if _words(sample.trajectory.answer) < _most_words(sample)]
     if (share := _share(stuffed, run.answered)) < STUFFED or (others and _reward(stuffed) < _reward(others)):
         return None
-    words = fmean(_words(play.trajectory.answer) for play in stuffed)
+    words = fmean(_words(sample.trajectory.answer) for sample in stuffed)
     short = f", shorter ones {_reward(others):.2f}" if others else ""
     return Found(
         f"{share:.0%} of {len(run.answered)} answers are stuffed: {words:.0f} words on average; mean reward "
@@ -118,29 +118,29 @@ def keyword_stuffing(run: Evidence) -> Found | None:
     )
 
 
-def _share(some: Sequence[SeenTrajectory], of: Sequence[SeenTrajectory]) -> float:
+def _share(some: Sequence[TrainedTrajectory], of: Sequence[TrainedTrajectory]) -> float:
     """Return the share of `some`, 0 where there are too few to judge."""
     return len(some) / len(of) if len(of) >= ENOUGH else 0.0
 
 
-def _reward(plays: Sequence[SeenTrajectory]) -> float:
-    return fmean(play.trajectory.reward for play in plays)
+def _reward(trajectories: Sequence[TrainedTrajectory]) -> float:
+    return fmean(sample.trajectory.reward for sample in trajectories)
 
 
-def _best(plays: Sequence[SeenTrajectory]) -> tuple[SeenTrajectory, ...]:
+def _best(trajectories: Sequence[TrainedTrajectory]) -> tuple[TrainedTrajectory, ...]:
     """Return the trajectories with the highest reward first, of equals the newest."""
-    return tuple(sorted(plays, key=lambda play: -play.trajectory.reward))
+    return tuple(sorted(trajectories, key=lambda sample: -sample.trajectory.reward))
 
 
 def _words(answer: str) -> int:
     return len(comparable(answer).split())
 
 
-def _most_words(play: SeenTrajectory) -> int:
-    gold = max((_words(answer) for answer in play.question.answers), default=0)
+def _most_words(sample: TrainedTrajectory) -> int:
+    gold = max((_words(answer) for answer in sample.question.answers), default=0)
     return max(FEWEST_WORDS, TIMES_GOLD * gold)
 
 
-def _is_title(play: SeenTrajectory) -> bool:
-    answer = comparable(play.trajectory.answer)
-    return bool(answer) and any(answer == comparable(title) for turn in play.turns for title in turn.titles)
+def _is_title(sample: TrainedTrajectory) -> bool:
+    answer = comparable(sample.trajectory.answer)
+    return bool(answer) and any(answer == comparable(title) for turn in sample.turns for title in turn.titles)

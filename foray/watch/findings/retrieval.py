@@ -8,7 +8,7 @@ from functools import partial
 from deploy.config import RunConfig
 from foray.data.coverage import DEPTHS, coverage, report
 from foray.data.demonstrate import opened_searcher, search_with
-from foray.watch.findings.base import ENOUGH, AskCorpus, Evidence, Found, SeenTrajectory
+from foray.watch.findings.base import ENOUGH, AskCorpus, Evidence, Found, TrainedTrajectory
 from protocol.errors import UserError
 from rollout_server.rewards.retrieval import found, targets
 
@@ -22,8 +22,8 @@ SAME_RESULTS, IN_CORPUS = 0.5, 0.7
 
 def retriever(run: Evidence) -> Found | None:
     """Find searches that show neither a supporting passage nor the answer."""
-    searched = [play for play in run.plays if play.turns and targets(play.question, "either")]
-    missed = [play for play in searched if not any(found(play.question, turn, "either") for turn in play.turns)]
+    searched = [sample for sample in run.trajectories if sample.turns and targets(sample.question, "either")]
+    missed = [sample for sample in searched if not any(found(sample.question, turn, "either") for turn in sample.turns)]
     if len(searched) < ENOUGH or (share := 1 - len(missed) / len(searched)) >= SHOWN:
         return None
     todo = run.ask(missed) if run.ask is not None else ()
@@ -50,14 +50,14 @@ def corpus_of(config: RunConfig | None) -> AskCorpus | None:
     return partial(_ask, config) if corpus.is_file() and corpus.stat().st_size <= CORPUS_BYTES else None
 
 
-def _ask(config: RunConfig, plays: Sequence[SeenTrajectory]) -> tuple[str, ...]:
+def _ask(config: RunConfig, trajectories: Sequence[TrainedTrajectory]) -> tuple[str, ...]:
     """Return what is wrong: the retriever, the corpus, or the queries."""
-    asked = {play.question.id: play for play in plays}
+    asked = {sample.question.id: sample for sample in trajectories}
     some = list(asked.values())[:SAMPLE]
     try:
         with opened_searcher(config.retriever) as searcher:
-            facts = report(coverage([play.question for play in some], searcher), searcher.num_passages)
-            search = search_with(searcher, max(len(turn.passage_ids) for play in some for turn in play.turns) or 1)
+            facts = report(coverage([sample.question for sample in some], searcher), searcher.num_passages)
+            search = search_with(searcher, max(len(turn.passage_ids) for sample in some for turn in sample.turns) or 1)
             pairs = [({p.id for p in search(turn.query)}, set(turn.passage_ids)) for p in some for turn in p.turns[:1]]
     except UserError as error:
         return (f"the run's corpus cannot be asked: {error.what}",)

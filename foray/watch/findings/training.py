@@ -36,7 +36,7 @@ def collapse(run: Evidence) -> Found | None:
     if seen is None:
         return None
     todo = (REMEDIES[sign.metric] for sign in active_signs(seen) if sign.metric in REMEDIES)
-    worst = sorted(run.plays, key=lambda play: play.trajectory.reward)
+    worst = sorted(run.trajectories, key=lambda sample: sample.trajectory.reward)
     return Found(
         f"the run is collapsing: {learning_state(seen).sign}",
         "the reward, or two other signs, are worse than in the run's best ten steps (deploy/run/learning.py, SIGNS)",
@@ -65,7 +65,7 @@ def stale_gradient(run: Evidence) -> Found | None:
             "a lower learner.optim.lr: the distance between two versions grows with it",
             "learner.algorithm.old_logprobs: recompute with `correction`, or `rejection` (docs/algorithms.md)",
         ),
-        tuple(sorted(run.plays, key=lambda play: -play.lag)),
+        tuple(sorted(run.trajectories, key=lambda sample: -sample.lag)),
     )
 
 
@@ -93,24 +93,24 @@ def no_signal(run: Evidence) -> Found | None:
             "a reward with steps between right and wrong: f1, retrieval_hit with `share`",
             f'if all rewards are 0: {PAGE}, "The reward stays 0"',
         ),
-        tuple(play for play in run.plays if play.shown.index == 0),
+        tuple(sample for sample in run.trajectories if sample.shown.index == 0),
     )
 
 
 def prompts(run: Evidence) -> Found | None:
     """Find questions that do not fit, and trajectories that reach a limit of tokens."""
-    ended = [play for play in run.plays if play.trajectory.status is Status.TRUNCATED]
-    cut = len(ended) / len(run.plays) if len(run.plays) >= ENOUGH else 0.0
+    ended = [sample for sample in run.trajectories if sample.trajectory.status is Status.TRUNCATED]
+    cut = len(ended) / len(run.trajectories) if len(run.trajectories) >= ENOUGH else 0.0
     total, reasons = sum((run.settled or {}).values()), Counter((run.dead or {}).values())
     long = reasons["prompt_too_long"]
     seen = []
     if long >= FEW and long > MOST_DEAD * total:
         seen.append(f"{long} of {total} questions do not fit into rollout.episode.max_context")
     if cut >= CUT:
-        seen.append(f"{cut:.0%} of the last {len(run.plays)} trajectories are cut at a limit")
+        seen.append(f"{cut:.0%} of the last {len(run.trajectories)} trajectories are cut at a limit")
     if not seen:
         return None
-    limits = Counter(_limit(play.trajectory.cause) for play in ended)
+    limits = Counter(_limit(sample.trajectory.cause) for sample in ended)
     todo = tuple(f"raise {limit}: it ended {number} of the last trajectories" for limit, number in limits.most_common())
     return Found(
         "; ".join(seen),
@@ -149,7 +149,7 @@ def unequal_logprobs(run: Evidence) -> Found | None:
         f"logprob_gap {GAP} or more where lag_max is 0 and a step is one update, or kl_behaviour {LATER_KL} or more at "
         "a lag of one step",
         tuple(todo),
-        run.plays,
+        run.trajectories,
     )
 
 
