@@ -5,10 +5,10 @@ successor takes it over. So an entry may arrive twice: a seq that is already pen
 
 An entry that crashes the learner while it is read would crash every successor. Therefore entries that were already
 pending are read one at a time, each after Redis has counted the delivery. An entry that was delivered DELIVERIES times
-without being read successfully becomes a dead letter. So does one whose batch crashed a learner in DELIVERIES trainings
-in a row (`CrashRecord`): the whole batch, because nothing tells which group it was. These seqs are settled as dead.
-No pending entry is read while a batch trains that was in a crash before (`redelivering`): otherwise the next crash would
-count against the entry, too.
+without being read successfully becomes a dead letter. So does one whose batch crashed a learner in DELIVERIES
+trainings in a row (`CrashRecord`): the whole batch, because nothing tells which group it was. These seqs are settled
+as dead. No pending entry is read while a batch trains that was in a crash before (`redelivering`): otherwise the next
+crash would count against the entry, too.
 
 The reader thread consumes stream entries and produces buffered groups. It waits for Redis (BLOCK_MS at a time) and
 for capacity in the buffer; it is unblocked by entries and by `take`.
