@@ -237,7 +237,17 @@ class Trajectory(Message):
 
 
 class TrajectoryGroup(Message):
-    """All attempts at one occurrence of a question: the unit on the wire, published once per seq."""
+    """All trajectories of one seq, which is one occurrence of a question: the unit on the wire, published once per seq.
+
+    run             the run's id
+    seq, attempt    of the task that was rolled out, both from 1
+    trajectories    `run.group_size` of them, in any state: `Trajectory.status` says which are valid
+    sampling        temperature, top-p and top-k of every policy token
+    template        `rollout.episode.template`, whose tags the policy's text has
+    escape_version  version of the rules by which tags in documents were escaped
+    producer        id of the rollout server, as it claims
+    seconds         from the start of the first trajectory to the end of the last, in wall time
+    """
 
     run: Name
     seq: Count
