@@ -243,7 +243,7 @@ def prepare_batch(
     lineage      first version of each learner start, for `is_orphan`
     max_lag      in steps: tokens that are older are not trained
     temperature  at which the tokens were sampled, and their log-probs are computed
-    ranks        number of ranks that train it
+    settings     packing, and whether prompts are shared (`learner.batch`), for `ranks` that train it
     """
     groups = sorted(groups, key=lambda g: (g.seq, g.attempt))
     outcomes = Outcomes.of(groups)
@@ -279,7 +279,7 @@ def prepare_batch(
 
 
 def build_batch(groups: Sequence[TrajectoryGroup], algorithm: AdvantageEstimator, **facts: Any) -> Batch:
-    """Build the batch of `groups` for training.
+    """Build the batch of `groups` for training by `algorithm`.
 
     facts  keyword arguments of `prepare_batch`: now_step and max_lag in steps, lineage, settings, temperature, ranks=1
 
