@@ -110,12 +110,13 @@ def _short(thing: Any) -> inspect.Signature:
 
 def text(thing: Any) -> Iterator[str]:
     """Yield a docstring as Markdown: aligned lists as code, modules as paths."""
-    for number, part in enumerate((inspect.getdoc(thing) or "").split("\n\n")):
+    said = re.sub(r"`((?:[a-z_]+\.)+[a-z_]+)`", _path, inspect.getdoc(thing) or "")
+    for number, part in enumerate(said.split("\n\n")):
         if re.match(r"\S+(, \S+)*  +\S", part):
             yield from ("", "```text", part, "```")
         else:
             joined = " ".join(part.split())
-            yield from ([joined] if not number else ["", re.sub(r"`((?:[a-z_]+\.)+[a-z_]+)`", _path, joined)])
+            yield from ([joined] if not number else ["", joined])
 
 
 def _path(found: re.Match[str]) -> str:

@@ -19,7 +19,8 @@ HEAD = """\
 
 A metric has the same name in the step line, `metrics.jsonl`, the trackers and the snapshots in Redis that `foray top`
 and `foray status` read. In Prometheus it has the prefix `foray_PROCESS_`, units are spelt out (`_s` is `_seconds`,
-`_per_s` is `_per_second`), counters end in `_total`, and the part after a `/` becomes a label.
+`_per_s` is `_per_second`), counters end in `_total`, and the part after a `/` becomes a label. One name differs:
+the seconds for which the learner waits for rollouts are `seconds/wait` of a step, and the cause `data` in Prometheus.
 
 | process | endpoint | where to find it |
 |---|---|---|
