@@ -1,7 +1,7 @@
 """The `foray` command: select the verb, let it parse its arguments, turn errors into messages and exit codes.
 
-Exit codes: 0 success, 1 the run (or the check) failed, 2 the user must act (usage, configuration),
-75 another learner took over, 130 stopped by Ctrl-C, 143 by SIGTERM. `--help` never imports torch, aiohttp or
+Exit codes: 0 success, 1 the run (or the check) failed, 2 the user must act (usage, configuration), 65 no training
+signal, 75 another learner took over, 130 stopped by Ctrl-C, 143 by SIGTERM. `--help` never imports torch, aiohttp or
 transformers.
 """
 

@@ -7,11 +7,16 @@ import re
 import subprocess
 from functools import cache
 from pathlib import Path
+from signal import SIGTERM
 
 import pytest
 
+from foray import cli
+from foray.cli import EXIT_INTERRUPTED
 from foray.watch.status import BUCKETS
+from learner.observability.metrics import Meter
 from protocol.messages import NodeState, Owner, Status
+from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, EXIT_NO_SIGNAL, EXIT_USER, NOT_RESTARTED
 from tests.support.settings_keys import every_key
 
 ROOT = Path(__file__).parent.parent
@@ -26,10 +31,10 @@ _PATH = re.compile(r"(?<![\w/.$<{-])((?:[\w.-]+/)+[\w.*-]+\.(?:py|lua|yaml|toml|
 _MODULE = re.compile(r"`(\w[\w/]*/\w+\.py)`")
 _FOLDER = re.compile(r"`((?:[a-z_]+/){2,})`")
 _KEY = re.compile(
-    r"(?<![\w./-])((?:run|rollout|engine|learner|retriever|launch)(?:\.[a-z][a-z0-9_]*)+)(?![\w/(-]|\.\w)"
+    r"(?<![\w./-])((?:run|rollout|engine|learner|retriever|launch|sft|reward)(?:\.[a-z][a-z0-9_]*)+)(?![\w/(-]|\.\w)"
 )
 """A setting: not part of a path, no file, no call."""
-_FREE = re.compile(r"(learner|retriever|rollout)\.[A-Z]|run\.(yaml|json|key)$|engine\.sh$")
+_FREE = re.compile(r"(learner|retriever|rollout)\.[A-Z]|(run|engine|sft|reward)\.(yaml|json|key|sh|lock|py)$")
 """What looks like a setting and is none: files of a run directory."""
 _WALK = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \| (.+) \|$", re.M)
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -98,7 +103,7 @@ def keys_of(text: str) -> set[str]:
     return {key for span in spans for key in _KEY.findall(span)}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(("docs/", "README"))])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
 def test_every_setting_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     if page == COMING_FROM:
@@ -125,3 +130,49 @@ def test_the_glossary_has_the_words_of_the_wire() -> None:
     words = set(re.findall(r"\w+", (ROOT / "docs" / "glossary.md").read_text()))
     met = {*NodeState, *Status, *Owner, *(word for bucket in BUCKETS for word in bucket.split("_"))}
     assert not {str(word) for word in met} - words
+
+
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
+_TERM = re.compile(r"^\| (\*\*.+?) \|", re.M)
+_SPAN = re.compile(r"`([^`\n]+)`")
+
+
+def section_of(text: str, title: str) -> str:
+    """Return what is below a heading of the second level."""
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_a_word_with_one_meaning_is_explained_once_and_a_setting_that_has_it_means_that() -> None:
+    several = section_of(GLOSSARY, "Words with several meanings")
+    once = [word for row in _TERM.findall(GLOSSARY.replace(several, "")) for word in re.findall(r"\*\*(.+?)\*\*", row)]
+    assert len(once) > 70 and not {word for word in once if once.count(word) > 1}
+    rows = {row[1]: row[0] for row in re.finditer(r"^\| \*\*(\w+)\*\* .+$", several, re.M)}
+    for word, row in rows.items():
+        keys = {key for key in every_key() if re.search(rf"(^|_){word}s?(_|$)", key.rpartition(".")[2])}
+        shown = set(_SPAN.findall(row)) | {span.rpartition(".")[2] for span in _SPAN.findall(row)}
+        assert not {key for key in keys if not {key, key.rpartition(".")[2]} & shown}, f"glossary: {word}"
+        assert not {key for key in keys if key.endswith("epochs") and key not in shown}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+def test_a_status_that_a_page_names_exists_and_only_an_invalid_one_has_a_cause(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for status, cause in re.findall(rf"`({'|'.join(Status)}): ?(\w+)`", text):
+        assert not Status(status).is_valid and cause not in set(Status), f"`{status}: {cause}`"
+    named = re.findall(r"(?<![\w`])status ((?:`\w+`(?:, | or | and )?)+)", text)
+    assert not {span for spans in named for span in _SPAN.findall(spans)} - set(Status)
+
+
+def test_the_exit_codes_of_the_pages_are_those_of_the_code() -> None:
+    codes = {0, EXIT_FAILED, EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED, EXIT_INTERRUPTED, 128 + SIGTERM}
+    table = re.findall(r"^\| (\d+) \|", section_of(TROUBLESHOOTING, "Exit codes"), re.M)
+    assert {int(code) for code in table} == codes
+    assert {int(code) for code in re.findall(r"\b\d+\b", (cli.__doc__ or "").partition("Exit codes")[2])} == codes
+    commands = (ROOT / "docs" / "design" / "commands.md").read_text()
+    assert f"{', '.join(map(str, NOT_RESTARTED[:-1]))} and {NOT_RESTARTED[-1]} are not restarted" in commands
+
+
+def test_the_causes_of_waiting_in_the_glossary_are_those_that_the_learner_measures() -> None:
+    row = re.search(r"^\| `seconds/CAUSE` .+$", GLOSSARY, re.M)
+    assert row and set(_SPAN.findall(row[0])) == {"seconds/CAUSE", "wait", *Meter().seconds()}

@@ -131,7 +131,7 @@ class TrajectoryTokenizer:
 
 
 def load_tokenizer(model_dir: str | Path, day: date | None = None) -> TrajectoryTokenizer:
-    """Load the tokenizer of a model directory in Hugging Face layout. `day` is for its chat template.
+    """Load the tokenizer of `model_dir`, a folder in Hugging Face layout. `day` is for its chat template.
 
     Raises UserError if tokenizer.json is missing or broken, or if the chat template is broken.
     """

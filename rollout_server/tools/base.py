@@ -29,6 +29,7 @@ class ToolResult:
     text      text for the policy, if there are no passages
     passages  shown like those of a search; they count as retrieved evidence, text does not. Without text and passages
               the policy sees the same as for a search that finds nothing
+    latency_s seconds
     error     "" or a short word: the tool failed (timeout, unreachable, overloaded, ...), through no fault of the
               policy. `on_search_error` determines what happens
     mistake   "" or a short word: the call was invalid (unknown document, a program that raises), as explained in
