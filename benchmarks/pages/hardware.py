@@ -113,7 +113,7 @@ KV cache. Both are assumptions. `foray doctor` checks main memory: 12 bytes per 
 ## Without a GPU
 
 `--hardware cpu` is for trying a recipe on two cores with a small model
-([make one](quickstart.md#your-own-data-on-a-cpu)): the CPU engine, float32, no ZeRO, one minibatch of at most
+([make one](own-data.md)): the CPU engine, float32, no ZeRO, one minibatch of at most
 8 groups. Loss, rewards and prompts are those of the preset.
 
 ## Profiles
@@ -137,7 +137,7 @@ HOSTS = """
 ## Several machines
 
 `foray up` starts one machine, and refuses the profiles of more. They show who belongs where; start each process by
-itself ([quickstart](quickstart.md#start-each-process-yourself)). Qwen2.5-7B with `search_r1_grpo`:
+itself ([operate](operate.md#start-each-process-yourself)). Qwen2.5-7B with `search_r1_grpo`:
 """
 
 
