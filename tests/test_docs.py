@@ -87,7 +87,8 @@ def test_every_page_and_heading_that_the_code_names_is_there() -> None:
     named = [
         (path, page, heading)
         for path in TRACKED
-        if path.endswith((".py", ".yaml", ".yml")) and not path.startswith((".github/", "tests/", "docs/", "foray/data/catalogue"))
+        if path.endswith((".py", ".yaml", ".yml"))
+        and not path.startswith((".github/", "tests/", "docs/", "foray/data/catalogue"))
         for page, heading in re.findall(r'(?<![\w/])(docs/[\w/-]+\.md)(?:, "([^"\n]+)")?', (ROOT / path).read_text())
     ]
     assert len(named) > 50

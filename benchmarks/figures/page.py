@@ -1,9 +1,9 @@
 """Generate `docs/benchmarks.md` and `docs/benchmarks-raw.md` from their templates and the files in `docs/figures`. Pure
 except for reading them.
 
-A line `{{NAME}}` in the template becomes the figure of that name: how and when it was made, whether it is stale, its
-ratio to the baseline, targets, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables of many figures. `{{NAME.FIELD}}` becomes
-one number of a figure, or the range of it over seeds.
+A line `{{NAME}}` in a template becomes the figure of that name: how and when it was made, its ratio to the baseline,
+targets, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables of many figures. `{{NAME.FIELD}}`
+becomes one number of a figure, or its range over seeds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Page:
         return f"{first}\n\n<!-- made by `make figures` from docs/figures: change that, not this -->\n{rest}"
 
     def field(self, name: str, field: str) -> str:
-        """Return one number of a figure, the range over its seeds, the words of its targets, or when it was measured."""
+        """Return one number of a figure or its range over seeds, what became of its targets, or when it was made."""
         kept = self.kept.get(name)
         if kept is None:
             seeds = [one[field] for seed, one in self.measured_of(name).items() if not seed.endswith("control")]
