@@ -15,10 +15,13 @@ import pytest
 from foray import cli
 from foray.cli import EXIT_INTERRUPTED
 from foray.watch.status import BUCKETS
+from learner.config.algorithm import REGISTRY as ALGORITHMS
 from learner.observability.metrics import Meter
 from protocol.messages import NodeState, Owner, Status
 from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, EXIT_NO_SIGNAL, EXIT_USER, NOT_RESTARTED
+from protocol.settings import Settings
 from protocol.staleness import issue_limit
+from rollout_server.rewards import REGISTRY as REWARDS
 from tests.support.settings_keys import every_key
 
 ROOT = Path(__file__).parent.parent
@@ -173,6 +176,21 @@ def test_the_exit_codes_of_the_pages_are_those_of_the_code() -> None:
 def test_the_causes_of_waiting_in_the_glossary_are_those_that_the_learner_measures() -> None:
     row = re.search(r"^\| `seconds/CAUSE` .+$", GLOSSARY, re.M)
     assert row and set(_SPAN.findall(row[0])) == {"seconds/CAUSE", "wait", *Meter().seconds()}
+
+
+@pytest.mark.parametrize(
+    ("page", "title", "registry"),
+    [("rewards", "Reward types", REWARDS), ("algorithms", "Algorithms", ALGORITHMS)],
+)
+def test_a_table_of_types_has_every_type(page: str, title: str, registry: dict[type[Settings], str]) -> None:
+    table = section_of((ROOT / "docs" / f"{page}.md").read_text(), title).strip().partition("\n\n")[0]
+    shown = re.findall(r"^\| `(\w+)`", table, re.M)
+    assert sorted(shown) == sorted(kind.model_fields["type"].default for kind in registry)
+
+
+def test_the_algorithms_page_names_every_preset() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    assert not [path.stem for path in (ROOT / "foray" / "presets").glob("*.yaml") if path.stem not in text]
 
 
 def test_the_credit_in_the_example_is_what_the_gate_gives() -> None:
