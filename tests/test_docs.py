@@ -12,6 +12,7 @@ from signal import SIGTERM
 
 import pytest
 
+import foray
 from foray import cli
 from foray.cli import EXIT_INTERRUPTED
 from foray.watch.status import BUCKETS
@@ -29,6 +30,7 @@ TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, tex
 PAGES = sorted(name for name in TRACKED if name.endswith(".md"))
 FOLDERS = {name.partition("/")[0] for name in TRACKED if "/" in name}
 COMING_FROM = "docs/coming-from.md"
+PACKAGES = ("protocol", "learner", "rollout_server", "retriever", "deploy", "foray")
 HISTORY = {"CHANGELOG.md"}
 """Pages that speak of files as they were."""
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -82,10 +84,9 @@ def test_every_function_of_the_walk_is_there() -> None:
 def test_every_folder_of_the_product_has_its_line() -> None:
     table = ARCHITECTURE.partition("## Folders")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([\w/]+)`", table))
-    packages = ("protocol", "learner", "rollout_server", "retriever", "deploy", "foray")
-    folders = {str(Path(name).parent) for name in TRACKED if name.startswith(packages) and name.endswith(".py")}
+    folders = {str(Path(name).parent) for name in TRACKED if name.startswith(PACKAGES) and name.endswith(".py")}
     top = {folder for folder in folders if folder.count("/") == 1}
-    short = {f"{package}/{name}" for package in packages for name in named}
+    short = {f"{package}/{name}" for package in PACKAGES for name in named}
     assert not top - named - short, "docs/architecture.md has no line for it"
 
 
@@ -238,3 +239,11 @@ def test_the_readme_is_short_and_its_results_are_those_of_the_figures() -> None:
 def test_prose_lines_can_be_read(page: str) -> None:
     prose = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
     assert not [line for line in prose.splitlines() if len(line) > LONGEST and not line.startswith(("|", "    ", "<"))]
+
+
+def test_python_in_a_page_imports_the_public_api_alone() -> None:
+    lines = [line for page in PAGES for line in (ROOT / page).read_text().splitlines()]
+    imports = [line for line in lines if re.match(rf"\s*(from|import) ({'|'.join(PACKAGES)})\b", line)]
+    assert imports and not [line for line in imports if not re.match(r"\s*(import foray|from foray import )", line)]
+    named = {name.strip() for line in imports for name in line.partition(" import ")[2].split(",")} - {""}
+    assert named <= set(foray.__all__)
