@@ -45,6 +45,7 @@ GROUPS = {
 PARTS = (run_trajectory, Router, build_batch, prepare_batch, Trainer, Launcher)
 """Not exported by `foray`: for programs that use one part without the others."""
 
+PACKAGES = ("protocol", "rollout_server", "learner", "retriever", "deploy", "foray")
 WIDTH, LONG, NEXT = 110, 30, ",\n    "
 
 
@@ -63,7 +64,8 @@ def entry(name: str, thing: Any) -> Iterator[str]:
     yield from (f"### {name.rpartition('.')[2]}", "", "```python", signature(name, thing), "```", "", *text(thing), "")
     if not inspect.isclass(thing) or (issubclass(thing, Settings) and thing is not Settings):
         return
-    for method, found in vars(thing).items():
+    own = (kind for kind in reversed(thing.__mro__) if kind.__module__.partition(".")[0] in PACKAGES)
+    for method, found in {name: found for kind in own for name, found in vars(kind).items()}.items():
         called = found.fget if isinstance(found, property) else found
         if (method == "__call__" or not method.startswith("_")) and inspect.isfunction(called) and called.__doc__:
             shown = method if isinstance(found, property) else _unquoted(f"{method}{_short(called)}")

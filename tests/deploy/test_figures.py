@@ -17,6 +17,7 @@ from benchmarks.base import Target
 from benchmarks.figures import __main__ as figures_run
 from benchmarks.figures.page import MET, PAGES, STALE, page
 from benchmarks.figures.table import FOLDER, NEEDS_GPU, Figure, figures, read, stale
+from benchmarks.pages import plots
 from benchmarks.pages.hardware import CHECKED
 from benchmarks.report import ROOT, digest, judged
 from deploy.hardware.gpus import without_cuda
@@ -81,6 +82,14 @@ def test_figures_are_commands_with_known_flags_and_all_that_was_measured_is_one(
             flags = {word[2:].replace("-", "_") for word in figure.argv if word.startswith("--")} - {"json"}
             assert flags <= set(BENCHMARKS[figure.argv[1]].model_fields), figure.command
     assert {path.stem for path in FOLDER.glob("*.json")} <= {*known, CHECKED.stem}
+
+
+def test_the_plots_are_made_from_the_figures(tmp_path: Path) -> None:
+    plots.main(tmp_path)
+    for path in tmp_path.iterdir():
+        kept = ROOT / "docs" / path.name
+        assert kept.read_bytes() == path.read_bytes(), "python -m benchmarks.pages.plots"
+        assert len(kept.read_bytes()) < 150_000
 
 
 def test_files_hold_no_place_of_one_machine() -> None:
