@@ -145,8 +145,7 @@ GENERATED = (
     *("docs/api.md", "docs/benchmarks-raw.md", "docs/configuration.md", "docs/presets.md", "docs/recipes.md"),
     *("docs/figures/", "docs/settings/"),
 )
-UNWRAPPED = {"docs/engines.md", "docs/quickstart.md", "docs/retrieval.md"}
-PLAIN = [page for page in PAGES if page not in HISTORY | UNWRAPPED and not page.startswith(GENERATED)]
+PLAIN = [page for page in PAGES if page not in HISTORY and not page.startswith(GENERATED)]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
 _TERM = re.compile(r"^\| (\*\*.+?) \|", re.M)
