@@ -92,11 +92,10 @@ class _Page:
         if kept is None:
             seeds = [one[field] for seed, one in self.measured_of(name).items() if not seed.endswith("control")]
             return f"{min(seeds):.2f} to {max(seeds):.2f}" if seeds else MET[None]
-        match field:
-            case "measured":
-                return measured(kept)
-            case "target":
-                return "; ".join(f"at least {shown(t['at_least'])}: {MET[t['met']]}" for t in kept["targets"])
+        if field == "measured":
+            return measured(kept)
+        if field == "target":
+            return "; ".join(f"at least {shown(t['at_least'])}: {MET[t['met']]}" for t in kept["targets"])
         return shown(kept[field])
 
     def summary(self) -> str:
