@@ -19,7 +19,10 @@ from tests.support.shell_blocks import foray_commands, other_blocks, shell_block
 ROOT = Path(__file__).parent.parent
 LISTED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
 COMMANDS = ROOT / "docs" / "design" / "commands.md"
-FIRST_PAGES = ("README.md", "docs/quickstart.md", "docs/extending.md")
+FIRST_PAGES = (
+    *("README.md", "docs/quickstart.md", "docs/own-data.md", "docs/extending.md", "docs/operate.md"),
+    *("docs/install.md", "docs/reproduce-search-r1.md", "docs/plan.md"),
+)
 PAGES = [name for name in LISTED.stdout.split() if name != "CHANGELOG.md"]
 
 

@@ -1,7 +1,9 @@
-"""Generate `docs/benchmarks.md` from its template and the files in `docs/figures`. Pure except for reading them.
+"""Generate `docs/benchmarks.md` and `docs/benchmarks-raw.md` from their templates and the files in `docs/figures`. Pure
+except for reading them.
 
-A line `{{NAME}}` in the template becomes the figure of that name: how and when it was made, whether it is stale, its
-ratio to the baseline, targets, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables of many figures.
+A line `{{NAME}}` in a template becomes the figure of that name: how and when it was made, its ratio to the baseline,
+targets, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables of many figures. `{{NAME.FIELD}}`
+becomes one number of a figure, or its range over seeds.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from benchmarks.figures.table import FOLDER, NEEDS_DATA, figures, read
 from benchmarks.figures.table import stale as is_stale
 from benchmarks.report import ROOT
 
-PAGE = ROOT / "docs" / "benchmarks.md"
-TEMPLATE = FOLDER / "benchmarks.template.md"
+PAGES = {ROOT / "docs" / f"{name}.md": FOLDER / f"{name}.template" for name in ("benchmarks", "benchmarks-raw")}
+"""The page of results and that of raw figures -> their templates."""
 STALE = "## Stale figures\n\nThe code that these measure has changed since:"
 MET = {True: "**met**", False: "**missed**", None: "not measured"}
 FACTS = ("figure", "command", "name", "value", "unit", "baseline", "ratio", "settings")
@@ -34,6 +36,7 @@ COMPARE = ("reached", "em_last", "em_best", "held_out_before", "held_out_after",
 STEP = ("reached", "half_gain")
 """A step, or None if it was not reached."""
 _PLACE = re.compile(r"^\{\{([a-z0-9_-]+)\}\}$", re.M)
+_FIELD = re.compile(r"\{\{([a-z0-9_-]+)\.(\w+)\}\}")
 
 
 TENTH = 10
@@ -41,7 +44,7 @@ TENTH = 10
 Kept = Mapping[str, Any]
 
 
-def page(template: Path = TEMPLATE, folder: Path = FOLDER) -> str:
+def page(template: Path, folder: Path = FOLDER) -> str:
     """Return the page. Raises KeyError for a placeholder without a figure, ValueError for a figure without one."""
     return _Page(folder).text(template)
 
@@ -75,13 +78,26 @@ class _Page:
             seen.add(name)
             return whole[name]() if name in whole else self.block(name)
 
-        text = _PLACE.sub(fill, template.read_text())
-        if lost := {name for name in self.known if name.partition("-")[0] not in whole} - seen:
+        text = _FIELD.sub(lambda match: self.field(*match.groups()), _PLACE.sub(fill, template.read_text()))
+        if seen and (lost := {name for name in self.known if name.partition("-")[0] not in whole} - seen):
             raise ValueError(f"{template.name} has no place for {', '.join(sorted(lost))}")
-        if old := [name for name, changed in self.stale.items() if changed]:
+        if seen and (old := [name for name, changed in self.stale.items() if changed]):
             text = f"{text.rstrip()}\n\n{STALE} {', '.join(old)}.\n"
         first, rest = text.split("\n", 1)
         return f"{first}\n\n<!-- made by `make figures` from docs/figures: change that, not this -->\n{rest}"
+
+    def field(self, name: str, field: str) -> str:
+        """Return one number of a figure or its range over seeds, what became of its targets, or when it was made."""
+        kept = self.kept.get(name)
+        if kept is None:
+            seeds = [one[field] for seed, one in self.measured_of(name).items() if not seed.endswith("control")]
+            return f"{min(seeds):.2f} to {max(seeds):.2f}" if seeds else MET[None]
+        match field:
+            case "measured":
+                return measured(kept)
+            case "target":
+                return "; ".join(f"at least {shown(t['at_least'])}: {MET[t['met']]}" for t in kept["targets"])
+        return shown(kept[field])
 
     def summary(self) -> str:
         """Return a row per benchmark: figure, ratio, targets, and date."""

@@ -36,7 +36,7 @@ LARGE_BYTES = 8_000_000_000
 """Size of the weights from which only the first layers are loaded for the check."""
 ON_SGLANG = "use SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
 NO_GPU = "start it on a machine with GPUs, or remove launch.hardware; `foray up FILE --dry-run` shows the placement"
-HAND = 'docs/quickstart.md, "Each process by itself"'
+HAND = 'docs/operate.md, "Start each process yourself"'
 NOT_FACTS = (TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions caused by config.json values of unexpected types."""
 PROBE = (

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"stopped while the demo was prepared, of which nothing is kept; begin again with: {args.again}")
         raise
     if args.prepare_only:
-        say(f"next: start each process with --config {prepared.config_path} (see docs/quickstart.md)")
+        say(f"next: start each process with --config {prepared.config_path} (see docs/operate.md)")
         return 0
     try:
         summary = run_demo(prepared, began, say)

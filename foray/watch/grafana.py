@@ -2,7 +2,7 @@
 
 In expressions `{R` begins the selector of the chosen runs, `{R?` also takes series without a run (a retriever may serve
 several), and `[I]` is Grafana's interval for rates. tests/deploy/test_grafana.py checks every name against the metrics
-in docs/observability.md.
+in docs/metrics.md.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def _short(number: float) -> str:
 
 
 class StepReporter:
-    """Reports the metrics of a step everywhere, under the same names (`docs/observability.md`)."""
+    """Reports the metrics of a step everywhere, under the same names (`docs/metrics.md`)."""
 
     def __init__(
         self,
