@@ -165,7 +165,6 @@ class Algorithm(Protocol):
     @property
     def requirements(self) -> Requirements:
         """Return what the learner computes before `compute_advantages` and `loss`; the same for the whole run."""
-        ...
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """Return [n] float64, one per trajectory; 0 for invalid ones."""

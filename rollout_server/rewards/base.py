@@ -72,7 +72,6 @@ class Reward(Protocol):
 
         Raises RewardError if it cannot be computed. The trajectory then fails: a failure is never a score of 0.
         """
-        ...
 
 
 @runtime_checkable

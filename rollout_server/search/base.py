@@ -61,7 +61,6 @@ class Search(Protocol):
 
     async def __call__(self, query: str) -> SearchResult:
         """Return the passages for `query`, or the cause of the failure. Called concurrently; never raises."""
-        ...
 
 
 class SearchService(Search, Protocol):
