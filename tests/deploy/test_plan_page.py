@@ -15,6 +15,9 @@ from deploy.hardware.inventory import gib
 from deploy.hardware.shape import ModelShape, read_shape
 from foray.evaluation.published import ROWS
 from learner.config.learner import KEEP_VERSIONS
+from retriever.indexing.cli import index_settings
+from retriever.indexing.estimate import CorpusStats
+from retriever.indexing.plan import make_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 PLAN = (DOCS / "plan.md").read_text()
@@ -73,6 +76,14 @@ def test_the_retrievers_rates_are_those_of_the_figures() -> None:
     assert f"{rates[1]:.0f} one at a time, {rates[64]:,.0f} in batches of 64" in PLAN
     core_s = cpu["baseline"]["cpu_ms_per_query"] / 1000 * (21e6 * 768) / (500_000 * 384)
     assert f"{1 / core_s:.0f} for each core (computed from 500,000 vectors)" in PLAN
+
+
+@pytest.mark.parametrize("name", ["torch_flat", "faiss_flat", "faiss_hnsw", "faiss_ivfpq", "bm25"])
+def test_the_memory_of_an_index_is_that_of_foray_index_estimate(name: str) -> None:
+    index = index_settings(name, [] if name == "bm25" else ["encoder.dim=768"])
+    need = make_plan(index, CorpusStats(21_000_000, exact=True, converted=False), 768, None).as_dict()["need"]
+    (row,) = re.findall(rf"^\| `{name}` .+$", PLAN, re.M)
+    assert f"| {(need['gpu'] or need['serve']) / 1e9:.1f} GB" in row
 
 
 def test_expected_scores_are_the_published_ones() -> None:
