@@ -36,7 +36,8 @@ foray up run.yaml --dry-run
 
 It divides the GPUs between engines and learner, chooses ZeRO stage, offload or adapters by the memory that they need,
 and sets timeouts by the size of the model. It refuses a preset that does not fit. **No profile has been run on its
-hardware yet:** memory is computed, not measured. On 24 GB only adapters are trained, with ten times the learning rate.
+hardware yet:** memory is computed, not measured ([what to report](install.md#report)). On 24 GB only adapters are
+trained, with ten times the learning rate.
 
 ## Seen on one H100
 
