@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import BENCHMARKS
 from foray import cli
+from foray.data.catalogue import catalogue
 from tests.support.settings_keys import every_key
 from tests.support.shell_blocks import foray_commands, other_blocks, shell_blocks
 
@@ -66,6 +67,18 @@ def mistakes(words: list[str]) -> list[str]:
 def test_every_foray_command_of_a_page_exists(page: str) -> None:
     text = "\n".join([*(block.text for block in shell_blocks(ROOT / page)), other_blocks(ROOT / page)])
     assert not {" ".join(words): wrong for words in foray_commands(text) if (wrong := mistakes(words))}
+
+
+def test_whatever_a_page_downloads_is_in_the_catalogue() -> None:
+    text = "\n".join(block.text for page in PAGES for block in shell_blocks(ROOT / page))
+    wanted = {
+        name
+        for words in foray_commands(text)
+        if words[:2] == ["data", "get"]
+        for name in words[2 : next((i for i, word in enumerate(words) if word.startswith("--")), None)]
+        if "://" not in name
+    }
+    assert len(wanted) > 10 and wanted <= set(catalogue())
 
 
 @pytest.mark.parametrize("page", FIRST_PAGES)
