@@ -21,6 +21,7 @@ from foray.watch.plot import COLOURS, RC, plot_curves
 GREY, EVERY = "#7d8590", 20
 THEME: Any = {
     "savefig.transparent": True,
+    "font.size": 13,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
 }
 HELD_OUT = {"held_out_before": "before", "held_out_after": "after, sampled", "held_out_greedy": "after, greedy"}
