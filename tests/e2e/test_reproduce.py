@@ -80,7 +80,7 @@ def fill(hub: FileServer, folder: Path) -> None:
     asked = [(f"where is town {n}?", f"river {n * 7 % 40}") for n in range(8)]
     for data_set, splits in SPLITS.items():
         for split in splits:
-            rows = [{"id": f"{split}_{n}", "question": q, "golden_answers": [a]} for n, (q, a) in enumerate(asked)]
+            rows = [{"id": f"{split}_{n}", "question": q, "golden_answers": [a]} for n, (q, a) in enumerate(asked[:3])]
             text = "".join(json.dumps(record) + "\n" for record in rows)
             hub.files[f"datasets/RUC-NLPIR/FlashRAG_datasets/resolve/main/{data_set}/{split}.jsonl"] = text.encode()
     rows = [
@@ -110,7 +110,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_page_runs_from_the_data_to_the_scores(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with file_server() as hub:
