@@ -51,7 +51,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "trl": ("benchmarks/learner/trl_baseline.py",),
     "datasets": ("benchmarks/learner/trl_baseline.py",),
     "peft": ("learner/model/lora.py",),
-    "matplotlib": ("foray/watch/plot.py",),
+    "matplotlib": ("foray/watch/plot.py", "benchmarks/pages/plots.py"),
     "pyarrow": ("protocol/runtime/records.py", "foray/api/run.py"),
     "pickle": (),
 }

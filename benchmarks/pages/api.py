@@ -71,7 +71,7 @@ def entry(name: str, thing: Any) -> Iterator[str]:
             shown = method if isinstance(found, property) else _unquoted(f"{method}{_short(called)}")
             first, *rest = text(called)
             yield f"* `{shown}`: {first}"
-            yield from (f"  {line}".rstrip() for line in rest)
+            yield from (f"    {line}".rstrip() for line in rest)
     yield ""
 
 
@@ -111,14 +111,21 @@ def _short(thing: Any) -> inspect.Signature:
 
 
 def text(thing: Any) -> Iterator[str]:
-    """Yield a docstring as Markdown: aligned lists as code, modules as paths."""
+    """Yield a docstring as Markdown: aligned lists as tables, modules as paths."""
     said = re.sub(r"`((?:[a-z_]+\.)+[a-z_]+)`", _path, inspect.getdoc(thing) or "")
     for number, part in enumerate(said.split("\n\n")):
         if re.match(r"\S+(, \S+)*  +\S", part):
-            yield from ("", "```text", part, "```")
+            yield from ("", "| | |", "|---|---|", *_rows(part))
         else:
             joined = " ".join(part.split())
             yield from ([joined] if not number else ["", joined])
+
+
+def _rows(aligned: str) -> Iterator[str]:
+    """Yield the rows of a list of names with their meanings, whose further lines are indented."""
+    for row in re.split(r"\n(?=\S)", aligned.replace("|", "\\|")):
+        if found := re.match(r"(\w+(?:, \w+)*) +(.*)", row, re.DOTALL):
+            yield f"| `{found[1]}` | {' '.join(found[2].split())} |"
 
 
 def _path(found: re.Match[str]) -> str:
