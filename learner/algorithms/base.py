@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages import Outcomes, Turns
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns
 from learner.data.packing import Aggregation
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]

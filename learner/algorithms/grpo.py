@@ -10,19 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages import (
-    Outcomes,
-    Turns,
-    calibrated_turns,
+from learner.algorithms.advantages.group import (
     grpo_advantages,
     max_rl_advantages,
     normalized_batch,
-    normalized_turns,
     opo_advantages,
     pass_at_k_advantages,
     rloo_advantages,
-    turn_returns,
 )
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns, calibrated_turns, normalized_turns, turn_returns
 from learner.algorithms.policy import PolicyAlgorithm
 from learner.config.policy import GroupSettings
 

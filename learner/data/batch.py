@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from learner.algorithms.advantages import Outcomes, Turns, turn_of_tokens
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns, turn_of_tokens
 from learner.config.learner import BatchSettings
 from learner.data.packing import Aggregation, cost, layouts, place_rows, trajectory_weights
 from learner.data.token_values import TrajectorySource

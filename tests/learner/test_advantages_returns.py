@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.advantages import discounted_returns, gae, settled_rewards, to_rows, whiten
+from learner.algorithms.advantages.gae import discounted_returns, gae, settled_rewards, to_rows
+from learner.algorithms.advantages.whitening import whiten
 
 torch.set_num_threads(1)
 NAN, INF = float("nan"), float("inf")

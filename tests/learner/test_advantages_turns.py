@@ -10,14 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.advantages import (
-    Outcomes,
-    Turns,
-    normalized_turns,
-    turn_advantages,
-    turn_of_tokens,
-    turn_returns,
-)
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns, normalized_turns, turn_advantages, turn_of_tokens, turn_returns
 from protocol.messages import Segment, Status, Trajectory, TrajectoryGroup
 from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
