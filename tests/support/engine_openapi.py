@@ -229,8 +229,9 @@ def describe() -> Object:
         streamed = path in STREAMED
         answer = {**_content(JSON), **_content(EVENTS)} if streamed else _content(_kind_of(path))
         for method in ("post", "put") if schema is GENERATE else ("post",):
-            required = bool(schema.get("required")) or streamed
-            paths.setdefault(path, {})[method] = _operation(path, answer, schema, body_required=required)
+            made = _operation(path, answer, schema)
+            made["requestBody"]["required"] = bool(schema.get("required")) or streamed
+            paths.setdefault(path, {})[method] = made
     return document("Foray CPU engine", paths, tokens=("key", "admin"))
 
 
@@ -242,13 +243,12 @@ def _content(kind: str | None) -> Object:
     return {} if kind is None else {kind: {"schema": STRING} if kind == TEXT else {}}
 
 
-def _operation(path: str, content: Object, body: Object | None = None, *, body_required: bool = True) -> Object:
+def _operation(path: str, content: Object, body: Object | None = None) -> Object:
     done: Object = {"description": "done"} | ({"content": content} if content else {})
     failures = {status: {"description": why, "content": _failed(path)} for status, why in FAILURES.items()}
     return operation(
         {"200": done} | failures,
         body=body,
-        body_required=body_required,
         parameters=[parameter("model", "path")] if "{model}" in path else [],
         security=() if path in OPEN else ({}, {"admin" if path in ADMIN else "key": []}),
     )
