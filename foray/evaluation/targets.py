@@ -21,17 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from deploy.config import RunConfig, expand, from_tree
-from deploy.run.run_dir import (
-    RESOLVED,
-    configuration_of,
-    is_held,
-    live_record,
-    locate,
-    model_settings,
-    read_configuration,
-    read_record,
-    unique_id,
-)
+from deploy.run import run_dir
 from deploy.run.snapshot import take_snapshot
 from foray.evaluation.models import ModelEndpoint, endpoint_settings, only_model
 from protocol.errors import ForayError, UserError
@@ -159,8 +149,8 @@ def find_target(where: str, what: str = "evaluate") -> Target:
         return Target("checkpoint", where)
     if (path / "config.json").is_file():
         return Target("model", where)
-    if path.is_dir() and (read_record(path) or configuration_of(path)):
-        return Target("run" if is_held(path) else "checkpoint", where)
+    if path.is_dir() and (run_dir.read_record(path) or run_dir.configuration_of(path)):
+        return Target("run" if run_dir.is_held(path) else "checkpoint", where)
     if not path.exists() and _HUB.fullmatch(where):
         return Target("model", _downloaded(where))
     raise UserError(
@@ -218,8 +208,8 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
     from deploy.launch.supervisor import EngineLosses
 
     directory = target.path
-    record = live_record(directory)
-    run = locate(Namespace(given=[str(directory)], config=None))
+    record = run_dir.live_record(directory)
+    run = run_dir.locate(Namespace(given=[str(directory)], config=None))
     seen = take_snapshot(run.redis_url, run.run.id, directory)
     urls = run.urls(seen, "rollout")
     if not urls and needs.policy:
@@ -232,8 +222,8 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
         )
     if needs.methods and record.get("trains", True):
         raise _policy_only("a run that trains")
-    found = configuration_of(directory)
-    config = from_tree(expand(read_configuration(found, directory), {})) if found else None
+    found = run_dir.configuration_of(directory)
+    config = from_tree(expand(run_dir.read_configuration(found, directory), {})) if found else None
     losses = EngineLosses(run.redis_url, run.run.id)
     during = monitoring(losses.read, say, lambda error: losses.explained(error, directory))
     engines = _ready(run.redis_url, run.run.id, directory) if needs.methods else ()
@@ -308,9 +298,9 @@ def tree_of(target: Target, options: ServingOptions, say: Say) -> SettingsTree:
         return read_tree(options.config, options.overrides)
     path = target.path.resolve()
     for place in (path, path.parent, path.parent.parent):
-        if place.is_dir() and (found := configuration_of(place)) is not None:
+        if place.is_dir() and (found := run_dir.configuration_of(place)) is not None:
             say(f"configuration: {found}")
-            return with_overrides(read_configuration(found, place), options.overrides)
+            return with_overrides(run_dir.read_configuration(found, place), options.overrides)
     return read_tree(None, options.overrides)
 
 
@@ -318,7 +308,7 @@ def _exported(where: Path, options: ServingOptions, directory: Path, say: Say) -
     """Return (state, folder): the checkpoint in `where` as a model folder below `directory`, written once."""
     from learner.model.export import export_model, find_state
 
-    initial, settings = model_settings(where, options.config)
+    initial, settings = run_dir.model_settings(where, options.config)
     if initial is None or not (initial / "config.json").is_file():
         raise UserError(
             f"cannot find the model that the run of {where} started from",
@@ -405,7 +395,7 @@ def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[s
 
     # without a Redis it registers nowhere: the port is chosen here
     url = f"http://127.0.0.1:{(port := free_port())}"
-    run = config.run.model_copy(update={"dir": directory, "id": unique_id("eval"), "redis_url": ""})
+    run = config.run.model_copy(update={"dir": directory, "id": run_dir.unique_id("eval"), "redis_url": ""})
     retriever = config.retriever.model_copy(update={"host": "127.0.0.1", "port": port})
     launch = config.launch.model_copy(
         update={
@@ -415,7 +405,7 @@ def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[s
     )
     config = config.model_copy(update={"run": run, "retriever": retriever, "launch": launch})
     addresses = Addresses("", None)
-    resolved = directory / RESOLVED
+    resolved = directory / run_dir.RESOLVED
     resolved.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(resolved, settle(config, addresses).to_yaml(), durable=False)
     progress = Progress.of(say)
