@@ -219,33 +219,22 @@ class Episodes:
             "index": index,
             **self._policy(),
             "version": "+".join(_versions(result)),
-            "status": str(trajectory.status),
-            "cause": trajectory.cause,
-            "answer": trajectory.answer,
-            "reward": trajectory.reward,
-            "rewards": dict(trajectory.rewards),
+            **trajectory.model_dump(mode="json", exclude={"segments"}),
             "metrics": score(trajectory.answer or None, question.answers),
-            "searches": trajectory.searches,
             "tool_calls": dict(Counter(segment.tool for segment in trajectory.segments if segment.tool)),
-            "turns": trajectory.turns,
             "tokens": len(trajectory.ids),
             "tokens_generated": trajectory.num_sampled,
-            "seconds": trajectory.seconds,
             "text": result.text,
             "segments": [self._segment(segment) for segment in trajectory.segments],
         }
 
     def _segment(self, segment: Segment) -> dict[str, Any]:
         return {
-            "owner": str(segment.owner),
             "text": self._environment.tokenizer.decode(segment.ids.tolist()),
             "tokens": len(segment.ids),
             # two versions: the weights changed while the turn was sampled
             "version": "+".join(_labels(segment)),
-            "tool": segment.tool,
-            "query": segment.query,
-            "passage_ids": list(segment.passage_ids),
-            "error": segment.error,
+            **segment.model_dump(mode="json", include={"owner", "tool", "query", "passage_ids", "error"}),
         }
 
 
