@@ -168,34 +168,26 @@ class Algorithm(Protocol):
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """Return [n] float64, one per trajectory; 0 for invalid ones."""
-        ...
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
         """Return [n, K] float64, one per turn, or None if `advantages` apply to all turns of a trajectory."""
-        ...
 
     def reward_scale(self, outcomes: Outcomes) -> float:
         """Return the factor on the rewards of tokens; called once per batch."""
-        ...
 
     def after_update(self) -> None:
         """Keep what the last batch adds to `state`: called after its update, so that a skipped batch adds nothing."""
-        ...
 
     def compute_advantages(
         self, scores: Sequence[TokenScores], all_reduce: AllReduce
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
         """Return advantages (and returns) of every token of this rank, and values for the metrics; collective."""
-        ...
 
     def loss(self, inputs: TokenInputs) -> LossOutput:
         """Return the loss of one micro-batch; no token of it may depend on another micro-batch."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs (controllers), JSON-serialisable; the same on every rank."""
-        ...
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        ...

@@ -39,15 +39,12 @@ class AdvantageEstimator(Protocol):
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         """Return [n] float64, one per trajectory."""
-        ...
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
         """Return [n, K] float64, one per turn, or None if `advantages` apply to all turns of a trajectory."""
-        ...
 
     def reward_scale(self, outcomes: Outcomes) -> float:
         """Return the factor on the rewards of tokens; called once per batch."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,9 @@ class Tool(Protocol):
 
         Never raises for failures of the tool or the policy. Returns in bounded time.
         """
-        ...
 
     async def close(self) -> None:
         """Release all resources and cancel calls in flight. Safe to call twice. Later calls return an `error`."""
-        ...
 
 
 class ToolSettingsBase(Settings):
