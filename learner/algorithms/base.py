@@ -11,13 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages.outcomes import Outcomes
-from learner.algorithms.advantages.turns import Turns
-from learner.data.packing import Aggregation
+from learner.data.batch import AdvantageEstimator
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a float64 vector over the ranks; every rank must call it, in the same order."""
@@ -146,7 +142,7 @@ class LossOutput:
     ratios: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
-class Algorithm(Protocol):
+class Algorithm(AdvantageEstimator, Protocol):
     """One RL algorithm.
 
     aggregation, aggregation_length  how token losses become one number (`learner.data.packing`)
@@ -156,24 +152,11 @@ class Algorithm(Protocol):
     bootstraps                       whether `compute_advantages` reads `TokenScores.last_values`
     """
 
-    aggregation: Aggregation
-    aggregation_length: int
-    minibatches: int
     epochs: int
     filters: bool
-    bootstraps: bool
 
     @property
     def requirements(self) -> Requirements: ...
-
-    def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """Return [n] float64, one per trajectory; 0 for invalid ones."""
-
-    def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
-        """Return [n, K] float64, one per turn, or None if `advantages` apply to all turns of a trajectory."""
-
-    def reward_scale(self, outcomes: Outcomes) -> float:
-        """Return the factor on the rewards of tokens; called once per batch."""
 
     def after_update(self) -> None:
         """Keep what the last batch adds to `state`: called after its update, so that a skipped batch adds nothing."""

@@ -38,7 +38,7 @@ class AdvantageEstimator(Protocol):
     bootstraps: bool
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """Return [n] float64, one per trajectory."""
+        """Return [n] float64, one per trajectory; 0 for invalid ones."""
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
         """Return [n, K] float64, one per turn, or None if `advantages` apply to all turns of a trajectory."""
