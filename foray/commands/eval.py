@@ -26,13 +26,12 @@ from protocol.runtime.progress import Progress
 from protocol.settings import SECTIONS
 
 if TYPE_CHECKING:
-    from foray.evaluation.methods.base import MethodSettingsBase
     from foray.evaluation.report import Other
-    from foray.evaluation.runner import AskOptions
+    from foray.evaluation.runner import EvalJob
     from foray.evaluation.store import ResultStore
     from foray.evaluation.suites import DataSet
     from foray.evaluation.summary import Summary
-    from foray.evaluation.targets import Served, Target
+    from foray.evaluation.targets import Target
     from rollout_server.rewards.judge import JudgeSettings
 
 
@@ -129,7 +128,7 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
     from deploy.launch.launcher import RunStopped
     from deploy.launch.process import ProcessFailed
     from foray.evaluation.methods import POLICY, parse_methods
-    from foray.evaluation.runner import AskOptions
+    from foray.evaluation.runner import AskOptions, EvalJob
     from foray.evaluation.store import open_store, sole_writer
     from foray.evaluation.targets import Needs, ServingOptions, serving
 
@@ -149,10 +148,11 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
     say = Progress.on(sys.stderr, stamp=lambda: time.strftime("%H:%M:%S "))
     try:
         with sole_writer(directory), serving(target, needs, options, directory, say) as served:
-            recipe = _recipe(served, methods, sets, sampler, judge)
+            job = EvalJob(served, methods, sets, sampler, judge)
+            recipe = _recipe(job)
             store = open_store(directory, recipe, resume=args.resume)
             try:
-                _ask(served, methods, sets, sampler, judge, store)
+                _ask(job, store)
             except BaseException:
                 store.close()  # what ends now was ended by the stop
                 if store.rows:
@@ -174,34 +174,23 @@ def _again(args: argparse.Namespace, directory: Path) -> str:
     return f"{args.again}{'' if args.resume else ' --resume'}{out}"
 
 
-def _ask(
-    served: Served,
-    methods: list[MethodSettingsBase],
-    sets: list[DataSet],
-    sampler: AskOptions,
-    judge: JudgeSettings | None,
-    store: ResultStore,
-) -> None:
+def _ask(job: EvalJob, store: ResultStore) -> None:
     from foray.evaluation.runner import ask_all, judge_all, open_questions, unjudged
 
-    asked = sum(sampler.n * len(open_questions(sets, store.rows, settings.type, sampler.n)) for settings in methods)
-    served.during(lambda task: ask_all(served, methods, sets, sampler, store, task), "evaluating", asked, "episodes")
-    if judge is not None:
-        served.during(lambda task: judge_all(judge, store, sets, task), "judging", len(unjudged(store)), "episodes")
+    during = job.served.during
+    asked = sum(job.sampler.n * len(open_questions(job, store, settings.type)) for settings in job.methods)
+    during(lambda task: ask_all(job, store, task), "evaluating", asked, "episodes")
+    if job.judge is not None:
+        during(lambda task: judge_all(job, store, task), "judging", len(unjudged(store)), "episodes")
 
 
-def _recipe(
-    served: Served,
-    methods: list[MethodSettingsBase],
-    sets: list[DataSet],
-    sampler: AskOptions,
-    judge: JudgeSettings | None,
-) -> dict[str, Any]:
+def _recipe(job: EvalJob) -> dict[str, Any]:
     from foray.evaluation import recipe
     from foray.evaluation.methods import POLICY
     from foray.evaluation.runner import prompts_of
     from foray.versions import foray_version
 
+    served, sampler, judge = job.served, job.sampler, job.judge
     prompts = recipe.digest(vars(prompts_of(served)))
     template = recipe.template_of(served.environment)
     own: dict[str, dict[str, Any]] = {POLICY: {"template": template}} if served.rollout_url else {}
@@ -211,13 +200,13 @@ def _recipe(
         "subject": served.subject,
         "methods": {
             settings.type: own.get(settings.type) or {**settings.model_dump(mode="json"), "prompts": prompts}
-            for settings in methods
+            for settings in job.methods
         },
         "limits": recipe.limits_of(served.environment),
         "sampler": {name: getattr(sampler, name) for name in ("n", "temperature", "top_p", "top_k")},
         "search": sampler.search,
         "retriever": recipe.retriever_of(_info(served.search.urls[0]), served.search.topk) if served.search else None,
-        "data": recipe.data_of(sets),
+        "data": recipe.data_of(job.sets),
         "judge": {"model": judge.model, "instructions": recipe.digest(judge.instructions)} if judge else None,
     }
 
