@@ -26,7 +26,7 @@ from protocol.runtime.progress import Progress
 from protocol.settings import SECTIONS
 
 if TYPE_CHECKING:
-    from foray.evaluation.report import Other
+    from foray.evaluation.report import EvalResult
     from foray.evaluation.runner import EvalJob
     from foray.evaluation.store import ResultStore
     from foray.evaluation.suites import DataSet
@@ -237,16 +237,16 @@ def _judge(args: argparse.Namespace) -> JudgeSettings | None:
     return JudgeSettings(url=args.judge, model=args.judge_model, api_key_variable=key)
 
 
-def _other(directory: Path) -> Other:
-    from foray.evaluation.report import Other
+def _other(directory: Path) -> EvalResult:
+    from foray.evaluation.report import EvalResult
     from foray.evaluation.store import read_recipe, read_rows
 
-    return Other(directory, read_recipe(directory), read_rows(directory))
+    return EvalResult(directory.name, read_recipe(directory), read_rows(directory))
 
 
 def _report(directory: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace) -> int:
     """Write and print the report. Return the exit code."""
-    from foray.evaluation.report import document_of, to_json
+    from foray.evaluation.report import EvalResult, document_of, to_json
     from foray.evaluation.summary import summarise
     from foray.watch import page
 
@@ -256,9 +256,8 @@ def _report(directory: Path, recipe: dict[str, Any], rows: list[dict[str, Any]],
     rows = sorted(rows, key=lambda row: order.get(row["method"], len(order)))
     summary: Summary = summarise(rows)
     others = [_other(path) for path in args.against]
-    name = directory.absolute().name
-    document = document_of(name, recipe, rows, summary, others)
-    numbers = to_json(name, recipe, rows, summary, others)
+    result = EvalResult(directory.absolute().name, recipe, rows)
+    document, numbers = document_of(result, summary, others), to_json(result, summary, others)
     atomic_write(directory / "result.json", json.dumps(numbers, indent=1) + "\n", durable=False)
     atomic_write(directory / "report.md", page.to_markdown(document), durable=False)
     atomic_write(directory / "report.html", page.to_html(document), durable=False)
