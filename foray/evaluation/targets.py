@@ -12,11 +12,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -27,8 +26,7 @@ from foray.evaluation.models import ModelEndpoint, endpoint_settings, only_model
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.config import SettingsTree, read_tree, with_overrides
-from protocol.runtime.files import atomic_write, lineage_of, model_digest
-from protocol.runtime.net import free_port
+from protocol.runtime.files import lineage_of, model_digest
 from protocol.runtime.progress import Progress, Say, TaskProgress
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 from rollout_server.environment.config import EnvironmentSettings
@@ -382,46 +380,19 @@ def _endpoint(target: Target, needs: Needs, options: ServingOptions, directory: 
             "the methods need a retriever",
             todo="give --retriever URL (start one with `foray retriever --config run.yaml`), or --config run.yaml",
         )
-    with _retriever(config, directory / "serve", say) as (url, during):
+    with _retriever(tree, directory / "serve", say) as (url, during):
         yield Served(subject, during, search=settings.model_copy(update={"urls": (url,)}), endpoint=endpoint)
 
 
 @contextmanager
-def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[str, During]]:
+def _retriever(tree: SettingsTree, directory: Path, say: Say) -> Iterator[tuple[str, During]]:
     """Run the retriever of a configuration inside the block. Yields its URL, and what runs a function beside it."""
-    from deploy.launch.plan import Ready, plan
-    from deploy.launch.supervisor import Readiness, Supervisor
-    from deploy.run.addresses import Addresses, settle
+    from deploy.launch.launcher import Launcher
 
-    # without a Redis it registers nowhere: the port is chosen here
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    run = config.run.model_copy(update={"dir": directory, "id": run_dir.unique_id("eval"), "redis_url": ""})
-    retriever = config.retriever.model_copy(update={"host": "127.0.0.1", "port": port})
-    launch = config.launch.model_copy(
-        update={
-            **{"secrets": None, "learner": False, "engines": 0, "eval_engines": 0, "rollouts": 0, "retrievers": 1},
-            **{"redis_host": ""},
-        }
-    )
-    config = config.model_copy(update={"run": run, "retriever": retriever, "launch": launch})
-    addresses = Addresses("", None)
-    resolved = directory / run_dir.RESOLVED
-    resolved.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(resolved, settle(config, addresses).to_yaml(), durable=False)
-    progress = Progress.of(say)
-    supervisor = Supervisor(
-        is_ready=Readiness("", run.id),
-        ready_s=launch.ready_s,
-        say=progress,
-        beat=progress.beat,
-    )
-
-    try:
-        names: Sequence[str] = [
-            supervisor.spawn(replace(spec, ready=Ready.HTTP, url=url)).spec.name
-            for spec in plan(config, addresses, python=sys.executable, resolved=resolved)
-        ]
-        supervisor.await_ready(names)
-        yield url, monitoring(supervisor.check, progress)
-    finally:
-        supervisor.stop()
+    model = from_tree(expand(tree, {})).run.model  # not read: no process that is started needs it
+    config = serving_config(tree, model, directory, Needs(False, False, search=True), ServingOptions())
+    launch = config.launch.model_copy(update={"engines": 0, "retrievers": 1})
+    with Launcher(config.model_copy(update={"launch": launch}), say=say) as launcher:
+        launcher.start()
+        (url,) = take_snapshot(launcher.redis_url, config.run.id).urls("retriever")
+        yield url, launcher.during
