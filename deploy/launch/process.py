@@ -15,6 +15,7 @@ import subprocess
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -231,7 +232,7 @@ class ManagedProcess(Child):
         if self._popen.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
-            self._signal_group(signal.SIGKILL)
+            self._kill_group()
         return self._popen.poll()
 
     def terminate(self) -> None:
@@ -242,7 +243,7 @@ class ManagedProcess(Child):
     def kill(self) -> None:
         """Kill its whole group immediately."""
         if self.poll() is None:
-            self._signal_group(signal.SIGKILL)
+            self._kill_group()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """Return the last log lines of this process, not of an earlier one with the same name."""
@@ -252,12 +253,9 @@ class ManagedProcess(Child):
         """Return the resident memory of this process and those below it."""
         return memory_mib(self.pid)
 
-    def _signal_group(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):
-            # empty, or only zombies
-            pass
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # empty, or only zombies
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def _die_with_parent(parent: int, end: signal.Signals) -> Callable[[], None]:

@@ -344,9 +344,7 @@ def _plain(messages: Sequence[Message], names: dict[str, str]) -> list[Message]:
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = function_of(call)
     arguments = function.get("arguments") or {}
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        pass  # the template decides about text that is no JSON
+    if isinstance(arguments, str):  # the template decides about text that is no JSON
+        arguments = formats.json_or_text(arguments)
     given = {"name": str(function["name"]), "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": given}
