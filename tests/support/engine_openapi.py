@@ -19,10 +19,33 @@ from protocol.runtime.http.openapi import (
 )
 from rollout_server.cpu_engine.scheduler.engine import MEMORY
 from rollout_server.cpu_engine.server.absent import ABSENT
-from rollout_server.cpu_engine.server.auth import ADMIN, OPEN
+from rollout_server.cpu_engine.server.auth import OPEN
 from rollout_server.cpu_engine.server.openai_bodies import SAMPLING as SAMPLED_AS
 from rollout_server.cpu_engine.server.validation import NEUTRAL
 
+ADMIN = frozenset(
+    {
+        *ABSENT,
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/update_weight_version",
+        "/weights_checker",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/update_weights_from_distributed",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/post_process_weights",
+    }
+)
+"""Routes that need the admin key."""
 FLAG: Object = {"type": "boolean"}
 IDS: Object = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
