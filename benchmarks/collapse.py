@@ -46,10 +46,8 @@ RUNS = Path("runs/collapse")
 STEPS = 150
 LR = {"hard": 5.0e-4, "demo": 1.0e-3}
 SETTINGS = (
-    *("lag8-lr3-mb1-r1", "lag8-lr6-mb1-r1", "lag8-lr1-mb4-r1", "lag8-lr10-mb1-r1", "lag1-lr6-mb1-r1"),
-    *("lag8-lr3-mb4-r1", "lag1-lr3-mb4-r1", "lag8-lr3-mb1", "lag1-lr3-mb1", "lag8-lr1-mb1", "lag4-lr3-mb1"),
-    *("lag8-lr1-mb4", "lag1-lr1-mb4", "lag8-lr3-mb4", "lag4-lr1-mb4", "lag1-lr3-mb4", "lag4-lr3-mb4"),
-    *("lag4-lr1-mb1", "lag1-lr1-mb1"),
+    *("lag8-lr3-mb1-r1", "lag8-lr6-mb1-r1", "lag8-lr1-mb4-r1", "lag1-lr6-mb1-r1", "lag4-lr3-mb1-r1"),
+    *("lag8-lr3-mb4-r1", "lag1-lr3-mb4-r1", "lag8-lr3-mb1", "lag1-lr1-mb1"),
 )
 """Of the search."""
 SEARCH_R1 = ("learner.optim.schedule=constant", "learner.optim.warmup_steps=0", "learner.optim.warmup_fraction=0.285")

@@ -158,7 +158,8 @@ def check(played: Played, script: Script) -> None:
     every = [trajectory for group in played.groups for trajectory in group.trajectories]
     answers = sorted(int(trajectory.answer or -1) for trajectory in every)
     if answers != list(range(script.draws.trajectories)):
-        raise ForayError(f"{len(set(answers))} of {script.draws.trajectories} trajectories answered, the rest did not")
+        expected = script.draws.trajectories
+        raise ForayError(f"{len(answers)} trajectories with {len(set(answers))} different answers, expected {expected}")
     for trajectory in every:
         turns = (trajectory.status, trajectory.turns, trajectory.searches)
         if turns != (Status.ANSWERED, script.draws.turns, script.draws.turns - 1):

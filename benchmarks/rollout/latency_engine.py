@@ -126,8 +126,8 @@ class LatencyEngine:
             return response
         finally:
             self._engine.drop(request)
-            if place.first and not sent:
-                self._script.release(place)
+            if place.first and sent < len(request.output):
+                self._script.release(place, sent=sent > 0)
 
     def _chunk(self, body: dict[str, Any], request: Streamed) -> dict[str, Any]:
         ids = request.output[: request.shown]

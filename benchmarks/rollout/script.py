@@ -1,4 +1,4 @@
-"""The text of the scripted policy, and the position of a request in it, from its ids. Pure except `_claim`.
+"""The text of the scripted policy, and the position of a request in it, from its ids. Pure except the claims.
 
     question : PLAY SEED GROUP ?                        the prompt: one question per group
     T <think> a b c ... </think> <search> SEED T U </search>   turn U of trajectory T, of random length
@@ -16,6 +16,7 @@ import math
 import os
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -161,26 +162,43 @@ class Script:
         written = len(ids) - (start + 1 if turn == 0 else begun)
         if len(ids) > start + 1:
             trajectory = int(self._words[ids[start + 1]])
+            if turn == 0:
+                self._in_doubt(play, seed, *divmod(trajectory, self.group_size)).unlink(missing_ok=True)
         else:
             trajectory = group * self.group_size + self._claim(play, seed, group)
         place = ScriptPosition(play, seed, trajectory, turn, written)
         return place, [self.ids[word] for word in self.turn(place)[written:]]
 
     def _claim(self, play: int, seed: int, group: int) -> int:
-        """Return an unused number within the group. A file that only one process can create is a claim."""
+        """Return an unused number within the group. A file that only one process can create is a claim.
+
+        If all are claimed, a client lost the number that it was sent: take one that is in doubt.
+        """
         for member in range(self.group_size):
             try:
-                os.close(os.open(self.directory / "claims" / f"{play}-{seed}-{group}-{member}", os.O_CREAT | os.O_EXCL))
+                os.close(os.open(self._claim_of(play, seed, group, member), os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
             return member
+        for member in range(self.group_size):
+            with suppress(FileNotFoundError):
+                self._in_doubt(play, seed, group, member).unlink()
+                return member
         raise ValueError(f"group {group} has only {self.group_size} trajectories, but another first turn was requested")
 
-    def release(self, place: ScriptPosition) -> None:
-        """Release the number of a first turn from which no client has received a token."""
-        group, member = divmod(place.trajectory, self.group_size)
-        for claim in (self.directory / "claims").glob(f"{place.play}-{place.seed}-{group}-{member}"):
-            claim.unlink()
+    def release(self, place: ScriptPosition, *, sent: bool) -> None:
+        """Release the number of a first turn that ended early. sent: it is in doubt whether the client received it."""
+        member = (place.play, place.seed, *divmod(place.trajectory, self.group_size))
+        if sent:
+            self._in_doubt(*member).touch()
+        else:
+            self._claim_of(*member).unlink(missing_ok=True)
+
+    def _claim_of(self, play: int, seed: int, group: int, member: int) -> Path:
+        return self.directory / "claims" / f"{play}-{seed}-{group}-{member}"
+
+    def _in_doubt(self, play: int, seed: int, group: int, member: int) -> Path:
+        return self.directory / "claims" / f"{play}-{seed}-{group}-{member}.in-doubt"
 
     @cached_property
     def ids(self) -> dict[str, int]:

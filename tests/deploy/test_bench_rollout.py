@@ -176,8 +176,20 @@ def test_each_first_turn_of_a_group_gets_a_unique_number(script: Script) -> None
         script.rest(prompt)
     again = tokens.encode_trusted("question : " + script.question(1, 0, 1))
     assert script.rest(again)[0].trajectory == 2, "another play on the same draws starts its own count"
-    script.release(ScriptPosition(0, 0, 2, 0, 0))
+    script.release(ScriptPosition(0, 0, 2, 0, 0), sent=False)
     assert script.rest(prompt)[0].trajectory == 2, "a number of which nobody saw a token is free again"
+
+
+def test_a_number_that_was_sent_but_not_received_is_given_again(script: Script) -> None:
+    tokens = load_tokenizer(script.directory)
+    prompt = tokens.encode_trusted("question : " + script.question(0, 0, 1))
+    first = [script.rest(prompt) for _ in range(2)]
+    for place, _ in first:
+        script.release(place, sent=True)
+    script.rest(prompt + first[0][1][:3])
+    assert script.rest(prompt)[0].trajectory == 3, "2 was received: its client goes on with it"
+    with pytest.raises(ValueError, match="another first turn was requested"):
+        script.rest(prompt)
 
 
 async def served(app: web.Application) -> tuple[web.AppRunner, str]:
