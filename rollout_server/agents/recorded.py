@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from protocol.errors import UserError
 from protocol.messages import MAX_SEGMENTS, Segment, Status
+from protocol.runtime.lifecycle import cancel_all
 from protocol.runtime.timing import LoopTimer
 from protocol.runtime.tracing import span
 from rollout_server.agents.formats import json_or_text
@@ -140,10 +141,7 @@ class Recorded:
         """Cancel calls in flight. Later ones change nothing."""
         self.timer = None
         self.end(End(Status.FAILED, "closed"))
-        tasks = [reply.task for reply in self._replies.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(reply.task for reply in self._replies.values())
 
     def end(self, end: End) -> None:
         """Answer no further call. The first end counts."""

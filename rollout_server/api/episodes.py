@@ -16,6 +16,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from protocol.errors import ForayError
 from protocol.messages import Name, Question, Sampling, Scalar, Segment, Status, Text
+from protocol.runtime.lifecycle import cancel_all
 from protocol.versions import PolicyVersion
 from rollout_server.api.evaluation_pin import LOOK_S, EvaluationPin
 from rollout_server.dispatch.fleet import Fleet
@@ -177,9 +178,7 @@ class Episodes:
             if lost is not None:
                 lost.remove_done_callback(ended.put_nowait)
             self._unpinned -= len(running) * (not request.pin)
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await cancel_all(running)
 
     def _may_start(self, request: EpisodesRequest, running: int) -> bool:
         if not running or running >= request.concurrency:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 
+from protocol.runtime.lifecycle import cancel_all
 from protocol.search import Passage
 from protocol.settings import Settings
 
@@ -122,10 +123,7 @@ class InflightCalls:
     async def close(self) -> None:
         """Cancel all calls. Safe to call twice."""
         self._closed = True
-        tasks = list(self._in_flight)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._in_flight)
 
 
 class NoTool:
