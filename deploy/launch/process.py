@@ -50,13 +50,9 @@ class ProcessFailed(ForayError):
     def __init__(self, name: str, what: str, *, code: int | None, log: Path, tail: str) -> None:
         super().__init__(f"{name} {what}")
         self.name, self.what, self.code, self.log, self.tail = name, what, code, log, tail
+        self.exit_code = code if code in NOT_RESTARTED else ForayError.exit_code
         self.cause = ""
         """What happened before that, if it may be the cause."""
-
-    @property
-    def exit_code(self) -> int:
-        """Return the exit code of the command: that of the process if it is in NOT_RESTARTED, else 1."""
-        return self.code if self.code in NOT_RESTARTED else 1
 
     @property
     def state(self) -> str:

@@ -126,7 +126,6 @@ def _separate_overrides(args: argparse.Namespace) -> None:
 
 def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argparse.Namespace) -> int:
     from deploy.launch.launcher import RunStopped
-    from deploy.launch.process import ProcessFailed
     from foray.evaluation.methods import POLICY, parse_methods
     from foray.evaluation.runner import AskOptions, EvalJob
     from foray.evaluation.store import open_store, sole_writer
@@ -162,9 +161,6 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
             store.close()
     except RunStopped as stopped:
         return 130 if stopped.number == signal.SIGINT else 1
-    except ProcessFailed as failure:
-        print(failure.render(), file=sys.stderr, flush=True)
-        return failure.exit_code
     return _report(directory, recipe, store.rows, args)
 
 
