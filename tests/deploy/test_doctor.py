@@ -86,7 +86,9 @@ def test_what_the_page_of_models_says_of_this_one_is_one_line(run_files: Path) -
     (run_files / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     (said,) = family(load_config(None, [f"run.model={run_files / 'model'}"]))
     assert "exact: one trajectory per row, packed rows, " in said.detail and "yes: CPU engine" in said.detail
-    assert said.detail.endswith("; otherwise with qwen2 fp8, qwen2 yarn (docs/models.md)"), "not those with its verdicts"
+    assert said.detail.endswith("; otherwise with qwen2 fp8, qwen2 yarn (docs/models.md)"), (
+        "not those with its verdicts"
+    )
     assert len(said.detail) < 250
 
 
