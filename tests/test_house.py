@@ -92,6 +92,7 @@ UNUSED = {
     "a field that leaves the process: in a message, a report or a table": {
         *("escape_version", "question_id", "practice_steps", "world_cpu_s", "inert"),
         *("tool_calls", "tool_call_id"),
+        *("redelivered", "reissued", "poisoned", "state_lost", "lease_lapsed", "tokens_sampled"),
     },
 }
 """Why a name that vulture takes for unused is needed -> the names."""

@@ -18,7 +18,7 @@ from protocol.runtime.http.openapi import (
     parameter,
 )
 from rollout_server.cpu_engine.scheduler.engine import MEMORY
-from rollout_server.cpu_engine.server.absent import ABSENT
+from rollout_server.cpu_engine.server.admin import ABSENT
 from rollout_server.cpu_engine.server.auth import OPEN
 from rollout_server.cpu_engine.server.openai_bodies import SAMPLING as SAMPLED_AS
 from rollout_server.cpu_engine.server.validation import NEUTRAL
