@@ -180,8 +180,9 @@ page: setup
 
 # Generate the pages made from code: settings, metrics, presets, hardware. Tests fail if one is out of date.
 reference: setup
-	for page in configuration metrics:observability presets hardware; do \
-	  $(BIN)/python -m benchmarks.pages.$${page%:*} > $(VENV)/page.md && cp $(VENV)/page.md docs/$${page#*:}.md || exit 1; done
+	$(BIN)/python -m benchmarks.pages.configuration docs
+	for page in api metrics presets hardware; do \
+	  $(BIN)/python -m benchmarks.pages.$$page > $(VENV)/page.md && cp $(VENV)/page.md docs/$$page.md || exit 1; done
 
 # Build the documentation site in site/, with all links checked. ARGS=--serve serves it at http://127.0.0.1:8000.
 docs: setup

@@ -215,7 +215,12 @@ _SECTIONS: dict[str, type[Settings]] = {
 def load_config(
     path: Path | str | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> RunConfig:
-    """Return the configuration in `path` with `overrides`. Raises UserError that names every wrong key."""
+    """Return the configuration in `path` with `overrides`. Raises UserError that names every wrong key.
+
+    path       YAML file; None: defaults
+    overrides  settings, e.g. ["run.steps=20"]
+    environ    variables for `${NAME}/` at the beginning of a path
+    """
     return from_tree(expand(read_tree(None if path is None else Path(path), overrides), environ))
 
 

@@ -1,4 +1,6 @@
-"""The public API for scripts, notebooks, rewards, tools and algorithms outside this repository. Only re-exports.
+"""The public API: runs from Python, and what a reward, a search or a program outside this repository imports.
+
+Only re-exports. Built-in rewards, tools and algorithms are added inside the repository (docs/extending.md).
 
 run = foray.train_grpo(model, tokenizer, dataset, search_engine, epochs=3, lr=1e-5)
 

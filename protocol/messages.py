@@ -37,7 +37,10 @@ class Message(BaseModel):
 
 
 class Question(Message):
-    """A question with its gold answers, e.g. Question(id="nq-7", text="who wrote Emma?", answers=("Jane Austen",))."""
+    """A question with its gold answers, e.g. Question(id="nq-7", text="who wrote Emma?", answers=("Jane Austen",)).
+
+    meta  `source`, the data set; `supporting_ids`, as `supporting_meta` writes them; further fields of its row
+    """
 
     id: Name
     text: Text
@@ -174,8 +177,10 @@ class Trajectory(Message):
     The first segment is the prompt. A later prompt segment begins the next sequence: the policy was given that prompt
     alone, without the segments before it. A learner before schema 1.7 would train all of them as one sequence.
 
-    reward   total reward, including the rewards of the segments
-    rewards  reward components by name, unweighted
+    status, cause    how it ended, and why if it is FAILED or STALE ("" otherwise)
+    reward           total reward, including the rewards of the segments
+    rewards          reward components by name, unweighted
+    turns, searches  their number; seconds: wall time
     """
 
     status: Status
@@ -237,7 +242,17 @@ class Trajectory(Message):
 
 
 class TrajectoryGroup(Message):
-    """All attempts at one occurrence of a question: the unit on the wire, published once per seq."""
+    """All trajectories of one seq, which is one occurrence of a question: the unit on the wire, published once per seq.
+
+    run             the run's id
+    seq, attempt    of the task that was rolled out, both from 1
+    trajectories    `run.group_size` of them, in any state: `Trajectory.status` says which are valid
+    sampling        temperature, top-p and top-k of every policy token
+    template        `rollout.episode.template`, whose tags the policy's text has
+    escape_version  version of the rules by which tags in documents were escaped
+    producer        id of the rollout server, as it claims
+    seconds         from the start of the first trajectory to the end of the last, in wall time
+    """
 
     run: Name
     seq: Count

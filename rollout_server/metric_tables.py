@@ -1,4 +1,4 @@
-"""All metrics of a rollout server and a node, with their help texts (source of `docs/observability.md`)."""
+"""All metrics of a rollout server and a node, with their help texts (source of `docs/metrics.md`)."""
 
 from __future__ import annotations
 

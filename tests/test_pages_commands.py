@@ -11,13 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import BENCHMARKS
 from foray import cli
+from foray.data.catalogue import catalogue
 from tests.support.settings_keys import every_key
 from tests.support.shell_blocks import foray_commands, other_blocks, shell_blocks
 
 ROOT = Path(__file__).parent.parent
 LISTED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
-FIRST_PAGES = ("README.md", "docs/quickstart.md", "docs/extending.md")
+COMMANDS = ROOT / "docs" / "design" / "commands.md"
+FIRST_PAGES = (
+    *("README.md", "docs/quickstart.md", "docs/own-data.md", "docs/extending.md", "docs/operate.md"),
+    *("docs/install.md", "docs/reproduce-search-r1.md", "docs/plan.md"),
+)
 PAGES = [name for name in LISTED.stdout.split() if name != "CHANGELOG.md"]
 
 
@@ -63,11 +69,34 @@ def test_every_foray_command_of_a_page_exists(page: str) -> None:
     assert not {" ".join(words): wrong for words in foray_commands(text) if (wrong := mistakes(words))}
 
 
+def test_whatever_a_page_downloads_is_in_the_catalogue() -> None:
+    text = "\n".join(block.text for page in PAGES for block in shell_blocks(ROOT / page))
+    wanted = {
+        name
+        for words in foray_commands(text)
+        if words[:2] == ["data", "get"]
+        for name in words[2 : next((i for i, word in enumerate(words) if word.startswith("--")), None)]
+        if "://" not in name
+    }
+    assert len(wanted) > 10 and wanted <= set(catalogue())
+
+
 @pytest.mark.parametrize("page", FIRST_PAGES)
 def test_commands_of_the_first_pages_are_in_shell_blocks(page: str) -> None:
     """What is in no block of this kind is neither run nor marked."""
     assert not re.findall(r"^(?:foray|make|python|pip|\.venv/bin/\w+) .+$", other_blocks(ROOT / page), re.M)
     assert shell_blocks(ROOT / page)
+
+
+def first_column(title: str) -> list[str]:
+    """Return the names in the first column of a table of docs/design/commands.md."""
+    part = COMMANDS.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return [name for cell in re.findall(r"^\| (`[^|]+) \|", part, re.M) for name in re.findall(r"`([\w-]+)`", cell)]
+
+
+def test_the_tables_have_every_command_and_every_benchmark_once() -> None:
+    assert sorted(first_column("The `foray` command")) == sorted(cli.VERBS)
+    assert first_column("Benchmarks") == sorted(BENCHMARKS)
 
 
 @pytest.mark.parametrize("line", ["foray upp x", "foray up --dry", "foray up x run.stepz=1", "foray index"])

@@ -1,9 +1,9 @@
-"""Make the figures of `docs/benchmarks.md` one by one, and generate the page from them.
+"""Make the figures of `docs/benchmarks.md` one by one, and generate the pages from them.
 
     python -m benchmarks.figures [NAME ..] [--force]   missing or stale figures; --force: all of them
     python -m benchmarks.figures --gpu                 figures that need a GPU; exit code 2 without one
-    python -m benchmarks.figures --page                only the page, from the existing figures
-    python -m benchmarks.figures --check               exit code 1 if the page is not up to date
+    python -m benchmarks.figures --page                only the pages, from the existing figures
+    python -m benchmarks.figures --check               exit code 1 if a page is not up to date
 
 Each figure is a process with a time limit (`Figure.minutes`); its output is kept below runs/figures. Failures are
 listed at the end and do not stop the others; the next call continues with the missing ones.
@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.command import rounded
 from benchmarks.demo_lm.command import VARIABLE
-from benchmarks.figures.page import PAGE, page, verdict
+from benchmarks.figures.page import PAGES, page, verdict
 from benchmarks.figures.table import FOLDER, MODEL, NEEDS_DATA, NEEDS_GPU, RUNS, Figure, figures, read, stale
 from benchmarks.report import ROOT, Circumstances, judged
 from deploy.hardware.gpus import without_cuda
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="make nothing; check that the page is up to date")
     args = parser.parse_args(argv)
     if args.check:
-        fits = PAGE.read_text() == page()
-        print(f"{PAGE.name} {'is' if fits else 'is not'} up to date with docs/figures and its template")
-        return 0 if fits else 1
+        old = [path.name for path, template in PAGES.items() if path.read_text() != page(template)]
+        print(f"not up to date with docs/figures and their templates: {', '.join(old) or 'none'}")
+        return 1 if old else 0
     if unknown := sorted(set(args.names) - set(figures())):
         parser.error(f"unknown figures: {', '.join(unknown)}")
     if args.gpu and (why := without_cuda()):
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     names = NEEDS_GPU if args.gpu and not args.names else args.names
     with terminating():  # a child is stopped on the way out
         failed = [] if args.page else make_all(names, force=args.force)
-    atomic_write(PAGE, page(), durable=False)
+    write_pages()
     if args.gpu:
         failed += _targets(names)
     for line in failed:
@@ -102,8 +102,14 @@ def make_all(names: Sequence[str], *, force: bool) -> list[str]:
             failed.append(f"{name}: {error}")
             print(failed[-1], file=sys.stderr, flush=True)
             continue
-        atomic_write(PAGE, page(), durable=False)
+        write_pages()
     return failed
+
+
+def write_pages() -> None:
+    """Generate the pages from the figures."""
+    for path, template in PAGES.items():
+        atomic_write(path, page(template), durable=False)
 
 
 def make(figure: Figure, *, root: Path = ROOT, folder: Path = FOLDER, timeout_s: float | None = None) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Generate `docs/benchmarks.md` from its template and the files in `docs/figures`. Pure except for reading them.
+"""Generate `docs/benchmarks.md` and `docs/benchmarks-raw.md` from their templates and the files in `docs/figures`. Pure
+except for reading them.
 
-A line `{{NAME}}` in the template becomes the figure of that name: how and when it was made, whether it is stale, its
-ratio to the baseline, targets, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables of many figures.
+A line `{{NAME}}` in a template becomes the figure of that name: how and when it was made, its ratio to the baseline,
+targets, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables of many figures. `{{NAME.FIELD}}`
+becomes one number of a figure, or its range over seeds.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from benchmarks.demo_lm.results import of_control, results_text
+from benchmarks.demo_lm.results import CONTROL, GAIN, JUDGE, of_control, results_text
 from benchmarks.figures.table import FOLDER, NEEDS_DATA, figures, read
 from benchmarks.figures.table import stale as is_stale
 from benchmarks.report import ROOT
 
-PAGE = ROOT / "docs" / "benchmarks.md"
-TEMPLATE = FOLDER / "benchmarks.template.md"
-STALE = "**stale**: the code that it measures has changed since"
+PAGES = {ROOT / "docs" / f"{name}.md": FOLDER / f"{name}.template" for name in ("benchmarks", "benchmarks-raw")}
+"""The page of results and that of raw figures -> their templates."""
+STALE = "## Stale figures\n\nThe code that these measure has changed since:"
 MET = {True: "**met**", False: "**missed**", None: "not measured"}
 FACTS = ("figure", "command", "name", "value", "unit", "baseline", "ratio", "settings")
 ENVELOPE = frozenset({*FACTS, "machine", "modules", "targets", "absent"})
@@ -34,6 +36,7 @@ COMPARE = ("reached", "em_last", "em_best", "held_out_before", "held_out_after",
 STEP = ("reached", "half_gain")
 """A step, or None if it was not reached."""
 _PLACE = re.compile(r"^\{\{([a-z0-9_-]+)\}\}$", re.M)
+_FIELD = re.compile(r"\{\{([a-z0-9_-]+)\.(\w+)\}\}")
 
 
 TENTH = 10
@@ -41,7 +44,7 @@ TENTH = 10
 Kept = Mapping[str, Any]
 
 
-def page(template: Path = TEMPLATE, folder: Path = FOLDER) -> str:
+def page(template: Path, folder: Path = FOLDER) -> str:
     """Return the page. Raises KeyError for a placeholder without a figure, ValueError for a figure without one."""
     return _Page(folder).text(template)
 
@@ -75,11 +78,25 @@ class _Page:
             seen.add(name)
             return whole[name]() if name in whole else self.block(name)
 
-        text = _PLACE.sub(fill, template.read_text())
-        if lost := {name for name in self.known if name.partition("-")[0] not in whole} - seen:
+        text = _FIELD.sub(lambda match: self.field(*match.groups()), _PLACE.sub(fill, template.read_text()))
+        if seen and (lost := {name for name in self.known if name.partition("-")[0] not in whole} - seen):
             raise ValueError(f"{template.name} has no place for {', '.join(sorted(lost))}")
+        if seen and (old := [name for name, changed in self.stale.items() if changed]):
+            text = f"{text.rstrip()}\n\n{STALE} {', '.join(old)}.\n"
         first, rest = text.split("\n", 1)
         return f"{first}\n\n<!-- made by `make figures` from docs/figures: change that, not this -->\n{rest}"
+
+    def field(self, name: str, field: str) -> str:
+        """Return one number of a figure or its range over seeds, what became of its targets, or when it was made."""
+        kept = self.kept.get(name)
+        if kept is None:
+            seeds = [one[field] for seed, one in self.measured_of(name).items() if not seed.endswith("control")]
+            return f"{min(seeds):.2f} to {max(seeds):.2f}" if seeds else MET[None]
+        if field == "measured":
+            return measured(kept)
+        if field == "target":
+            return "; ".join(f"at least {shown(t['at_least'])}: {MET[t['met']]}" for t in kept["targets"])
+        return shown(kept[field])
 
     def summary(self) -> str:
         """Return a row per benchmark: figure, ratio, targets, and date."""
@@ -90,15 +107,24 @@ class _Page:
             if kept is None:
                 rows.append([name, "not measured yet", "", "", ""])
                 continue
+            if name in NEEDS_DATA:
+                rows += self.language_model(name, kept)
+                continue
             value = f"{shown(kept['value'])} {kept['unit']}"
             against = f"{shown(kept['ratio'])} x {kept['baseline']['name']}"
-            rows.append([name, value, against, "; ".join(map(verdict, kept["targets"])), self.measured(name, kept)])
+            rows.append([name, value, against, "; ".join(map(verdict, kept["targets"])), measured(kept)])
         return grid(["", "figure", "against its baseline", "target", "measured"], rows)
 
-    def measured(self, name: str, kept: Kept) -> str:
-        """Return `2026-11-22 at 1ba19b5`, and whether the figure is stale."""
-        at = f"{kept['machine']['date']} at {kept['machine']['commit']}"
-        return f"{at}, **stale**" if self.stale[name] else at
+    def language_model(self, name: str, kept: Kept) -> list[list[str]]:
+        """Return a row for the questions of the target, and for the demo one for those that nothing has seen."""
+        trained, rows = (CONTROL if name == "lm-control" else "GRPO"), []
+        for data_set in (GAIN[0],) if name == "lm-control" else (GAIN[0], JUDGE):
+            after, before = (kept["policies"][policy][data_set]["f1"]["mean"] for policy in (trained, "warm start"))
+            against = f"{after - before:+.3f} against the warm start's {shown(before)}"
+            targets = kept["targets"] if data_set == GAIN[0] else ()
+            value = f"{shown(after)} F1 on {data_set} after {trained}"
+            rows.append([name, value, against, "; ".join(map(verdict, targets)), measured(kept)])
+        return rows
 
     def block(self, name: str) -> str:
         """Return the section about one benchmark's figure."""
@@ -109,7 +135,7 @@ class _Page:
         machine = kept["machine"]
         load = f"load {shown(machine['load_1m'])} before and {shown(machine['load_1m_end'])} after"
         at = f"Measured {machine['date']} at {machine['commit']} on {machine['cores']} cores ({machine['cpu']}), {load}"
-        lines += [at + (f"; {STALE}." if self.stale[name] else "."), ""]
+        lines += [f"{at}.", ""]
         ratio = f"{shown(kept['ratio'])} times that of: {kept['baseline']['name']}."
         lines += [f"**{shown(kept['value'])} {kept['unit']}**, {ratio}"]
         lines += [*(f"Target: {verdict(target)}." for target in kept["targets"]), ""]
@@ -126,7 +152,7 @@ class _Page:
         for name, kept in self.measured_of(start).items():
             short = name.removeprefix(f"{start}-")
             cells = ["never" if c in STEP and kept.get(c) is None else shown(kept.get(c)) for c in columns]
-            rows.append([short, *cells, ", ".join(MET[t["met"]] for t in kept["targets"]), self.measured(name, kept)])
+            rows.append([short, *cells, ", ".join(MET[t["met"]] for t in kept["targets"]), measured(kept)])
         return grid(["", *(c.replace("_", " ") for c in columns), "target", "measured"], rows)
 
     def measured_of(self, start: str) -> dict[str, Kept]:
@@ -147,6 +173,11 @@ class _Page:
             [f"{at + 1}-{at + steps}", *(_mean(curve[at : at + steps]) for curve in found.values())] for at in starts
         ]
         return grid(["steps", *found], rows)
+
+
+def measured(kept: Kept) -> str:
+    """Return `2026-11-22 at 1ba19b5`."""
+    return f"{kept['machine']['date']} at {kept['machine']['commit']}"
 
 
 def _mean(part: Sequence[float]) -> str:

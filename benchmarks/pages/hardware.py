@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import load_config
-from deploy.hardware.assign import Assignment, placement_lines
+from deploy.hardware.assign import placement_lines
 from deploy.hardware.inventory import HARDWARE, gib
 from deploy.hardware.memory import ENGINE_OVERHEAD, USABLE
 from deploy.hardware.profiles import PROFILES, Resolved, choices, resolve
@@ -36,7 +36,8 @@ foray up run.yaml --dry-run
 
 It divides the GPUs between engines and learner, chooses ZeRO stage, offload or adapters by the memory that they need,
 and sets timeouts by the size of the model. It refuses a preset that does not fit. **No profile has been run on its
-hardware yet:** memory is computed, not measured. On 24 GB only adapters are trained, with ten times the learning rate.
+hardware yet:** memory is computed, not measured ([what to report](install.md#report)). On 24 GB only adapters are
+trained, with ten times the learning rate.
 
 ## Seen on one H100
 
@@ -113,7 +114,7 @@ KV cache. Both are assumptions. `foray doctor` checks main memory: 12 bytes per 
 ## Without a GPU
 
 `--hardware cpu` is for trying a recipe on two cores with a small model
-([make one](quickstart.md#your-own-data-on-a-cpu)): the CPU engine, float32, no ZeRO, one minibatch of at most
+([make one](own-data.md)): the CPU engine, float32, no ZeRO, one minibatch of at most
 8 groups. Loss, rewards and prompts are those of the preset.
 
 ## Profiles
@@ -126,18 +127,17 @@ CHECKED = Path("docs/figures/gpu-check.json")
 PAIRS = """
 ## Presets on profiles
 
-Memory per GPU of one engine and of one learner rank, against that of the GPU. An engine takes the rest of its GPU for
-its cache, if it has its own. Engines run in `.venv-engine/bin/python` (`make gpu-env`). `weights`: how they are
-published; `nccl` has never run between two GPUs, files are its fall-back. `host`: main memory of the learner.
+A cell has engines + learner ranks; GiB on the GPU of an engine, and of a rank; the stage of ZeRO; GiB of main memory
+for the learner. An engine takes the rest of its GPU for its cache, if it has its own; on one GPU both share it. Engines
+run in `.venv-engine/bin/python` ([install](install.md)). Weights go by `nccl` (never run between two GPUs; files are
+its fall-back), where a GPU is shared as files, and as adapters where those are trained.
 
-| preset | model | profile | engines | ranks | engine | learner | there | ZeRO | weights | host |
-|---|---|---|---|---|---|---|---|---|---|---|
 """
 HOSTS = """
 ## Several machines
 
 `foray up` starts one machine, and refuses the profiles of more. They show who belongs where; start each process by
-itself ([quickstart](quickstart.md#start-each-process-yourself)). Qwen2.5-7B with `search_r1_grpo`:
+itself ([operate](operate.md#start-each-process-yourself)). Qwen2.5-7B with `search_r1_grpo`:
 """
 
 
@@ -211,9 +211,15 @@ def page() -> str:
         out.append(
             f"| `{name}` | {gpus} | {memory} | {kind}{first.engines} engines, {first.ranks} learner ranks{shared} |"
         )
-    out.append(PAIRS.rstrip("\n"))
+    one_host = [name for name, hosts in HARDWARE.items() if len(hosts) == 1]
+    out += [PAIRS.rstrip("\n"), "", f"| preset | model | {' | '.join(f'`{name}`' for name in one_host)} |"]
+    out.append("|---|---" + "|---" * len(one_host) + "|")
     with tempfile.TemporaryDirectory() as folder:
-        out += [_row(*pair, Path(folder)) for pair in pairs()]
+        alike: dict[str, list[str]] = {}
+        for preset, model in dict.fromkeys((preset, model) for preset, model, _ in pairs()):
+            cells = [model, *(_cell(preset, model, name, Path(folder)) for name in one_host)]
+            alike.setdefault(" | ".join(cells), []).append(f"`{preset}`")
+        out += [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
         out.append(HOSTS.rstrip("\n"))
         for name in (name for name, hosts in HARDWARE.items() if len(hosts) > 1):
             found = on_profile("search_r1_grpo", "Qwen2.5-7B", name, Path(folder))
@@ -232,19 +238,17 @@ def stage_table(kept: Mapping[str, Any]) -> list[str]:
     return [where, "", "| stage | result | seconds | figures |", "|---|---|---|---|", *rows]
 
 
-def _row(preset: str, model: str, profile: str, folder: Path) -> str:
-    start = f"| `{preset}` | {model} | `{profile}` |"
+def _cell(preset: str, model: str, profile: str, folder: Path) -> str:
+    """Return how the preset is laid out on the profile, or the memory for which it is refused."""
     try:
         found = on_profile(preset, model, profile, folder)
     except UserError as error:
-        return f"{start} **refused** | | {error.what.partition(': ')[2]} ({error.why}) | | | | | |"
+        return f"**refused**: {error.what.partition('GPU 0: ')[2]}"
     layout = found.layout
-    by_kind: Mapping[str, Assignment] = {a.need.kind: a for a in reversed(found.placement.assignments)}
-    extra = ", adapters" if layout.lora else ", optimizer offloaded" if layout.offload else ""
-    there = gib(by_kind["learner"].gpus[0].memory) + (", shared" if layout.cache_tokens else "")
-    cells = (layout.engines, f"{layout.ranks}{extra}", *(gib(by_kind[k].need.memory) for k in ("engine", "learner")))
-    _, *chosen = choices(found, SHAPES[model]).values()
-    return f"{start} {' | '.join(str(cell) for cell in (*cells, there, *chosen))} |"
+    need = {a.need.kind: gib(a.need.memory).removesuffix(" GiB") for a in found.placement.assignments}
+    _, stage, _, host = choices(found, SHAPES[model]).values()
+    extra = " adapters" if layout.lora else " offloaded" if layout.offload else ""
+    return f"{layout.engines} + {layout.ranks}{extra}; {need['engine']}, {need['learner']}; ZeRO {stage}; {host}"
 
 
 def _by_host(found: Resolved) -> Iterator[str]:

@@ -20,8 +20,8 @@ HEAD = """# Presets
 <!-- made by `python -m benchmarks.pages.presets > docs/presets.md` -->
 
 `foray init run.yaml --preset NAME` starts from a published recipe. This page lists every value with that of its source,
-read at the commit named below; a test checks the presets against it. `=`: the same value. "(default)": the script does
-not set it, and the default of its project applies.
+read at the commit named below; a test checks the presets against it. "(default)": the script does not set it, and the
+default of its project applies.
 """
 
 
@@ -102,17 +102,14 @@ def page(table: Table) -> str:
     """Return the page as Markdown."""
     out = [HEAD, "| preset | source |", "|---|---|"]
     out += [f"| `{name}` | {source} |" for name, source in table.sources.items()]
-    out += [
-        "",
-        "## Values",
-        "",
-        "| setting | presets | here | source | from | why it differs |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in table.rows:
-        there = "=" if row.equal else _value(row.there)
-        cells = (f"`{row.setting}`", _names(table, row.presets), _value(row.here), there, row.source, row.why)
-        out.append(_line(cells))
+    for title, equal in (("Values that differ", False), ("Equal values", True)):
+        head = ("setting", "presets", *(("here", "source") if not equal else ("value",)), "from")
+        head = head if equal else (*head, "why it differs")
+        out += ["", f"## {title}", "", _line(head), "|---" * len(head) + "|"]
+        for row in (row for row in table.rows if row.equal == equal):
+            shown = (_value(row.here),) if equal else (_value(row.here), _value(row.there))
+            cells = (f"`{row.setting}`", _names(table, row.presets), *shown, row.source)
+            out.append(_line(cells if equal else (*cells, row.why)))
     ours = ", ".join(f"`{name}`" for name in table.ours)
     out += ["", f"Settings of Foray without a counterpart: {ours}.", ""]
     out += ["## Behaviour without a setting", "", "| what | presets | source | here | why |", "|---|---|---|---|---|"]

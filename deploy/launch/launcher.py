@@ -73,11 +73,13 @@ REPLACED_BY_TAKEOVER = (CHECK, RUN_TOKENIZER, ENGINE_TOKENIZER)
 
 
 class Launcher:
-    """One run.
+    """The processes of one run, as a context: `with Launcher(config) as launcher: launcher.start(); launcher.wait()`.
 
-    say      receives the lines for the user
-    again    the command that resumes the run
-    backend  starts the processes; default: that of `launch.backend`
+    say       receives the lines for the user
+    python    interpreter of the processes; default: this one
+    again     the command that resumes the run
+    takeover  fence another learner of the run and empty the run in Redis
+    backend   starts the processes; default: that of `launch.backend`
     """
 
     def __init__(
@@ -268,7 +270,10 @@ class Launcher:
                 self._say(f"problem: {problem.what}; {problem.todo}")
 
     def wait(self) -> None:
-        """Wait until the learner has exited with code 0 (without a learner: until stopped)."""
+        """Wait until the learner has exited with code 0 (without a learner: until stopped).
+
+        Raises ProcessFailed for a process that ended too often, and RunStopped for a signal or `foray down`.
+        """
         if not self.config.launch.learner:
             self._wait()
             return

@@ -91,7 +91,11 @@ class StepRecords:
 
 
 def read_steps(path: str | Path, last_bytes: int = WHOLE) -> dict[int, dict[str, Any]]:
-    """Return step -> record of a `metrics.jsonl`, ascending, without rolled-back steps and half lines; {}: no file."""
+    """Return step -> record of a `metrics.jsonl`, ascending, without rolled-back steps and half lines; {}: no file.
+
+    path        the file
+    last_bytes  read only this much of its end
+    """
     steps = StepRecords(Path(path), last_bytes=last_bytes)
     steps.update()
     return steps.by_step

@@ -54,9 +54,12 @@ def evaluate(
     """Ask a policy every question and return scores and episodes.
 
     policy         run directory, checkpoint, folder in Hugging Face layout, or URL (`foray eval` says more)
+    dataset        file of questions in any format of docs/data.md, or examples
     search_engine  as of `foray.train_grpo`; None: the run's own
     reward         a further score, by name or function
     n, temperature attempts per question, and their sampling; 0 is greedy
+    out            directory of the results; None: a temporary one
+    overrides      settings, e.g. ["rollout.episode.max_turns=3"]
 
     Raises ForayError with the reason.
     """

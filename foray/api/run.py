@@ -77,7 +77,7 @@ class Run:
         return diagnose(found, corpus=corpus)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return one mapping per trained step, of metrics.jsonl (docs/observability.md names its fields)."""
+        """Return one mapping per trained step, of metrics.jsonl (docs/metrics.md names its fields)."""
         return list(read_steps(self.directory / "metrics.jsonl").values())
 
     def groups(self) -> Iterator[JournalEntry]:

@@ -29,6 +29,7 @@ class PolicyServer(AbstractContextManager["PolicyServer"]):
     token      their API key
     models     names: the first searches and answers, the second is the policy alone
     directory  its files and its log
+    process, search  what `close` ends: the server, and a search engine of this process
     """
 
     url: str
@@ -64,6 +65,7 @@ def serve(
     port           0: a free one of 127.0.0.1
     config         settings for what is started; None: those of the run
     out            directory of its files; None: a temporary one
+    overrides      settings, e.g. ["rollout.episode.max_turns=3"]
 
     Raises ForayError with the end of its log.
     """

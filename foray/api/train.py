@@ -50,6 +50,8 @@ def train_grpo(
     reward         name of a reward type (docs/rewards.md), or a function of this process: RewardInput -> float
     epochs         passes over the dataset; the number of steps follows
     lr             learning rate; None: the preset's
+    group_size     trajectories of each question; None: the preset's
+    run_dir        directory of the run; an existing one is resumed. None: a new one in runs/
     preset         recipe that gives all other settings (docs/presets.md); `algorithm` and others are overrides
     hardware       profile of docs/hardware.md; "": the CPU, if this machine has no GPU
     overrides      settings, e.g. ["run.max_lag=0", "learner.algorithm.type=rloo"]

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     files = {"run.model": args.model, "learner.questions": args.data, "retriever.index_dir": args.index}
     given += [override(setting, path.absolute()) for setting, path in files.items() if path is not None]
     if args.hardware:
-        return _for_hardware(args, recipe, given)
+        return _for_hardware(args, recipe, given, directory)
     # keep `${NAME}`: the file may be used on other machines
     config = from_tree(read_tree(recipe, [*given, *args.overrides]))
     if args.secure:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence[str]) -> int:
+def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence[str], directory: Path) -> int:
     """Write the preset with the settings of a hardware profile. Return 0. Raises UserError if it does not fit."""
     from deploy.config import from_tree
     from deploy.hardware.assign import placement_lines
@@ -93,12 +93,14 @@ def _for_hardware(args: argparse.Namespace, recipe: Path | None, given: Sequence
     from protocol.runtime.config import read_tree
     from protocol.runtime.number_format import read_facts
 
-    if recipe is None or args.secure:
-        raise UserError("--hardware needs --preset, and is not combined with --secure", todo="add --preset NAME")
+    if recipe is None:
+        raise UserError("--hardware needs --preset", todo="add --preset NAME")
     tree = read_tree(recipe, [*given, *args.overrides])
     config = from_tree(tree)
     facts = read_facts(config.run.model)
     found = resolve(tree, args.hardware, facts, built_index(config))
+    if args.secure:
+        _secure(args, found.config, directory)
     args.file.parent.mkdir(parents=True, exist_ok=True)
     title = f"preset {args.preset} for {args.hardware} (docs/presets.md, docs/hardware.md)"
     atomic_write(args.file, document(found, title), durable=False)

@@ -279,8 +279,10 @@ def read_journal(
 ) -> Iterator[JournalEntry]:
     """Yield every group in order of training, or those of `seq`, or the `last` ones (at least 1).
 
+    folder   the run's `journal`
+    lineage  first version of each learner start: leave out groups that a crash rolled back
+
     Only these are read and decoded; for the last ones, O(last + groups in a file) of the index.
-    lineage: leave out groups that a crash rolled back.
     """
     wanted: list[FrameLocation] = []
     for path in reversed(data_files(Path(folder))):

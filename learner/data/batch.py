@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from learner.algorithms.advantages import Outcomes, Turns, turn_of_tokens
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns, turn_of_tokens
 from learner.config.learner import BatchSettings
 from learner.data.packing import Aggregation, cost, layouts, place_rows, trajectory_weights
 from learner.data.token_values import TrajectorySource
@@ -37,16 +38,13 @@ class AdvantageEstimator(Protocol):
     bootstraps: bool
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """Return [n] float64, one per trajectory."""
-        ...
+        """Return [n] float64, one per trajectory; 0 for invalid ones."""
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
         """Return [n, K] float64, one per turn, or None if `advantages` apply to all turns of a trajectory."""
-        ...
 
     def reward_scale(self, outcomes: Outcomes) -> float:
         """Return the factor on the rewards of tokens; called once per batch."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,9 @@ class MicroBatch:
 
     ids           [R, L] int64, 0 where padding
     positions     [R, L] int64, from 0 in each sequence
-    document_ids  [R, L] int64, which sequence of its row a token belongs to (from 0), -1 where padding. Sequences
-                  that share a prompt are one document: the prompt, then the rest of each, with positions that continue
-                  the prompt's
-    index         [N] int64, row * L + t of the input whose logits predict the trained token
-    targets       [N] int64, the trained token
+    document_ids  [R, L] int64, number of the document in its row, from 0; -1 where padding. A document is a sequence,
+                  or a prompt and the rest of each sequence that shares it, whose positions continue the prompt's
+    index         [N] int64, row * L + t of the input whose logits predict the trained token, `targets` [N] int64
     behaviour     [N] float32, its log-prob when it was sampled
     advantages    [N] float32
     token_weights [N] float32, its share in the loss; 0 only in dummies that pad a rank
@@ -115,10 +111,7 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """Input of one training step: one optimiser update per part. `stats` are numbers for the metrics.
-
-    shares  each rank's micro-batches of every part
-    """
+    """Input of a training step, one optimiser update per part: each rank's `shares`, and `stats` for the metrics."""
 
     shares: tuple[tuple[MiniBatch, ...], ...]
     temperature: float
@@ -170,8 +163,7 @@ class UnscaledBatch:
 class _Row:
     """A sequence to be trained: inputs [L], and the fields of `MicroBatch` for its n trained tokens.
 
-    order       number of the sequence in its trajectory
-    start       place of its first token in the trajectory
+    order, start  number of the sequence in its trajectory, and place of its first token there
     bootstraps  whether the last input is the trajectory's last token, for the value of the state after it
     """
 
@@ -195,8 +187,7 @@ class _Row:
 class _Unit:
     """What is placed as a whole: a sequence, or several behind one copy of their prompt.
 
-    ids, positions  [L] int64
-    parts           the sequences
+    ids, positions  [L] int64, of the sequences `parts`
     starts          where each continues after the prompt, minus the prompt's length: input t of part i is
                     ids[starts[i] + t], or ids[t] within the prompt
     prompt          length of the prompt; 0 for a single sequence
@@ -246,9 +237,11 @@ def prepare_batch(
 ) -> UnscaledBatch:
     """Build the batch of `groups`, independent of their order, without changing the algorithm's state.
 
-    now_step  step of the policy that is about to be updated
-    lineage   first version of each learner start, for `is_orphan`
-    ranks     number of ranks that train it
+    now_step     step of the policy that is about to be updated
+    lineage      first version of each learner start, for `is_orphan`
+    max_lag      in steps: tokens that are older are not trained
+    temperature  at which the tokens were sampled, and their log-probs are computed
+    settings     packing, and whether prompts are shared (`learner.batch`), for `ranks` that train it
     """
     groups = sorted(groups, key=lambda g: (g.seq, g.attempt))
     outcomes = Outcomes.of(groups)
@@ -284,7 +277,12 @@ def prepare_batch(
 
 
 def build_batch(groups: Sequence[TrajectoryGroup], algorithm: AdvantageEstimator, **facts: Any) -> Batch:
-    """Build the batch of `groups` for training. Arguments as `prepare_batch`."""
+    """Build the batch of `groups` for training by `algorithm`.
+
+    facts  keyword arguments of `prepare_batch`: now_step and max_lag in steps, lineage, settings, temperature, ranks=1
+
+    Return each rank's micro-batches (shapes: `MicroBatch`), and numbers for the metrics.
+    """
     return prepare_batch(groups, algorithm, **facts).scaled(algorithm)
 
 

@@ -1,4 +1,4 @@
-"""Every metric of the learner with its description (`docs/observability.md`).
+"""Every metric of the learner with its description (`docs/metrics.md`).
 
 STEP are the measurements of a step: a line of `metrics.jsonl`, a record of the trackers, the line on the console. RUN
 are the further values in snapshots and on `/metrics`: totals of the run, and current values.

@@ -32,10 +32,15 @@ STATE = "trainer.json"
 class Trainer:
     """Trains the policy of `run.model`, on every rank of a launcher or alone.
 
-    Every rank must call the collective methods (`train` or `train_rank_batch`, `iter_weights`, `save_state`,
-    `snapshot_state`, `load_state`) in the same order. Raises UserError if the model is missing.
+    A collective method must be called by every rank, in the same order: `train` or `train_rank_batch`, `iter_weights`,
+    `save_state`, `snapshot_state`, `load_state`. Models and batches are moved to the rank's device here: the GPU
+    `LOCAL_RANK` where torch sees one, else the CPU.
 
+    run       `model`, `dir` and `steps` are read
+    settings  section `learner` without input and output: model, algorithm, optimiser, batch, engine, reference, critic
     adapters  `iter_weights` yields the adapters, if the model has some, instead of merged weights
+
+    Raises UserError if the model is missing, of a family that is not supported, or not as transformers computes it.
     """
 
     def __init__(self, run: RunSettings, settings: TrainerSettings, *, adapters: bool = False) -> None:
@@ -97,12 +102,19 @@ class Trainer:
         return batch.rank_batches
 
     def train(self, batch: Batch) -> StepReport:
-        """Run `train_rank_batch` on this rank's part of a batch that every rank has; collective."""
+        """Run `train_rank_batch` on this rank's part of a batch that every rank has; collective.
+
+        Raises UserError for tokens outside the model's vocabulary.
+        """
         rank_batch = self.rank_batches(batch)[self.rank]
         return self.train_rank_batch(rank_batch)
 
     def train_rank_batch(self, rank_batch: RankBatch) -> StepReport:
-        """Update the weights with a batch, `rank_batch` being this rank's part; collective."""
+        """Update the weights with a batch, `rank_batch` being this rank's part; collective.
+
+        An update whose loss or gradient is not finite on any rank is applied on none: `StepReport.reason` says so, and
+        nothing is raised. Raises torch's OutOfMemoryError.
+        """
         start, keep = time.perf_counter(), self.settings.token_values
         if not rank_batch.num_tokens:
             return StepReport(0.0, 0.0, True, NO_TOKENS, dict(rank_batch.stats), 0, time.perf_counter() - start)

@@ -84,11 +84,16 @@ class TurnLimits:
 
 
 class Router:
-    """`await router(request)`. Raises EngineError when no engine could generate the turn, after all useful retries.
+    """Generate turns with the engines of a fleet: `await router(request)`.
 
     connect       returns a client for an engine
+    waits         receives the seconds spent waiting for an engine
+    max_lag       steps behind the target beyond which an engine gets no request (`rollout.max_engine_lag`)
+    limits        timeouts in seconds, attempts and tokens per chunk of one turn
     stop_checker  detects the end of a turn in its tokens; None: rely on the engines
     adaptive      whether to limit the requests in flight at each engine (`AimdLimit`)
+    vocab_size    refuse requests with larger token ids; None: do not check
+    tokenizer     fingerprint that engines must have; "": any
     counts        receives COUNTERS and `engine_<cause>` (errors by cause)
     """
 
@@ -129,6 +134,11 @@ class Router:
         self._on_table(fleet.table)
 
     async def __call__(self, request: GenerateRequest) -> Completion:
+        """Return the turn for `request`, continued at other engines where one failed.
+
+        Raises EngineError when no engine could generate it: after `limits.attempts` failures of engines,
+        `limits.wait_s` without a usable one, or at once for an invalid request (cause `refused`).
+        """
         if self._vocab_size is not None and max(request.ids, default=0) >= self._vocab_size:
             # SGLang 0.5.23 crashes on such an id, and the next engine would too
             raise EngineError("refused", detail=f"a token id is outside the vocabulary of {self._vocab_size}")

@@ -35,6 +35,7 @@ class Environment:
 
     prompt_tokenizer  encodes prompts, with the template's system message; `tokenizer` is for everything else
     resources         connections shared by the rewards
+    score             computes all rewards of a finished trajectory
     before, after     ids of the tags around the passages of an observation
     invalid           ids of the observation after a turn without an action; empty if such a turn ends the trajectory
     one_text          the tags are plain text to the tokenizer, so an observation is encoded as one text
@@ -160,8 +161,10 @@ def build_environment(
 ) -> Environment:
     """Build the environment of a process. The caller closes it.
 
-    day   date for chat templates that contain one (`run.date`)
-    urls  base URLs of the retrievers, which may change, the default of tools that fetch documents; None: there are none
+    settings   `rollout.episode`
+    model_dir  model folder, whose tokenizer is read
+    day        date for chat templates that contain one (`run.date`)
+    urls       base URLs of the retrievers, which may change, the default of tools that fetch documents; None: no URL
 
     Raises UserError for a missing or broken tokenizer, limits that are too small, or a reward or tool that cannot be
     built.

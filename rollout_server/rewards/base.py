@@ -37,8 +37,12 @@ class TurnText:
 
 @dataclass(frozen=True)
 class RewardInput:
-    """Input of a reward. `answer` is taken from policy-owned tokens only; None if there is none.
+    """Input of a reward: a finished, valid trajectory as text.
 
+    question  with its gold answers, and its data set and supporting passages in `meta`
+    status    ANSWERED, OUT_OF_TURNS or TRUNCATED
+    answer    from policy-owned tokens only, as the template's tags delimit it; None if there is none
+    turns     of the policy, in order, each with the observation that followed it
     searches  number of searches, without tool calls, which are the turns with a `tool`
     """
 
@@ -63,7 +67,11 @@ class Reward(Protocol):
 
     name: str
 
-    async def __call__(self, outcome: RewardInput) -> float: ...
+    async def __call__(self, outcome: RewardInput) -> float:
+        """Return the score: any finite number, before its weight. Called concurrently, so it must not block.
+
+        Raises RewardError if it cannot be computed. The trajectory then fails: a failure is never a score of 0.
+        """
 
 
 @runtime_checkable
@@ -74,7 +82,6 @@ class TurnReward(Protocol):
 
     async def per_turn(self, outcome: RewardInput) -> Sequence[float]:
         """Return one number per turn in `outcome.turns`. The observation of a turn is the result of its own search."""
-        ...
 
 
 class RewardSettingsBase(Settings):

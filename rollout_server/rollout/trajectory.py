@@ -308,10 +308,16 @@ async def run_trajectory(
 ) -> Trajectory:
     """Run one trajectory to its end, and score it if it is valid.
 
+    environment  template, tokenizer, limits, tools and rewards of the process
+    question     its gold answers are read by rewards only
+    generate     one turn: token ids in, token ids with log-probs and versions out, e.g. a `Router`
+    search       one query: passages or a cause out
+    sampling     temperature, top-p and top-k of every turn
     session      id of this trajectory, of fixed length (engines match ids by prefix): the hex of a UUID
     group        id shared by the trajectories of one question
     pinned       evaluation: use any READY engine
-    should_stop  called before every turn but the first
+    should_stop  called with the first version before every turn but the first; True ends it with status STALE
+    on_progress  called with each segment and with the trajectory, for metrics; must not raise
     live         what watchers read
 
     Raises only CancelledError. An error becomes status FAILED with its cause: a cause of EngineError,

@@ -45,7 +45,10 @@ _ABOUT_THE_QUERY = frozenset({400, 413, 414, 422})
 class SearchResult:
     """The result of a search.
 
-    error  "" or a cause from the table above. No passages and no error: nothing was found.
+    passages   best first
+    latency_s  seconds, waiting and retries included
+    error      "", or a cause: `timeout`, `unreachable`, `overloaded`, `unavailable`, `http_NNN` and the others in the
+               table of `rollout_server.search.base`. No passages and no error: nothing was found
     """
 
     passages: tuple[Passage, ...]
@@ -56,7 +59,8 @@ class SearchResult:
 class Search(Protocol):
     """Search for one query. Failures of the service are returned as `SearchResult.error`, never raised."""
 
-    async def __call__(self, query: str) -> SearchResult: ...
+    async def __call__(self, query: str) -> SearchResult:
+        """Return the passages for `query`, or the cause of the failure. Called concurrently; never raises."""
 
 
 class SearchService(Search, Protocol):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 
+from protocol.runtime.lifecycle import cancel_all
 from protocol.search import Passage
 from protocol.settings import Settings
 
@@ -29,6 +30,7 @@ class ToolResult:
     text      text for the policy, if there are no passages
     passages  shown like those of a search; they count as retrieved evidence, text does not. Without text and passages
               the policy sees the same as for a search that finds nothing
+    latency_s seconds
     error     "" or a short word: the tool failed (timeout, unreachable, overloaded, ...), through no fault of the
               policy. `on_search_error` determines what happens
     mistake   "" or a short word: the call was invalid (unknown document, a program that raises), as explained in
@@ -55,11 +57,9 @@ class Tool(Protocol):
 
         Never raises for failures of the tool or the policy. Returns in bounded time.
         """
-        ...
 
     async def close(self) -> None:
         """Release all resources and cancel calls in flight. Safe to call twice. Later calls return an `error`."""
-        ...
 
 
 class ToolSettingsBase(Settings):
@@ -124,10 +124,7 @@ class InflightCalls:
     async def close(self) -> None:
         """Cancel all calls. Safe to call twice."""
         self._closed = True
-        tasks = list(self._in_flight)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._in_flight)
 
 
 class NoTool:

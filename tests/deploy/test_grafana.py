@@ -30,7 +30,7 @@ OF_PROMETHEUS = {"run", "instance", "job", "le"}
 
 
 def reference() -> dict[str, set[str]]:
-    """Name of each series in docs/observability.md -> its own labels."""
+    """Name of each series in docs/metrics.md -> its own labels."""
     found: dict[str, set[str]] = {}
     for name, kind, labels in ROWS.findall(document()):
         for series in [f"{name}_{part}" for part in ("bucket", "sum", "count")] if kind == "histogram" else [name]:

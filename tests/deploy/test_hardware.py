@@ -25,7 +25,6 @@ from foray.cli import main
 from foray.commands.init import presets
 from foray.demo.world import save_tokenizer
 from protocol.errors import UserError
-from tests.support.shell_blocks import foray_commands, shell_blocks
 
 DOCS = Path(__file__).parents[2] / "docs"
 NO_GPU_HERE = {"gpus", "engine", "tokenizer", "learner.publish"}
@@ -167,6 +166,15 @@ def test_a_model_that_does_not_fit_or_is_unknown_leaves_no_file(
     assert not path.exists()
 
 
+def test_a_profile_and_secrets_are_written_by_one_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen2.5-3B"]))
+    given = ["--preset", "search_r1_grpo", "--hardware", "8xh100", "--model", str(tmp_path), "--secure", "--no-tls"]
+    assert main(["init", str(tmp_path / "run.yaml"), *given]) == 0
+    config = load_config(tmp_path / "run.yaml")
+    assert config.launch.hardware == "8xh100" and config.launch.secrets == tmp_path / "secrets"
+    assert (tmp_path / "secrets" / "node.env").is_file()
+
+
 def test_the_flags_of_the_engine_in_the_file_are_kept_and_share_the_gpus(tmp_path: Path) -> None:
     args = "engine.kind.args=['--tp-size','2']"
     found = on_profile("search_r1_grpo", "Qwen2.5-7B", "8xh100", tmp_path, f"run.dir={tmp_path}/run", args)
@@ -175,26 +183,3 @@ def test_the_flags_of_the_engine_in_the_file_are_kept_and_share_the_gpus(tmp_pat
     assert found.config.launch.engines == 2
     engine = next(a for a in found.placement.assignments if a.need.kind == "engine")
     assert len(engine.gpus) == 2
-
-
-@pytest.mark.parametrize("profile", [name for name, hosts in HARDWARE.items() if len(hosts) == 1])
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
-def test_the_blocks_for_8xh100_are_planned_on_each_profile(
-    page: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = [block.text for block in shell_blocks(DOCS.parent / page) if "--hardware 8xh100" in block.text]
-    (init,) = [words for text in blocks for words in foray_commands(text) if words[0] == "init"]
-    words = [{"8xh100": profile, "DIR": "data/llama-3.2-3b"}.get(word, word) for word in init]
-    monkeypatch.chdir(tmp_path)
-    save_tokenizer(tmp_path / "data" / "llama-3.2-3b")
-    shape = "Llama-3.2-3B" if "quickstart" in page else "Qwen2.5-3B"
-    (tmp_path / "data" / "llama-3.2-3b" / "config.json").write_text(json.dumps(SHAPES[shape]))
-    code = main(words)
-    if code:
-        assert profile == "1x24gb" and "21.7 GiB of 23.6 GiB usable" in capsys.readouterr().err
-        return
-    capsys.readouterr()
-    main(["up", "run.yaml", "--dry-run"])
-    said = "".join(capsys.readouterr())
-    assert re.search(r"^#? *learner +\d[\d,]* +[\d.]+ GiB of", said, re.M), said
-    assert not re.search(r"needs \d+ GPUs|GiB needed", said), said

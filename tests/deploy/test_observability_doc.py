@@ -1,4 +1,4 @@
-"""docs/observability.md matches the metrics tables, and every row follows the conventions of Prometheus."""
+"""docs/metrics.md matches the metrics tables, and every row follows the conventions of Prometheus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollout_server.metric_tables import TABLES
 from rollout_server.metrics import Stats, page_of
 from tests.support.metrics_page import check_family, check_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_the_page_is_made_from_the_tables() -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.test_quick_start import policy
+from tests.e2e.test_reproduce import policy
 from tests.support.format_samples import QUESTIONS
 
 FILES = {

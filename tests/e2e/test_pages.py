@@ -1,4 +1,4 @@
-"""The shell blocks of README, quickstart and extending, run as they stand, in order, beside a finished run."""
+"""The shell blocks of the first pages, run as they stand, in order, beside a finished run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/extending.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/quickstart.md", "docs/own-data.md", "docs/operate.md", "docs/extending.md"]
+)
 def test_the_blocks_of_a_page_run(finished: Path, tmp_path: Path, page: str) -> None:
     shutil.copytree(finished, tmp_path / "runs", symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
     blocks = [block for block in shell_blocks(ROOT / page) if not block.needs]

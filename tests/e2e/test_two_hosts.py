@@ -1,7 +1,7 @@
 """Two hosts without a shared path: an engine of the second one joins a running demo by hand, leaves, and is killed.
 
 The hosts are network namespaces, each with a directory that the other one cannot see. Host `a` runs Redis and
-`foray up`; on host `b` the commands are those of docs/engines.md, "Add an engine on another host".
+`foray up`; on host `b` the commands are those of docs/clusters.md, "Add an engine on another host".
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rollout_server.cpu_engine.server.absent import ABSENT
+from rollout_server.cpu_engine.server.admin import ABSENT
 from tests.support.engine_http import Client, post, serving, write_policy
 
 IDS = list(range(40, 60))
-DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
+DOCS = Path(__file__).parents[2] / "docs" / "design" / "engine-contract.md"
 
 
 @pytest.fixture(scope="module")
